@@ -1,0 +1,1 @@
+"""The application: command line, full-screen chat, line mode, history and settings."""

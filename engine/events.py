@@ -1,0 +1,215 @@
+"""Everything that crosses the boundary between a user interface and an engine: plain, typed, immutable.
+
+Commands go to the engine, events come back. On the pipe each travels as MessagePack with its class name as
+the tag (`encode`, `command_decoder`, `event_decoder`). Every engine speaks the same events, so that a user
+interface can tell engines apart only by name.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["system", "user", "assistant"]
+StopReason = Literal["stop", "length", "cancelled"]
+FailureKind = Literal["usage", "model", "backend", "context", "internal"]
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Frozen, keyword-only, tagged with its class name."""
+
+
+# --- what a request is made of -------------------------------------------------------------------------
+
+
+class Message(_Record):
+    """One turn of a conversation. `thinking` is what the model thought before `content`, if it did."""
+
+    role: Role
+    content: str
+    thinking: str = ""
+
+
+class Chat(_Record):
+    """A conversation, rendered with the model's chat template. `think` asks a thinking model to think or not."""
+
+    messages: tuple[Message, ...]
+    think: bool = True
+
+
+class RawText(_Record):
+    """Text given to the model as it is: no template; special tokens in it are plain text."""
+
+    text: str
+
+
+class TokenIds(_Record):
+    """Token ids given to the model as they are."""
+
+    ids: tuple[int, ...]
+
+
+class Sampling(_Record):
+    """How a token is drawn. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and
+    `repeat_penalty` 1 switch that step off. `seed` None draws one, reported in `Finished`."""
+
+    temperature: float = 0.7
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    seed: int | None = None
+
+
+class EngineOptions(_Record):
+    """What an engine is started with; fixed for the life of its process. `backend` is a tinygrad device
+    ("CPU", "CUDA", "NV") or "auto"; `context_length` None takes the model's own, bounded by memory."""
+
+    model_path: str
+    backend: str = "auto"
+    context_length: int | None = None
+    beam: int = 0
+
+
+# --- commands ------------------------------------------------------------------------------------------
+
+
+class Load(_Record):
+    options: EngineOptions
+
+
+class Generate(_Record):
+    """Answer `prompt`. `max_tokens` None goes on until the model stops or the context is full.
+    `logprobs` N > 0 adds to each token its log-probability and the N most probable, before sampling changes
+    them. `ignore_eos` goes on past an end-of-turn token (for measurements)."""
+
+    request_id: int
+    prompt: Chat | RawText | TokenIds
+    sampling: Sampling = Sampling()
+    max_tokens: int | None = None
+    logprobs: int = 0
+    ignore_eos: bool = False
+
+
+class Cancel(_Record):
+    request_id: int
+
+
+class Shutdown(_Record):
+    pass
+
+
+Command = Load | Generate | Cancel | Shutdown
+
+
+# --- events --------------------------------------------------------------------------------------------
+
+
+class ModelInfo(_Record):
+    """What the file says of itself. `quantization` is the type that holds most of the bytes ("Q6_K")."""
+
+    name: str
+    architecture: str
+    quantization: str
+    parameters: int
+    file_bytes: int
+    trained_context: int
+    thinks: bool
+
+
+class Loading(_Record):
+    done_bytes: int
+    total_bytes: int
+
+
+class Warming(_Record):
+    """Kernels being prepared: `done` of about `total` (0 where unknown)."""
+
+    done: int
+    total: int
+
+
+class Ready(_Record):
+    """The engine can answer. `context_length` in tokens; `load_ms` from the start of loading to this event."""
+
+    model: ModelInfo
+    backend: str
+    device_name: str
+    context_length: int
+    load_ms: float
+
+
+class Prefilling(_Record):
+    """`done` of `total` prompt tokens are in the KV cache; `cached` of them were there from earlier turns."""
+
+    request_id: int
+    done: int
+    total: int
+    cached: int
+
+
+class TopToken(_Record):
+    id: int
+    logprob: float
+
+
+class Token(_Record):
+    """One token of the answer. `text` is what it completes: possibly empty (part of a character, or a special
+    token), never half a character. Log-probabilities are natural, from the unchanged logits."""
+
+    request_id: int
+    id: int
+    text: str
+    logprob: float | None = None
+    top: tuple[TopToken, ...] = ()
+
+
+class Thinking(Token):
+    """One token of a thinking span, its opening and closing marks included (their `text` is empty)."""
+
+
+class Finished(_Record):
+    """The end of an answer. `prompt_ms` is the time to the first token, `predicted_ms` the time from the first
+    token to the last, so that the decode rate is (predicted_n - 1) / predicted_ms. `predicted_n` counts the
+    end-of-turn token; `prompt_n` counts all prompt tokens, of which `cached_n` were in the KV cache."""
+
+    request_id: int
+    reason: StopReason
+    prompt_n: int
+    cached_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+    load_ms: float
+    context_used: int
+    seed: int
+
+
+class Failed(_Record):
+    """What was asked for did not work. `request_id` None: the engine itself (it did not start, or it died)."""
+
+    kind: FailureKind
+    message: str
+    hint: str = ""
+    request_id: int | None = None
+
+
+Event = Loading | Warming | Ready | Prefilling | Token | Thinking | Finished | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def decode_rate(predicted_n: int, predicted_ms: float) -> float:
+    """Decode speed in tokens per second: (n - 1) / t, since the first token belongs to the prompt.
+    0 where there is none."""
+    return (predicted_n - 1) / predicted_ms * 1e3 if predicted_n > 1 and predicted_ms > 0 else 0.0
+
+
+def prefill_rate(prompt_n: int, cached_n: int, prompt_ms: float) -> float:
+    """Prefill speed in tokens per second: prompt tokens computed / time to first token. 0 where there is none."""
+    return (prompt_n - cached_n) / prompt_ms * 1e3 if prompt_ms > 0 else 0.0

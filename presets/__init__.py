@@ -1,0 +1,1 @@
+"""Data: built-in presets and what reads them."""

@@ -1,0 +1,1 @@
+"""What is seen. Widgets take data and post messages; they know no engine."""
