@@ -1,0 +1,215 @@
+"""A small model with random weights and a vocabulary of its own: a real GGUF file, made in a second.
+
+It exercises everything that a published model does (template, tokenizer, quantized products, cache), but what
+it says is noise. Tests call `write`; `python tests/generated_model.py FILE` makes one to chat with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import tokenizers
+from gguf import GGMLQuantizationType as Type
+
+ROPE_BASE = 10_000.0
+EPSILON = 1e-5
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+THINK_MARKS = ("<think>", "</think>")
+
+# The vocabulary is learned from this, so that it depends on nothing else in the repository.
+PASSAGE = """\
+The river came down from the hills in spring, brown and loud, and the people of the valley went out to
+look at it. They said that it had never been so high; they said so every year. The miller counted the
+stones that were still dry and wrote the number in his book: twelve on Monday, nine on Tuesday, seven on
+Wednesday morning. "What will you do when there are none?" asked the child. "Then I shall have nothing
+left to count," he said, "and I will have to look at the water instead." Nobody knew whether he was
+joking. The child thought about it for a while, and then she asked how the water knew the way. "It does
+not know," said the miller. "It only falls, a little at a time, wherever falling is easiest. That is how
+most things find their way." In the evening the rain stopped. The light was long and yellow over the
+fields, the birds began again where they had left off, and one after another the stones came back. She
+wrote the numbers herself: eight, ten, thirteen. There had been one more than anybody remembered, and she
+was the only one who had seen it, because she was the only one who had asked.
+"""
+
+CHATML = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+# As Qwen3's: a reply without thinking begins after an empty span of it.
+NO_THINKING = """\
+{%- if add_generation_prompt and enable_thinking is defined and not enable_thinking -%}
+<think>
+
+</think>
+
+{% endif -%}
+"""
+
+
+def write(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    quant: str = "Q8_0",
+    layers: int = 2,
+    dim: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int | None = None,
+    context: int = 2048,
+    tied: bool = True,
+    rope_factors: bool = False,
+    template: str | None = None,
+    seed: int = 0,
+) -> Path:
+    """Writes a model to `path` and returns it. The same arguments give the same bytes.
+
+    `architecture` is llama, qwen2 (with biases) or qwen3 (with QK norm and thinking marks). `quant` is the
+    type of every matrix: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K; `dim` and `ffn`
+    (twice `dim` unless given) must be multiples of its block: 32, or 256 for the K types. A head has
+    `dim // heads` elements. `rope_factors` adds rope_freqs.weight. `template` None is ChatML.
+    """
+    ffn = ffn or 2 * dim
+    head_dim = dim // heads
+    block = gguf.GGML_QUANT_SIZES[Type[quant]][0]
+    if dim % block or ffn % block:
+        raise ValueError(f"{quant} has blocks of {block}: dim {dim} and ffn {ffn} must be multiples of it")
+    rng = np.random.default_rng(seed)
+    thinks = architecture == "qwen3"
+    tokens, merges = _vocabulary()
+    specials = SPECIALS + (THINK_MARKS if thinks else ())
+
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_name("random noise")
+    mix = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S"}.get(quant, f"MOSTLY_{quant}")
+    writer.add_file_type(gguf.LlamaFileType[mix])
+    writer.add_context_length(context)
+    writer.add_embedding_length(dim)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(ROPE_BASE)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_vocab_size(len(tokens) + len(specials))
+
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe" if architecture == "llama" else "qwen2")
+    writer.add_token_list([*tokens, *specials])
+    types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(SPECIALS)
+    writer.add_token_types(types + [gguf.TokenType.USER_DEFINED] * (len(specials) - len(SPECIALS)))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(len(tokens) + SPECIALS.index("<|endoftext|>"))
+    writer.add_eos_token_id(len(tokens) + SPECIALS.index("<|im_end|>"))
+    writer.add_add_bos_token(False)
+    chatml = CHATML + NO_THINKING if thinks else CHATML
+    writer.add_chat_template(chatml if template is None else template)
+
+    def matrix(name: str, rows: int, cols: int) -> None:
+        data = _random_matrix(rng, rows, cols, Type[quant])
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=Type[quant])
+
+    def vector(name: str, size: int, mean: float) -> None:
+        writer.add_tensor(name, (mean + 0.1 * rng.standard_normal(size)).astype(np.float32))
+
+    matrix("token_embd", len(tokens) + len(specials), dim)
+    vector("output_norm.weight", dim, 1.0)
+    if not tied:
+        matrix("output", len(tokens) + len(specials), dim)
+    if rope_factors:
+        writer.add_tensor("rope_freqs.weight", np.geomspace(1, 8, head_dim // 2).astype(np.float32))
+    for layer in range(layers):
+        prefix = f"blk.{layer}."
+        vector(prefix + "attn_norm.weight", dim, 1.0)
+        matrix(prefix + "attn_q", heads * head_dim, dim)
+        matrix(prefix + "attn_k", kv_heads * head_dim, dim)
+        matrix(prefix + "attn_v", kv_heads * head_dim, dim)
+        matrix(prefix + "attn_output", dim, heads * head_dim)
+        if architecture == "qwen2":
+            vector(prefix + "attn_q.bias", heads * head_dim, 0.0)
+            vector(prefix + "attn_k.bias", kv_heads * head_dim, 0.0)
+            vector(prefix + "attn_v.bias", kv_heads * head_dim, 0.0)
+        if architecture == "qwen3":
+            vector(prefix + "attn_q_norm.weight", head_dim, 1.0)
+            vector(prefix + "attn_k_norm.weight", head_dim, 1.0)
+        vector(prefix + "ffn_norm.weight", dim, 1.0)
+        matrix(prefix + "ffn_gate", ffn, dim)
+        matrix(prefix + "ffn_up", ffn, dim)
+        matrix(prefix + "ffn_down", dim, ffn)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _vocabulary() -> tuple[list[str], list[str]]:
+    """The 256 bytes and what byte-pair encoding learns from the passage: tokens in GPT-2's spelling of bytes,
+    and merges as "left right"."""
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = byte_level(add_prefix_space=False)
+    bpe.train_from_iterator(
+        [PASSAGE],
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=1024, initial_alphabet=sorted(byte_level.alphabet()), show_progress=False
+        ),
+    )
+    vocab = bpe.get_vocab()
+    model = json.loads(bpe.to_str())["model"]
+    return sorted(vocab, key=vocab.__getitem__), [" ".join(pair) for pair in model["merges"]]
+
+
+def _random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) -> np.ndarray:
+    """rows x cols weights of standard deviation cols**-0.5, as the file stores them: float32 or float16, or
+    uint8 of shape (rows, bytes of a row).
+
+    The gguf package does not quantize to the K types. For them the block's bytes are random and only its
+    float16 scales are chosen (llama.cpp, ggml-common.h: block_q4_K, block_q5_K, block_q6_K).
+    """
+    std = cols**-0.5
+    if not kind.name.endswith("_K"):
+        values = (rng.standard_normal((rows, cols)) * std).astype(np.float32)
+        return values if kind is Type.F32 else gguf.quantize(values, kind)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    data = (
+        np.frombuffer(rng.bytes(rows * cols // block * block_bytes), np.uint8).reshape(-1, block_bytes).copy()
+    )
+
+    def set_scales(scale: float) -> None:
+        if kind is Type.Q6_K:
+            data[:, -2:] = np.array([scale], np.float16).view(np.uint8)
+        else:  # value = scale * q - min: the middle of q's range times the scale centres it on zero
+            middle = 7.5 if kind is Type.Q4_K else 15.5
+            data[:, :4] = np.array([scale, middle * scale], np.float16).view(np.uint8)
+
+    unit = 2.0**-10
+    set_scales(unit)
+    set_scales(unit * std / float(gguf.dequantize(data, kind).std()))
+    return data.reshape(rows, -1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a small GGUF model that speaks noise.")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--architecture", default="llama", choices=["llama", "qwen2", "qwen3"])
+    parser.add_argument("--quant", default="Q8_0")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    write(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
