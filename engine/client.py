@@ -3,10 +3,35 @@ in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
-from engine.events import Event, Generate
+import msgspec
+import platformdirs
+from msgspec.structs import replace
+
+from engine.events import (
+    Cancel,
+    EngineOptions,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Prefilling,
+    Ready,
+    Token,
+    command_decoder,
+)
+from engine.process import EngineProcess, trim_log
+from engine.transport import FrameError, pack
+
+CANCEL_GRACE_S = 0.08  # what the worker has to end an answer by itself; the contract says 100 ms
 
 
 class Engine(Protocol):
@@ -33,3 +58,229 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Ends the engine and all it started. Safe to call twice and at any time."""
         ...
+
+
+class LocalEngine:
+    """The tinygrad engine: an `Engine` whose work happens in a process that may die at any instant.
+
+    `generate` starts the process where there is none, or it died; then `Loading`, `Warming` and `Ready` (or
+    the `Failed` of the start) come before the events of the answer. While the engine loads, requests wait
+    for it and see it load. To close either stream early ends what it asked for. Belongs to one event loop.
+    """
+
+    name = "tinygrad"
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        environment: Mapping[str, str] = {},
+        command: Sequence[str] = (sys.executable, "-P", "-m", "engine.worker"),
+    ) -> None:
+        """`environment` is added to the process's own; `command` gets the number of its socket appended."""
+        self.options = options
+        self._environment = environment
+        self._command = command
+        self._process: EngineProcess | None = None
+        self._ready: Ready | None = None
+        self._spawning = asyncio.Lock()
+        self._streams: dict[int, _Stream] = {}
+        self._serials = itertools.count(1)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return self._process.pid if self._process and self._process.alive else None
+
+    @property
+    def log_path(self) -> Path:
+        """What the process printed: its tracebacks, never a prompt."""
+        return platformdirs.user_log_path("orin-chat", appauthor=False) / "engine.log"
+
+    async def start(self) -> AsyncGenerator[Event, None]:
+        stream = self._open(None)
+        try:
+            await self._join(stream, b"")
+            while not stream.exhausted:
+                yield await stream.next()
+        finally:
+            self._leave(stream)
+            if self._ready is None and not self._streams and self._process:
+                self._process.kill()
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+        stream = self._open(request)
+        try:
+            if flaw := _flaw(request):
+                stream.put(flaw)
+            else:
+                await self._join(stream, pack(replace(request, request_id=stream.serial)))
+            while not stream.exhausted:
+                yield await stream.next()
+        finally:
+            self._leave(stream)
+
+    async def stop(self) -> None:
+        answers = [stream for stream in self._streams.values() if stream.request]
+        for answer in answers:
+            self._cancel(answer)
+            if answer.joined:
+                asyncio.get_running_loop().call_later(CANCEL_GRACE_S, answer.cut_short)
+            else:
+                answer.cut_short()
+        await asyncio.gather(*(answer.ended.wait() for answer in answers))
+
+    async def close(self) -> None:
+        for stream in self._streams.values():
+            stream.cut_short()
+        async with self._spawning:
+            process, self._process, self._ready = self._process, None, None
+            if process:
+                await process.close()
+
+    # --- streams ---------------------------------------------------------------------------------------
+
+    def _open(self, request: Generate | None) -> _Stream:
+        # The ids on the pipe are our own, so that a late event of an answer that was cut short finds no
+        # stream, whichever ids callers use.
+        stream = _Stream(next(self._serials), request, self._ready.load_ms if self._ready else 0.0)
+        self._streams[stream.serial] = stream
+        return stream
+
+    async def _join(self, stream: _Stream, frame: bytes) -> None:
+        """Connects `stream` with the process, started if there is none, and sends the process `frame`."""
+        async with self._spawning:
+            if self._process and not self._process.alive:
+                await self._process.gone()
+                self._process = self._ready = None
+            if stream.ended.is_set():
+                return
+            try:
+                if self._process is None:
+                    self._process = await self._spawn()
+            except OSError as error:
+                stream.put(
+                    Failed(kind="backend", message=f"The engine process could not be started: {error}.")
+                )
+                return
+            except UnicodeEncodeError:
+                stream.put(
+                    Failed(kind="model", message="The model's path is not valid UTF-8.", hint="Rename it.")
+                )
+                return
+            stream.joined = True
+            if self._ready and stream.request is None:
+                stream.put(self._ready)
+            self._process.send(frame)
+
+    async def _spawn(self) -> EngineProcess:
+        load = pack(Load(options=self.options))
+        process = await EngineProcess.spawn(self._command, self._environment, self.log_path, self._receive)
+        process.send(load)
+        return process
+
+    def _leave(self, stream: _Stream) -> None:
+        if not stream.ended.is_set():
+            self._cancel(stream)
+        del self._streams[stream.serial]
+        trim_log(self.log_path)
+
+    def _cancel(self, stream: _Stream) -> None:
+        if stream.joined and stream.request and self._process:
+            self._process.send(pack(Cancel(request_id=stream.serial)))
+
+    def _receive(self, event: Event) -> None:
+        if isinstance(event, Failed) and event.kind == "internal" and not event.hint:
+            event = replace(event, hint=f"Details are in {self.log_path}")
+        request_id: int | None = getattr(event, "request_id", None)
+        if request_id is not None:
+            if stream := self._streams.get(request_id):
+                stream.put(event)
+            return
+        if isinstance(event, Ready):
+            self._ready = event
+        elif isinstance(event, Failed):
+            self._ready = None
+            if self._process:
+                self._process.kill()
+        for stream in self._streams.values():
+            if stream.joined:
+                stream.put(event)
+
+
+class _Stream:
+    """The events of one call of `generate`, or of `start` (which has no request), as they arrive.
+
+    They wait here without bound: no more than the tokens of one answer can."""
+
+    def __init__(self, serial: int, request: Generate | None, load_ms: float) -> None:
+        self.serial = serial
+        self.request = request
+        self.joined = False  # whether it sees what happens to the process
+        self.ended = asyncio.Event()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._last_event = (Failed, Finished if request else Ready)
+        self._load_ms = load_ms
+        self._prompt = Prefilling(request_id=serial, done=0, total=0, cached=0)
+        self._predicted_n = 0
+        self._opened = self._first = self._last = time.perf_counter()
+
+    @property
+    def exhausted(self) -> bool:
+        return self.ended.is_set() and self._events.empty()
+
+    async def next(self) -> Event:
+        return await self._events.get()
+
+    def put(self, event: Event) -> None:
+        if self.ended.is_set():
+            return
+        if isinstance(event, Token):
+            self._last = time.perf_counter()
+            if not self._predicted_n:
+                self._first = self._last
+            self._predicted_n += 1
+        elif isinstance(event, Prefilling):
+            self._prompt = event
+        elif isinstance(event, Ready):
+            self._load_ms = event.load_ms
+        if self.request and getattr(event, "request_id", None) is not None:
+            event = replace(event, request_id=self.request.request_id)
+        self._events.put_nowait(event)
+        if isinstance(event, self._last_event):
+            self.ended.set()
+
+    def cut_short(self) -> None:
+        """Ends the stream, if it has not ended, with what is known of it here."""
+        if self.request is None:
+            self.put(Failed(kind="backend", message="The engine was closed before it was ready."))
+            return
+        now = time.perf_counter()
+        self.put(
+            Finished(
+                request_id=self.serial,
+                reason="cancelled",
+                prompt_n=self._prompt.total,
+                cached_n=self._prompt.cached,
+                prompt_ms=((self._first if self._predicted_n else now) - self._opened) * 1e3,
+                predicted_n=self._predicted_n,
+                predicted_ms=(self._last - self._first) * 1e3,
+                load_ms=self._load_ms,
+                context_used=self._prompt.done + self._predicted_n,
+                seed=self.request.sampling.seed or 0,
+            )
+        )
+
+
+def _flaw(request: Generate) -> Failed | None:
+    """What keeps the worker from reading `request`, or None."""
+    try:
+        command_decoder.decode(pack(request)[4:])
+    except UnicodeEncodeError:
+        message = "The prompt holds characters that are not valid Unicode."
+        hint = "Type or paste it again, or save the file it comes from as UTF-8."
+    except (FrameError, msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+        message, hint = f"The request is not valid: {error}", ""
+    else:
+        return None
+    return Failed(kind="usage", message=message, hint=hint, request_id=request.request_id)

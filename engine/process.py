@@ -1,0 +1,186 @@
+"""One life of the engine process, seen from its client: spawned, spoken to, and gone with all it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from engine.events import Event, Failed, Shutdown, event_decoder
+from engine.transport import Deframer, FrameError, pack
+
+SHUTDOWN_GRACE_S = 1.0
+TERMINATE_GRACE_S = 0.3
+LOG_LIMIT_BYTES = 1 << 20
+
+
+class EngineProcess(asyncio.Protocol):
+    """A child process at the other end of a socket pair, leader of a session of its own.
+
+    `receive` is called with each event and, once and last, with a `Failed` that says how the process ended.
+    """
+
+    _transport: asyncio.Transport
+    _process: asyncio.subprocess.Process
+    _reaper: asyncio.Task[None]
+
+    def __init__(self, log_path: Path, receive: Callable[[Event], None]) -> None:
+        self._log_path = log_path
+        self._receive = receive
+        self._deframer = Deframer()
+        self._hung_up = asyncio.Event()
+        self._killed = False
+        self._misspoke = False
+
+    @classmethod
+    async def spawn(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_path: Path,
+        receive: Callable[[Event], None],
+    ) -> EngineProcess:
+        """Starts `command` with the number of its socket as last argument; what it prints goes to `log_path`.
+
+        Raises OSError if it cannot be started."""
+        ours, theirs = socket.socketpair()
+        with theirs, _open_log(log_path) as log:
+            self = cls(log_path, receive)
+            self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
+                lambda: self, sock=ours
+            )
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**os.environ, **environment},
+                )
+            except BaseException:
+                self._transport.abort()
+                raise
+        self._reaper = asyncio.create_task(self._reap())
+        return self
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may still answer."""
+        return not self._killed and not self._hung_up.is_set() and self._process.returncode is None
+
+    def send(self, frame: bytes) -> None:
+        if self.alive:
+            self._transport.write(frame)
+
+    def kill(self) -> None:
+        """Ends the process and its children at once; what it still sends is ignored."""
+        self._killed = True
+        if self._process.returncode is None:
+            self._signal_group(signal.SIGKILL)
+
+    async def gone(self) -> None:
+        """Returns when the process has ended and is reaped."""
+        await asyncio.shield(self._reaper)
+
+    async def close(self) -> None:
+        """Asks the process to end, and makes it."""
+        self.send(pack(Shutdown()))
+        try:
+            for grace_s, insist in ((SHUTDOWN_GRACE_S, signal.SIGTERM), (TERMINATE_GRACE_S, signal.SIGKILL)):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(grace_s):
+                        return await self.gone()
+                self._signal_group(insist)
+            await self.gone()
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+
+    def data_received(self, data: bytes) -> None:
+        if self._killed:
+            return
+        try:
+            for payload in self._deframer.feed(data):
+                self._receive(event_decoder.decode(payload))
+        except (FrameError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self._misspoke = True
+            self.kill()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hung_up.set()
+
+    async def _reap(self) -> None:
+        """Sees the process off: its last events are read, its children killed, itself reaped."""
+        exited = asyncio.create_task(self._process.wait())
+        hung_up = asyncio.create_task(self._hung_up.wait())
+        try:
+            await asyncio.wait((exited, hung_up), return_when=asyncio.FIRST_COMPLETED)
+            # One brings the other, unless it closed its socket and lives, or a child of its holds the socket.
+            await asyncio.wait((exited, hung_up), timeout=0.2)
+            self._signal_group(signal.SIGKILL)
+            await exited
+            await asyncio.wait((hung_up,), timeout=0.2)
+        finally:  # also when the event loop ends without `close`
+            self._signal_group(signal.SIGKILL)
+            hung_up.cancel()
+            self._transport.abort()
+        trim_log(self._log_path)
+        self._receive(self._obituary())
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # gone; gone but not yet reaped (macOS)
+            os.killpg(self.pid, number)
+
+    def _obituary(self) -> Failed:
+        code = self._process.returncode
+        assert code is not None
+        if self._misspoke:
+            message = "The engine process sent something that is not an event."
+        elif code < 0:
+            message = f"The engine process died (signal {-code}, {_signal_name(-code)})."
+        else:
+            message = f"The engine process ended by itself (exit status {code})."
+        hint = f"The next prompt starts it again. Its log: {self._log_path}"
+        if code == -signal.SIGKILL and not self._killed:
+            hint = f"If memory ran out, a smaller model or context may help. {hint}"
+        return Failed(kind="backend", message=message, hint=hint)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return "unnamed"
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """The log file, to be appended to by its owner alone; nothing, where none can be written."""
+    trim_log(path)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
+    except OSError:
+        return Path(os.devnull).open("wb")
+
+
+def trim_log(path: Path) -> None:
+    """Empties the log where it has grown beyond LOG_LIMIT_BYTES."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > LOG_LIMIT_BYTES:
+            os.truncate(path, 0)

@@ -1,0 +1,262 @@
+"""The engine process: takes commands from its client, answers with events, and ends with its client.
+
+A thread reads commands, so that a `Cancel` is seen in the middle of an answer; the main thread loads the
+model and generates, and it alone sends events. The process may be killed at any instant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Never, Protocol
+
+from msgspec.structs import replace
+
+from engine.errors import BackendError, ContextFullError, ModelFileError, OrinError, TemplateError, UsageError
+from engine.events import (
+    Cancel,
+    EngineOptions,
+    Event,
+    Failed,
+    FailureKind,
+    Finished,
+    Generate,
+    Load,
+    Ready,
+    Shutdown,
+    command_decoder,
+)
+from engine.transport import Deframer, pack
+
+Report = Callable[[Event], None]
+
+
+class Model(Protocol):
+    """What a worker serves. `ready` describes it (the worker fills in `load_ms`)."""
+
+    ready: Ready
+
+    def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
+        """Reports `Prefilling`, `Token` and `Thinking` and returns how it ended (the worker fills in
+        `load_ms` and sends it). Asks `cancelled` between steps and ends as "cancelled" when it says so."""
+        ...
+
+
+Loader = Callable[[EngineOptions, Report], Model]
+
+
+def serve(sock: socket.socket, load: Loader) -> None:
+    """Serves the client at the other end of `sock` until it says `Shutdown`, or the model does not load.
+
+    Takes over the process: Ctrl-C is ignored, and when the client is gone the process and its children are
+    killed. `load` reports `Loading` and `Warming`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    _die_with_parent()
+    sock.set_inheritable(False)  # or a compiler process would keep the pipe open after this one died
+    _Server(sock).run(load)
+
+
+class _Server:
+    def __init__(self, sock: socket.socket) -> None:
+        self._inbox = _Inbox(sock)
+        self._outbox = _Outbox(sock)
+        self._load_ms = 0.0
+
+    def run(self, load: Loader) -> None:
+        model: Model | None = None
+        while command := self._inbox.get():
+            if isinstance(command, Load):
+                model = self._load(command.options, load)
+                if model is None:
+                    return
+            elif model is not None:
+                self._answer(model, command)
+
+    def _load(self, options: EngineOptions, load: Loader) -> Model | None:
+        started = time.perf_counter()
+        try:
+            model = load(options, self._outbox.report)
+        except Exception as error:
+            traceback.print_exception(error)
+            self._outbox.send(_failed(error))
+            return None
+        self._load_ms = (time.perf_counter() - started) * 1e3
+        self._inbox.interruptible = True
+        self._outbox.send(replace(model.ready, load_ms=self._load_ms))
+        return model
+
+    def _answer(self, model: Model, request: Generate) -> None:
+        cancelled = self._inbox.cancelled(request.request_id)
+        end: Event
+        try:
+            end = replace(model.generate(request, self._outbox.report, cancelled), load_ms=self._load_ms)
+        except Exception as error:
+            _log_without_messages(error)
+            end = replace(_failed(error), request_id=request.request_id)
+        self._inbox.forget(request.request_id)
+        self._outbox.send(end)
+
+
+class _Inbox:
+    """Commands as they arrive, read by a thread of its own. `interruptible`: the main thread asks whether to
+    stop; until then (while it loads) `Shutdown` ends the process on the spot."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.interruptible = False
+        self._sock = sock
+        self._queue: SimpleQueue[Load | Generate | None] = SimpleQueue()
+        self._stops: dict[int, threading.Event] = {}
+        threading.Thread(target=self._read, name="commands", daemon=True).start()
+
+    def get(self) -> Load | Generate | None:
+        """The next command; None after `Shutdown`."""
+        return self._queue.get()
+
+    def cancelled(self, request_id: int) -> Callable[[], bool]:
+        return self._stops[request_id].is_set
+
+    def forget(self, request_id: int) -> None:
+        del self._stops[request_id]
+
+    def _read(self) -> None:
+        deframer = Deframer()
+        try:
+            while data := self._sock.recv(1 << 16):
+                for payload in deframer.feed(data):
+                    self._take(payload)
+        except Exception as error:  # the client speaks another language
+            _log_without_messages(error)
+        _die()
+
+    def _take(self, payload: bytes) -> None:
+        command = command_decoder.decode(payload)
+        if isinstance(command, Cancel):
+            if stop := self._stops.get(command.request_id):
+                stop.set()
+        elif isinstance(command, Shutdown):
+            if not self.interruptible:
+                _die()
+            for stop in list(self._stops.values()):
+                stop.set()
+            self._queue.put(None)
+        else:
+            if isinstance(command, Generate):
+                self._stops[command.request_id] = threading.Event()
+            self._queue.put(command)
+
+
+class _Outbox:
+    """Events on their way out. A client that does not read for a while must not hold up the answer: what the
+    socket does not take at once waits here (an answer's length at most) and goes with the next event."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._waiting = bytearray()
+
+    def report(self, event: Event) -> None:
+        """Sends `event` without ever blocking."""
+        self._waiting += pack(event)
+        try:
+            del self._waiting[: self._sock.send(self._waiting, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            _die()
+
+    def send(self, event: Event) -> None:
+        """Sends `event` and everything that waits."""
+        self._waiting += pack(event)
+        try:
+            self._sock.sendall(self._waiting)
+        except OSError:
+            _die()
+        self._waiting.clear()
+
+
+# --- failures ------------------------------------------------------------------------------------------
+
+_KINDS: dict[type[OrinError], FailureKind] = {
+    UsageError: "usage",
+    ModelFileError: "model",
+    TemplateError: "model",
+    BackendError: "backend",
+    ContextFullError: "context",
+}
+
+
+def _failed(error: Exception) -> Failed:
+    """What went wrong, as an event whose text is printable."""
+    if isinstance(error, OrinError):
+        kind: FailureKind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "internal")
+        return Failed(kind=kind, message=_one_line(error.message), hint=_one_line(error.hint))
+    if isinstance(error, MemoryError):
+        return Failed(
+            kind="backend",
+            message="There is not enough memory for this model and context.",
+            hint="Choose a smaller model or a shorter context.",
+        )
+    text = _one_line(f"{type(error).__name__}: {error}".removesuffix(": "))
+    return Failed(kind="internal", message=f"The engine failed: {text}")
+
+
+def _one_line(text: str, limit: int = 500) -> str:
+    """`text` on one line, without control characters and lone surrogates."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _log_without_messages(error: BaseException | None) -> None:
+    """Where each error of the chain was raised and its type. Not its message: that may quote the prompt."""
+    while error is not None:
+        print(
+            "".join(traceback.format_tb(error.__traceback__)), type(error).__name__, file=sys.stderr, sep=""
+        )
+        error = error.__cause__ or error.__context__
+
+
+# --- the end -------------------------------------------------------------------------------------------
+
+
+def _die() -> Never:
+    """Ends this process at once, whatever it is doing, with the compilers it started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _die_with_parent() -> None:
+    """Has Linux kill this process when its parent thread ends. The end of the pipe says the same, but to a
+    Python thread, which a library call that holds the interpreter's lock keeps waiting."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _load_text_model(options: EngineOptions, report: Report) -> Model:
+    from engine.backends import prepare
+
+    prepare(options)  # sets the environment that tinygrad reads when it is imported
+    from engine.model.generate import TextModel
+
+    model: Model = TextModel(options, report)
+    return model
+
+
+def main() -> None:
+    """`python -m engine.worker FD`, where FD is this end of the socket pair."""
+    serve(socket.socket(fileno=int(sys.argv[-1])), _load_text_model)
+
+
+if __name__ == "__main__":
+    main()

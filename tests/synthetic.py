@@ -1,0 +1,250 @@
+"""A model that computes nothing, behind the real worker: tokens at any rate, and every way to fail.
+
+engine = tests.synthetic.engine(rate=1000, prefill_s=0.5)     a LocalEngine to give to a screen
+python -m tests.synthetic --rate 1000 FD                      what that starts
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from engine import errors
+from engine.client import LocalEngine
+from engine.events import (
+    Chat,
+    EngineOptions,
+    Finished,
+    Generate,
+    Loading,
+    ModelInfo,
+    Prefilling,
+    RawText,
+    Ready,
+    StopReason,
+    Thinking,
+    Token,
+    TopToken,
+    Warming,
+)
+from engine.worker import Report, serve
+
+THOUGHT = (
+    "The question is about streaming. I will show a list, some code and a table, and then say it again. "
+)
+
+MARKDOWN = """\
+# A synthetic answer
+
+It has **bold**, *italic*, `code`, a [link](https://example.org) and characters that take several bytes: \
+naïve, 漢字, 😀.
+
+1. First, a list.
+2. Then, code:
+
+```python
+def fibonacci(n: int) -> int:
+    a, b = 0, 1
+    for _ in range(n):
+        a, b = b, a + b
+    return a
+```
+
+| token | rate |
+|-------|-----:|
+| first |   10 |
+| last  | 1000 |
+
+> And a quotation, before it begins again.
+
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Behaviour:
+    """What the model does. Times in seconds, positions in tokens of the answer; -1 is never.
+
+    In `text`, "{prompt}" stands for what the user said last. The text is repeated up to `tokens` tokens.
+    """
+
+    rate: float = 50.0  # tokens a second; 0 is as fast as possible
+    tokens: int = 400
+    thinking: int = 0
+    text: str = MARKDOWN
+    load_s: float = 0.2
+    prefill_s: float = 0.1
+    context_length: int = 4096
+    name: str = "Synthetic 0.5B"
+    load_failure: str = ""  # an exception's name: of engine.errors, or "MemoryError", "RuntimeError"...
+    failure: str = ""  # the same, in the answer, at token `fail_at`
+    fail_at: int = 0
+    die_at: int = -1  # SIGKILL
+    hang_at: int = -1  # for `hang_s`, deaf to Cancel
+    hang_s: float = 60.0
+    deaf: bool = False  # to Cancel, all the time
+
+
+def engine(**behaviour: Any) -> LocalEngine:
+    """A LocalEngine whose process runs a model that behaves as told (the fields of Behaviour)."""
+    knobs = dataclasses.asdict(Behaviour(**behaviour))
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
+    return LocalEngine(
+        EngineOptions(model_path="synthetic.gguf", backend="CPU"),
+        environment={"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+        command=(sys.executable, "-m", "tests.synthetic", *arguments),
+    )
+
+
+class SyntheticModel:
+    def __init__(self, behaviour: Behaviour, report: Report) -> None:
+        self.behaviour = behaviour
+        self.cache: list[str] = []  # the tokens that a KV cache would hold
+        total_bytes, steps = 500_000_000, 10
+        for step in range(1, steps + 1):
+            time.sleep(behaviour.load_s / 2 / steps)
+            report(Loading(done_bytes=total_bytes * step // steps, total_bytes=total_bytes))
+        for step in range(1, steps + 1):
+            time.sleep(behaviour.load_s / 2 / steps)
+            report(Warming(done=step, total=steps))
+        _fail(behaviour.load_failure)
+        self.ready = Ready(
+            model=ModelInfo(
+                name=behaviour.name,
+                architecture="llama",
+                quantization="Q6_K",
+                parameters=500_000_000,
+                file_bytes=total_bytes,
+                trained_context=behaviour.context_length,
+                thinks=behaviour.thinking > 0,
+            ),
+            backend="CPU",
+            device_name="no device",
+            context_length=behaviour.context_length,
+            load_ms=0.0,
+        )
+
+    def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
+        do, started = self.behaviour, time.perf_counter()
+        prompt = _prompt_tokens(request)
+        if len(prompt) >= do.context_length:
+            raise errors.ContextFullError(
+                f"The prompt has {len(prompt)} tokens and the context holds {do.context_length}.",
+                "Start a new chat, or shorten the prompt.",
+            )
+        cached = sum(
+            1
+            for _ in itertools.takewhile(
+                lambda pair: pair[0] == pair[1], zip(prompt, self.cache, strict=False)
+            )
+        )
+        cached = min(cached, len(prompt) - 1)
+        reason: StopReason = "length"
+        for step in range(11):
+            done = cached + (len(prompt) - cached) * step // 10
+            report(Prefilling(request_id=request.request_id, done=done, total=len(prompt), cached=cached))
+            time.sleep(do.prefill_s / 10 if step < 10 else 0)
+        self.cache = prompt.copy()
+        most = min(do.tokens, do.context_length - len(prompt))
+        if request.max_tokens is not None:
+            most = min(most, request.max_tokens)
+        if most == do.tokens and not request.ignore_eos:
+            reason = "stop"
+        first = last = time.perf_counter()
+        count = 0
+        for count, (kind, text) in enumerate(itertools.islice(self._answer(request), most), 1):
+            if not do.deaf and cancelled():
+                count, reason = count - 1, "cancelled"
+                break
+            self._misbehave(count - 1)
+            top = tuple(TopToken(id=count - 1 + i, logprob=-0.5 - i) for i in range(request.logprobs))
+            logprob = -0.5 if request.logprobs else None
+            report(kind(request_id=request.request_id, id=count - 1, text=text, logprob=logprob, top=top))
+            self.cache.append(text)
+            last = time.perf_counter()
+            if count == 1:
+                first = last
+            if do.rate:
+                time.sleep(max(0.0, first + count / do.rate - last))
+        return Finished(
+            request_id=request.request_id,
+            reason=reason,
+            prompt_n=len(prompt),
+            cached_n=cached,
+            prompt_ms=(first - started) * 1e3,
+            predicted_n=count,
+            predicted_ms=(last - first) * 1e3,
+            load_ms=0.0,
+            context_used=len(self.cache),
+            seed=request.sampling.seed or 0,
+        )
+
+    def _answer(self, request: Generate) -> Iterator[tuple[type[Token], str]]:
+        said = "".join(_prompt_texts(request)[-1:])
+        thought = itertools.islice(itertools.cycle(_pieces(THOUGHT)), self.behaviour.thinking)
+        if self.behaviour.thinking and not (isinstance(request.prompt, Chat) and not request.prompt.think):
+            yield Thinking, ""
+            yield from ((Thinking, piece) for piece in thought)
+            yield Thinking, ""
+        yield from (
+            (Token, piece)
+            for piece in itertools.cycle(_pieces(self.behaviour.text.replace("{prompt}", said)))
+        )
+
+    def _misbehave(self, position: int) -> None:
+        do = self.behaviour
+        if position == do.fail_at:
+            _fail(do.failure)
+        if position == do.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if position == do.hang_at:
+            time.sleep(do.hang_s)
+
+
+def _prompt_texts(request: Generate) -> list[str]:
+    prompt = request.prompt
+    if isinstance(prompt, Chat):
+        return [message.content for message in prompt.messages]
+    return [prompt.text] if isinstance(prompt, RawText) else [f"{token} " for token in prompt.ids]
+
+
+def _prompt_tokens(request: Generate) -> list[str]:
+    return ["<bos>", *(piece for text in _prompt_texts(request) for piece in _pieces(text))]
+
+
+def _pieces(text: str) -> list[str]:
+    """About what a tokenizer makes of it: words with the space before them, cut at eight characters."""
+    return re.findall(r"\s?\S{1,8}|\s", text) or [""]
+
+
+def _fail(name: str) -> None:
+    if not name:
+        return
+    if cls := getattr(errors, name, None):
+        raise cls(f"This is a {name} as it was asked for.", "Ask for something else.")
+    raise getattr(__import__("builtins"), name)("as it was asked for")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    for field in dataclasses.fields(Behaviour):
+        kind = type(field.default)
+        convert: Any = (lambda text: text == "True") if kind is bool else kind
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=convert, default=field.default)
+    parser.add_argument("fd", type=int, help="this end of the socket pair")
+    arguments = vars(parser.parse_args())
+    sock = socket.socket(fileno=arguments.pop("fd"))
+    serve(sock, lambda options, report: SyntheticModel(Behaviour(**arguments), report))
+
+
+if __name__ == "__main__":
+    main()
