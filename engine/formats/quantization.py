@@ -1,0 +1,238 @@
+"""GGUF quantization types, described once: from a file's blocks to bit planes, from planes to weights.
+
+Every type stores integers q of a few bits, in groups that share a scale and perhaps a minimum:
+
+    w = d * scale * (q - offset) - m * minimum
+
+with half-precision d and m a block, and small integers scale and minimum a group (1 where a type has none).
+`Format.fields` takes blocks apart into these; `Matrix` holds them the way kernels read them: q split into
+bit planes (6 bits = 4 + 2) so that every load is aligned, each plane byte holding the same bits of elements
+that lie `SPREAD` apart, and the scales beside. Bytes per weight are the file's; Q4_K and Q5_K take 4
+bytes more a block of 256 (their 6-bit scales become bytes), 2.8 % and 2.3 %.
+
+Block layouts: ggml/src/ggml-common.h (block_q4_0 to block_q6_K); the meaning of their bits: the functions
+dequantize_row_* in ggml/src/ggml-quants.c, both of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+
+_SIMPLE, _SIMPLE_MIN, _K_MIN, _K = ("d",), ("d", "m"), ("d", "scale", "m", "minimum"), ("d", "scale")
+SPREAD = 16  # elements whose bits share a plane byte lie this far apart
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Blocks taken apart. n blocks: `q` uint8 (n, block); `d`, `m` float16 (n, 1); `scale`, `minimum` int8 or
+    uint8 (n, groups). None stands for 1 (d, scale, minimum) or for no minimum at all (m)."""
+
+    q: Tensor
+    d: Tensor
+    scale: Tensor | None = None
+    m: Tensor | None = None
+    minimum: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """A quantization type: `block` elements in `block_bytes`, scales shared by `group` elements, integers of
+    `sum(bits)` bits kept in planes of `bits` each (lowest first), `offset` subtracted from them; `scales` are
+    the names of the planes beside them."""
+
+    name: str
+    block: int
+    block_bytes: int
+    bits: tuple[int, ...]
+    group: int
+    offset: int
+    scales: tuple[str, ...]
+    fields: Callable[[Tensor], Fields]
+
+
+def _half(b: Tensor) -> Tensor:
+    return b.bitcast(dtypes.float16)
+
+
+def _spread(b: Tensor, bits: int) -> Tensor:
+    """uint8 (n, k, w) holding 8/bits fields a byte -> (n, k, 8/bits, w): all first fields, all second ones, …"""
+    shift = (Tensor.arange(8 // bits).reshape(1, 1, -1, 1) * bits).cast(dtypes.uint8)
+    return (b.unsqueeze(2) >> shift) & (2**bits - 1)
+
+
+def _nibbles(b: Tensor, width: int) -> Tensor:
+    """uint8 (n, bytes) -> (n, 2*bytes): of each `width` bytes all low nibbles, then all high ones."""
+    return _spread(b.reshape(b.shape[0], -1, width), 4).reshape(b.shape[0], -1)
+
+
+def _bit_rows(b: Tensor) -> Tensor:
+    """uint8 (n, w) -> (n, 8*w): bit 0 of every byte, then bit 1 of every byte, …"""
+    return _spread(b.unsqueeze(1), 1).reshape(b.shape[0], -1)
+
+
+def _bit_runs(b: Tensor) -> Tensor:
+    """uint8 (n, w) -> (n, 8*w): the bits of byte 0 from the lowest, then those of byte 1, …"""
+    return _spread(b.reshape(b.shape[0], -1, 1), 1).reshape(b.shape[0], -1)
+
+
+def _k_scales(s: Tensor) -> tuple[Tensor, Tensor]:
+    """The 12 bytes of Q4_K and Q5_K -> eight 6-bit scales and eight 6-bit minima (get_scale_min_k4)."""
+    a, b, c = s[:, 0:4], s[:, 4:8], s[:, 8:12]
+    scale = (a & 63).cat((c & 15) | ((a >> 6) << 4), dim=1)
+    minimum = (b & 63).cat((c >> 4) | ((b >> 6) << 4), dim=1)
+    return scale, minimum
+
+
+def _q4_0(b: Tensor) -> Fields:
+    return Fields(_nibbles(b[:, 2:18], 16), _half(b[:, 0:2]))
+
+
+def _q4_1(b: Tensor) -> Fields:
+    return Fields(_nibbles(b[:, 4:20], 16), _half(b[:, 0:2]), m=-_half(b[:, 2:4]))
+
+
+def _q5_0(b: Tensor) -> Fields:
+    return Fields(_nibbles(b[:, 6:22], 16) | (_bit_runs(b[:, 2:6]) << 4), _half(b[:, 0:2]))
+
+
+def _q5_1(b: Tensor) -> Fields:
+    q = _nibbles(b[:, 8:24], 16) | (_bit_runs(b[:, 4:8]) << 4)
+    return Fields(q, _half(b[:, 0:2]), m=-_half(b[:, 2:4]))
+
+
+def _q8_0(b: Tensor) -> Fields:
+    return Fields(b[:, 2:34] ^ 128, _half(b[:, 0:2]))
+
+
+def _q4_k(b: Tensor) -> Fields:
+    scale, minimum = _k_scales(b[:, 4:16])
+    return Fields(_nibbles(b[:, 16:144], 32), _half(b[:, 0:2]), scale, _half(b[:, 2:4]), minimum)
+
+
+def _q5_k(b: Tensor) -> Fields:
+    scale, minimum = _k_scales(b[:, 4:16])
+    q = _nibbles(b[:, 48:176], 32) | (_bit_rows(b[:, 16:48]) << 4)
+    return Fields(q, _half(b[:, 0:2]), scale, _half(b[:, 2:4]), minimum)
+
+
+def _q6_k(b: Tensor) -> Fields:
+    n = b.shape[0]
+    low = _spread(b[:, 0:128].reshape(n, 2, 64), 4).reshape(n, 256)
+    high = _spread(b[:, 128:192].reshape(n, 2, 32), 2).reshape(n, 256)
+    return Fields(low | (high << 4), _half(b[:, 208:210]), b[:, 192:208].bitcast(dtypes.int8))
+
+
+# ggml type id -> format. Ids: enum ggml_type in ggml/include/ggml.h.
+QUANTIZED: Mapping[int, Format] = {
+    2: Format("Q4_0", 32, 18, (4,), 32, 8, _SIMPLE, _q4_0),
+    3: Format("Q4_1", 32, 20, (4,), 32, 0, _SIMPLE_MIN, _q4_1),
+    6: Format("Q5_0", 32, 22, (4, 1), 32, 16, _SIMPLE, _q5_0),
+    7: Format("Q5_1", 32, 24, (4, 1), 32, 0, _SIMPLE_MIN, _q5_1),
+    8: Format("Q8_0", 32, 34, (8,), 32, 128, _SIMPLE, _q8_0),
+    12: Format("Q4_K", 256, 144, (4,), 32, 0, _K_MIN, _q4_k),
+    13: Format("Q5_K", 256, 176, (4, 1), 32, 0, _K_MIN, _q5_k),
+    14: Format("Q6_K", 256, 210, (4, 2), 16, 32, _K, _q6_k),
+}
+FLOATS = {0: dtypes.float32, 1: dtypes.float16, 30: dtypes.bfloat16}
+
+
+class Matrix:
+    """A weight matrix (rows, cols) that stays quantized on the device.
+
+    `lanes` rows lie side by side in the innermost axis of every plane, so that one vector load takes the same
+    element of that many rows; 1 keeps rows apart. Rows are padded to whole lanes, columns to whole blocks and
+    plane bytes, all with zeros. With R = padded_rows / lanes and C = padded_cols the planes are
+
+    - `bits[i]`  uint8 (R, C * b / 8 / SPREAD, SPREAD, lanes), b = format.bits[i]
+    - `d`, `m`  float16 (R, C / block, lanes); `scale`, `minimum`  int8 or uint8 (R, C / group, lanes)
+
+    A float matrix has no format and one plane: `bits[0]` float32, float16 or bfloat16 (R, C, lanes).
+    """
+
+    def __init__(self, raw: Tensor, ggml_type: int, rows: int, cols: int, lanes: int = 1) -> None:
+        """`raw`: the matrix as the file holds it, uint8 (bytes,). Lazy until `realize`."""
+        self.format = QUANTIZED.get(ggml_type)
+        self.rows, self.cols, self.lanes = rows, cols, lanes
+        step = max(SPREAD * 8 // min(self.format.bits), self.format.block) if self.format else 1
+        self.padded_rows, self.padded_cols = (-(-n // by) * by for n, by in ((rows, lanes), (cols, step)))
+        self.planes: dict[str, Tensor] = {}
+        if self.format is None:
+            self.planes["w"] = self._interleave(raw.bitcast(FLOATS[ggml_type]))
+            return
+        fields = self.format.fields(raw.reshape(-1, self.format.block_bytes))
+        q = self._interleave(fields.q).reshape(self.padded_rows // lanes, -1, lanes)
+        for i, (shift, b) in enumerate(self._fields_of_q()):
+            part = ((q >> shift) & (2**b - 1)).reshape(q.shape[0], -1, 8 // b, SPREAD, lanes)
+            self.planes[f"q{i}"] = sum(
+                (part[:, :, k] << (k * b) for k in range(1, 8 // b)), start=part[:, :, 0]
+            )
+        for name in self.format.scales:
+            self.planes[name] = self._interleave(getattr(fields, name))
+
+    def _fields_of_q(self) -> list[tuple[int, int]]:
+        """(lowest bit, bits) of each bit plane."""
+        bits = self.format.bits if self.format else ()
+        return [(sum(bits[:i]), b) for i, b in enumerate(bits)]
+
+    def _interleave(self, values: Tensor) -> Tensor:
+        """Values of all rows in file order -> (padded_rows / lanes, padded values a row, lanes)."""
+        rowwise = values.reshape(self.rows, -1)
+        width = int(rowwise.shape[1]) * self.padded_cols // self.cols
+        padded = rowwise.pad(((0, self.padded_rows - self.rows), (0, width - int(rowwise.shape[1]))))
+        return padded.reshape(-1, self.lanes, width).permute(0, 2, 1)
+
+    def realize(self) -> Matrix:
+        """Repacks on the device, one kernel a plane."""
+        for name, plane in self.planes.items():
+            self.planes[name] = plane.contiguous()
+        Tensor.realize(*self.planes.values())
+        return self
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(int(plane.nbytes()) for plane in self.planes.values())
+
+    def dequantize(self) -> Tensor:
+        """The weights, float32 (rows, cols): lazy, so that a consumer's kernel reads the planes."""
+        weights = self._weights(self.planes)
+        return weights.permute(0, 2, 1).reshape(self.padded_rows, -1)[: self.rows, : self.cols]
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Rows `ids` (int, (n,)) dequantized: float32 (n, cols)."""
+        lane = (ids % self.lanes).reshape(-1, 1, 1)
+        picked = {name: plane[ids // self.lanes] for name, plane in self.planes.items()}
+        weights = self._weights(picked)
+        one_hot = lane == Tensor.arange(self.lanes).reshape(1, 1, -1)
+        return one_hot.where(weights, 0.0).sum(-1)[:, : self.cols]
+
+    def _weights(self, planes: Mapping[str, Tensor]) -> Tensor:
+        """Planes of n groups of lanes -> float32 (n, padded_cols, lanes)."""
+        if (format := self.format) is None:
+            w = planes["w"]
+            if w.dtype == dtypes.bfloat16:  # not every backend computes with it; it is a float32's upper half
+                w = (w.bitcast(dtypes.uint16).cast(dtypes.uint32) << 16).bitcast(dtypes.float32)
+            return w.cast(dtypes.float32)
+        n = planes["d"].shape[0]
+        q: Tensor | None = None
+        for i, (low, b) in enumerate(self._fields_of_q()):
+            plane = planes[f"q{i}"]
+            shift = (Tensor.arange(8 // b).reshape(1, 1, -1, 1, 1) * b).cast(dtypes.uint8)
+            part = ((plane.unsqueeze(2) >> shift) & (2**b - 1)).reshape(n, -1, self.lanes)
+            q = part if q is None else q | (part << low)
+        assert q is not None
+
+        def spread_over(name: str, elements: int) -> Tensor:
+            plane = planes[name].cast(dtypes.float32)
+            return plane.unsqueeze(2).expand(n, -1, elements, self.lanes).reshape(n, -1, self.lanes)
+
+        scale = spread_over("d", format.block)
+        if "scale" in planes:
+            scale = scale * spread_over("scale", format.group)
+        w = (q.cast(dtypes.float32) - format.offset) * scale
+        if "m" in planes:
+            m = spread_over("m", format.block)
+            w = w - (m * spread_over("minimum", format.group) if "minimum" in planes else m)
+        return w

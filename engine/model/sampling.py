@@ -1,0 +1,64 @@
+"""Drawing a token from logits, on the host: the steps and their order are llama.cpp's default chain
+(common/sampling.cpp): repetition penalty, top-k, top-p, min-p, temperature, draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.events import Sampling, TopToken
+
+Logits = NDArray[np.float32]
+
+
+class Sampler:
+    """Draws tokens as `sampling` says; the same seed and logits give the same tokens. `seed` is the one used:
+    drawn at random where `sampling` has none."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self.seed = sampling.seed if sampling.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
+        self._random = np.random.Generator(np.random.Philox(self.seed))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken, so that logits need not leave the device."""
+        return self._sampling.temperature == 0 and self._sampling.repeat_penalty == 1
+
+    def draw(self, logits: Logits, previous: Sequence[int]) -> int:
+        """A token id. `logits` float32 (vocab,); `previous` are the tokens so far, oldest first."""
+        s = self._sampling
+        if s.repeat_penalty != 1 and s.repeat_last_n:
+            logits = logits.copy()
+            seen = np.unique(np.asarray(previous[-s.repeat_last_n :], np.int64))
+            x = logits[seen]
+            logits[seen] = np.where(x > 0, x / s.repeat_penalty, x * s.repeat_penalty)
+        if s.temperature == 0:
+            return int(logits.argmax())
+        if 0 < s.top_k < logits.size:
+            ids = np.argpartition(logits, -s.top_k)[-s.top_k :]
+        else:
+            ids = np.arange(logits.size)
+        ids = ids[np.argsort(-logits[ids], kind="stable")]  # most probable first
+        x = logits[ids].astype(np.float64)
+        if s.top_p < 1:  # the fewest tokens whose probabilities add up to top_p
+            p = np.exp(x - x[0])
+            keep = int(np.searchsorted(np.cumsum(p), s.top_p * p.sum())) + 1
+            ids, x = ids[:keep], x[:keep]
+        if s.min_p > 0:  # at least min_p times as probable as the first
+            keep = int(np.count_nonzero(x >= x[0] + np.log(s.min_p)))
+            ids, x = ids[:keep], x[:keep]
+        total = np.cumsum(np.exp((x - x[0]) / s.temperature))
+        return int(ids[min(np.searchsorted(total, self._random.random() * total[-1], side="right"), ids.size - 1)])
+
+
+def log_probabilities(logits: Logits, chosen: int, n: int) -> tuple[float, tuple[TopToken, ...]]:
+    """The natural log-probability of `chosen`, and those of the `n` most probable tokens, most probable first."""
+    x = logits.astype(np.float64)
+    x -= x.max()
+    x -= np.log(np.exp(x).sum())
+    top = np.argpartition(x, -n)[-n:] if n < x.size else np.arange(x.size)
+    top = top[np.argsort(-x[top], kind="stable")]
+    return float(x[chosen]), tuple(TopToken(id=int(i), logprob=float(x[i])) for i in top)

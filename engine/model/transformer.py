@@ -1,0 +1,110 @@
+"""The transformer's forward pass: llama, qwen2 and qwen3, as tinygrad tensors.
+
+They are one architecture. Where a file holds biases (qwen2) or query and key norms (qwen3) they are applied.
+There is one sequence, so activations are (tokens, features), float32.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+from tinygrad import Tensor, UOp, dtypes
+
+from engine.formats.quantization import Matrix
+from engine.kernels.product import product
+from engine.model.cache import KVCache
+from engine.model.config import ModelConfig
+from engine.model.weights import Weights
+
+
+class Layer:
+    def __init__(self, weights: Weights, index: int) -> None:
+        config, prefix = weights.config, f"blk.{index}."
+        q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+        def matrix(name: str, rows: int, cols: int) -> Matrix:
+            return weights.matrix(f"{prefix}{name}.weight", rows, cols)
+
+        def vector(name: str, size: int) -> Tensor | None:
+            return weights.vector(f"{prefix}{name}", size)
+
+        self.attn_norm = weights.required_vector(f"{prefix}attn_norm.weight", config.dim)
+        self.q, self.q_bias = matrix("attn_q", q_rows, config.dim), vector("attn_q.bias", q_rows)
+        self.k, self.k_bias = matrix("attn_k", kv_rows, config.dim), vector("attn_k.bias", kv_rows)
+        self.v, self.v_bias = matrix("attn_v", kv_rows, config.dim), vector("attn_v.bias", kv_rows)
+        self.q_norm = vector("attn_q_norm.weight", config.head_dim)
+        self.k_norm = vector("attn_k_norm.weight", config.head_dim)
+        self.o = matrix("attn_output", config.dim, q_rows)
+        self.ffn_norm = weights.required_vector(f"{prefix}ffn_norm.weight", config.dim)
+        self.gate, self.up = matrix("ffn_gate", config.ffn, config.dim), matrix("ffn_up", config.ffn, config.dim)
+        self.down = matrix("ffn_down", config.dim, config.ffn)
+
+
+class Transformer:
+    def __init__(self, weights: Weights, cache: KVCache) -> None:
+        config = self.config = weights.config
+        self.cache = cache
+        self.layers = [Layer(weights, i) for i in range(config.layers)]
+        self.embedding = weights.matrix("token_embd.weight", config.vocab, config.dim)
+        self.output_norm = weights.required_vector("output_norm.weight", config.dim)
+        tied = "output.weight" not in weights.file.tensors
+        self.output = self.embedding if tied else weights.matrix("output.weight", config.vocab, config.dim)
+        angles = np.arange(cache.length)[:, None] * config.rope_frequencies
+        self.cos, self.sin = (Tensor(f(angles).astype(np.float32)).realize() for f in (np.cos, np.sin))
+
+    def __call__(self, tokens: Tensor, position: UOp | int) -> Tensor:
+        """Runs `tokens` (int32, (n,)) at `position` and the n - 1 after it, stores their keys and values in the
+        cache, and gives the last layer's normed output: float32 (n, dim)."""
+        x = self.embedding.take(tokens)
+        for layer, kv in zip(self.layers, self.cache.layers, strict=True):
+            x = x + self._attention(layer, self._norm(x, layer.attn_norm), kv, position)
+            h = self._norm(x, layer.ffn_norm)
+            x = x + product(product(h, layer.gate).silu() * product(h, layer.up), layer.down)
+            x = x.contiguous()
+        return self._norm(x, self.output_norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 (n, dim) -> (n, vocab)."""
+        return product(hidden, self.output)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return (x * ((x * x).mean(-1, keepdim=True) + self.config.norm_eps).rsqrt() * weight).contiguous()
+
+    def _rope(self, x: Tensor, position: UOp | int) -> Tensor:
+        """Rotates element i of a head with element i + head_dim/2. x: (heads, n, head_dim)."""
+        n = x.shape[1]
+        cos, sin = (table[position : position + n].unsqueeze(0) for table in (self.cos, self.sin))
+        a, b = x.chunk(2, dim=-1)
+        return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
+
+    def _attention(self, layer: Layer, x: Tensor, kv: Tensor, position: UOp | int) -> Tensor:
+        c, n = self.config, cast(int, x.shape[0])
+
+        def heads_of(matrix: Matrix, bias: Tensor | None, heads: int) -> Tensor:
+            y = product(x, matrix)
+            return (y if bias is None else y + bias).reshape(n, heads, c.head_dim).transpose(0, 1)
+
+        q, k, v = (
+            heads_of(layer.q, layer.q_bias, c.heads),
+            heads_of(layer.k, layer.k_bias, c.kv_heads),
+            heads_of(layer.v, layer.v_bias, c.kv_heads),
+        )
+        if layer.q_norm is not None:
+            q = self._norm(q, layer.q_norm)
+        if layer.k_norm is not None:
+            k = self._norm(k, layer.k_norm)
+        q, k = self._rope(q, position), self._rope(k, position)
+        new = Tensor.stack(k, v).cast(dtypes.float16)
+        stored = kv.uop.after(kv[:, :, position : position + n, :].uop.store(new.uop))
+        keys, values = Tensor(stored)[:, :, 0 : position + n, :].cast(dtypes.float32)
+
+        q = q.reshape(c.kv_heads, c.heads // c.kv_heads * n, c.head_dim) * c.head_dim**-0.5
+        scores = q @ keys.transpose(1, 2)
+        if n > 1:  # a token sees those before it and itself
+            scores = scores.reshape(c.kv_heads, -1, n, position + n)
+            scores = scores + Tensor.full((n, position + n), float("-inf")).triu(position + 1)
+            scores = scores.reshape(c.kv_heads, -1, position + n)
+        out = scores.softmax(-1) @ values
+        out = out.reshape(c.heads, n, c.head_dim).transpose(0, 1).reshape(n, -1)
+        return product(out, layer.o)

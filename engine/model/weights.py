@@ -1,0 +1,70 @@
+"""From tensors of a file to weights on the device, checked on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from tinygrad import Tensor
+
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, TensorInfo
+from engine.formats.quantization import FLOATS, QUANTIZED, Matrix
+from engine.kernels.product import preferred_lanes
+from engine.model.config import ModelConfig
+
+
+class Weights:
+    """Reads a file's tensors by name and tells `report` how many bytes it has read so far."""
+
+    def __init__(self, file: GGUF, config: ModelConfig, report: Callable[[int], None]) -> None:
+        self.file, self.config = file, config
+        self._report, self._bytes_read = report, 0
+
+    def matrix(self, name: str, rows: int, cols: int) -> Matrix:
+        """The matrix `name` (rows, cols), repacked on the device. Raises ModelFileError."""
+        info = self._tensor(name, (rows, cols))
+        if info.type not in QUANTIZED and info.type not in FLOATS:
+            known = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
+            raise ModelFileError(
+                f"{self.file.path.name} holds {name} as {info.type_name}, which orin-chat does not run yet.",
+                f"Choose a file with other quantization types: {known}.",
+            )
+        raw = self._raw(info)
+        if self.config.interleaved_rope and name.endswith(("attn_q.weight", "attn_k.weight")):
+            raw = self._half_split(raw, rows)
+        matrix = Matrix(raw, info.type, rows, cols, preferred_lanes()).realize()
+        self._report(self._bytes_read)
+        return matrix
+
+    def vector(self, name: str, size: int) -> Tensor | None:
+        """The vector `name`, float32 (size,), or None where the file has none. Raises ModelFileError."""
+        return self.required_vector(name, size) if name in self.file.tensors else None
+
+    def required_vector(self, name: str, size: int) -> Tensor:
+        info = self._tensor(name, (size,))
+        if info.type not in FLOATS:
+            raise ModelFileError(
+                f"{self.file.path.name} holds {name} as {info.type_name} where floats belong.", "It is damaged."
+            )
+        return Matrix(self._raw(info), info.type, 1, size).dequantize().reshape(size).contiguous().realize()
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        info = self.file.tensors.get(name)
+        if info is None or info.shape != shape:
+            found = "has no" if info is None else f"has a shape of {info.shape} for"
+            raise ModelFileError(
+                f"{self.file.path.name} {found} {name}; the model needs it as {shape}.",
+                "The file is damaged or of a variant that orin-chat does not run; get another copy.",
+            )
+        return info
+
+    def _raw(self, info: TensorInfo) -> Tensor:
+        self._bytes_read += info.n_bytes
+        return Tensor(np.asarray(info.data))
+
+    def _half_split(self, raw: Tensor, rows: int) -> Tensor:
+        """Reorders the rows of a query or key matrix from interleaved pairs to halves kept apart, so that the
+        forward pass knows one order only (the permutation that llama.cpp's convert_hf_to_gguf applies, undone)."""
+        pairs = raw.reshape(rows // self.config.head_dim, self.config.head_dim // 2, 2, -1)
+        return pairs.transpose(1, 2).reshape(-1)
