@@ -1,7 +1,7 @@
 """The engine process: takes commands from its client, answers with events, and ends with its client.
 
 A thread reads commands, so that a `Cancel` is seen in the middle of an answer; the main thread loads the
-model and generates, and it alone sends events. The process may be killed at any instant.
+model and generates, and another thread sends the events. The process may be killed at any instant.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from engine.events import (
     command_decoder,
 )
 from engine.transport import Deframer, pack
+
+_SEND_INTERVAL_S = 0.01
 
 Report = Callable[[Event], None]
 
@@ -76,36 +78,36 @@ class _Server:
     def run(self, load: Loader) -> None:
         model: Model | None = None
         while command := self._inbox.get():
-            if isinstance(command, Load):
-                model = self._load(command.options, load)
-                if model is None:
-                    return
-            elif model is not None:
+            if isinstance(command, Generate):
+                assert model, "Load comes first"
                 self._answer(model, command)
+            elif not (model := self._load(command.options, load)):
+                break
+        self._outbox.close()
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
         try:
-            model = load(options, self._outbox.report)
+            model = load(options, self._outbox.put)
         except Exception as error:
             traceback.print_exception(error)
-            self._outbox.send(_failed(error))
+            self._outbox.put(_failed(error))
             return None
         self._load_ms = (time.perf_counter() - started) * 1e3
         self._inbox.interruptible = True
-        self._outbox.send(replace(model.ready, load_ms=self._load_ms))
+        self._outbox.put(replace(model.ready, load_ms=self._load_ms))
         return model
 
     def _answer(self, model: Model, request: Generate) -> None:
         cancelled = self._inbox.cancelled(request.request_id)
         end: Event
         try:
-            end = replace(model.generate(request, self._outbox.report, cancelled), load_ms=self._load_ms)
+            end = replace(model.generate(request, self._outbox.put, cancelled), load_ms=self._load_ms)
         except Exception as error:
             _log_without_messages(error)
             end = replace(_failed(error), request_id=request.request_id)
         self._inbox.forget(request.request_id)
-        self._outbox.send(end)
+        self._outbox.put(end)
 
 
 class _Inbox:
@@ -157,31 +159,36 @@ class _Inbox:
 
 
 class _Outbox:
-    """Events on their way out. A client that does not read for a while must not hold up the answer: what the
-    socket does not take at once waits here (an answer's length at most) and goes with the next event."""
+    """Events on their way out, sent by a thread of its own: waking the client can take the time of a few
+    small kernels, and a client that does not read for a while must not hold up the answer. What waits here is
+    one answer at most."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._waiting = bytearray()
+        self._frames: SimpleQueue[bytes] = SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="events", daemon=True)
+        self._sender.start()
 
-    def report(self, event: Event) -> None:
-        """Sends `event` without ever blocking."""
-        self._waiting += pack(event)
-        try:
-            del self._waiting[: self._sock.send(self._waiting, socket.MSG_DONTWAIT)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            _die()
+    def put(self, event: Event) -> None:
+        self._frames.put(pack(event))
 
-    def send(self, event: Event) -> None:
-        """Sends `event` and everything that waits."""
-        self._waiting += pack(event)
-        try:
-            self._sock.sendall(self._waiting)
-        except OSError:
-            _die()
-        self._waiting.clear()
+    def close(self) -> None:
+        """Returns when all is sent."""
+        self._frames.put(b"")
+        self._sender.join()
+
+    def _send(self) -> None:
+        closing = False
+        while not closing:
+            frames = [self._frames.get()]  # after a pause, the first goes at once
+            while not self._frames.empty():
+                frames.append(self._frames.get())
+            closing = not frames[-1]
+            try:
+                self._sock.sendall(b"".join(frames))
+            except OSError:
+                _die()
+            time.sleep(_SEND_INTERVAL_S)
 
 
 # --- failures ------------------------------------------------------------------------------------------

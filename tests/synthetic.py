@@ -7,6 +7,7 @@ python -m tests.synthetic --rate 1000 FD                      what that starts
 from __future__ import annotations
 
 import argparse
+import builtins
 import dataclasses
 import itertools
 import os
@@ -116,7 +117,7 @@ class SyntheticModel:
         for step in range(1, steps + 1):
             time.sleep(behaviour.load_s / 2 / steps)
             report(Warming(done=step, total=steps))
-        _fail(behaviour.load_failure)
+        _fail(behaviour.load_failure, "while it loads")
         self.ready = Ready(
             model=ModelInfo(
                 name=behaviour.name,
@@ -165,7 +166,7 @@ class SyntheticModel:
             if not do.deaf and cancelled():
                 count, reason = count - 1, "cancelled"
                 break
-            self._misbehave(count - 1)
+            self._misbehave(count - 1, request)
             top = tuple(TopToken(id=count - 1 + i, logprob=-0.5 - i) for i in range(request.logprobs))
             logprob = -0.5 if request.logprobs else None
             report(kind(request_id=request.request_id, id=count - 1, text=text, logprob=logprob, top=top))
@@ -200,10 +201,10 @@ class SyntheticModel:
             for piece in itertools.cycle(_pieces(self.behaviour.text.replace("{prompt}", said)))
         )
 
-    def _misbehave(self, position: int) -> None:
+    def _misbehave(self, position: int, request: Generate) -> None:
         do = self.behaviour
         if position == do.fail_at:
-            _fail(do.failure)
+            _fail(do.failure, f"in answer to {_prompt_texts(request)[-1]}")
         if position == do.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if position == do.hang_at:
@@ -226,12 +227,12 @@ def _pieces(text: str) -> list[str]:
     return re.findall(r"\s?\S{1,8}|\s", text) or [""]
 
 
-def _fail(name: str) -> None:
+def _fail(name: str, when: str) -> None:
     if not name:
         return
     if cls := getattr(errors, name, None):
-        raise cls(f"This is a {name} as it was asked for.", "Ask for something else.")
-    raise getattr(__import__("builtins"), name)("as it was asked for")
+        raise cls(f"This is a {name} {when}.", "Ask for something else.")
+    raise getattr(builtins, name)(when)
 
 
 def main() -> None:
