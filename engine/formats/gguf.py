@@ -171,7 +171,7 @@ class GGUF:
                 reader.fail("is not the part of a split model that its name says.", _DOWNLOAD_AGAIN)
             for tensor in reader.tensors:
                 if tensor.name in tensors:
-                    reader.fail(f'has a second tensor named "{_shown(tensor.name)}".', _DOWNLOAD_AGAIN)
+                    reader.fail(f'has a second tensor named "{shown(tensor.name)}".', _DOWNLOAD_AGAIN)
                 tensors[tensor.name] = tensor
         promised = self.get("split.tensors.count", int, len(tensors)) if len(readers) > 1 else len(tensors)
         if promised != len(tensors):
@@ -197,7 +197,7 @@ class GGUF:
             return value
         wrong = "is missing" if value is _REQUIRED else f"is {type(value).__name__}, not {kind.__name__}"
         raise ModelFileError(
-            f'{_shown(self.path.name)} is no complete model: its metadata key "{_shown(key)}" {wrong}.',
+            f'{shown(self.path.name)} is no complete model: its metadata key "{shown(key)}" {wrong}.',
             "Get another copy of the model, or convert it again.",
         )
 
@@ -214,7 +214,7 @@ class GGUF:
         self.close()
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Text from a file, made fit for a message: one line of bounded length, no control characters."""
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:200])
     return text if len(text) <= 80 else f"{text[:79]}…"
@@ -229,7 +229,7 @@ def _parts(path: Path) -> list[Path]:
     parts = [path.with_name(f"{match['stem']}-{no:05d}-of-{count:05d}.gguf") for no in range(1, count + 1)]
     for missing in (part for part in parts if not part.exists()):
         raise ModelFileError(
-            f"{_shown(path.name)} is one of {count} parts, and {_shown(missing.name)} is not beside it.",
+            f"{shown(path.name)} is one of {count} parts, and {shown(missing.name)} is not beside it.",
             "Download all parts into one folder.",
         )
     return parts
@@ -250,7 +250,7 @@ class _Reader:
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise ModelFileError(
-                f"There is no model file {_shown(str(path))}.", "Check the path for a typing error."
+                f"There is no model file {shown(str(path))}.", "Check the path for a typing error."
             ) from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -265,12 +265,12 @@ class _Reader:
         for _ in range(key_count):
             key = self._string()
             if key in self.metadata:
-                self.fail(f'has the metadata key "{_shown(key)}" twice.', _DOWNLOAD_AGAIN)
+                self.fail(f'has the metadata key "{shown(key)}" twice.', _DOWNLOAD_AGAIN)
             self.metadata[key] = self._value(self._scalar("<u4"), key)
         self.tensors = self._tensors(tensor_count)
 
     def fail(self, what: str, hint: str) -> NoReturn:
-        raise ModelFileError(f"{_shown(self.path.name) or _shown(str(self.path))} {what}", hint)
+        raise ModelFileError(f"{shown(self.path.name) or shown(str(self.path))} {what}", hint)
 
     def _check_magic(self) -> None:
         if self.size < 4 or self.buffer[:4] != b"GGUF":
@@ -355,7 +355,7 @@ class _Reader:
             return self._string()
         if kind != _ARRAY or depth >= _MAX_NESTING:
             self.fail(
-                f'is damaged: the metadata key "{_shown(key)}" has a value of unknown kind {kind}.',
+                f'is damaged: the metadata key "{shown(key)}" has a value of unknown kind {kind}.',
                 _DOWNLOAD_AGAIN,
             )
         element, count = self._scalar("<u4"), self._scalar("<u8")
@@ -377,7 +377,7 @@ class _Reader:
             name, dimensions = self._string(), self._scalar("<u4")
             if dimensions > _MAX_DIMENSIONS:
                 self.fail(
-                    f'is damaged: the tensor "{_shown(name)}" has {dimensions} dimensions.', _DOWNLOAD_AGAIN
+                    f'is damaged: the tensor "{shown(name)}" has {dimensions} dimensions.', _DOWNLOAD_AGAIN
                 )
             sizes = [self._scalar("<u8") for _ in range(dimensions)]
             headers.append((name, sizes, self._scalar("<u4"), self._scalar("<u8")))
@@ -386,7 +386,7 @@ class _Reader:
         data = np.frombuffer(self.buffer, np.uint8)
         tensors = []
         for name, sizes, kind, offset in headers:
-            tensor = f'tensor "{_shown(name)}"'
+            tensor = f'tensor "{shown(name)}"'
             if kind not in GGML_BLOCK:
                 self.fail(f"stores the {tensor} in a type (number {kind}) that orin-chat does not know.",
                           "Choose another quantization of this model, such as Q8_0 or Q4_K_M.")  # fmt: skip

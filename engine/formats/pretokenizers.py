@@ -1,0 +1,92 @@
+"""How byte-level BPE vocabularies cut text into words before merging, by `tokenizer.ggml.pre`.
+
+The patterns are those of the models' own tokenizer.json files, as src/llama-vocab.cpp in llama.cpp records
+them. Each is applied to what the one before left: its matches and the gaps between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pretokenizer:
+    """`whole_words`: a word that is a token is taken as it is, whatever the merges would make of it
+    (`ignore_merges`). `add_bos`: what these models expect where the file does not say."""
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    add_bos: bool = False
+
+
+_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+
+# a word of capitals and then small letters, and the same with an ending of contractions
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}*{_LOWER}+"
+_CASED_CAPITALS = r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}+{_LOWER}*"
+_PATH_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+# letters that have a case, as DeepSeek lists them
+_DEEPSEEK_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ"
+    "\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗ"
+    "Ａ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_CJK = "[一-龥ࠀ-一가-퟿]+"
+
+_LLAMA3 = "|".join([_CONTRACTIONS, _WORD, r"\p{N}{1,3}", _SYMBOLS, _SPACES])
+_QWEN2 = "|".join([_CONTRACTIONS, _WORD, r"\p{N}", _SYMBOLS, _SPACES])
+_TEKKEN = "|".join([_CASED, _CASED_CAPITALS, r"\p{N}", _PATH_SYMBOLS, _SPACES])
+_GPT4O = "|".join(
+    [f"{_CASED}{_CONTRACTIONS}?", f"{_CASED_CAPITALS}{_CONTRACTIONS}?", r"\p{N}{1,3}", _PATH_SYMBOLS, _SPACES]
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_DEEPSEEK_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    r"\s+$",
+    _DEEPSEEK_CJK,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
+)
+
+_GPT2_FAMILY = Pretokenizer((_GPT2_WORDS,))
+_DIGITS_FAMILY = Pretokenizer((r"\p{N}", _GPT2_WORDS))
+
+DEFAULT = Pretokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"))
+
+PRETOKENIZERS: dict[str, Pretokenizer] = {
+    "default": DEFAULT,
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        Pretokenizer((_LLAMA3,), whole_words=True, add_bos=True),
+    ),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), Pretokenizer((_LLAMA3,))),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "grok-2"),
+        Pretokenizer((_QWEN2,)),
+    ),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "gigachat", "trillion", "mellum", "a.x-4.0"),
+        _GPT2_FAMILY,
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS_FAMILY
+    ),
+    "tekken": Pretokenizer((_TEKKEN,), whole_words=True, add_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), Pretokenizer((_GPT4O,))),
+    "deepseek-llm": Pretokenizer(_DEEPSEEK_LLM),
+    "deepseek-coder": Pretokenizer(_DEEPSEEK_CODER),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Pretokenizer(_DEEPSEEK_V3)),
+}

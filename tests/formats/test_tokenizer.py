@@ -1,0 +1,447 @@
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF
+from engine.formats.pretokenizers import PRETOKENIZERS
+from engine.formats.tokenizer import StreamDecoder, Tokenizer
+from tests.formats.vocabularies import (
+    CONTROL,
+    NORMAL,
+    SPACE,
+    USER_DEFINED,
+    byte_characters,
+    byte_level,
+    sentencepiece,
+    write,
+)
+
+SHARED = Path(os.environ.get("ORIN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared folder with real vocabularies")
+no_function_scope = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=2000)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """Tokenizers of the real vocabularies, by name; each is built once."""
+    built: dict[str, Tokenizer] = {}
+
+    def get(name: str) -> Tokenizer:
+        if name not in built:
+            built[name] = Tokenizer.from_gguf(GGUF(SHARED / f"models/vocab/{name}.gguf"))
+        return built[name]
+
+    return get
+
+
+# --- against llama.cpp ----------------------------------------------------------------------------------
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["llama-bpe", "qwen2"])
+def test_llama_cpp_tokenizer_tests_pass_completely(real, name):
+    folder = SHARED / "oracle/tokenizer"
+    texts = (folder / f"{name}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    assert texts.pop() == ""  # the mark follows every text
+    expected = [
+        [int(id) for id in line.split()] for line in (folder / f"{name}.out").read_text().splitlines()
+    ]
+    assert len(texts) == len(expected) > 40
+    for text, ids in zip(texts, expected, strict=True):
+        assert real(name).encode(text) == ids, repr(text)
+        assert real(name).decode(ids) == text
+
+
+@needs_shared
+@pytest.mark.parametrize("file", ["tiny-llama-F32-0", "tiny-qwen3-F32-0"])
+def test_oracle_prompts_begin_as_llama_cpp_begins_them(real, file):
+    oracle = np.load(SHARED / f"oracle/{file}.npz")
+    tokenizer = real("llama-bpe" if "llama" in file else "qwen2")
+    for i, prompt in enumerate(oracle["prompts"].tolist()):
+        assert tokenizer.encode(prompt, add_special=True) == oracle[f"tokens{i}"].tolist()
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "bos", "ends"), [("llama-bpe", 128000, {128001, 128009}), ("qwen2", 151643, {151643, 151645})]
+)
+def test_special_ids_of_real_vocabularies(real, name, bos, ends):
+    assert (real(name).bos_id, real(name).eos_ids, real(name).warning) == (bos, ends, "")
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["llama-bpe", "qwen2"])
+def test_building_takes_less_than_a_second(name):
+    gguf, seconds = GGUF(SHARED / f"models/vocab/{name}.gguf"), []
+    for _ in range(3):  # the best of three: other work runs on this machine
+        start = time.perf_counter()
+        Tokenizer(gguf)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1.0
+
+
+@needs_shared
+@no_function_scope
+@given(text=st.text())
+def test_any_text_comes_back(real, text):
+    for name in ("llama-bpe", "qwen2"):
+        ids = real(name).encode(text)
+        assert real(name).decode(ids) == text
+        assert not any(real(name).hides(id) for id in ids)
+
+
+# --- byte-level BPE -------------------------------------------------------------------------------------
+
+
+def test_merges_apply_in_order_of_rank(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v", merges=["b c", "a b", "a bc", "Ġ a"]))
+    ids = {t.text(id): id for id in range(t.vocab_size)}
+    assert t.encode("abc") == [ids["abc"]]  # b c ranks before a b
+    assert t.encode("abx ab") == [ids["ab"], ids["x"], ids["Ġ"], ids["ab"]]  # a b ranks before Ġ a
+    assert t.piece(ids["Ġa"]) == b" a"
+
+
+def test_whole_words_only_where_the_model_wants_them(tmp_path):
+    """ignore_merges: `ab` is a token that no merge leads to."""
+    for pre, expected in (("llama-bpe", ["ab"]), ("gpt-2", ["a", "b"])):
+        gguf = byte_level(tmp_path / pre, special=(("ab", NORMAL),), pre=pre)
+        t = Tokenizer(gguf)
+        assert [t.text(id) for id in t.encode("ab")] == expected
+
+
+def test_damaged_merges_are_left_out_with_a_warning(tmp_path):
+    tokens = [(c, NORMAL) for c in [*byte_characters(), "ab"]]
+    t = Tokenizer(write(tmp_path / "v", "gpt2", tokens, pre="gpt-2", merges=["a b", "no", "é x", "a z"]))
+    assert t.decode(t.encode("ab az")) == "ab az" and len(t.encode("ab")) == 1
+    assert t.warning == "3 merges of the vocabulary are damaged and were left out."
+
+
+def test_bad_utf8_in_a_vocabulary_keeps_its_bytes(tmp_path):
+    tokens = [(c, NORMAL) for c in byte_characters()] + [
+        (b"\xff\xfe", NORMAL),
+        (b"\xff\xfe", CONTROL),
+        (b"", NORMAL),
+    ]
+    t = Tokenizer(write(tmp_path / "v", "gpt2", tokens, pre="gpt-2", merges=["~ ~"]))
+    assert (t.piece(256), t.piece(258), t.piece(999), t.piece(-1)) == (b"\xff\xfe", b"", b"", b"")
+    assert t.decode([256]) == "\ufffd\ufffd" and t.decode(t.encode("a\udcff")) == "a\ufffd"
+    assert t.pieces[:4] == [b"\0", b"\1", b"\2", b"\3"] and len(t.pieces) == t.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("pre", "warning"), [("made-up", 'pre-tokenizer, "made-up"'), (None, "no pre-tokenizer")]
+)
+def test_unknown_pretokenizer_falls_back_with_a_warning(tmp_path, pre, warning):
+    t = Tokenizer(byte_level(tmp_path / "v", pre=pre))
+    assert warning in t.warning and t.decode(t.encode("Hello, world! 123")) == "Hello, world! 123"
+
+
+@pytest.mark.parametrize("pre", PRETOKENIZERS)
+def test_every_pretokenizer_keeps_all_text(tmp_path, pre):
+    t = Tokenizer(byte_level(tmp_path / "v", pre=pre))
+    text = "It's 1234 tests.\r\n\n  ok\tÄpfel 你好 -- a/b.c HTTPServer I'LL ﬁ ½ 😶‍🌫️ \u0085\u3000. "
+    assert t.decode(t.encode(text)) == text and not t.warning
+
+
+WORDS = {
+    # one digit at a time or three; contractions with or without capitals; where spaces and line breaks go
+    ("llama-bpe", "I'LL pay 12345 now"): ["I", "'LL", " pay", " ", "123", "45", " now"],
+    ("llama-bpe", "a  b\n\n c!!\n"): ["a", " ", " b", "\n\n", " c", "!!\n"],
+    ("smaug-bpe", "x12345"): ["x", "123", "45"],
+    ("qwen2", "I'LL pay 123 $x"): ["I", "'LL", " pay", " ", "1", "2", "3", " $", "x"],
+    ("qwen2", "(word)"): ["(word", ")"],
+    ("gpt-2", "I'LL, we'll 123 (x)"): ["I", "'", "LL", ",", " we", "'ll", " 123", " (", "x", ")"],
+    ("gpt-2", "a   b\n\nc"): ["a", "  ", " b", "\n", "\n", "c"],
+    ("olmo", "don't 42"): ["don", "'t", " 42"],
+    ("smollm", "a 123 b12"): ["a", " ", "1", "2", "3", " b", "1", "2"],
+    ("tekken", "HTTPServer camelCase 123"): ["HTTPServer", " camel", "Case", " ", "1", "2", "3"],
+    ("tekken", "don't a/b//\n"): ["don", "'t", " a", "/b", "//\n"],
+    ("gpt-4o", "I'LL HELLOworld 1234"): ["I'LL", " HELLOworld", " ", "123", "4"],
+    ("deepseek-llm", "Hi, 世界 1234\nok"): ["Hi", ",", " ", "世界", " ", "1234", "\n", "ok"],
+    ("deepseek-llm", "a! éa  "): ["a", "!", " é", "a", "  "],  # its symbols, ":-~", include plain letters
+    ("deepseek-coder", "x = f(12)\n"): ["x", " =", " f", "(", "1", "2", ")", "\n"],
+    ("deepseek-v3", "Hi 12345 世界, ok"): ["Hi", " ", "123", "45", " ", "世界", ",", " ok"],
+    ("default", "a.b 12345"): ["a", ".", "b", " ", "123", "45"],
+}
+
+
+@pytest.mark.parametrize(("pre", "text"), WORDS)
+def test_words_of_a_pretokenizer(tmp_path, pre, text):
+    t = Tokenizer(byte_level(tmp_path / "v", pre=pre))
+    words = [text[a:b] for _, (a, b) in t._merger.pre_tokenizer.pre_tokenize_str(text)]
+    assert words == WORDS[pre, text]
+
+
+# --- special tokens -------------------------------------------------------------------------------------
+
+MARKS = (("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<tool>", USER_DEFINED), ("  ", USER_DEFINED))
+
+
+def test_special_tokens_only_when_asked(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v", special=MARKS))
+    text = "<|im_start|>a<tool><|im_end|>"
+    assert [t.text(id) for id in t.encode(text, special=True)] == [
+        "<|im_start|>",
+        "a",
+        "<tool>",
+        "<|im_end|>",
+    ]
+    assert [t.text(id) for id in t.encode(text)] == list(text)
+    assert t.decode(t.encode(text)) == text
+    assert t.decode(t.encode(text, special=True)) == "a<tool>"
+    assert t.decode(t.encode(text, special=True), special=True) == text
+
+
+def test_segments_merge_as_text_but_never_into_a_special_token(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v", special=MARKS, merges=["a b"]))
+    names = lambda segments: [t.text(id) for id in t.encode_segments(segments)]
+    assert names([("xa", True), ("by", False)]) == ["x", "ab", "y"]
+    assert names([("<|im_", True), ("end|>", True)]) == list("<|im_end|>")
+    assert names([("<|im_end|>", False), ("<|im_end|>", True)]) == [*"<|im_end|>", "<|im_end|>"]
+    assert names([("", True), ("", False)]) == [] == t.encode("")
+
+
+def test_user_defined_whitespace_is_plain_text_to_such_models(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v", special=MARKS))
+    assert [t.text(id) for id in t.encode("a  b")] == ["a", "  ", "b"]
+
+
+def test_a_whole_word_is_no_special_token_either(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v", special=(("stop", CONTROL),), pre="llama-bpe", merges=["s t"]))
+    assert [t.text(id) for id in t.encode("stop")] == ["st", "o", "p"]
+
+
+@no_function_scope
+@given(
+    pieces=st.lists(
+        st.sampled_from(["<|im_start|>", "<|im_end|>", "<tool>", "<", "|im_", "end|>", "a", " ", "é"])
+    )
+)
+def test_no_text_encodes_to_a_special_token(tmp_path_factory, pieces):
+    t = _with_marks(tmp_path_factory)
+    text = "".join(pieces)
+    special = {t.special_tokens[name] for name, _ in MARKS if not name.isspace()}
+    assert special.isdisjoint(t.encode(text)) and t.decode(t.encode(text)) == text
+
+
+def _with_marks(tmp_path_factory, cache=[]):  # noqa: B006
+    if not cache:
+        cache.append(Tokenizer(byte_level(tmp_path_factory.mktemp("v") / "v", special=MARKS, merges=["< |"])))
+    return cache[0]
+
+
+def test_end_tokens_are_known_by_their_text(tmp_path):
+    special = tuple((text, CONTROL) for text in ("<|eot_id|>", "<end_of_turn>", "<|other|>", "[my end]"))
+    t = Tokenizer(byte_level(tmp_path / "v", special=special, eot_token_id=260))
+    assert {t.text(id) for id in t.eos_ids} == {"<|eot_id|>", "<end_of_turn>", "[my end]"}
+
+
+def test_end_looking_text_that_merges_spell_is_text(tmp_path):
+    """Qwen's vocabulary has "</s>" as an ordinary token."""
+    t = Tokenizer(byte_level(tmp_path / "v", merges=["< /", "s >", "</ s>"]))
+    assert not t.eos_ids and [t.text(id) for id in t.encode("</s>")] == ["</", "s", ">"]
+    t = Tokenizer(
+        byte_level(tmp_path / "w", special=(("<|im_end|>", NORMAL),))
+    )  # badly typed, but not spelled
+    assert t.eos_ids == {257} and t.hides(257) and len(t.encode("<|im_end|>")) == 10
+
+
+def test_harmony_parts_do_not_end_a_reply(tmp_path):
+    special = tuple((text, CONTROL) for text in ("<|return|>", "<|call|>", "<|end|>"))
+    t = Tokenizer(byte_level(tmp_path / "v", special=special))
+    assert {t.text(id) for id in t.eos_ids} == {"<|return|>", "<|call|>"}
+
+
+def test_bos_and_eos_as_the_file_says(tmp_path):
+    special = (("<bos>", CONTROL), ("<eos>", CONTROL))
+    ids = {"bos_token_id": 257, "eos_token_id": 258}
+    encode = lambda name, **keys: Tokenizer(byte_level(tmp_path / name, special=special, **keys)).encode(
+        "!", add_special=True
+    )
+    (plain,) = encode("a", **ids)
+    assert encode("b", pre="llama-bpe", **ids) == [257, plain]
+    assert encode("c", pre="llama-bpe", add_bos_token=False, **ids) == [plain]
+    assert encode("d", add_bos_token=True, add_eos_token=True, **ids) == [257, plain, 258]
+    assert encode("e", add_bos_token=True, bos_token_id=99999) == [plain]
+
+
+# --- SentencePiece --------------------------------------------------------------------------------------
+
+PIECES = {
+    SPACE: -1.0, "a": -2.0, "b": -3.0, "c": -4.0, "d": -5.0, "é": -6.0,
+    "ab": -10.0, SPACE + "a": -11.0, "bc": -12.0, "abc": -13.0, SPACE + "abc": -14.0, "cd": -9.0,
+    SPACE + SPACE: -15.0, "dd": -16.0, "dddd": -17.0,
+}  # fmt: skip
+
+
+def spm_reference(pieces: dict[str, float], text: str) -> list[str]:
+    """SentencePiece's own description of BPE: join the neighbours whose join has the best score, the leftmost
+    of equals, until nothing joins; spell what is no piece in bytes."""
+    symbols = list(text.replace(" ", SPACE))
+    while True:
+        joins = [(-pieces[a + b], i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in pieces]
+        if not joins:
+            return [
+                p for s in symbols for p in ([s] if s in pieces else [f"<0x{b:02X}>" for b in s.encode()])
+            ]
+        _, i = min(joins)
+        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
+
+
+def names(t: Tokenizer, text: str, **options) -> list[str]:
+    return [t.text(id) for id in t.encode(text, **options)]
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory):
+    return Tokenizer(
+        sentencepiece(tmp_path_factory.mktemp("v") / "v", PIECES, special=(("[INST]", USER_DEFINED),))
+    )
+
+
+def test_sentencepiece_joins_the_best_score_first(spm):
+    assert names(spm, "abc") == [SPACE + "abc"]  # ab, then abc, then with the space
+    assert names(spm, "abcd") == [SPACE, "ab", "cd"]  # cd scores best of all
+    assert names(spm, "ab", add_special=True)[0] == "<s>"
+
+
+def test_sentencepiece_spells_the_unknown_in_bytes(spm):
+    assert names(spm, "é€\n")[1:] == ["é", "<0xE2>", "<0x82>", "<0xAC>", "<0x0A>"]
+    assert spm.decode(spm.encode("é€\n😀")) == "é€\n😀"
+
+
+def test_sentencepiece_space_prefix(tmp_path, spm):
+    assert names(spm, " a") == [SPACE, SPACE + "a"]  # which scores better than two spaces
+    assert names(spm, "[INST]a[INST] b", special=True) == [
+        "[INST]",
+        SPACE + "a",
+        "[INST]",
+        SPACE + SPACE,
+        "b",
+    ]
+    assert names(spm, "") == []
+    for text in ("a", " a", "  a", "a b", ""):
+        assert spm.decode(spm.encode(text)) == text
+    t = Tokenizer(sentencepiece(tmp_path / "v", PIECES, add_space_prefix=False))
+    assert names(t, "a") == ["a"] and t.decode(t.encode(" a")) == " a"
+
+
+def test_sentencepiece_control_and_byte_tokens_cannot_be_typed(tmp_path):
+    """Not even where a vocabulary has the pieces that would lead to them."""
+    pieces = {
+        c: -float(i)
+        for i, c in enumerate(["<", "s", ">", "/", "0", "x", "4", "1", "s>", "/s>", "0x41>", "x41>"])
+    }
+    t = Tokenizer(sentencepiece(tmp_path / "v", pieces | {SPACE: -50.0}))
+    for text in ("<s>", "</s>", "<0x41>", "<unk>"):
+        ids = t.encode(text)
+        assert t.decode(ids) == text and not any(t.hides(id) for id in ids)
+        assert 3 + 0x41 not in ids
+
+
+def test_sentencepiece_without_scores_types_or_bytes(tmp_path):
+    t = Tokenizer(
+        write(
+            tmp_path / "v",
+            "llama",
+            [(c, NORMAL) for c in ("<unk>", "<s>", "</s>", SPACE, "a", "aa")],
+            types=False,
+        )
+    )
+    assert names(t, "aaa") == [SPACE, "aa", "a"] and t.eos_ids == {2} and t.bos_id == 1
+    t = Tokenizer(write(tmp_path / "w", "llama", [("<unk>", 2), ("<s>", 3), (SPACE, 1), ("a", 1)]))
+    assert names(t, "aé€a") == [SPACE, "a", "<unk>", "a"]
+
+
+@no_function_scope
+@given(text=st.text(alphabet="abcd é€", max_size=30))
+def test_sentencepiece_agrees_with_its_description(spm, text):
+    expected = spm_reference(PIECES, " " + text) if text else []
+    assert names(spm, text) == expected
+    assert spm.decode(spm.encode(text)) == text
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_sentencepiece_agrees_for_any_vocabulary(tmp_path, data):
+    words = data.draw(st.lists(st.text(alphabet="abc", min_size=2, max_size=5), unique=True, max_size=15))
+    ranks = data.draw(st.permutations(range(len(words))))
+    pieces = dict.fromkeys((SPACE, "a", "b", "c"), -100.0) | {
+        w: -float(r) for w, r in zip(words, ranks, strict=True)
+    }
+    t = Tokenizer(sentencepiece(tmp_path / "v", pieces))
+    for text in data.draw(
+        st.lists(st.text(alphabet="abc ", min_size=1, max_size=16), min_size=1, max_size=5)
+    ):
+        assert names(t, text) == spm_reference(pieces, " " + text)
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+
+def test_files_without_a_usable_vocabulary(tmp_path):
+    def refused(gguf: GGUF, match: str) -> None:
+        with pytest.raises(ModelFileError, match=match) as e:
+            Tokenizer(gguf)
+        assert e.value.hint and str(e.value).isprintable()
+
+    letters = [(c, NORMAL) for c in "abc"]
+    refused(write(tmp_path / "a", "bert", letters), 'a tokenizer of the kind "bert"')
+    refused(write(tmp_path / "b", "gpt2", letters, pre="gpt-2"), "tokenizer.ggml.merges")
+    short = write(tmp_path / "c", "llama", letters, scores=[0.0])
+    refused(short, "tokenizer.ggml.scores has 1 entries for 3 tokens")
+
+
+# --- streaming ------------------------------------------------------------------------------------------
+
+
+def test_a_character_is_never_split(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v", special=MARKS))
+    stream = StreamDecoder(t)
+    fed = [stream.feed(id) for id in t.encode("é😀x")]
+    assert fed == ["", "é", "", "", "", "😀", "x"] and stream.flush() == ""
+    ids = t.encode("😀")
+    assert [stream.feed(id) for id in (*ids[:2], t.special_tokens["<|im_end|>"], *ids[2:])] == [
+        "",
+        "",
+        "",
+        "",
+        "😀",
+    ]
+
+
+def test_bytes_that_are_no_character(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v"))
+    by_byte = {t.piece(id)[0]: id for id in range(256)}
+    stream = StreamDecoder(t)
+    assert [stream.feed(by_byte[b]) for b in (0xE2, 0x82, 0x41, 0xFF)] == ["", "", "\ufffdA", "\ufffd"]
+    assert (stream.feed(by_byte[0xC3]), stream.flush(), stream.flush()) == ("", "\ufffd", "")
+
+
+@no_function_scope
+@given(data=st.binary(max_size=40))
+def test_streaming_any_bytes_is_decoding_them(tmp_path_factory, data):
+    t = _with_marks(tmp_path_factory)
+    by_byte = {t.piece(id)[0]: id for id in range(256)}
+    assert t.decode(by_byte[b] for b in data) == data.decode("utf-8", "replace")
+
+
+def test_think_marks_are_shown_even_if_they_are_control_tokens(tmp_path):
+    t = Tokenizer(
+        byte_level(
+            tmp_path / "v", special=(("<think>", CONTROL), ("</think>", USER_DEFINED), ("<x>", CONTROL))
+        )
+    )
+    assert t.decode([257, 259, 258]) == "<think></think>"
+
+
+def test_the_first_space_of_a_sentencepiece_reply_is_dropped(spm):
+    stream = StreamDecoder(spm)
+    assert [stream.feed(id) for id in [1, *spm.encode("a a")]] == ["", "a", " a"]
