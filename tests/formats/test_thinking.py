@@ -1,0 +1,70 @@
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.formats.thinking import ThinkSplitter
+
+PARTS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", "</", "\n", " ", "a", "é", "thi"])
+)
+
+
+def expected(text: str, inside: bool) -> tuple[str, str]:
+    """(thinking, answer) of a whole reply."""
+    if not inside:
+        if not (opened := re.match(r"\s*<think>", text)):
+            return "", text
+        text = text[opened.end() :]
+    thought, mark, answer = text.partition("</think>")
+    return thought.lstrip("\n"), answer.lstrip("\n") if mark else ""
+
+
+def collect(chunks: list[str], inside: bool) -> tuple[str, str]:
+    splitter, texts = ThinkSplitter(inside=inside), {True: "", False: ""}
+    for thinking, text in [*map(splitter.feed, chunks), splitter.flush()]:
+        texts[thinking] += text
+        assert not (thinking and texts[False]), "thinking after the answer began"
+    return texts[True], texts[False]
+
+
+@given(parts=PARTS, cuts=st.lists(st.integers(0, 60)), inside=st.booleans())
+def test_any_chunking_gives_the_same_two_texts(parts, cuts, inside):
+    text = "".join(parts)
+    edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
+    chunks = [text[a:b] for a, b in pairwise(edges)]
+    assert collect(chunks, inside) == collect(list(text), inside) == expected(text, inside)
+
+
+@given(text=st.text(st.characters(exclude_characters="<")))
+def test_text_without_marks_is_all_answer(text):
+    assert collect(list(text), inside=False) == ("", text)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [  # (token, whether it is thinking, what of it is shown)
+        [("<think>", True, ""), ("\n", True, ""), ("Hm", True, "Hm"), ("\n", True, "\n"), ("</think>", True, ""),
+         ("\n\n", False, ""), ("Yes", False, "Yes"), (".", False, ".")],
+        [("<", False, ""), ("think", False, ""), (">\n", True, ""), ("a <", True, "a "), (" b</", True, "< b"),
+         ("think", True, ""), (">\n\nok", True, ""), ("!", False, "ok!")],
+    ],
+)  # fmt: skip
+def test_one_event_a_token_whether_marks_are_one_token_or_several(events):
+    splitter = ThinkSplitter()
+    assert [(token, *splitter.feed(token)) for token, _, _ in events] == events
+
+
+def test_a_prompt_that_ends_in_an_open_mark():
+    assert collect(["Hm", "</think>", "\n\nok"], inside=True) == ("Hm", "ok")
+
+
+@pytest.mark.parametrize("text", ["use <think> tags", "</think>", "a</think>b", "<thinking>", "<thi"])
+def test_marks_elsewhere_are_text(text):
+    assert collect(list(text), inside=False) == ("", text)
+
+
+def test_a_reply_cut_off_in_its_thinking():
+    assert collect(["<think>", "so </th"], inside=False) == ("so </th", "")
