@@ -1,0 +1,105 @@
+"""Chooses tinygrad's device and prepares what it needs, in the environment that tinygrad reads at import."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import platformdirs
+
+from engine.errors import BackendError, UsageError
+from engine.events import EngineOptions
+
+BACKENDS = ("CPU", "CUDA", "NV")
+
+
+def prepare(options: EngineOptions) -> str:
+    """Sets DEV and CC for `options.backend` and returns DEV. To be called before tinygrad is imported.
+
+    "auto" is the user's own DEV where it is set, else CUDA where an NVIDIA GPU can be used, else CPU. Raises
+    UsageError for an unknown backend, BackendError for one that cannot work on this machine.
+    """
+    backend = options.backend.upper()
+    if backend not in (*BACKENDS, "AUTO"):
+        known = ", ".join(BACKENDS)
+        raise UsageError(f"There is no backend {options.backend!r}.", f"Choose auto or one of {known}.")
+    if backend == "AUTO":
+        backend = os.environ.get("DEV") or ("CPU" if _cuda_flaw() else "CUDA")
+    elif backend == "CUDA" and (flaw := _cuda_flaw()):
+        raise BackendError(f"The CUDA backend cannot be used: {flaw}.", "Mend that, or choose --backend CPU.")
+    device = (
+        backend.partition(";")[0].rpartition("+")[2].partition(":")[0]
+    )  # of [interface+]device[:renderer…]
+    if clang := _clang():
+        os.environ["CC"] = clang
+    elif device.upper() == "CPU":
+        raise BackendError(
+            "The CPU backend needs the compiler clang, and there is none.",
+            "Install it from your system's packages, or run: pip install ziglang",
+        )
+    os.environ["DEV"] = backend
+    return backend
+
+
+def _cuda_flaw() -> str:
+    """What keeps CUDA from working here; empty if nothing does."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "there is no NVIDIA driver (libcuda.so.1)"
+    count = ctypes.c_int()
+    if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return f"the NVIDIA driver reports error {error}"
+    return "" if count.value else "the NVIDIA driver shows no GPU"
+
+
+# --- a clang for the CPU backend -----------------------------------------------------------------------
+
+
+def _clang() -> str | None:
+    """A program that takes clang's arguments, as one path, which is what tinygrad wants in CC: the user's CC
+    if it is a clang, the one on PATH, or the one inside the package ziglang."""
+    if (cc := shutil.which(os.environ.get("CC", ""))) and _is_clang(cc):
+        return cc
+    return shutil.which("clang") or _zig_clang()
+
+
+def _is_clang(program: str) -> bool:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        run = subprocess.run([program, "--version"], capture_output=True, stdin=subprocess.DEVNULL, timeout=5)
+        return b"clang version" in run.stdout
+    return False
+
+
+def _zig_clang() -> str | None:
+    """A script that runs `zig clang`, kept in the cache folder; None if ziglang is not installed."""
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or spec.origin is None:
+        return None
+    zig = str(Path(spec.origin).with_name("zig"))
+    folder = platformdirs.user_cache_path("orin-chat", appauthor=False)
+    script = (
+        folder / f"clang-{hashlib.sha256(zig.encode()).hexdigest()[:8]}"
+    )  # one for each ziglang installed
+    text = f'#!/bin/sh\nexec {shlex.quote(zig)} clang "$@"\n'
+    try:
+        if not script.is_file() or script.read_text() != text:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+                file.write(text)
+            Path(file.name).chmod(0o755)
+            Path(file.name).replace(script)
+    except OSError as error:
+        raise BackendError(
+            f"The compiler's script cannot be written: {error}.",
+            "Set XDG_CACHE_HOME to a folder that can be written.",
+        ) from error
+    return str(script)
