@@ -1,0 +1,48 @@
+"""A conversation as a Markdown document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.errors import OrinError
+from engine.events import Message
+from widgets.text import clean, one_line
+
+
+class ExportError(OrinError):
+    """The document could not be written."""
+
+
+def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
+    """The document: a heading, then each message under who said it. Thinking is folded in a `<details>`."""
+    names = {"system": "System", "user": "You", "assistant": one_line(model) or "Assistant"}
+    parts = [f"# {one_line(title)}"]
+    for message in messages:
+        parts.append(f"## {names[message.role]}")
+        if thinking := clean(message.thinking).strip():
+            parts.append(f"<details><summary>Thinking</summary>\n\n{thinking}\n\n</details>")
+        parts.append(clean(message.content).strip())
+    return "\n\n".join(parts) + "\n"
+
+
+def write_new_file(folder: Path, title: str, text: str) -> Path:
+    """Writes `text` to a new file in `folder` named after `title`; never over another. Raises ExportError."""
+    name = "-".join(re.findall(r"\w+", one_line(title).lower()))[:50].strip("-") or "chat"
+    for number in range(1, 1000):
+        path = folder / f"{name}{'' if number == 1 else f'-{number}'}.md"
+        try:
+            with path.open("x", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ExportError(
+                f"{path} cannot be written: {error.strerror or error}.",
+                "Start orin-chat in a folder where you may write, and export again.",
+            ) from error
+    raise ExportError(
+        f"There are a thousand files named {name} here already.", "Remove some, and export again."
+    )

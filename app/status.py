@@ -1,0 +1,110 @@
+"""From an engine's events to what the screen says of it. No screen and no engine here: events and a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.events import Event, Failed, Finished, Loading, Prefilling, Ready, Token, Warming, decode_rate
+from widgets.engine_status import EngineStatus, Phase
+
+
+class StatusObserver:
+    """Folds events into an `EngineStatus`. `clock` gives seconds, from any origin."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._status = EngineStatus(context_used=0)
+        self._since = clock()  # when the current phase began, or the request while it is answered
+        self._from = 0  # `done` at that time
+        self._first_token: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine has said that it can answer and has not failed since."""
+        return self._status.phase in (Phase.READY, Phase.PREFILLING, Phase.GENERATING, Phase.STOPPING)
+
+    def snapshot(self) -> EngineStatus:
+        """The status now: rates and times left are of this moment."""
+        status, elapsed = self._status, self._clock() - self._since
+        if status.phase in (Phase.READY, Phase.GONE):
+            return status
+        if status.phase is Phase.GENERATING and self._first_token is not None:
+            rate = decode_rate(status.tokens, (self._clock() - self._first_token) * 1e3)
+            return replace(status, elapsed_s=elapsed, tokens_per_s=rate or None)
+        left = None
+        gained = status.done - self._from
+        if status.total and gained > 0 and elapsed > 0.5:
+            left = max(0.0, (status.total - self._from) * elapsed / gained - elapsed)
+        return replace(status, elapsed_s=elapsed, seconds_left=left)
+
+    def request(self) -> None:
+        """A request is on its way to the engine."""
+        self._enter(Phase.PREFILLING if self.is_ready else Phase.STARTING)
+        self._first_token = None
+        self._status = replace(self._status, tokens=0, tokens_per_s=None, first_token_s=None)
+
+    def stopping(self) -> None:
+        self._status = replace(self._status, phase=Phase.STOPPING)
+
+    def new_conversation(self, context_used: int | None = 0) -> None:
+        self._status = replace(self._status, context_used=context_used, tokens_per_s=None, first_token_s=None)
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case Loading(done_bytes=done, total_bytes=total):
+                self._progress(Phase.LOADING, done, total)
+            case Warming(done=done, total=total):
+                self._progress(Phase.WARMING, done, total)
+            case Ready(model=model):
+                self._enter(Phase.READY)
+                self._status = replace(
+                    self._status,
+                    model=model.name,
+                    quantization=model.quantization,
+                    parameters=model.parameters,
+                    backend=event.backend,
+                    device=event.device_name,
+                    context_length=event.context_length,
+                )
+            case Prefilling(done=done, total=total, cached=cached):
+                self._progress(Phase.PREFILLING, done, total, start=cached)
+                self._status = replace(self._status, context_used=done)
+            case Token():  # and Thinking, which is one
+                self._token()
+            case Finished():
+                self._phase(Phase.READY)
+                self._status = replace(
+                    self._status,
+                    tokens=event.predicted_n,
+                    tokens_per_s=decode_rate(event.predicted_n, event.predicted_ms) or None,
+                    first_token_s=event.prompt_ms / 1e3,
+                    context_used=event.context_used,
+                )
+            case Failed(request_id=request_id):
+                self._phase(Phase.GONE if request_id is None else Phase.READY)
+
+    def _token(self) -> None:
+        now, status = self._clock(), self._status
+        if self._first_token is None:
+            self._first_token = now
+            status = replace(status, first_token_s=now - self._since)
+        used = None if status.context_used is None else status.context_used + 1
+        self._status = replace(status, tokens=status.tokens + 1, context_used=used)
+        self._phase(Phase.GENERATING)
+
+    def _progress(self, phase: Phase, done: int, total: int, start: int = 0) -> None:
+        if self._status.phase not in (phase, Phase.STOPPING):
+            self._enter(phase)
+        if self._status.total == 0:
+            self._from = start
+        self._status = replace(self._status, done=done, total=total)
+
+    def _enter(self, phase: Phase) -> None:
+        self._since, self._from = self._clock(), 0
+        self._status = replace(self._status, phase=phase, done=0, total=0)
+
+    def _phase(self, phase: Phase) -> None:
+        if not (self._status.phase is Phase.STOPPING and phase is Phase.GENERATING):
+            self._status = replace(self._status, phase=phase)

@@ -1,0 +1,144 @@
+"""An engine in this process that answers from a script: fast, deterministic, no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from engine.events import (
+    Chat,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Loading,
+    ModelInfo,
+    Prefilling,
+    Ready,
+    Thinking,
+    Token,
+    Warming,
+)
+
+MODEL = ModelInfo(
+    name="Qwen3 0.6B",
+    architecture="qwen3",
+    quantization="Q6_K",
+    parameters=751_632_384,
+    file_bytes=636_000_000,
+    trained_context=40_960,
+    thinks=True,
+)
+READY = Ready(model=MODEL, backend="CUDA", device_name="NVIDIA H200", context_length=8192, load_ms=1234.0)
+STARTED: tuple[Event, ...] = (
+    Loading(done_bytes=318_000_000, total_bytes=636_000_000),
+    Warming(done=12, total=48),
+    READY,
+)
+
+
+def tokens(text: str, kind: type[Token] = Token, request_id: int = 0) -> Iterator[Token]:
+    """`text` in pieces of about the size that models make."""
+    for id, start in enumerate(range(0, len(text), 4)):
+        yield kind(request_id=request_id, id=id, text=text[start : start + 4])
+
+
+def reply(text: str, thinking: str = "", **changes: object) -> list[Event]:
+    """The events of an answer."""
+    pieces = [*tokens(thinking, Thinking), *tokens(text)]
+    end = {
+        "request_id": 0,
+        "reason": "stop",
+        "prompt_n": 96,
+        "cached_n": 0,
+        "prompt_ms": 210.0,
+        "predicted_n": len(pieces) + 1,
+        "predicted_ms": len(pieces) * 10.0,
+        "load_ms": 0.0,
+        "context_used": 96 + len(pieces),
+        "seed": 7,
+    }
+    return [
+        Prefilling(request_id=0, done=0, total=96, cached=0),
+        Prefilling(request_id=0, done=96, total=96, cached=0),
+        *pieces,
+        Finished(**{**end, **changes}),  # type: ignore[arg-type]
+    ]
+
+
+class FakeEngine:
+    """Gives the next of `replies` to each request (the last one again and again). A `None` among the events
+    waits until `release()` or `stop()`. `token_s` waits after each token."""
+
+    name = "fake"
+
+    def __init__(
+        self,
+        *replies: Sequence[Event | None],
+        start: Sequence[Event | None] = STARTED,
+        token_s: float = 0.0,
+    ) -> None:
+        self.replies = list(replies) or [reply("Hello.")]
+        self.start_events = start
+        self.token_s = token_s
+        self.requests: list[Generate] = []
+        self.closed = 0
+        self._gate = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    def release(self) -> None:
+        """Lets the stream that waits at a None go on."""
+        self._gate.set()
+
+    def prompts(self) -> list[list[tuple[str, str]]]:
+        """What was asked so far: role and content of every message."""
+        return [
+            [(message.role, message.content) for message in request.prompt.messages]
+            for request in self.requests
+            if isinstance(request.prompt, Chat)
+        ]
+
+    async def start(self) -> AsyncIterator[Event]:
+        async for event in self._play(self.start_events):
+            yield event
+
+    async def generate(self, request: Generate) -> AsyncIterator[Event]:
+        self.requests.append(request)
+        self._stopped.clear()
+        events = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        async for event in self._play(events):
+            yield event
+
+    async def _play(self, events: Sequence[Event | None]) -> AsyncIterator[Event]:
+        for event in events:
+            if event is None:
+                waits = [asyncio.ensure_future(e.wait()) for e in (self._gate, self._stopped)]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for wait in waits:
+                    wait.cancel()
+                self._gate.clear()
+            elif isinstance(event, Token):
+                await asyncio.sleep(self.token_s)
+            if self._stopped.is_set():
+                [end] = reply("", reason="cancelled")[2:]
+                yield end
+                return
+            if event is not None:
+                yield event
+
+    async def stop(self) -> None:
+        self._stopped.set()
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+DIED = Failed(
+    kind="backend", message="The engine process died (signal 9).", hint="The next prompt restarts it."
+)
+TOO_LONG = Failed(
+    kind="context",
+    message="The prompt has 9,000 tokens and the context holds 8,192.",
+    hint="Shorten it.",
+    request_id=1,
+)

@@ -1,0 +1,16 @@
+"""orin-chat with the synthetic model behind it, as a program of its own:
+
+python -m tests.app.synthetic_cli '{"rate": 20, "tokens": 30}' ARGUMENTS...
+"""
+
+import json
+import sys
+
+import engine.client
+from app.cli import main
+from tests import synthetic
+
+if __name__ == "__main__":
+    behaviour = json.loads(sys.argv[1])
+    engine.client.LocalEngine = lambda options: synthetic.engine(**behaviour)  # type: ignore[assignment, misc]
+    sys.exit(main(sys.argv[2:]))

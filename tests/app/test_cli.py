@@ -1,0 +1,400 @@
+"""The command line, in this process with a synthetic engine; signals and pipes in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import engine.client
+from app.cli import main
+from app.options import Parser
+from engine.events import Sampling
+from tests import synthetic
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTANT = {"rate": 0, "load_s": 0, "prefill_s": 0}
+ESCAPES = "\x1b[31mred\x07 \x9b2J\u202e"
+
+
+@pytest.fixture
+def model(home):
+    path = home / "model.gguf"
+    path.write_bytes(b"GGUF")
+    return path
+
+
+@pytest.fixture
+def stdin(home, monkeypatch):
+    """Gives standard input a text; nothing is there until it is called."""
+
+    def give(text):
+        path = home / "stdin"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        monkeypatch.setattr(sys, "stdin", path.open())
+
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield give
+
+
+@pytest.fixture
+def run(model, stdin, monkeypatch, capfd):
+    """Runs the command line with a synthetic engine: exit code, standard output, standard error, options."""
+
+    def run(*arguments, **behaviour):
+        started = []
+
+        def make(options):
+            started.append(options)
+            return synthetic.engine(**(INSTANT | {"text": "You said: {prompt}\n", "tokens": 4} | behaviour))
+
+        monkeypatch.setattr(engine.client, "LocalEngine", make)
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return code, out, err, started[0] if started else None
+
+    return run
+
+
+# --- one answer ----------------------------------------------------------------------------------------
+
+
+def test_the_reply_is_all_there_is_on_stdout(run, model):
+    code, out, err, options = run("--model", model, "why?")
+    assert (code, out, err) == (0, "You said: why?\n", "")
+    assert options.model_path == str(model)
+
+
+def test_text_on_stdin_is_a_prompt_and_is_joined_to_one(run, model, stdin):
+    stdin("some text\n")
+    assert run("--model", model)[1] == "You said: some text\n"
+    stdin("some text\n")
+    assert run("--model", model, "Summarize.", tokens=8)[1] == "You said: Summarize.\n\nsome text\n"
+
+
+def test_stdin_need_not_be_valid_text(run, model, stdin):
+    stdin(b"caf\xe9")
+    assert run("--model", model)[1] == "You said: caf\ufffd\n"
+
+
+def test_thinking_is_not_part_of_the_reply(run, model):
+    assert run("--model", model, "why?", thinking=5, tokens=11)[1] == "You said: why?\n"
+
+
+def test_verbose_says_what_the_engine_did_on_stderr(run, model):
+    code, out, err, _ = run("--verbose", "--model", model, "why?")
+    assert (code, out) == (0, "You said: why?\n")
+    assert "Synthetic 0.5B" in err and "tok/s" in err
+
+
+def test_nothing_from_the_model_steers_the_terminal(run, model):
+    _, out, err, _ = run("--verbose", "--model", model, "why?", text=ESCAPES, tokens=3, name=ESCAPES)
+    assert "[31mred" in out
+    assert "red" in err
+    assert not set(out + err) & {"\x1b", "\x07", "\x9b", "\u202e"}
+
+
+def test_options_reach_the_engine(run, model):
+    *_, options = run(
+        "--model", model, "--backend", "cpu", "--context", 99, "--beam", 2, "--temperature", 0, "why?"
+    )
+    assert (options.backend, options.context_length, options.beam) == ("CPU", 99, 2)
+
+
+# --- for programs --------------------------------------------------------------------------------------
+
+
+def lines(out):
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_json_is_every_event(run, model):
+    code, out, err, _ = run("--json", "--model", model, "why?", thinking=1, tokens=6)
+    events = lines(out)
+    assert (code, err) == (0, "")
+    kinds = [event["event"] for event in events]
+    assert list(dict.fromkeys(kinds)) == [
+        "loading",
+        "warming",
+        "ready",
+        "prefilling",
+        "thinking",
+        "token",
+        "finished",
+    ]
+    assert next(event for event in events if event["event"] == "token") == {
+        "event": "token",
+        "id": 3,
+        "text": "You",
+    }
+    assert next(event for event in events if event["event"] == "ready")["model"]["name"] == "Synthetic 0.5B"
+    end = events[-1]
+    assert (end["reason"], end["predicted_n"]) == ("stop", 6)
+    assert {"prompt_n", "prompt_ms", "predicted_ms", "load_ms"} < set(end)
+    assert not any("request_id" in event or "type" in event for event in events)
+
+
+def test_logprobs_come_with_the_tokens(run, model):
+    _, out, _, _ = run("--json", "--logprobs", 2, "--model", model, "why?")
+    token = next(event for event in lines(out) if event["event"] == "token")
+    assert token["logprob"] == -0.5
+    assert token["top"] == [{"id": 0, "logprob": -0.5}, {"id": 1, "logprob": -1.5}]
+
+
+def test_json_is_ascii_whatever_the_model_says(run, model):
+    _, out, _, _ = run("--json", "--model", model, "why?", text=ESCAPES + "\x7f é", tokens=4)
+    assert out.isascii() and out.replace("\n", "").isprintable()
+    assert "".join(e["text"] for e in lines(out) if e["event"] == "token") == ESCAPES + "\x7f é"
+
+
+def test_raw_text_and_token_ids_replace_the_template(run, model):
+    assert run("--raw", "--model", model, "a  b", tokens=5)[1] == "You said: a  b\n"
+    assert run("--prompt-ids", "1, 2,30", "--model", model)[1] == "You said: 30 \n"
+
+
+def test_failures_are_events_too(run, model):
+    code, out, _, _ = run("--json", "--model", model, "why?", failure="ContextFullError")
+    assert code == 5
+    assert lines(out)[-1]["event"] == "failed" and lines(out)[-1]["kind"] == "context"
+    code, out, err, _ = run("--json", "--model", model.parent / "other.gguf", "why?")
+    assert (code, err) == (3, "")
+    assert lines(out)[0]["kind"] == "model" and "other.gguf" in lines(out)[0]["message"]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("UsageError", 2),
+        ("ModelFileError", 3),
+        ("TemplateError", 3),
+        ("BackendError", 4),
+        ("MemoryError", 4),
+        ("ContextFullError", 5),
+        ("RuntimeError", 1),
+    ],
+)
+def test_exit_codes(run, model, name, code):
+    """Also: the codes that engine.errors gives its classes are those of the events they become."""
+    for behaviour in ({"load_failure": name}, {"failure": name, "fail_at": 2}):
+        result, out, err, _ = run("--model", model, "why?", **behaviour)
+        assert result == code
+        assert err.startswith("orin-chat: ") and err.count("\n") == 1 and "Traceback" not in err
+        assert out == ("You said:\n" if "fail_at" in behaviour else "")
+
+
+def test_the_death_of_the_engine_keeps_what_was_said(run, model):
+    code, out, err, _ = run("--model", model, "why?", die_at=2, rate=50)
+    assert (code, out) == (4, "You said:\n")
+    assert "SIGKILL" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "-1", "why?"], "temperature"),
+        (["--temperature", "nan", "why?"], "temperature"),
+        (["--top-p", "1.5", "why?"], "top-p"),
+        (["--top-k", "x", "why?"], "--top-k"),
+        (["--max-tokens", "0", "why?"], "--max-tokens"),
+        (["--context", "-5", "why?"], "--context"),
+        (["--backend", "TPU", "why?"], "--backend"),
+        (["--nonsense"], "--nonsense"),
+        (["--temp", "0", "why?"], "--temp"),
+        (["--raw", "--system", "x", "why?"], "--raw"),
+        (["--raw", "--no-think", "why?"], "--raw"),
+        (["--prompt-ids", "1,x"], "--prompt-ids"),
+        (["--prompt-ids", "1", "why?"], "--prompt-ids"),
+        (["--prompt-ids", "1", "--raw"], "--prompt-ids"),
+        (["--logprobs", "3", "why?"], "--json"),
+        (["--plain", "why?"], "--plain"),
+        (["--continue", "--chat", "3"], "--continue"),
+        (["--continue", "why?"], "--continue"),
+        (["--json"], "PROMPT"),
+        (["why", "not?"], "quotes"),
+        (["--verbose", "tokenize", "x"], "orin-chat tokenize"),
+        (["  "], "empty"),
+        (["--chat", "1", "--plain"], "no chat 1"),
+        (["--continue", "--plain"], "no chat"),
+        ([], "terminal"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_starts_nothing(run, model, arguments, named):
+    code, out, err, started = run("--model", model, *arguments)
+    if "--json" in arguments:
+        out, err = "", json.loads(out)["message"] + "\n"
+    assert (code, out, started) == (2, "", None)
+    assert named in err and err.count("\n") == 1
+
+
+def test_a_missing_model_is_named_with_those_that_are_there(run, model):
+    code, _, err, _ = run("--model", model.parent / "mo\x1bdel.ggfu", "why?")
+    assert code == 3
+    assert "model.ggfu" in err and str(model) in err and "\x1b" not in err
+    code, _, err, _ = run("--model", model.parent, "why?")
+    assert code == 3 and "folder" in err and str(model) in err
+
+
+def test_where_the_model_comes_from(run, model, home):
+    code, _, err, _ = run("why?")
+    assert code == 2 and "--model" in err
+    run("--model", model, "why?")
+    assert run("why?")[3].model_path == str(model)  # the last one
+    other = home / "other.gguf"
+    other.write_bytes(b"GGUF")
+    write_settings(home, f"model = '{other}'\nbackend = 'cpu'\n[sampling]\nseed = 3\n")
+    assert run("why?")[3].model_path == str(other)
+    assert run("--model", "~/model.gguf", "why?")[3].model_path == str(model)
+    assert lines(run("--json", "why?")[1])[-1]["seed"] == 3
+    assert lines(run("--json", "--seed", 4, "why?")[1])[-1]["seed"] == 4
+
+
+def test_broken_settings_are_a_warning(run, model, home):
+    write_settings(home, "modle = 'x'")
+    code, out, err, _ = run("--model", model, "why?")
+    assert (code, out) == (0, "You said: why?\n")
+    assert "modle" in err and "defaults" in err
+
+
+def write_settings(home, text):
+    path = home / ".config" / "orin-chat" / "settings.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+
+
+def test_input_without_end_is_refused(run, model, stdin, monkeypatch):
+    monkeypatch.setattr("app.options.STDIN_LIMIT_BYTES", 100)
+    stdin("x" * 101)
+    code, _, err, _ = run("--model", model)
+    assert code == 2 and "Standard input" in err
+
+
+# --- words ---------------------------------------------------------------------------------------------
+
+
+def test_a_command_is_its_name_in_front(run, model, monkeypatch):
+    seen = []
+    monkeypatch.setitem(
+        sys.modules["app.cli"].COMMANDS, "tokenize", (lambda rest: seen.append(rest) or 0, "")
+    )
+    assert main(["tokenize", "--json", "x"]) == 0
+    assert seen == [["--json", "x"]]
+    assert run("--model", model, "--", "tokenize")[1] == "You said: tokenize\n"
+
+
+def test_help_tells_the_defaults_that_are(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty"):
+        line = next(line for line in text.splitlines() if line.startswith(f"  --{name.replace('_', '-')} "))
+        assert f"({getattr(Sampling(), name)})" in line
+    assert "exit codes" in text and "tokenize" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("orin-chat 0.")
+
+
+def test_help_costs_less_than_a_tenth_of_a_second():
+    """In processor time, which other processes do not lengthen; and by what is not imported."""
+    code = (
+        "import sys, app.cli\n"
+        "assert not {'asyncio', 'msgspec', 'textual', 'tinygrad', 'numpy'} & set(sys.modules)\n"
+        "sys.argv = ['orin-chat', '--help']; app.cli.main()"
+    )
+
+    def cost():
+        before = os.times()
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(cost() for _ in range(3)) < 0.1
+
+
+def test_no_abbreviations():
+    assert Parser().allow_abbrev is False
+
+
+# --- signals and pipes ---------------------------------------------------------------------------------
+
+
+def start(model, behaviour, *arguments):
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.app.synthetic_cli",
+            json.dumps(behaviour),
+            "--model",
+            model,
+            *arguments,
+        ],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def workers_of(process):
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_reply(model, number, code):
+    process = start(model, {"rate": 50, "tokens": 9999}, "why?")
+    assert process.stdout.readline() == "# A synthetic answer\n"
+    workers = workers_of(process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (code, "")
+    assert out.endswith("\n")
+    assert workers and not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_signal_while_the_model_loads(model):
+    process = start(model, {"load_s": 60}, "--json", "why?")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_a_reader_that_has_had_enough(model):
+    process = start(model, {"rate": 0, "tokens": 100_000}, "why?")
+    assert process.stdout.readline() == "# A synthetic answer\n"
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=10)) == ("", 0)
+
+
+def test_progress_is_shown_on_a_terminal_alone(model):
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.app.synthetic_cli", '{"tokens": 3}', "--model", model, "why?"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    out, _ = process.communicate(timeout=10)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert out == b"# A syntheti\n"
+    assert "loading" in shown and "preparing kernels" in shown and "\x1b" not in shown
+    assert shown.endswith(" \r")  # and taken away before the reply

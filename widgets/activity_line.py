@@ -1,0 +1,70 @@
+"""The line above the prompt: what is going on, or what has just happened."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from widgets.engine_status import EngineStatus, Phase
+from widgets.text import as_bytes, as_duration, one_line
+
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def describe(status: EngineStatus) -> str:
+    """What the engine is doing, in words and numbers."""
+    done, total = status.done, status.total
+    share = f"{done / total:.0%}" if total else ""
+    left = f"{as_duration(status.seconds_left)} left" if status.seconds_left is not None else ""
+    match status.phase:
+        case Phase.STARTING:
+            parts = ["starting the engine"]
+        case Phase.LOADING:
+            parts = [
+                "loading",
+                f"{as_bytes(done)} of {as_bytes(total)}" if total else as_bytes(done),
+                share,
+                left,
+            ]
+        case Phase.WARMING:
+            parts = ["preparing kernels", f"{done} of {total}" if total else f"{done}", left]
+        case Phase.PREFILLING:
+            parts = ["reading the prompt", f"{done:,} of {total:,} tokens" if total else "", share, left]
+        case Phase.GENERATING:
+            parts = ["answering", f"{status.tokens:,} tokens", as_duration(status.elapsed_s)]
+        case Phase.STOPPING:
+            parts = ["stopping"]
+        case Phase.GONE:
+            parts = ["the engine has stopped; the next prompt starts it again"]
+        case Phase.READY:
+            parts = ["ready"]
+    return " · ".join(part for part in parts if part)
+
+
+class ActivityLine(Widget):
+    """A notice while there is one, else the state of the engine; at the right what a key would do now."""
+
+    DEFAULT_CSS = """
+    ActivityLine { height: 1; padding: 0 2; color: $text-muted; }
+    """
+    ALLOW_SELECT = False
+
+    status: reactive[EngineStatus] = reactive(EngineStatus())
+    notice: reactive[str] = reactive("")
+    is_warning: reactive[bool] = reactive(False)
+    hint: reactive[str] = reactive("")
+    step: reactive[int] = reactive(0)
+
+    def render(self) -> Content:
+        width = self.size.width
+        if self.notice:
+            mark, style = ("⚠", "$text-warning") if self.is_warning else ("·", "$text")
+            return Content.styled(f"{mark} {one_line(self.notice)}", style).truncate(width, ellipsis=True)
+        busy = self.status.phase not in (Phase.READY, Phase.GONE)
+        mark = SPINNER[self.step % len(SPINNER)] if busy else "⚠" if self.status.phase is Phase.GONE else "·"
+        left = Content.assemble((mark, "$text-accent" if busy else ""), f" {describe(self.status)}")
+        gap = width - left.cell_length - len(self.hint)
+        if gap < 2:
+            return left.truncate(width, ellipsis=True)
+        return left.append(" " * gap).append(Content.styled(self.hint, "$foreground 50%"))

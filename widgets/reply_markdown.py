@@ -1,0 +1,114 @@
+"""Markdown as models write it: untrusted, streamed, with long code blocks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+from markdown_it.token import Token
+from textual.content import Content
+from textual.highlight import HighlightTheme, highlight
+from textual.widgets import Markdown
+from textual.widgets.markdown import MarkdownFence
+
+from widgets.text import clean
+
+HIGHLIGHT_LIMIT_CHARS = 50_000
+"""Longer code blocks stay plain: highlighting one takes 2 ms a kilobyte, on the thread that draws."""
+
+_OPEN = "\0open"
+"""Stands for the language of a code block whose end has not arrived."""
+
+
+class CodeTheme(HighlightTheme):
+    """Textual's, without its underlines: in a terminal those are links."""
+
+    STYLES = {  # noqa: RUF012 (declared so by Textual)
+        kind: style.replace(" underline", "") for kind, style in HighlightTheme.STYLES.items()
+    }
+
+
+def _clean_inline(state: StateCore) -> None:
+    """Cleans again what entities (`&#x202e;`) expanded to."""
+    for token in state.tokens:
+        for child in token.children or ():
+            child.content = clean(child.content)
+
+
+@lru_cache(maxsize=1)
+def parser() -> MarkdownIt:
+    """CommonMark with tables and strikethrough. HTML is shown as the text it is (a model that writes `<div>`
+    means it), images as links to them, and bare addresses are left to the terminal."""
+    markdown = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("image")
+    markdown.core.ruler.push("clean_inline", _clean_inline)
+    return markdown
+
+
+def code_blocks(text: str) -> list[str]:
+    """The contents of the code blocks in `text`, in order, those not closed yet included."""
+    return [token.content for token in parser().parse(text) if token.type in ("fence", "code_block")]
+
+
+def is_open(fence: Token) -> bool:
+    """Whether a fence's closing mark is missing: its lines are then the opening mark and the content only."""
+    if fence.type != "fence" or fence.map is None:
+        return False
+    content_lines = len(fence.content.removesuffix("\n").split("\n")) if fence.content else 0
+    return fence.map[1] - fence.map[0] <= content_lines + 1
+
+
+class Fence(MarkdownFence):
+    """A code block: plain while it grows (highlighting anew at every token is what makes terminals crawl),
+    highlighted once when its end has arrived."""
+
+    DEFAULT_CSS = """
+    Fence {
+        margin: 0 0 1 0;
+        overflow: hidden;
+        color: $text;
+        background: $surface;
+        & > Label { padding: 0 1; width: 1fr; }
+    }
+    Fence:ansi > Label { padding: 0 1; }
+    """
+
+    def __init__(self, markdown: Markdown, token: Token, code: str) -> None:
+        super().__init__(markdown, token.copy(info=_OPEN) if is_open(token) else token, code)
+
+    @classmethod
+    def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
+        if language == _OPEN or len(code) > HIGHLIGHT_LIMIT_CHARS:
+            return Content(code)
+        return _highlighted(code, (language.split() or ["text"])[0], ansi, dark)
+
+
+@lru_cache(maxsize=64)
+def _highlighted(code: str, language: str, ansi: bool, dark: bool) -> Content:
+    if ansi:
+        return MarkdownFence.highlight(code, language, ansi, dark)
+    return highlight(code, language=language, theme=CodeTheme)
+
+
+class ReplyMarkdown(Markdown):
+    """A reply's text. Links are never opened: `Markdown.LinkClicked` tells the application."""
+
+    DEFAULT_CSS = """
+    ReplyMarkdown {
+        padding: 0 1 0 2;
+        MarkdownHeader {
+            margin: 0 0 1 0; content-align: left middle; text-style: bold;
+            color: $text-primary; background: transparent;
+        }
+        MarkdownH1 { text-style: bold underline; }
+        MarkdownBlockQuote { margin: 0 0 1 0; background: transparent; }
+        MarkdownHorizontalRule { border-bottom: solid $foreground 20%; padding: 0; }
+        MarkdownTableContent { keyline: thin $foreground 20%; }
+    }
+    """
+    BULLETS = ["• ", "◦ ", "▪ ", "‣ "]  # noqa: RUF012 (declared so by Textual)
+    BLOCKS = {**Markdown.BLOCKS, "fence": Fence, "code_block": Fence}  # noqa: RUF012
+
+    def __init__(self, text: str = "", **keywords: Any) -> None:
+        super().__init__(text, parser_factory=parser, open_links=False, **keywords)

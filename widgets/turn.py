@@ -1,0 +1,24 @@
+"""One turn of a conversation as the screen shows it: plain data that grows while a reply streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(eq=False)
+class Turn:
+    """`content` and `thinking` are as they came from the user or the model; what shows them cleans them.
+
+    `finished` is False until a reply came to its end. `thinking_s` is how long the model thought, in seconds
+    (None: not measured). `note` is one line about the turn (stopped, failed), never sent to a model.
+    `message_id` is its row in the history (None: not saved yet).
+    """
+
+    role: Literal["user", "assistant"]
+    content: str = ""
+    thinking: str = ""
+    finished: bool = True
+    thinking_s: float | None = None
+    note: str = ""
+    message_id: int | None = None

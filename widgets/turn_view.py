@@ -1,0 +1,140 @@
+"""How one turn looks. A view follows its turn: `sync` shows what has been added since."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.reactive import reactive
+from textual.widgets import Static
+
+from widgets.reply_markdown import ReplyMarkdown
+from widgets.text import as_duration, clean, one_line
+from widgets.turn import Turn
+
+
+class ThinkingHeader(Static):
+    """The one line that thinking folds to. A click unfolds it."""
+
+    DEFAULT_CSS = """
+    ThinkingHeader { width: auto; color: $text-muted; pointer: pointer; }
+    ThinkingHeader:hover { color: $text; }
+    """
+    ALLOW_SELECT = False
+
+
+class ThinkingView(Vertical):
+    """What the model thought: one line with its duration, and the text under it where unfolded."""
+
+    DEFAULT_CSS = """
+    ThinkingView { height: auto; padding: 0 1 0 2; margin-bottom: 1; }
+    ThinkingView > #thought {
+        display: none; color: $text-muted; border-left: inner $foreground 20%; padding-left: 1;
+    }
+    ThinkingView.-unfolded > #thought { display: block; }
+    """
+
+    unfolded = reactive(False)
+
+    def __init__(self, turn: Turn, unfolded: bool) -> None:
+        super().__init__()
+        self.turn = turn
+        self._shown = 0
+        self.set_reactive(ThinkingView.unfolded, unfolded)
+
+    def compose(self) -> ComposeResult:
+        yield ThinkingHeader(markup=False)
+        yield Static(id="thought", markup=False)
+
+    def on_mount(self) -> None:
+        self.watch_unfolded()
+
+    def on_click(self) -> None:
+        if self.screen.get_selected_text() is None:
+            self.unfolded = not self.unfolded
+
+    def watch_unfolded(self) -> None:
+        self.set_class(self.unfolded, "-unfolded")
+        self.sync()
+
+    def sync(self) -> None:
+        turn = self.turn
+        if not turn.content and not turn.finished:
+            label = "Thinking…"
+        else:
+            label = "Thought" if turn.thinking_s is None else "Thought for"
+        duration = "" if turn.thinking_s is None else f" {as_duration(turn.thinking_s)}"
+        words = len(turn.thinking.split())
+        header = f"{'▾' if self.unfolded else '▸'} {label}{duration} · {words:,} words"
+        self.query_one(ThinkingHeader).update(Content(header))
+        if self.unfolded and self._shown != len(turn.thinking):
+            self._shown = len(turn.thinking)
+            self.query_one("#thought", Static).update(Content(clean(turn.thinking).strip()))
+
+
+class TurnView(Vertical):
+    """A turn, with the line about it that `Turn.note` may hold."""
+
+    DEFAULT_CSS = """
+    TurnView { height: auto; margin: 0 0 1 0; }
+    TurnView > .note { color: $text-muted; padding: 0 1 0 2; }
+    TurnView > .note.-empty { display: none; }
+    TurnView.-user > .prompt { padding: 0 1; background: $boost; border-left: outer $primary; }
+    TurnView ReplyMarkdown > MarkdownBlock:last-child { margin-bottom: 0; }
+    """
+
+    class LinkClicked(Message):
+        """The user clicked a link in a reply; `address` is cleaned, and nothing has been done about it."""
+
+        def __init__(self, address: str) -> None:
+            super().__init__()
+            self.address = address
+
+    def __init__(self, turn: Turn, unfolded: bool = False) -> None:
+        super().__init__(classes=f"-{turn.role}")
+        self.turn = turn
+        self._unfolded = unfolded
+        self._shown = len(turn.content)
+
+    def compose(self) -> ComposeResult:
+        if self.turn.role == "user":
+            yield Static(Content(clean(self.turn.content)), classes="prompt")
+        else:
+            if self.turn.thinking.strip():
+                yield ThinkingView(self.turn, self._unfolded)
+            yield ReplyMarkdown(clean(self.turn.content).strip("\n"))
+        yield Static(markup=False, classes="note")
+
+    def on_mount(self) -> None:
+        self._show_note()
+
+    async def sync(self) -> None:
+        """Shows what the turn has gained: text can only have been added to it."""
+        turn = self.turn
+        if turn.role == "assistant":
+            if thinking := self.query(ThinkingView):
+                thinking.first().sync()
+            elif turn.thinking.strip():
+                await self.mount(ThinkingView(turn, self._unfolded), before=0)
+            if added := turn.content[self._shown :]:
+                # Leading blank lines would shift the parser's idea of where the text begins.
+                added = added if turn.content[: self._shown].strip("\n") else added.lstrip("\n")
+                self._shown = len(turn.content)
+                if added:
+                    await self.query_one(ReplyMarkdown).append(clean(added))
+        self._show_note()
+
+    def set_unfolded(self, unfolded: bool) -> None:
+        self._unfolded = unfolded
+        for thinking in self.query(ThinkingView):
+            thinking.unfolded = unfolded
+
+    def _show_note(self) -> None:
+        note = self.query_one(".note", Static)
+        note.set_class(not self.turn.note, "-empty")
+        note.update(Content(one_line(self.turn.note)))
+
+    def on_markdown_link_clicked(self, event: ReplyMarkdown.LinkClicked) -> None:
+        event.stop()
+        self.post_message(self.LinkClicked(one_line(event.href)))

@@ -1,0 +1,46 @@
+"""What an empty conversation shows: who answers here, and the few keys to begin with."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from widgets.engine_status import EngineStatus
+from widgets.text import as_count, one_line
+
+KEYS = (
+    ("Enter", "sends", "Ctrl+J", "starts a new line"),
+    ("Esc", "stops", "Ctrl+O", "opens a past chat"),
+    ("F1", "all keys", "Ctrl+P", "all commands"),
+)
+
+
+class Welcome(Widget):
+    DEFAULT_CSS = "Welcome { height: 1fr; content-align: left middle; }"
+    ALLOW_SELECT = False
+
+    status: reactive[EngineStatus] = reactive(EngineStatus())
+
+    def render(self) -> Content:
+        status = self.status
+        facts = [
+            f"{as_count(status.parameters)} parameters" if status.parameters else "",
+            one_line(status.quantization),
+            f"{status.context_length:,} tokens of context" if status.context_length else "",
+        ]
+        known = " · ".join(fact for fact in facts if fact)
+        where = one_line(" · ".join(part for part in (status.backend, status.device) if part))
+        lines = [
+            Content.styled(one_line(status.model) or "orin-chat", "bold $text-primary"),
+            *(Content.styled(line, "$text-muted") for line in (known, where) if line),
+            Content(""),
+        ]
+        for left, does, right, does_too in KEYS:
+            lines.append(
+                Content.assemble(
+                    (f"{left:>7}", "bold"), (f"  {does:<10}", "$text-muted"),
+                    (f"{right:>8}", "bold"), (f"  {does_too:<17}", "$text-muted"),
+                )
+            )  # fmt: skip
+        return Content("\n").join(line.center(self.size.width) for line in lines)
