@@ -1,0 +1,193 @@
+"""The command line: what the arguments ask for is imported when it starts, so that `--help` and mistakes are
+answered at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+from app import options
+from engine.errors import OrinError, UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from app.history import History
+    from app.settings import Settings
+    from engine.client import LocalEngine
+    from engine.events import EngineOptions, Sampling
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (None: the program's own) and returns its exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # where a character cannot be shown, "?" is
+    try:
+        if arguments and arguments[0] in COMMANDS:
+            return COMMANDS[arguments[0]][0](arguments[1:])
+        return _chat(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OrinError as error:
+        _complain(error, as_json="--json" in arguments)
+        return error.exit_code
+    except Exception as error:
+        if "--verbose" in arguments:
+            raise
+        what = f"Internal error: {type(error).__name__}: {error}."
+        _complain(OrinError(what, "With --verbose it shows where."), as_json="--json" in arguments)
+        return OrinError.exit_code
+
+
+def _complain(error: OrinError, *, as_json: bool = False) -> None:
+    from app.oneshot import JsonOutput, TextOutput, failed
+
+    output = JsonOutput(sys.stdout) if as_json else TextOutput(sys.stdout, sys.stderr)
+    output.show(failed(error))
+
+
+def _chat(arguments: Sequence[str]) -> int:
+    given = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
+    settings = _settings()
+    sampling = options.sampling(given, settings)
+    engine_options = options.engine_options(given, settings)
+    if given.system is None and not given.raw:
+        given.system = settings.system
+    return (_answer if given.one_shot else _converse)(given, engine_options, sampling)
+
+
+def _settings() -> Settings:
+    """The user's settings; where they cannot be used, a warning and the defaults."""
+    from app.settings import Settings, load_settings
+
+    try:
+        return load_settings()
+    except UsageError as error:
+        _complain(UsageError(error.message, "The defaults are used instead."))
+        return Settings()
+
+
+def _answer(given: Namespace, engine_options: EngineOptions, sampling: Sampling) -> int:
+    import asyncio
+
+    from app.oneshot import JsonOutput, TextOutput, run
+    from engine.client import LocalEngine
+    from engine.events import Generate
+
+    request = Generate(
+        request_id=1,
+        prompt=options.prompt(given),
+        sampling=sampling,
+        max_tokens=given.max_tokens,
+        logprobs=given.logprobs or 0,
+        ignore_eos=given.ignore_eos,
+    )
+    output = (
+        JsonOutput(sys.stdout) if given.json else TextOutput(sys.stdout, sys.stderr, verbose=given.verbose)
+    )
+    return asyncio.run(run(LocalEngine(engine_options), request, output))
+
+
+def _converse(given: Namespace, engine_options: EngineOptions, sampling: Sampling) -> int:
+    from app.history import History
+    from engine.client import LocalEngine
+
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not terminal and not given.plain:
+        raise UsageError("The chat needs a terminal.", "Give a PROMPT for a single answer, or use --plain.")
+    history = History.open()
+    try:
+        chat = _ChatArguments(
+            sampling=sampling,
+            system=given.system,
+            max_tokens=given.max_tokens,
+            think=not given.no_think,
+            chat_id=_past_chat(given, history),
+        )
+        engine = LocalEngine(engine_options)
+        if given.plain or os.environ.get("TERM") == "dumb":
+            return _converse_in_lines(engine, history, terminal, chat)
+        from app.chat_app import ChatApp
+
+        app = ChatApp(engine, history, **chat)
+        app.run()
+        return app.return_code or 0
+    finally:
+        history.close()
+
+
+class _ChatArguments(TypedDict):
+    """What both kinds of chat take."""
+
+    sampling: Sampling
+    system: str
+    max_tokens: int | None
+    think: bool
+    chat_id: int | None
+
+
+def _past_chat(given: Namespace, history: History) -> int | None:
+    """The id of the chat to go on with, None for a new one. Raises UsageError where there is no such chat."""
+    chat_id: int | None = given.chat
+    if given.resume:
+        recent = history.chats(limit=1)
+        if not recent:
+            raise UsageError("There is no chat to go on with.", "Leave --continue away to start one.")
+        chat_id = recent[0].id
+    if chat_id is not None and not history.messages(chat_id):
+        raise UsageError(f"There is no chat {chat_id}.", "--plain lists them: /chats.")
+    return chat_id
+
+
+def _converse_in_lines(engine: LocalEngine, history: History, terminal: bool, chat: _ChatArguments) -> int:
+    import asyncio
+
+    from app.line_input import FileLines, TerminalLines
+    from app.plain import LineChat, words
+
+    lines = TerminalLines(history.prompts(), words()) if terminal else FileLines(sys.stdin, sys.stdout)
+    return asyncio.run(LineChat(engine, history, lines, sys.stdout, sys.stderr, **chat).run())
+
+
+def _tokenize(arguments: Sequence[str]) -> int:
+    from app.tokenize import run
+
+    parser = options.Parser(
+        prog="orin-chat tokenize", description="What a model's tokenizer makes of a text."
+    )
+    add = parser.add_argument
+    add("text", nargs="?", metavar="TEXT", help="the text (standard input without it)")
+    add("--model", metavar="FILE", help="a GGUF file; one with a vocabulary alone will do")
+    add("--special", action="store_true", help="read special tokens where they are written in the text")
+    add("--json", action="store_true", help='write {"ids": [...], "pieces": [...]}')
+    add(
+        "--jsonl", action="store_true", help="one JSON string a line on standard input, one object a line out"
+    )
+    given = parser.parse_args(arguments)
+    if given.jsonl and given.text is not None:
+        raise UsageError("--jsonl reads standard input and takes no TEXT.")
+    path = options.model_path(given.model, _settings())
+    return run(
+        path,
+        given.text,
+        special=given.special,
+        as_json=given.json,
+        jsonl=given.jsonl,
+        stdin=sys.stdin,
+        stdout=sys.stdout,
+    )
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "tokenize": (_tokenize, "what a model's tokenizer makes of a text"),
+}

@@ -1,0 +1,87 @@
+"""Where the line mode's lines come from: an editable prompt on a terminal, or the lines of a file or pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.utils import is_dumb_terminal
+
+from widgets.text import clean
+
+PROMPT = "> "
+
+
+class TerminalLines:
+    """A prompt with the history of earlier ones and completion of commands. Enter sends, Alt+Enter begins a
+    new line. `commands`: what /NAME may be, and the words that may follow it."""
+
+    def __init__(self, earlier: Iterable[str], commands: Mapping[str, Iterable[str]]) -> None:
+        keys = KeyBindings()
+        keys.add("enter")(_send)
+        keys.add("escape", "enter")(_new_line)
+        self._history = InMemoryHistory(list(earlier))
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            history=self._history,
+            completer=CommandCompleter(commands),
+            key_bindings=keys,
+            multiline=True,
+            prompt_continuation=" " * len(PROMPT),
+        )
+
+    async def read(self, draft: str) -> str:
+        if draft and is_dumb_terminal():  # where text that was not typed cannot be shown as typed
+            print(clean(draft))
+            draft = ""
+        try:
+            return await self._session.prompt_async(default=draft)
+        except KeyboardInterrupt:
+            if text := self._session.default_buffer.text:
+                self._history.append_string(text)  # not lost: Up brings it back
+            raise
+
+
+class FileLines:
+    """Each line of `source` is a message or a command; `echo` shows it, so that all reads as a chat."""
+
+    def __init__(self, source: TextIO, echo: TextIO) -> None:
+        self._source = source
+        self._echo = echo
+
+    async def read(self, draft: str) -> str:
+        line = self._source.readline()
+        if not line:
+            raise EOFError
+        print(PROMPT + line.rstrip("\n"), file=self._echo, flush=True)
+        return line.rstrip("\n")
+
+
+class CommandCompleter(Completer):
+    """Completes /NAME at the beginning of a line, and the word after it."""
+
+    def __init__(self, commands: Mapping[str, Iterable[str]]) -> None:
+        self._commands = commands
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/"):
+            return
+        name, space, word = text[1:].partition(" ")
+        typed = word if space else name
+        for choice in self._commands.get(name, ()) if space else self._commands:
+            if choice.startswith(typed):
+                yield Completion(choice, -len(typed))
+
+
+def _send(event: KeyPressEvent) -> None:
+    event.current_buffer.validate_and_handle()
+
+
+def _new_line(event: KeyPressEvent) -> None:
+    event.current_buffer.insert_text("\n")

@@ -1,0 +1,67 @@
+"""What an engine does, in words, and one line of a terminal to say it on: for modes without a full screen."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TextIO
+
+from engine.events import (
+    Event,
+    Finished,
+    Loading,
+    Prefilling,
+    Ready,
+    Thinking,
+    Warming,
+    decode_rate,
+    prefill_rate,
+)
+from widgets.text import one_line
+
+
+def describe(event: Event) -> str:
+    """What the engine is doing, as this event tells it; "" for an event that says nothing of it."""
+    match event:
+        case Loading(done_bytes=done, total_bytes=total):
+            return f"loading {done / total:.0%}" if total else "loading"
+        case Warming(done=done, total=total):
+            return f"preparing kernels, {done}" + (f" of about {total}" if total else "")
+        case Ready(model=model):
+            return one_line(
+                f"{model.name}, {model.quantization}, on {event.backend} ({event.device_name}), "
+                f"context {event.context_length} tokens, ready in {event.load_ms / 1e3:.1f} s"
+            )
+        case Prefilling(done=done, total=total):
+            return f"reading the prompt, {done} of {total} tokens"
+        case Thinking():
+            return "thinking"
+    return ""
+
+
+def figures(end: Finished) -> str:
+    """The figures of an answer on one line, and how it ended where it did not end by itself."""
+    ended = {"stop": "", "length": ", cut at the limit", "cancelled": ", stopped"}[end.reason]
+    return (
+        f"prompt {end.prompt_n} tokens ({end.cached_n} cached), first token after {end.prompt_ms:.0f} ms "
+        f"({prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms):.0f} tok/s); "
+        f"reply {end.predicted_n} tokens, {decode_rate(end.predicted_n, end.predicted_ms):.1f} tok/s{ended}"
+    )
+
+
+class StatusLine:
+    """A line that overwrites itself, without escape sequences; nothing where `stream` is no terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._active = stream.isatty()
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        text = text[: shutil.get_terminal_size().columns - 1]
+        if self._active and text != self._shown:
+            self._stream.write("\r" + text.ljust(len(self._shown)) + ("" if text else "\r"))
+            self._stream.flush()
+            self._shown = text
+
+    def clear(self) -> None:
+        self.show("")

@@ -1,0 +1,92 @@
+"""What the user prefers (settings.toml, only read) and what orin-chat remembers (the last model)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import msgspec
+import platformdirs
+
+from engine.errors import UsageError
+from engine.events import Sampling
+
+_INT_MAX = 2**31 - 1
+_SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, math.inf),
+    "top_k": (0, _INT_MAX),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repeat_penalty": (0.01, 100),
+    "repeat_last_n": (0, _INT_MAX),
+    "seed": (0, 2**32 - 1),
+}
+
+
+class SamplingSettings(  # type: ignore[misc]  # mypy overlooks that Sampling is frozen
+    Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True
+):
+    """`Sampling` as the file spells it: a key that does not exist is an error."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of settings.toml and their defaults; sampling is a table, [sampling]."""
+
+    model: str = ""
+    backend: str = "auto"
+    context: int | None = None
+    system: str = ""
+    sampling: SamplingSettings = SamplingSettings()
+
+
+def settings_path() -> Path:
+    return platformdirs.user_config_path("orin-chat", appauthor=False) / "settings.toml"
+
+
+def load_settings(path: Path | None = None) -> Settings:
+    """The settings in `path` (None: `settings_path()`), or the defaults where there is no such file.
+
+    Raises UsageError, naming file and key, when it cannot be read or does not hold what it should.
+    """
+    path = path or settings_path()
+    try:
+        settings = msgspec.toml.decode(path.read_bytes(), type=Settings)
+        check_sampling(settings.sampling)
+    except FileNotFoundError:
+        return Settings()
+    except (OSError, ValueError, UsageError) as error:  # msgspec's errors are ValueErrors
+        raise UsageError(f"The settings in {path} cannot be used: {str(error).rstrip('.')}.") from error
+    return settings
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises UsageError, naming the option and its range, for a value that sampling cannot work with."""
+    for name, (low, high) in _SAMPLING_RANGES.items():
+        value = getattr(sampling, name)
+        if value is None:
+            continue
+        if not low <= value <= high or value == math.inf:
+            allowed = f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:.10g}"
+            raise UsageError(f"{name.replace('_', '-')} must be {allowed}, not {value}.")
+
+
+# --- the last model ------------------------------------------------------------------------------------
+
+
+def _last_model_path() -> Path:
+    return platformdirs.user_state_path("orin-chat", appauthor=False) / "last-model"
+
+
+def last_model() -> str:
+    """The path of the model used last; "" when there is none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return _last_model_path().read_text("utf-8").strip()
+    return ""
+
+
+def remember_model(path: Path) -> None:
+    """Keeps `path` as the model used last. A state folder that cannot be written is no reason to stop."""
+    with contextlib.suppress(OSError, UnicodeEncodeError):
+        _last_model_path().parent.mkdir(parents=True, exist_ok=True)
+        _last_model_path().write_text(f"{path}\n", "utf-8")
