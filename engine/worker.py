@@ -6,7 +6,6 @@ model and generates, and another thread sends the events. The process may be kil
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -64,7 +63,6 @@ def serve(sock: socket.socket, load: Loader) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    _die_with_parent()
     sock.set_inheritable(False)  # or a compiler process would keep the pipe open after this one died
     _Server(sock).run(load)
 
@@ -236,18 +234,12 @@ def _log_without_messages(error: BaseException | None) -> None:
 
 
 def _die() -> Never:
-    """Ends this process at once, whatever it is doing, with the compilers it started."""
+    """Ends this process at once, whatever it is doing, with the compilers it started. (Linux can kill a
+    process when its parent dies, but that one alone and before this could run: its compilers would work on.)
+    """
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
-
-
-def _die_with_parent() -> None:
-    """Has Linux kill this process when its parent thread ends. The end of the pipe says the same, but to a
-    Python thread, which a library call that holds the interpreter's lock keeps waiting."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:

@@ -97,8 +97,8 @@ class Behaviour:
 
 def engine(**behaviour: Any) -> LocalEngine:
     """A LocalEngine whose process runs a model that behaves as told (the fields of Behaviour)."""
-    knobs = dataclasses.asdict(Behaviour(**behaviour))
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
+    Behaviour(**behaviour)  # a knob that does not exist fails here
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in behaviour.items()]
     return LocalEngine(
         EngineOptions(model_path="synthetic.gguf", backend="CPU"),
         environment={"PYTHONPATH": str(Path(__file__).resolve().parents[1])},

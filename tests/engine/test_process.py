@@ -207,12 +207,24 @@ async def test_the_worker_dies_with_its_client(hang_at, load_s):
     await vanish(pid)
 
 
-async def test_the_worker_dies_when_the_pipe_closes():
-    """Without the help of Linux's signal for a dead parent: this one lives."""
+async def test_the_worker_and_its_children_die_when_the_pipe_closes():
     ours, theirs = socket.socketpair()
-    command = (sys.executable, "-m", "tests.synthetic", str(theirs.fileno()))
-    with subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], start_new_session=True) as worker:
+    code = (
+        "import subprocess\n"
+        "print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid, flush=True)\n"
+        "from tests.synthetic import main; main()"
+    )
+    command = (sys.executable, "-c", code, str(theirs.fileno()))
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as worker:
         theirs.close()
+        child = int(worker.stdout.readline())
         ours.sendall(pack(Load(options=EngineOptions(model_path="none"))))
         received = b""
         while b"Ready" not in received:
@@ -220,5 +232,6 @@ async def test_the_worker_dies_when_the_pipe_closes():
         ours.close()  # it has nothing to send, and would not notice by that
         try:
             assert worker.wait(2) == -signal.SIGKILL
+            await vanish(child)
         finally:
             worker.kill()
