@@ -46,10 +46,10 @@ def test_text_without_marks_is_all_answer(text):
 @pytest.mark.parametrize(
     "events",
     [  # (token, whether it is thinking, what of it is shown)
-        [("<think>", True, ""), ("\n", True, ""), ("Hm", True, "Hm"), ("\n", True, "\n"), ("</think>", True, ""),
-         ("\n\n", False, ""), ("Yes", False, "Yes"), (".", False, ".")],
-        [("<", False, ""), ("think", False, ""), (">\n", True, ""), ("a <", True, "a "), (" b</", True, "< b"),
-         ("think", True, ""), (">\n\nok", True, ""), ("!", False, "ok!")],
+        [("<think>", True, ""), ("\n", True, ""), ("Hm", True, "Hm"), ("\n", True, "\n"),
+         ("</think>", True, ""), ("\n\n", False, ""), ("Yes", False, "Yes"), (".", False, ".")],
+        [("<", False, ""), ("think", False, ""), (">\n", True, ""), ("a <", True, "a "),
+         (" b</", True, "< b"), ("think", True, ""), (">\n\nok", True, ""), ("!", False, "ok!")],
     ],
 )  # fmt: skip
 def test_one_event_a_token_whether_marks_are_one_token_or_several(events):

@@ -1,0 +1,348 @@
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import TemplateError
+from engine.events import Message
+from engine.formats.gguf import GGUF
+from engine.formats.template import ChatTemplate
+from engine.formats.tokenizer import Tokenizer
+from tests.formats.vocabularies import CONTROL, USER_DEFINED, byte_level, sentencepiece
+
+SHARED = Path(os.environ.get("ORIN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared folder with real templates")
+
+CHATML = (
+    ("<|im_start|>", CONTROL),
+    ("<|im_end|>", CONTROL),
+    ("<think>", USER_DEFINED),
+    ("</think>", USER_DEFINED),
+)
+ECHO = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def system(text: str) -> Message:
+    return Message(role="system", content=text)
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def assistant(text: str, thinking: str = "") -> Message:
+    return Message(role="assistant", content=text, thinking=thinking)
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory) -> Tokenizer:
+    return Tokenizer(byte_level(tmp_path_factory.mktemp("v") / "v", special=CHATML))
+
+
+@pytest.fixture
+def template(chatml):
+    return lambda source, architecture="other": ChatTemplate(source, architecture, chatml)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """(template, tokenizer) of the real models, by name; each is made once."""
+    made = {}
+
+    def get(name: str) -> tuple[ChatTemplate, Tokenizer]:
+        if name not in made:
+            vocabulary, architecture = {"llama3.2": ("llama-bpe", "llama"), "qwen3": ("qwen2", "qwen3")}[name]
+            tokenizer = Tokenizer(GGUF(SHARED / f"models/vocab/{vocabulary}.gguf"))
+            source = (SHARED / f"models/vocab/{name}.jinja").read_text()
+            made[name] = ChatTemplate(source, architecture, tokenizer), tokenizer
+            made[name][0].now = lambda: datetime(2025, 7, 26, 12)
+        return made[name]
+
+    return get
+
+
+def text_of(template: ChatTemplate, messages: list[Message], **options) -> str:
+    return template._tokenizer.decode(template.encode(messages, **options).ids, special=True)
+
+
+# --- real templates -------------------------------------------------------------------------------------
+
+
+@needs_shared
+def test_llama_32(real):
+    template, _ = real("llama3.2")
+    assert text_of(template, [system("Be brief."), user(" Hi! "), assistant("Yo"), user("Bye")]) == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+        "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2025\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi!<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nYo<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert not template.thinks and template.warning == ""
+
+
+@needs_shared
+def test_qwen3(real):
+    template, _ = real("qwen3")
+    turns = [user("Hi"), assistant("Yo", thinking="Hm"), user("Bye")]
+    turn = "<|im_start|>{}\n{}<|im_end|>\n".format
+    head = turn("user", "Hi") + turn("assistant", "Yo") + turn("user", "Bye")
+    assert text_of(template, turns) == head + "<|im_start|>assistant\n"
+    assert text_of(template, turns, think=False) == head + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert text_of(template, turns, add_generation_prompt=False) == head
+    assert text_of(template, turns[:2], add_generation_prompt=False).endswith(
+        "<think>\nHm\n</think>\n\nYo<|im_end|>\n"
+    )
+    assert template.thinks and not template.encode(turns, think=False).opens_thinking
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["llama3.2", "qwen3"])
+def test_special_tokens_are_tokens_and_a_prompt_begins_with_one_bos(real, name):
+    template, t = real(name)
+    ids = template.encode([user("Hi")]).ids
+    ends = t.special_tokens["<|eot_id|>" if name == "llama3.2" else "<|im_end|>"]
+    assert ids.count(ends) == (2 if name == "llama3.2" else 1)
+    assert ids.count(t.bos_id) == (1 if name == "llama3.2" else 0)
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["llama3.2", "qwen3"])
+def test_the_next_turn_keeps_the_prefix(real, name):
+    template, _ = real(name)
+    first = [system("Be brief."), user("Hi there")]
+    before = template.encode(first).ids
+    after = template.encode([*first, assistant("Yo"), user("Bye")]).ids
+    assert after[: len(before)] == before
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["llama3.2", "qwen3"])
+def test_rendering_takes_milliseconds(real, name):
+    template, _ = real(name)
+    messages = [user("Hello there. " * 500), assistant("Well. " * 500)] * 10 + [user("Bye")]
+    template.encode(messages)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        template.encode(messages)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.25  # 65 000 characters, tokenizing included
+
+
+# --- special tokens in what people type -----------------------------------------------------------------
+
+PIECES = """<|im_end|> <|im_start|> <|eot_id|> <|begin_of_text|> <|start_header_id|> <|IM_END|> [PAD151650]
+<think> </think> <tool_response> </tool_response> < > [ ] | <| |> im_end eot_id a é {{1}} {%if%}
+\U000f0000 \U000f0001"""
+SPELLINGS = st.lists(st.sampled_from([*PIECES.split(), "\n", " "]), max_size=8).map("".join)
+
+
+@needs_shared
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.tuples(*[SPELLINGS] * 5))
+def test_no_message_can_write_a_special_token(real, texts):
+    for name in ("llama3.2", "qwen3"):
+        template, t = real(name)
+        special = set(t.special_tokens.values())
+        conversation = lambda a, b, c, d, e: [system(a), user(b), assistant(c, thinking=d), user(e)]
+        ids = template.encode(conversation(*texts)).ids
+        plain = template.encode(conversation("s", "u", "a", "t", "v")).ids
+        assert [i for i in ids if i in special] == [i for i in plain if i in special]
+        rendered = t.decode(ids, special=True)
+        for text in (texts[0], texts[1], texts[4]):
+            assert text.strip() in rendered
+
+
+CUTTING = "<|im_start|>{{ messages[0].content.split('x') | join('') | lower | replace(' ', '') }}<|im_end|>"
+
+
+@pytest.mark.parametrize("typed", ["<|imx_end|>", "<|IM_END|>", "<|im_ end|>", "<x|im_start|>", "<thinkx>"])
+def test_templates_that_cut_and_join_cannot_make_one_either(chatml, template, typed):
+    ids = template(CUTTING).encode([user(typed)]).ids
+    special = set(chatml.special_tokens.values())
+    assert [chatml.text(id) for id in ids if id in special] == ["<|im_start|>", "<|im_end|>"]
+    assert chatml.decode(ids) == typed.replace("x", "").replace(" ", "").lower()
+
+
+def test_marks_in_a_message_are_not_marks_to_the_template(template):
+    source = "{{ '</think>' in messages[0].content }} {{ messages[0].content | trim | length }}"
+    assert text_of(template(source), [user(" a</think>b ")]) == "False 10"
+
+
+def test_a_prompt_opens_thinking_only_if_the_template_does(template):
+    assert template(ECHO + "<|im_start|>assistant\n<think>\n").encode([user("x")]).opens_thinking
+    assert not template("{{ messages[0].content }}").encode([user("<think>")]).opens_thinking
+    opens = template(ECHO + "{% if enable_thinking %}<think>\n{% endif %}")
+    assert opens.thinks and not opens.encode([user("x")], think=False).opens_thinking
+
+
+# --- what templates expect ------------------------------------------------------------------------------
+
+
+def test_helpers(template):
+    def rendered(source: str, *messages: Message) -> str:
+        made = template(source)
+        made.now = lambda: datetime(2025, 7, 26, 12)
+        return text_of(made, list(messages) or [user("ü<b>")])
+
+    assert rendered("{{ strftime_now('%d %b %Y') }} {{ date_string }}") == "26 Jul 2025 26 Jul 2025"
+    assert rendered("{{ messages | tojson }}") == '[{"role": "user", "content": "ü<b>"}]'
+    assert rendered("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}") == '{\n "a": 2,\n "b": 1\n}'
+    assert rendered("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
+    assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+    assert rendered("{% generation %}x{% endgeneration %}y") == "xy"
+    assert (
+        rendered("{{ tools is none }}{{ nothing }}{{ messages[0].reasoning_content is defined }}")
+        == "TrueFalse"
+    )
+    source = "{{ messages[0].reasoning_content }}|{{ messages[0]['content'] }}"
+    assert rendered(source, assistant("a", thinking="t")) == "t|a"
+
+
+def test_bos_comes_once(tmp_path):
+    special = (("<bos>", CONTROL), ("<eos>", CONTROL))
+    ids = {"bos_token_id": 257, "eos_token_id": 258}
+    for add in (True, False):
+        t = Tokenizer(byte_level(tmp_path / str(add), special=special, add_bos_token=add, **ids))
+        written = ChatTemplate("{{ bos_token }}x{{ eos_token }}", "", t).encode([user("")]).ids
+        assert [t.text(id) for id in written] == ["<bos>", "x", "<eos>"]
+        assert [t.text(id) for id in ChatTemplate("x", "", t).encode([user("")]).ids] == ["<bos>", "x"][
+            not add :
+        ]
+
+
+# --- templates that refuse, break or do not end ---------------------------------------------------------
+
+NO_SYSTEM = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Must alternate') }}{% endif %}"
+    "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+)
+
+
+def test_a_template_without_system_role_gets_it_in_the_first_user_turn(template):
+    t = template(NO_SYSTEM)
+    assert text_of(t, [system("S"), user("U"), assistant("A")]) == "u:S\n\nU;a:A;"
+    assert text_of(t, [user("U"), user("V")]) == "u:U\n\nV;"  # the reply to U was stopped at once
+    assert text_of(t, [system("S")]) == "u:S;" and t.warning == ""
+
+
+def test_a_template_that_refuses(template):
+    with pytest.raises(TemplateError, match='refuses this conversation: "no�way"') as e:
+        template("{{ raise_exception('no\x1b[31m\nway'[:2] + '\n' + 'way') }}").encode([user("x")])
+    assert e.value.hint and str(e.value).isprintable()
+    with pytest.raises(TemplateError, match="nothing to answer"):
+        template(ECHO).encode([])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if %}",
+        "{{ messages[0].a.b }}",
+        "{{ 1 / 0 }}",
+        "{% include 'x' %}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ f() }}",
+    ],
+)
+def test_a_template_that_breaks_gives_way_to_the_format_of_the_family(template, source):
+    t = template(source)
+    assert text_of(t, [user("Hi")]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert "does not work" in t.warning and t.warning.isprintable()
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GROWING = "{% set n = namespace(x=START) %}{% for i in range(60) %}{% set n.x = MORE %}{% endfor %}{{ n.x }}"
+
+
+def stopped(template: ChatTemplate, *messages: Message) -> None:
+    with pytest.raises(TemplateError, match=r"was stopped: it (takes|repeats)") as e:
+        template.encode(messages or [user("x")])
+    assert e.value.hint and str(e.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+        "{{ messages[0].content * 10**9 * 10**9 }}",
+        "{{ (10 ** (10 ** (messages | length * 9))) % 7 }}",
+        GROWING.replace("START", "[1]").replace("MORE", "[n.x, n.x]"),
+        GROWING.replace("START", "'a'").replace("MORE", "n.x ~ n.x"),
+        "{{ 'a' | center(10**10) }}",
+        "{{ range(99999) | map('center', 99999) | list }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_stopped(template, monkeypatch, source):
+    monkeypatch.setattr("engine.formats.template.RENDER_S", 0.3)
+    stopped(template(source))
+
+
+def test_it_is_stopped_within_two_seconds_and_can_be_used_again(template):
+    t = template("{% if messages | length > 1 %}" + NESTED + "{% endif %}ok")
+    assert text_of(t, [user("a")]) == "ok"
+    start = time.perf_counter()
+    stopped(t, user("a"), user("b"))
+    assert time.perf_counter() - start < 2.0
+    assert text_of(t, [user("a")]) == "ok"
+
+
+def test_the_process_ends_with_its_template(template):
+    t = template(ECHO)
+    t.encode([user("a")])
+    process = t._renderer._process
+    process.kill()
+    process.wait()
+    assert text_of(t, [user("a")]) == "<|im_start|>user\na<|im_end|>\n"  # it starts anew
+    process = t._renderer._process
+    assert process.poll() is None
+    del t
+    assert process.poll() is not None
+
+
+# --- families -------------------------------------------------------------------------------------------
+
+
+def family(gguf: GGUF, **options) -> str:
+    template = ChatTemplate.from_gguf(gguf, Tokenizer(gguf))
+    assert "no chat template" in template.warning
+    return text_of(template, [system("S"), user("U"), assistant("A"), user("V")], **options)
+
+
+def test_formats_of_families(tmp_path):
+    llama3 = tuple((f"<|{name}|>", CONTROL) for name in ("start_header_id", "end_header_id", "eot_id"))
+    turn = lambda role, text: f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}"
+    assert family(byte_level(tmp_path / "llama3", special=llama3)) == "<|eot_id|>".join(
+        turn(*t)
+        for t in [("system", "S"), ("user", "U"), ("assistant", "A"), ("user", "V"), ("assistant", "")]
+    )
+    turns = "".join(
+        f"<|im_start|>{r}\n{t}<|im_end|>\n"
+        for r, t in [("system", "S"), ("user", "U"), ("assistant", "A"), ("user", "V")]
+    )
+    qwen = byte_level(tmp_path / "qwen", special=CHATML, architecture="qwen3")
+    assert family(qwen) == turns + "<|im_start|>assistant\n"
+    assert family(qwen, think=False) == turns + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert ChatTemplate.from_gguf(qwen, Tokenizer(qwen)).thinks
+
+    pieces = {c: -float(i) for i, c in enumerate("▁[]INST/<>SYUAV\n")}
+    assert family(sentencepiece(tmp_path / "llama2", pieces)).replace(" ", "") == (
+        "<s>[INST]<<SYS>>\nS\n<</SYS>>\n\nU[/INST]A</s><s>[INST]V[/INST]"
+    )
+    plain = byte_level(tmp_path / "plain", architecture="gpt2")
+    assert family(plain) == "System: S\n\nUser: U\n\nAssistant: A\n\nUser: V\n\nAssistant:"
+
+
+def test_the_template_of_the_file_is_used(tmp_path):
+    gguf = byte_level(tmp_path / "v", special=CHATML, template="file: {{ messages[0].content }}")
+    template = ChatTemplate.from_gguf(gguf, Tokenizer(gguf))
+    assert text_of(template, [user("x")]) == "file: x" and template.warning == ""
