@@ -44,6 +44,8 @@ from widgets.welcome import Welcome
 
 PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · F1 keys"
 EMPTY = "The model gave an empty reply · Ctrl+R tries again"
+TINY_WIDTH = 40
+"""Narrower terminals show the chat and the prompt only."""
 NOTICE_S = 5.0
 STOP_S = 3.0
 """An engine that does not stop within this is no longer listened to."""
@@ -85,7 +87,7 @@ class ChatApp(App[None]):
         Binding("ctrl+home", "scroll_to_start", show=False, priority=True),
         Binding("ctrl+end", "scroll_to_end", show=False, priority=True),
     ]
-    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (40, "-narrow"), (100, "-wide")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (TINY_WIDTH, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
     def __init__(
         self,
@@ -131,6 +133,8 @@ class ChatApp(App[None]):
         yield StatusLine()
 
     async def on_mount(self) -> None:
+        self.column = self.query_one("#chat")
+        self.waiting = self.query_one("#queued", Static)
         self.transcript = self.query_one(Transcript)
         self.prompt = self.query_one(Prompt)
         self.activity = self.query_one(ActivityLine)
@@ -193,7 +197,6 @@ class ChatApp(App[None]):
     def _ask(self, reply: Turn | None = None, replaced: Turn | None = None) -> None:
         """Has the conversation answered. `reply`: the last turn, to go on with. `replaced`: the reply whose
         place the new one is to take; it comes back if there is no new one."""
-        self.notice("")
         self.status.request()
         self._work = self._answer(reply, replaced)
 
@@ -280,6 +283,7 @@ class ChatApp(App[None]):
 
     async def _send(self, text: str) -> None:
         turn = Turn("user", text)
+        self.notice("")
         self.conversation.add(turn)
         self._save()
         await self.transcript.add(turn)
@@ -307,11 +311,11 @@ class ChatApp(App[None]):
     def _show_status(self) -> None:
         status = self.status.snapshot()
         self.status_line.status = self.activity.status = self.welcome.status = status
-        self.query_one("#chat").set_class(not self.conversation.turns, "-empty")
+        self.column.set_class(not self.conversation.turns, "-empty")
         self.activity.hint = self._hint(status)
         if status.phase not in (Phase.READY, Phase.GONE):
             self.activity.step += 1
-        if "-tiny" in self.screen.classes:
+        if self.size.width < TINY_WIDTH:
             self.prompt.border_title = Content(self.activity.notice or describe(status))
         elif self._editing is None:
             self.prompt.border_title = None
@@ -322,11 +326,11 @@ class ChatApp(App[None]):
         return "F1 keys  Ctrl+P commands" if status.phase in (Phase.READY, Phase.GONE) else ""
 
     def _show_queued(self) -> None:
-        line = self.query_one("#queued", Static)
+        line = self.waiting
         line.update(
             Content(f"⏎ next: {one_line(self.queued)}")
             .truncate(max(20, self.size.width - 24), ellipsis=True)
-            .append(Content.styled("  F2 takes it back", "$text-muted"))
+            .append(Content.styled("  F2 takes it back", "$foreground 60%"))
         )
         line.set_class(bool(self.queued), "-waiting")
 
@@ -349,7 +353,7 @@ class ChatApp(App[None]):
     def _tell(self, problem: HistoryError | None) -> None:
         """Says once what keeps the conversation from being saved, and keeps two words of it in sight."""
         if problem is not None and self._told is None:
-            self.notice(str(problem), warning=True, seconds=30)
+            self.notice(str(problem), warning=True, seconds=10)
         self._told = problem
         self.status_line.warning = "not saved" if problem is not None else ""
 
@@ -423,6 +427,7 @@ class ChatApp(App[None]):
         if turns:
             turns[-1].note = ""
             await self.transcript.sync(turns[-1])
+        self.notice("")
         self._ask(replaced=replaced)
 
     async def action_go_on(self) -> None:
@@ -436,6 +441,7 @@ class ChatApp(App[None]):
         elif not self._refuse_while_busy():
             turns[-1].note, turns[-1].finished = "", False
             await self.transcript.sync(turns[-1])
+            self.notice("")
             self._ask(reply=turns[-1])
 
     def _refuse_while_busy(self) -> bool:

@@ -16,7 +16,7 @@ def context_meter(used: int | None, total: int, width: int) -> Content:
     if total <= 0 or width < 4:
         return Content("")
     share = min(1.0, (used or 0) / total)
-    color = "$text-error" if share >= 0.95 else "$text-warning" if share >= NEARLY_FULL else "$text-muted"
+    color = "$text-error" if share >= 0.95 else "$text-warning" if share >= NEARLY_FULL else "$foreground 60%"
     percent = "–" if used is None else f"{share:.0%}"
     exact = f"{'–' if used is None else f'{used:,}'}/{total:,}"
     warning = " full" if share >= 1 else " nearly full" if share >= NEARLY_FULL else ""

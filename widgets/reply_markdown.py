@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
@@ -92,7 +91,11 @@ def _highlighted(code: str, language: str, ansi: bool, dark: bool) -> Content:
 
 
 class ReplyMarkdown(Markdown):
-    """A reply's text. Links are never opened: `Markdown.LinkClicked` tells the application."""
+    """A reply's text. Links are never opened: `Markdown.LinkClicked` tells the application.
+
+    The text comes by `append` alone: after an `update`, Textual's `append` takes the last line for the last
+    block, and what goes on with a code block would be lost.
+    """
 
     DEFAULT_CSS = """
     ReplyMarkdown {
@@ -110,5 +113,5 @@ class ReplyMarkdown(Markdown):
     BULLETS = ["• ", "◦ ", "▪ ", "‣ "]  # noqa: RUF012 (declared so by Textual)
     BLOCKS = {**Markdown.BLOCKS, "fence": Fence, "code_block": Fence}  # noqa: RUF012
 
-    def __init__(self, text: str = "", **keywords: Any) -> None:
-        super().__init__(text, parser_factory=parser, open_links=False, **keywords)
+    def __init__(self) -> None:
+        super().__init__(parser_factory=parser, open_links=False)

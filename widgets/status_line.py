@@ -11,7 +11,11 @@ from widgets.engine_status import EngineStatus
 from widgets.text import as_duration, one_line
 
 MAX_METER = 48
-MIN_METER = 9
+FULL_METER = 32
+MIN_METER = 4
+GAPS = 5
+"""Cells between the parts: two after the model, at least one before the speed and two after it."""
+COMPACT = 56
 
 
 class StatusLine(Widget):
@@ -25,31 +29,37 @@ class StatusLine(Widget):
     """A lasting trouble, in two or three words ("not saved")."""
 
     def render(self) -> Content:
-        """Parts are left out from the least to the most wanted until the rest fits."""
+        """What is least wanted is left out until the rest fits: first the device, then the time to the first
+        token, then the end of the model's name."""
         status, width = self.status, self.size.width
+        compact = width < COMPACT
         model = one_line(status.model) or "no model yet"
         engine = [part for part in (one_line(status.quantization), one_line(status.backend)) if part]
         device = [one_line(status.device)] if status.device and status.device != status.backend else []
-        speed = "– tok/s" if status.tokens_per_s is None else f"{status.tokens_per_s:.1f} tok/s"
+        rate = "–" if status.tokens_per_s is None else f"{status.tokens_per_s:.{0 if compact else 1}f}"
+        speed = [f"⚠ {self.warning}"] if self.warning else []
+        speed.append(f"{rate} tok/s")
         first = [] if status.first_token_s is None else [f"first token {as_duration(status.first_token_s)}"]
-        warning = [f"⚠ {self.warning}"] if self.warning else []
-        for figures, place in (([speed, *first], device), ([speed, *first], []), ([speed], [])):
-            left = " · ".join([*engine, *place])
-            right = " · ".join([*warning, *figures])
-            room = width - len(model) - len(left) - len(right) - 7
-            if room >= MAX_METER - 14:
+        for left_parts, right_parts in (
+            (engine + device, speed + first),
+            (engine, speed + first),
+            (engine, speed),
+        ):
+            left = (" " if compact else " · ").join(left_parts)
+            right = " · ".join(right_parts)
+            room = width - len(model) - len(left) - len(right) - GAPS
+            if room >= FULL_METER:
                 break
-        if room < MIN_METER:
-            model = model[: max(8, len(model) - (MIN_METER - room)) - 1] + "…"
-            room = width - len(model) - len(left) - len(right) - 7
+        if (missing := MIN_METER - room) > 0:
+            model = model[: max(1, len(model) - missing - 1)].rstrip() + "…"
+            room = width - len(model) - len(left) - len(right) - GAPS
         meter = context_meter(status.context_used, status.context_length, min(room, MAX_METER))
-        gap = " " * (width - len(model) - len(left) - len(right) - meter.cell_length - 5)
+        gap = " " * max(1, width - len(model) - len(left) - len(right) - meter.cell_length - GAPS + 1)
         return Content.assemble(
             (model, "bold $text"),
-            "  ",
-            left,
+            (f"  {left}", "$foreground 70%"),
             gap,
-            (right, "$text-warning" if warning else "$text"),
-            "   ",
+            (right, "$text-warning" if self.warning else "$text"),
+            "  ",
             meter,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -95,7 +97,8 @@ class TurnView(Vertical):
         super().__init__(classes=f"-{turn.role}")
         self.turn = turn
         self._unfolded = unfolded
-        self._shown = len(turn.content)
+        self._shown = 0
+        self._lock = asyncio.Lock()  # Markdown.append must have ended before it is called again
 
     def compose(self) -> ComposeResult:
         if self.turn.role == "user":
@@ -103,14 +106,19 @@ class TurnView(Vertical):
         else:
             if self.turn.thinking.strip():
                 yield ThinkingView(self.turn, self._unfolded)
-            yield ReplyMarkdown(clean(self.turn.content).strip("\n"))
+            yield ReplyMarkdown()
         yield Static(markup=False, classes="note")
 
-    def on_mount(self) -> None:
-        self._show_note()
+    async def on_mount(self) -> None:
+        await self._sync()
 
     async def sync(self) -> None:
         """Shows what the turn has gained: text can only have been added to it."""
+        if self.is_mounted:  # else it will show everything when it is
+            async with self._lock:
+                await self._sync()
+
+    async def _sync(self) -> None:
         turn = self.turn
         if turn.role == "assistant":
             if thinking := self.query(ThinkingView):
@@ -118,11 +126,8 @@ class TurnView(Vertical):
             elif turn.thinking.strip():
                 await self.mount(ThinkingView(turn, self._unfolded), before=0)
             if added := turn.content[self._shown :]:
-                # Leading blank lines would shift the parser's idea of where the text begins.
-                added = added if turn.content[: self._shown].strip("\n") else added.lstrip("\n")
                 self._shown = len(turn.content)
-                if added:
-                    await self.query_one(ReplyMarkdown).append(clean(added))
+                await self.query_one(ReplyMarkdown).append(clean(added))
         self._show_note()
 
     def set_unfolded(self, unfolded: bool) -> None:

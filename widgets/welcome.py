@@ -33,14 +33,15 @@ class Welcome(Widget):
         where = one_line(" · ".join(part for part in (status.backend, status.device) if part))
         lines = [
             Content.styled(one_line(status.model) or "orin-chat", "bold $text-primary"),
-            *(Content.styled(line, "$text-muted") for line in (known, where) if line),
+            *(Content.styled(line, "$foreground 60%") for line in (known, where) if line),
             Content(""),
         ]
         for left, does, right, does_too in KEYS:
             lines.append(
                 Content.assemble(
-                    (f"{left:>7}", "bold"), (f"  {does:<10}", "$text-muted"),
-                    (f"{right:>8}", "bold"), (f"  {does_too:<17}", "$text-muted"),
+                    (f"{left:>7}", "bold"), (f"  {does:<10}", "$foreground 60%"),
+                    (f"{right:>8}", "bold"), (f"  {does_too:<17}", "$foreground 60%"),
                 )
             )  # fmt: skip
-        return Content("\n").join(line.center(self.size.width) for line in lines)
+        indents = (" " * max(0, (self.size.width - line.cell_length) // 2) for line in lines)
+        return Content("\n").join(Content(indent) + line for indent, line in zip(indents, lines, strict=True))
