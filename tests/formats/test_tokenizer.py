@@ -81,9 +81,9 @@ def test_special_ids_of_real_vocabularies(real, name, bos, ends):
 def test_building_takes_less_than_a_second(name):
     gguf, seconds = GGUF(SHARED / f"models/vocab/{name}.gguf"), []
     for _ in range(3):  # the best of three: other work runs on this machine
-        start = time.perf_counter()
+        start = time.process_time()
         Tokenizer(gguf)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 1.0
 
 
