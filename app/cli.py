@@ -178,7 +178,7 @@ def _tokenize(arguments: Sequence[str]) -> int:
         raise UsageError("--jsonl reads standard input and takes no TEXT.")
     path = options.model_path(given.model, _settings())
     return run(
-        path,
+        str(path),
         given.text,
         special=given.special,
         as_json=given.json,

@@ -155,14 +155,18 @@ def sampling(options: argparse.Namespace, settings: Settings) -> Sampling:
 
 
 def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOptions:
-    """Raises UsageError and ModelFileError, as `model_path` does."""
+    """What the engine is started with; its model becomes the one used last. Raises UsageError and
+    ModelFileError, as `model_path` does."""
+    from app.settings import remember_model
     from engine.events import EngineOptions
 
     backend = options.backend or _backend(settings.backend)
     if backend not in BACKENDS:
         raise UsageError(f"The settings name a backend {backend!r}.", f"There are {', '.join(BACKENDS)}.")
+    path = model_path(options.model, settings)
+    remember_model(path)
     return EngineOptions(
-        model_path=str(model_path(options.model, settings)),
+        model_path=str(path),
         backend=backend,
         context_length=options.context or settings.context,
         beam=options.beam,
@@ -170,16 +174,15 @@ def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOpt
 
 
 def model_path(given: str | None, settings: Settings) -> Path:
-    """The model file: as given, else the settings', else the one used last, which it becomes. Raises
-    UsageError where there is none and ModelFileError where there is no such file."""
-    from app.settings import last_model, remember_model
+    """The model file: as given, else the settings', else the one used last. Raises UsageError where there is
+    none and ModelFileError where there is no such file."""
+    from app.settings import last_model
 
     name = given if given is not None else settings.model or last_model()
     if not name:
         raise UsageError("No model was given, and none was used before.", "Give a GGUF file: --model FILE.")
     path = Path(name).expanduser().absolute()
     if path.is_file():
-        remember_model(path)
         return path
     nearby = sorted((path if path.is_dir() else path.parent).glob("*.gguf"))
     names = ", ".join(map(str, nearby[:5])) + (f" and {len(nearby) - 5} more" if len(nearby) > 5 else "")

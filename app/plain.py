@@ -305,8 +305,8 @@ class LineChat:
             name, _, value = argument.partition(" ")
             self._set(name.replace("-", "_"), value.strip())
         for name in SETTABLE:
-            value = self.max_tokens if name == "max_tokens" else getattr(self.sampling, name)
-            self._print(f"  {name} {'none' if value is None else value}")
+            chosen = self.max_tokens if name == "max_tokens" else getattr(self.sampling, name)
+            self._print(f"  {name} {'none' if chosen is None else chosen}")
 
     def _set(self, name: str, text: str) -> None:
         if name not in SETTABLE:

@@ -15,6 +15,7 @@ from app.cli import main
 from app.options import Parser
 from engine.events import Sampling
 from tests import synthetic
+from tests.generated_model import write
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTANT = {"rate": 0, "load_s": 0, "prefill_s": 0}
@@ -277,6 +278,14 @@ def test_input_without_end_is_refused(run, model, stdin, monkeypatch):
 
 
 # --- words ---------------------------------------------------------------------------------------------
+
+
+def test_tokenize_needs_a_vocabulary_alone_and_is_no_last_model(home, capsys):
+    model = write(home / "noise.gguf")
+    assert main(["tokenize", "--model", str(model), "--json", "the river"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "".join(found["pieces"]) == "the river" and len(found["ids"]) == len(found["pieces"])
+    assert main(["tokenize", "--jsonl", "x"]) == main(["tokenize", "x"]) == 2
 
 
 def test_a_command_is_its_name_in_front(run, model, monkeypatch):
