@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -18,6 +19,7 @@ from engine.transport import Deframer, FrameError, pack
 
 SHUTDOWN_GRACE_S = 1.0
 TERMINATE_GRACE_S = 0.3
+CHILDREN_GRACE_S = 0.3
 LOG_LIMIT_BYTES = 1 << 20
 
 
@@ -87,28 +89,31 @@ class EngineProcess(asyncio.Protocol):
             self._transport.write(frame)
 
     def kill(self) -> None:
-        """Ends the process and its children at once; what it still sends is ignored."""
+        """Ends the process at once, its children in the next moments; what it still sends is ignored."""
         self._killed = True
-        if self._process.returncode is None:
-            self._signal_group(signal.SIGKILL)
+        self._kill_leader()
 
     async def gone(self) -> None:
-        """Returns when the process has ended and is reaped."""
+        """Returns when the process is reaped and its children have ended."""
         await asyncio.shield(self._reaper)
 
     async def close(self) -> None:
         """Asks the process to end, and makes it."""
         self.send(pack(Shutdown()))
         try:
-            for grace_s, insist in ((SHUTDOWN_GRACE_S, signal.SIGTERM), (TERMINATE_GRACE_S, signal.SIGKILL)):
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(grace_s):
-                        return await self.gone()
-                self._signal_group(insist)
+            if await self._gone_within(SHUTDOWN_GRACE_S):
+                return
+            self._signal_group(signal.SIGTERM)
+            if await self._gone_within(TERMINATE_GRACE_S):
+                return
+            self.kill()
             await self.gone()
         except asyncio.CancelledError:
             self.kill()
             raise
+
+    async def _gone_within(self, seconds: float) -> bool:
+        return bool((await asyncio.wait((self._reaper,), timeout=seconds))[0])
 
     def data_received(self, data: bytes) -> None:
         if self._killed:
@@ -124,28 +129,46 @@ class EngineProcess(asyncio.Protocol):
         self._hung_up.set()
 
     async def _reap(self) -> None:
-        """Sees the process off: its last events are read, its children killed, itself reaped."""
+        """Sees the process off: itself reaped, its last events read, its children ended."""
         exited = asyncio.create_task(self._process.wait())
         hung_up = asyncio.create_task(self._hung_up.wait())
         try:
             await asyncio.wait((exited, hung_up), return_when=asyncio.FIRST_COMPLETED)
             # One brings the other, unless it closed its socket and lives, or a child of its holds the socket.
             await asyncio.wait((exited, hung_up), timeout=0.2)
-            self._signal_group(signal.SIGKILL)
+            self._kill_leader()
             await exited
             await asyncio.wait((hung_up,), timeout=0.2)
         finally:  # also when the event loop ends without `close`
-            self._signal_group(signal.SIGKILL)
+            self._kill_leader()
+            self._signal_group(signal.SIGTERM)
             hung_up.cancel()
             self._transport.abort()
         trim_log(self._log_path)
         self._receive(self._obituary())
+        await self._end_children()
 
-    def _signal_group(self, number: signal.Signals) -> None:
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # gone; gone but not yet reaped (macOS)
+    async def _end_children(self) -> None:
+        """Not by SIGKILL at once: multiprocessing has a process that ignores SIGTERM and, when the others
+        have ended, removes the semaphores that they shared."""
+        deadline = time.monotonic() + CHILDREN_GRACE_S
+        while self._signal_group(0):
+            if time.monotonic() > deadline:
+                self._signal_group(signal.SIGKILL)
+                return
+            await asyncio.sleep(0.01)
+
+    def _kill_leader(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def _signal_group(self, number: int) -> bool:
+        """Signals the process and its children. Returns whether there are any."""
+        try:
             os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):  # PermissionError: only zombies are left (macOS)
+            return False
+        return True
 
     def _obituary(self) -> Failed:
         code = self._process.returncode

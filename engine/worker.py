@@ -238,7 +238,9 @@ def _die() -> Never:
     process when its parent dies, but that one alone and before this could run: its compilers would work on.)
     """
     if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(
+            0, signal.SIGTERM
+        )  # which spares a process of multiprocessing that tidies up after the others
     os._exit(1)
 
 
