@@ -29,6 +29,7 @@ from engine.formats.tokenizer import Tokenizer
 
 START_S = 30.0  # for the process; a busy machine may take seconds
 RENDER_S = 1.0  # a rendering takes about a millisecond
+_NO_PROCESS = "The process that renders chat templates does not start."
 
 # --- formats for files whose template is missing or does not work ----------------------------------------
 
@@ -96,8 +97,8 @@ class ChatTemplate:
     @classmethod
     def from_gguf(cls, gguf: GGUF, tokenizer: Tokenizer) -> Self:
         """The template of a model file, or the format of its family if it has none."""
-        source = gguf.get("tokenizer.chat_template", str, "").strip()
-        return cls(source, gguf.get("general.architecture", str, ""), tokenizer)
+        source = gguf.get("tokenizer.chat_template", str, "")
+        return cls(source if source.strip() else None, gguf.get("general.architecture", str, ""), tokenizer)
 
     def encode(
         self, messages: Sequence[Message], *, think: bool = True, add_generation_prompt: bool = True
@@ -225,10 +226,8 @@ class _Renderer:
                 start_new_session=True,  # Ctrl-C in the terminal is not for it
             )
         except OSError as error:
-            raise TemplateError(
-                f"The process that renders chat templates cannot be started: {error.strerror}.",
-                "Free some memory, or end other processes, and try again.",
-            ) from None
+            hint = f"The system says: {error.strerror}. Free some memory and try again."
+            raise TemplateError(_NO_PROCESS, hint) from None
         self._end = weakref.finalize(self, _end, self._process)
         self._ready = False
         self._write(json.dumps(self._source))
@@ -238,8 +237,9 @@ class _Renderer:
         takes too much."""
         if self._process is None or self._process.poll() is not None:
             self.start()
-        if not self._ready:
-            self._ready = self._read_line(START_S) == "ready\n"
+        if not self._ready and self._read_line(START_S) != "ready\n":
+            raise TemplateError(_NO_PROCESS, "Install orin-chat again.")
+        self._ready = True
         self._write(json.dumps(variables | {"messages": [_as_template_sees_it(m) for m in messages]}))
         line = self._read_line(RENDER_S)
         if not line.endswith("\n"):  # it was ended

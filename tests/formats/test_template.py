@@ -1,4 +1,5 @@
 import os
+import shutil
 import time
 from datetime import datetime
 from pathlib import Path
@@ -307,6 +308,14 @@ def test_the_process_ends_with_its_template(template):
     assert process.poll() is None
     del t
     assert process.poll() is not None
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "false"])
+def test_a_process_that_does_not_start(template, monkeypatch, python):
+    monkeypatch.setattr("sys.executable", shutil.which(python) or python)
+    with pytest.raises(TemplateError, match="does not start") as e:
+        template(ECHO).encode([user("x")])
+    assert e.value.hint
 
 
 # --- families -------------------------------------------------------------------------------------------
