@@ -93,7 +93,9 @@ def _rope_frequencies(
         )
     base = file.get(f"{architecture}.rope.freq_base", float, 10_000.0)
     if not (math.isfinite(base) and base > 0):
-        raise ModelFileError(f"{file.path.name} gives {base} as the base of its rotations.", "The file is damaged.")
+        raise ModelFileError(
+            f"{file.path.name} gives {base} as the base of its rotations.", "The file is damaged."
+        )
     frequencies = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling == "linear":
         frequencies /= file.get(f"{architecture}.rope.scaling.factor", float, 1.0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
-from tinygrad import Device, Tensor, TinyJit, UOp
+from tinygrad import Device
 
 from engine.errors import ContextFullError, UsageError
 from engine.events import (
@@ -24,7 +24,6 @@ from engine.events import (
     StopReason,
     Thinking,
     Token,
-    TokenIds,
     Warming,
 )
 from engine.formats.gguf import GGUF
@@ -32,15 +31,13 @@ from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import StreamDecoder, Tokenizer
 from engine.measure.compiling import kernels_reported
-from engine.model.cache import KVCache
 from engine.model.config import ModelConfig
-from engine.model.sampling import Logits, Sampler, log_probabilities
-from engine.model.transformer import Transformer
+from engine.model.sampling import Sampler, log_probabilities
+from engine.model.steps import GraphSteps, Steps
 from engine.model.weights import Weights
 
 Report = Callable[[Event], None]
 
-PREFILL_CHUNK = 32  # tokens a prefill step takes; the last step of a prompt is padded to it
 DEFAULT_CONTEXT = 8192
 
 
@@ -50,29 +47,21 @@ class TextModel:
     def __init__(self, options: EngineOptions, report: Report) -> None:
         """Loads `options.model_path` and compiles its kernels, reporting `Loading` and `Warming`. Raises
         ModelFileError, UsageError and BackendError."""
-        self._file = file = GGUF(options.model_path)
+        file = GGUF(options.model_path)
         config = ModelConfig.from_gguf(file)
-        self.tokenizer = Tokenizer.from_gguf(file)
+        self.tokenizer = Tokenizer(file)
         self.template = ChatTemplate.from_gguf(file, self.tokenizer)
-        self.context_length = options.context_length or min(config.trained_context, DEFAULT_CONTEXT)
-        if not 1 < self.context_length <= config.trained_context:
-            raise UsageError(
-                f"A context of {self.context_length} tokens does not suit this model.",
-                f"Choose between 2 and {config.trained_context}, which it was trained for.",
-            )
+        self.context_length = _context_length(options, config)
         total = sum(tensor.n_bytes for tensor in file.tensors.values())
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
-        # Prefill writes whole chunks: the last one may reach beyond the context.
-        self.cache = KVCache(config, self.context_length + PREFILL_CHUNK)
-        self._transformer = Transformer(weights, self.cache)
-        self._position = UOp.variable("position", 0, self.context_length - 1)
-        self._prefill, self._decode = TinyJit(self._prefill_chunk), TinyJit(self._decode_token)
+        self._steps: Steps = GraphSteps(weights, self.context_length)
+        self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
             self._warm_up()
         self.ready = Ready(
-            model=describe(file, config, self.template.thinks),
+            model=_describe(file, config, self.template.thinks),
             backend=str(Device.DEFAULT),
-            device_name=getattr(Device.default, "arch", "") or str(Device.DEFAULT),
+            device_name=str(Device.DEFAULT),
             context_length=self.context_length,
             load_ms=0.0,
         )
@@ -81,47 +70,157 @@ class TextModel:
         """Raises ContextFullError, TemplateError and UsageError."""
         started = time.perf_counter()
         prompt = self._prompt(request)
-        ids = prompt.ids
-        self._check(ids)
+        limit = self._room(prompt.ids, request.max_tokens)
         sampler = Sampler(request.sampling)
-        decoder = StreamDecoder(self.tokenizer)
-        splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
-        cached = self.cache.reuse(ids)
-        limit = min(request.max_tokens or self.context_length, self.context_length - len(ids))
+        speaker = _Speaker(request, StreamDecoder(self.tokenizer), _splitter(request, prompt), report)
+        cached = self._reuse(prompt.ids)
 
         def progress(done: int) -> None:
-            report(Prefilling(request_id=request.request_id, done=done, total=len(ids), cached=cached))
+            report(Prefilling(request_id=request.request_id, done=done, total=len(prompt.ids), cached=cached))
 
-        produced: list[int] = []
-        first_token = last_token = started
         reason: StopReason = "length"
-        if not self._fill(ids, progress, cancelled):
-            reason = "cancelled"
-            limit = 0
-        while len(produced) < limit:
+        first_token = last_token = started
+        if not self._prefill(prompt.ids, progress, cancelled):
+            reason, limit = "cancelled", 0
+        tokens = list(prompt.ids)
+        for produced in range(limit):
             if cancelled():
                 reason = "cancelled"
                 break
-            token, logits = self._next(ids[-1] if not produced else produced[-1], sampler, ids, produced, request)
+            token = self._steps.decode(tokens[-1], len(tokens) - 1)
+            if not sampler.greedy:
+                token = sampler.draw(self._steps.logits(), tokens)
             last_token = time.perf_counter()
             if not produced:
                 first_token = last_token
-                progress(len(ids))
-            produced.append(token)
+                progress(len(prompt.ids))
+            tokens.append(token)
+            self._cached = tokens[:-1]
             ended = token in self.tokenizer.eos_ids and not request.ignore_eos
-            self._report_token(request, token, decoder, splitter, logits, report, final=ended or len(produced) == limit)
+            speaker.say(token, self._steps, last=ended or produced == limit - 1)
             if ended:
                 reason = "stop"
                 break
         return Finished(
             request_id=request.request_id,
             reason=reason,
-            prompt_n=len(ids),
+            prompt_n=len(prompt.ids),
             cached_n=cached,
             prompt_ms=(first_token - started) * 1e3,
-            predicted_n=len(produced),
+            predicted_n=len(tokens) - len(prompt.ids),
             predicted_ms=(last_token - first_token) * 1e3,
             load_ms=0.0,
-            context_used=len(self.cache.tokens) + 1,
+            context_used=len(tokens),
             seed=sampler.seed,
         )
+
+    def _prompt(self, request: Generate) -> Prompt:
+        match request.prompt:
+            case Chat(messages=messages, think=think):
+                prompt = self.template.encode(messages, think=think)
+            case RawText(text=text):
+                prompt = Prompt(self.tokenizer.encode(text, add_special=True), False)
+            case TokenIds(ids=ids):
+                prompt = Prompt(list(ids), False)
+        if not prompt.ids:
+            raise UsageError("The prompt is empty.", "Type something for the model to go on from.")
+        if not all(0 <= id < self.tokenizer.vocab_size for id in prompt.ids):
+            raise UsageError(
+                "The prompt has token ids that the model does not know.",
+                f"Its vocabulary has ids from 0 to {self.tokenizer.vocab_size - 1}.",
+            )
+        return prompt
+
+    def _room(self, prompt: list[int], max_tokens: int | None) -> int:
+        """How many tokens a reply may have. The last one need not be stored."""
+        room = self.context_length - len(prompt) + 1
+        if room < 1:
+            raise ContextFullError(
+                f"The conversation has {len(prompt)} tokens and the context holds {self.context_length}.",
+                "Start a new chat, shorten the prompt, or restart with a larger --context.",
+            )
+        return room if max_tokens is None else min(room, max_tokens)
+
+    def _reuse(self, prompt: list[int]) -> int:
+        """How many tokens of the prompt are in the KV cache already: the longest common prefix, but never the
+        last token, whose output is always needed."""
+        common = 0
+        for have, want in zip(self._cached, prompt[:-1], strict=False):
+            if have != want:
+                break
+            common += 1
+        del self._cached[common:]
+        return common
+
+    def _prefill(
+        self, prompt: list[int], progress: Callable[[int], None], cancelled: Callable[[], bool]
+    ) -> bool:
+        """Stores all tokens of the prompt but the last, which the first decode takes. False if cancelled."""
+        while (done := len(self._cached)) < len(prompt) - 1:
+            progress(done)
+            if cancelled():
+                return False
+            chunk = prompt[done : min(done + self._steps.chunk, len(prompt) - 1)]
+            self._steps.prefill(chunk, done)
+            self._cached += chunk
+        return True
+
+    def _warm_up(self) -> None:
+        """Runs each step three times: tinygrad looks, captures, and replays."""
+        for _ in range(3):
+            self._steps.prefill([0], 0)
+            self._steps.decode(0, 0)
+            self._steps.logits()
+
+
+@dataclass(frozen=True)
+class _Speaker:
+    """Tells of each token as an event."""
+
+    request: Generate
+    decoder: StreamDecoder
+    splitter: ThinkSplitter | None
+    report: Report
+
+    def say(self, token: int, steps: Steps, *, last: bool) -> None:
+        text = self.decoder.feed(token) + (self.decoder.flush() if last else "")
+        thinking = False
+        if self.splitter is not None:
+            thinking, text = self.splitter.feed(text)
+            text += self.splitter.flush()[1] if last else ""
+        logprob, top = None, ()
+        if self.request.logprobs:
+            logprob, top = log_probabilities(steps.logits(), token, self.request.logprobs)
+        kind = Thinking if thinking else Token
+        self.report(kind(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
+
+
+def _splitter(request: Generate, prompt: Prompt) -> ThinkSplitter | None:
+    """Only a chat's reply is told apart: raw text is the user's to read."""
+    return ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
+
+
+def _context_length(options: EngineOptions, config: ModelConfig) -> int:
+    if options.context_length is None:
+        return min(config.trained_context, DEFAULT_CONTEXT)
+    if not 1 < options.context_length <= config.trained_context:
+        raise UsageError(
+            f"A context of {options.context_length} tokens does not suit {config.name}.",
+            f"Choose one between 2 and {config.trained_context} tokens, which it was trained for.",
+        )
+    return options.context_length
+
+
+def _describe(file: GGUF, config: ModelConfig, thinks: bool) -> ModelInfo:
+    bytes_of: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        bytes_of[tensor.type_name] = bytes_of.get(tensor.type_name, 0) + tensor.n_bytes
+    return ModelInfo(
+        name=config.name,
+        architecture=config.architecture,
+        quantization=max(bytes_of, key=bytes_of.__getitem__),
+        parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
+        file_bytes=file.file_bytes,
+        trained_context=config.trained_context,
+        thinks=thinks,
+    )

@@ -19,7 +19,9 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
-        self.seed = sampling.seed if sampling.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
+        self.seed = (
+            sampling.seed if sampling.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
+        )
         self._random = np.random.Generator(np.random.Philox(self.seed))
 
     @property
@@ -51,7 +53,9 @@ class Sampler:
             keep = int(np.count_nonzero(x >= x[0] + np.log(s.min_p)))
             ids, x = ids[:keep], x[:keep]
         total = np.cumsum(np.exp((x - x[0]) / s.temperature))
-        return int(ids[min(np.searchsorted(total, self._random.random() * total[-1], side="right"), ids.size - 1)])
+        return int(
+            ids[min(np.searchsorted(total, self._random.random() * total[-1], side="right"), ids.size - 1)]
+        )
 
 
 def log_probabilities(logits: Logits, chosen: int, n: int) -> tuple[float, tuple[TopToken, ...]]:

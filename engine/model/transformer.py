@@ -37,7 +37,10 @@ class Layer:
         self.k_norm = vector("attn_k_norm.weight", config.head_dim)
         self.o = matrix("attn_output", config.dim, q_rows)
         self.ffn_norm = weights.required_vector(f"{prefix}ffn_norm.weight", config.dim)
-        self.gate, self.up = matrix("ffn_gate", config.ffn, config.dim), matrix("ffn_up", config.ffn, config.dim)
+        self.gate, self.up = (
+            matrix("ffn_gate", config.ffn, config.dim),
+            matrix("ffn_up", config.ffn, config.dim),
+        )
         self.down = matrix("ffn_down", config.dim, config.ffn)
 
 
@@ -56,13 +59,21 @@ class Transformer:
     def __call__(self, tokens: Tensor, position: UOp | int) -> Tensor:
         """Runs `tokens` (int32, (n,)) at `position` and the n - 1 after it, stores their keys and values in the
         cache, and gives the last layer's normed output: float32 (n, dim)."""
-        x = self.embedding.take(tokens)
+        return self._norm(self._layers(tokens, position)[0], self.output_norm)
+
+    def store(self, tokens: Tensor, position: UOp | int) -> Tensor:
+        """As a call, but only for the keys and values: realize what it returns, the last layer's cache."""
+        return self._layers(tokens, position)[1]
+
+    def _layers(self, tokens: Tensor, position: UOp | int) -> tuple[Tensor, Tensor]:
+        x, stored = self.embedding.take(tokens), self.cache.layers[-1]
         for layer, kv in zip(self.layers, self.cache.layers, strict=True):
-            x = x + self._attention(layer, self._norm(x, layer.attn_norm), kv, position)
+            attended, stored = self._attention(layer, self._norm(x, layer.attn_norm), kv, position)
+            x = x + attended
             h = self._norm(x, layer.ffn_norm)
-            x = x + product(product(h, layer.gate).silu() * product(h, layer.up), layer.down)
-            x = x.contiguous()
-        return self._norm(x, self.output_norm)
+            x = (x + product(product(h, layer.gate).silu() * product(h, layer.up), layer.down)).contiguous()
+            x.realize()  # layer by layer: tinygrad schedules the first and finds the others alike
+        return x, stored
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (n, dim) -> (n, vocab)."""
@@ -78,7 +89,7 @@ class Transformer:
         a, b = x.chunk(2, dim=-1)
         return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
-    def _attention(self, layer: Layer, x: Tensor, kv: Tensor, position: UOp | int) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, kv: Tensor, position: UOp | int) -> tuple[Tensor, Tensor]:
         c, n = self.config, cast(int, x.shape[0])
 
         def heads_of(matrix: Matrix, bias: Tensor | None, heads: int) -> Tensor:
@@ -96,15 +107,16 @@ class Transformer:
             k = self._norm(k, layer.k_norm)
         q, k = self._rope(q, position), self._rope(k, position)
         new = Tensor.stack(k, v).cast(dtypes.float16)
-        stored = kv.uop.after(kv[:, :, position : position + n, :].uop.store(new.uop))
-        keys, values = Tensor(stored)[:, :, 0 : position + n, :].cast(dtypes.float32)
+        stored = Tensor(kv.uop.after(kv[:, :, position : position + n, :].uop.store(new.uop)))
+        keys, values = stored[:, :, 0 : position + n, :].cast(dtypes.float32)
 
-        q = q.reshape(c.kv_heads, c.heads // c.kv_heads * n, c.head_dim) * c.head_dim**-0.5
+        group = c.heads // c.kv_heads  # query heads that share keys and values
+        q = q.reshape(c.kv_heads, group * n, c.head_dim) * c.head_dim**-0.5
         scores = q @ keys.transpose(1, 2)
         if n > 1:  # a token sees those before it and itself
-            scores = scores.reshape(c.kv_heads, -1, n, position + n)
+            scores = scores.reshape(c.kv_heads, group, n, position + n)
             scores = scores + Tensor.full((n, position + n), float("-inf")).triu(position + 1)
-            scores = scores.reshape(c.kv_heads, -1, position + n)
+            scores = scores.reshape(c.kv_heads, group * n, position + n)
         out = scores.softmax(-1) @ values
         out = out.reshape(c.heads, n, c.head_dim).transpose(0, 1).reshape(n, -1)
-        return product(out, layer.o)
+        return product(out, layer.o), stored

@@ -45,7 +45,8 @@ class Weights:
         info = self._tensor(name, (size,))
         if info.type not in FLOATS:
             raise ModelFileError(
-                f"{self.file.path.name} holds {name} as {info.type_name} where floats belong.", "It is damaged."
+                f"{self.file.path.name} holds {name} as {info.type_name} where floats belong.",
+                "It is damaged.",
             )
         return Matrix(self._raw(info), info.type, 1, size).dequantize().reshape(size).contiguous().realize()
 

@@ -1,0 +1,70 @@
+"""The two steps a model takes on a device, captured once and replayed: prefill of a chunk, decode of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from tinygrad import Tensor, TinyJit, UOp, dtypes
+
+from engine.model.cache import KVCache
+from engine.model.sampling import Logits
+from engine.model.transformer import Transformer
+from engine.model.weights import Weights
+
+
+class Steps(Protocol):
+    """What generation needs of a model on a device. Positions count from 0; tokens are ids. Entries of the KV
+    cache before `position` must be those of the tokens before."""
+
+    chunk: int
+
+    def prefill(self, tokens: Sequence[int], position: int) -> None:
+        """Stores the keys and values of 1 to `chunk` tokens from `position` on."""
+        ...
+
+    def decode(self, token: int, position: int) -> int:
+        """Runs `token` at `position` and returns the most probable next token."""
+        ...
+
+    def logits(self) -> Logits:
+        """The last decode's logits: float32 (vocab,), to be used before the next step."""
+        ...
+
+
+class GraphSteps:
+    """The transformer as plain tensor graphs, scheduled by tinygrad."""
+
+    chunk = 32  # a prompt's last chunk is padded to this: one captured step serves every length
+
+    def __init__(self, weights: Weights, context_length: int) -> None:
+        # Padding is stored too, beyond the prompt, and overwritten before any token sees it.
+        self._transformer = Transformer(weights, KVCache(weights.config, context_length + self.chunk))
+        self._position = UOp.variable("position", 0, context_length - 1)
+        self._prefill, self._decode = TinyJit(self._prefill_step), TinyJit(self._decode_step)
+        self._logits = Tensor.zeros(1)
+
+    def prefill(self, tokens: Sequence[int], position: int) -> None:
+        padded = [*tokens, *[0] * (self.chunk - len(tokens))]
+        self._prefill(_ids(padded), self._position.bind(position))
+
+    def decode(self, token: int, position: int) -> int:
+        best, self._logits = self._decode(_ids([token]), self._position.bind(position))
+        return int(best.item())
+
+    def logits(self) -> Logits:
+        return np.asarray(self._logits.numpy(), np.float32)
+
+    def _prefill_step(self, tokens: Tensor, position: UOp) -> None:
+        self._transformer.store(tokens, position).realize()
+
+    def _decode_step(self, token: Tensor, position: UOp) -> tuple[Tensor, Tensor]:
+        logits = self._transformer.logits(self._transformer(token, position)).reshape(-1)
+        best = logits.argmax().cast(dtypes.int32)
+        Tensor.realize(best, logits)
+        return best, logits
+
+
+def _ids(tokens: Sequence[int]) -> Tensor:
+    return Tensor(np.asarray(tokens, np.int32)).realize()
