@@ -23,7 +23,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --- what a request is made of -------------------------------------------------------------------------
 
 
-class Message(_Record):
+class Message(_Record, frozen=True, kw_only=True, tag=True):
     """One turn of a conversation. `thinking` is what the model thought before `content`, if it did."""
 
     role: Role
@@ -31,26 +31,26 @@ class Message(_Record):
     thinking: str = ""
 
 
-class Chat(_Record):
+class Chat(_Record, frozen=True, kw_only=True, tag=True):
     """A conversation, rendered with the model's chat template. `think` asks a thinking model to think or not."""
 
     messages: tuple[Message, ...]
     think: bool = True
 
 
-class RawText(_Record):
+class RawText(_Record, frozen=True, kw_only=True, tag=True):
     """Text given to the model as it is: no template; special tokens in it are plain text."""
 
     text: str
 
 
-class TokenIds(_Record):
+class TokenIds(_Record, frozen=True, kw_only=True, tag=True):
     """Token ids given to the model as they are."""
 
     ids: tuple[int, ...]
 
 
-class Sampling(_Record):
+class Sampling(_Record, frozen=True, kw_only=True, tag=True):
     """How a token is drawn. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and
     `repeat_penalty` 1 switch that step off. `seed` None draws one, reported in `Finished`."""
 
@@ -63,7 +63,7 @@ class Sampling(_Record):
     seed: int | None = None
 
 
-class EngineOptions(_Record):
+class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     """What an engine is started with; fixed for the life of its process. `backend` is a tinygrad device
     ("CPU", "CUDA", "NV") or "auto"; `context_length` None takes the model's own, bounded by memory."""
 
@@ -76,11 +76,11 @@ class EngineOptions(_Record):
 # --- commands ------------------------------------------------------------------------------------------
 
 
-class Load(_Record):
+class Load(_Record, frozen=True, kw_only=True, tag=True):
     options: EngineOptions
 
 
-class Generate(_Record):
+class Generate(_Record, frozen=True, kw_only=True, tag=True):
     """Answer `prompt`. `max_tokens` None goes on until the model stops or the context is full.
     `logprobs` N > 0 adds to each token its log-probability and the N most probable, before sampling changes
     them. `ignore_eos` goes on past an end-of-turn token (for measurements)."""
@@ -93,11 +93,11 @@ class Generate(_Record):
     ignore_eos: bool = False
 
 
-class Cancel(_Record):
+class Cancel(_Record, frozen=True, kw_only=True, tag=True):
     request_id: int
 
 
-class Shutdown(_Record):
+class Shutdown(_Record, frozen=True, kw_only=True, tag=True):
     pass
 
 
@@ -107,8 +107,8 @@ Command = Load | Generate | Cancel | Shutdown
 # --- events --------------------------------------------------------------------------------------------
 
 
-class ModelInfo(_Record):
-    """What the file says of itself. `quantization` is the type that holds most of the bytes ("Q6_K")."""
+class ModelInfo(_Record, frozen=True, kw_only=True, tag=True):
+    """What the file says of itself. `quantization` is its file type ("Q4_K_M"), else the type of most bytes."""
 
     name: str
     architecture: str
@@ -119,29 +119,31 @@ class ModelInfo(_Record):
     thinks: bool
 
 
-class Loading(_Record):
+class Loading(_Record, frozen=True, kw_only=True, tag=True):
     done_bytes: int
     total_bytes: int
 
 
-class Warming(_Record):
+class Warming(_Record, frozen=True, kw_only=True, tag=True):
     """Kernels being prepared: `done` of about `total` (0 where unknown)."""
 
     done: int
     total: int
 
 
-class Ready(_Record):
-    """The engine can answer. `context_length` in tokens; `load_ms` from the start of loading to this event."""
+class Ready(_Record, frozen=True, kw_only=True, tag=True):
+    """The engine can answer. `context_length` in tokens; `load_ms` from the start of loading to this event.
+    `warnings` are sentences on what in the model was not as expected."""
 
     model: ModelInfo
     backend: str
     device_name: str
     context_length: int
     load_ms: float
+    warnings: tuple[str, ...] = ()
 
 
-class Prefilling(_Record):
+class Prefilling(_Record, frozen=True, kw_only=True, tag=True):
     """`done` of `total` prompt tokens are in the KV cache; `cached` of them were there from earlier turns."""
 
     request_id: int
@@ -150,12 +152,12 @@ class Prefilling(_Record):
     cached: int
 
 
-class TopToken(_Record):
+class TopToken(_Record, frozen=True, kw_only=True, tag=True):
     id: int
     logprob: float
 
 
-class Token(_Record):
+class Token(_Record, frozen=True, kw_only=True, tag=True):
     """One token of the answer. `text` is what it completes: possibly empty (part of a character, or a special
     token), never half a character. Log-probabilities are natural, from the unchanged logits."""
 
@@ -166,11 +168,11 @@ class Token(_Record):
     top: tuple[TopToken, ...] = ()
 
 
-class Thinking(Token):
+class Thinking(Token, frozen=True, kw_only=True, tag=True):
     """One token of a thinking span, its opening and closing marks included (their `text` is empty)."""
 
 
-class Finished(_Record):
+class Finished(_Record, frozen=True, kw_only=True, tag=True):
     """The end of an answer. `prompt_ms` is the time to the first token, `predicted_ms` the time from the first
     token to the last, so that the decode rate is (predicted_n - 1) / predicted_ms. `predicted_n` counts the
     end-of-turn token; `prompt_n` counts all prompt tokens, of which `cached_n` were in the KV cache."""
@@ -187,7 +189,7 @@ class Finished(_Record):
     seed: int
 
 
-class Failed(_Record):
+class Failed(_Record, frozen=True, kw_only=True, tag=True):
     """What was asked for did not work. `request_id` None: the engine itself (it did not start, or it died)."""
 
     kind: FailureKind

@@ -31,6 +31,7 @@ from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import StreamDecoder, Tokenizer
 from engine.measure.compiling import kernels_reported
+from engine.measure.machine import device_name
 from engine.model.config import ModelConfig
 from engine.model.sampling import Sampler, log_probabilities
 from engine.model.steps import GraphSteps, Steps
@@ -61,9 +62,10 @@ class TextModel:
         self.ready = Ready(
             model=_describe(file, config, self.template.thinks),
             backend=str(Device.DEFAULT),
-            device_name=str(Device.DEFAULT),
+            device_name=device_name(str(Device.DEFAULT)),
             context_length=self.context_length,
             load_ms=0.0,
+            warnings=tuple(w for w in (self.tokenizer.warning, self.template.warning) if w),
         )
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
@@ -211,6 +213,13 @@ def _context_length(options: EngineOptions, config: ModelConfig) -> int:
     return options.context_length
 
 
+# enum llama_ftype in llama.cpp's include/llama.h: what users know a mix of types by.
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 14: "Q4_K_S", 15: "Q4_K_M",
+    16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "BF16",
+}  # fmt: skip
+
+
 def _describe(file: GGUF, config: ModelConfig, thinks: bool) -> ModelInfo:
     bytes_of: dict[str, int] = {}
     for tensor in file.tensors.values():
@@ -218,7 +227,9 @@ def _describe(file: GGUF, config: ModelConfig, thinks: bool) -> ModelInfo:
     return ModelInfo(
         name=config.name,
         architecture=config.architecture,
-        quantization=max(bytes_of, key=bytes_of.__getitem__),
+        quantization=FILE_TYPES.get(
+            file.get("general.file_type", int, -1), max(bytes_of, key=bytes_of.__getitem__)
+        ),
         parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
         file_bytes=file.file_bytes,
         trained_context=config.trained_context,
