@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from app import options
@@ -26,9 +27,7 @@ INTERRUPTED = 128 + signal.SIGINT
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: the program's own) and returns its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # where a character cannot be shown, "?" is
+    _open_streams()
     try:
         if arguments and arguments[0] in COMMANDS:
             return COMMANDS[arguments[0]][0](arguments[1:])
@@ -36,17 +35,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         return 0
     except OrinError as error:
         _complain(error, as_json="--json" in arguments)
         return error.exit_code
+    except OSError as error:  # a full disk, a device that is gone
+        _give_up_stdout()
+        _complain(OrinError(f"Input or output failed: {error.strerror or error}."))
+        return OrinError.exit_code
     except Exception as error:
         if "--verbose" in arguments:
             raise
         what = f"Internal error: {type(error).__name__}: {error}."
         _complain(OrinError(what, "With --verbose it shows where."), as_json="--json" in arguments)
         return OrinError.exit_code
+
+
+def _open_streams() -> None:
+    """Makes output always possible: what was closed leads nowhere, what cannot be shown is "?"."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (open until the end)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _give_up_stdout() -> None:
+    """What is left in the buffer must not fail again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(error: OrinError, *, as_json: bool = False) -> None:

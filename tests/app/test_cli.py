@@ -390,6 +390,21 @@ def test_a_reader_that_has_had_enough(model):
     assert (process.stderr.read(), process.wait(timeout=10)) == ("", 0)
 
 
+@pytest.mark.parametrize("arguments", [["why?"], ["--json", "why?"]])
+def test_a_full_disk_is_one_sentence(model, arguments):
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.app.synthetic_cli", "{}", "--model", model, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert process.returncode == 1
+    assert "No space left" in process.stderr and process.stderr.count("\n") == 1
+
+
 def test_progress_is_shown_on_a_terminal_alone(model):
     ours, theirs = os.openpty()
     process = subprocess.Popen(
