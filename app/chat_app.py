@@ -223,7 +223,7 @@ class ChatApp(App[None]):
     async def _receive(self, token: Token) -> None:
         reply = self._reply
         if reply is None:
-            reply = self._reply = Turn("assistant", finished=False)
+            reply = self._reply = Turn("assistant", finished=False, streaming=True)
             self.conversation.add(reply)
             await self.transcript.add(reply)
             self._save_at = time.monotonic() + SAVE_S
@@ -240,6 +240,7 @@ class ChatApp(App[None]):
         self._work = None
         turn = self._reply or self.conversation.turns[-1]
         self._reply = None
+        turn.streaming = False
         if gained:
             turn.finished = isinstance(end, Finished)
             turn.note = self._note(end)
@@ -439,7 +440,7 @@ class ChatApp(App[None]):
         elif turns[-1].role == "user":
             await self.action_regenerate()
         elif not self._refuse_while_busy():
-            turns[-1].note, turns[-1].finished = "", False
+            turns[-1].note, turns[-1].finished, turns[-1].streaming = "", False, True
             await self.transcript.sync(turns[-1])
             self.notice("")
             self._ask(reply=turns[-1])

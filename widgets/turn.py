@@ -10,7 +10,8 @@ from typing import Literal
 class Turn:
     """`content` and `thinking` are as they came from the user or the model; what shows them cleans them.
 
-    `finished` is False until a reply came to its end. `thinking_s` is how long the model thought, in seconds
+    `streaming` is True while more of it is on its way; `finished` is False for a reply that did not come to
+    its end, for as long as it does not. `thinking_s` is how long the model thought, in seconds
     (None: not measured). `note` is one line about the turn (stopped, failed), never sent to a model.
     `message_id` is its row in the history (None: not saved yet).
     """
@@ -19,6 +20,7 @@ class Turn:
     content: str = ""
     thinking: str = ""
     finished: bool = True
+    streaming: bool = False
     thinking_s: float | None = None
     note: str = ""
     message_id: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from textual.app import ComposeResult
 from textual.containers import Vertical
@@ -14,6 +15,18 @@ from textual.widgets import Static
 from widgets.reply_markdown import ReplyMarkdown
 from widgets.text import as_duration, clean, one_line
 from widgets.turn import Turn
+
+_UNDECIDED = re.compile(r"(?:^|\n)[ \t]*(?:\d{1,9}[.)]?|[-+*_=#>|`~]+)[ \t]*\Z")
+
+
+def decided(text: str) -> int:
+    """How much of a stream's text so far can be drawn: not a last line of which it is open what it begins.
+
+    Textual does not return to blocks that have ended: a `3` drawn before its `. third point` arrives would be
+    a paragraph, and the list torn in two.
+    """
+    match = _UNDECIDED.search(text, max(0, text.rfind("\n", 0, -1) if text else 0))
+    return match.start() if match else len(text)
 
 
 class ThinkingHeader(Static):
@@ -62,7 +75,7 @@ class ThinkingView(Vertical):
 
     def sync(self) -> None:
         turn = self.turn
-        if not turn.content and not turn.finished:
+        if turn.streaming and not turn.content:
             label = "Thinking…"
         else:
             label = "Thought" if turn.thinking_s is None else "Thought for"
@@ -125,8 +138,9 @@ class TurnView(Vertical):
                 thinking.first().sync()
             elif turn.thinking.strip():
                 await self.mount(ThinkingView(turn, self._unfolded), before=0)
-            if added := turn.content[self._shown :]:
-                self._shown = len(turn.content)
+            end = decided(turn.content) if turn.streaming else len(turn.content)
+            if added := turn.content[self._shown : end]:
+                self._shown = end
                 await self.query_one(ReplyMarkdown).append(clean(added))
         self._show_note()
 

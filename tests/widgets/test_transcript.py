@@ -1,0 +1,206 @@
+"""The transcript's window over long conversations, and how it follows its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import pytest
+from textual.app import App, ComposeResult
+
+from widgets.transcript import MOUNTED, STEP, Transcript
+from widgets.turn import Turn
+from widgets.turn_view import TurnView
+
+
+class TranscriptApp(App[None]):
+    def compose(self) -> ComposeResult:
+        yield Transcript()
+
+
+def conversation(count: int) -> list[Turn]:
+    return [
+        Turn("user", f"prompt {i}")
+        if i % 2 == 0
+        else Turn("assistant", f"reply {i}\n\nwith *two* paragraphs")
+        for i in range(count)
+    ]
+
+
+@contextlib.asynccontextmanager
+async def showing(turns: list[Turn], size: tuple[int, int] = (60, 20)):
+    app = TranscriptApp()
+    app.animation_level = "none"
+    async with app.run_test(size=size) as pilot:
+        transcript = app.query_one(Transcript)
+        await transcript.show(turns)
+        await pilot.pause()
+        yield transcript, pilot
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError
+
+
+def text(transcript: Transcript) -> str:
+    strips = transcript.screen._compositor.render_strips()
+    lines = (strip.text.rstrip(" ▁▂▃▄▅▆▇█").removeprefix(" ▌").strip() for strip in strips)
+    return "\n".join(lines)
+
+
+async def test_a_short_conversation_begins_at_the_top():
+    async with showing(conversation(2)) as (transcript, pilot):
+        lines = text(transcript).splitlines()
+        assert "prompt 0" in lines[1]
+        transcript.scroll_up(animate=False)
+        await pilot.pause()
+        for i in range(2, 12):
+            await transcript.add(Turn("user", f"prompt {i}"))
+        await pilot.pause()
+        assert "prompt 11" in text(transcript), "it follows its end once it is longer than the screen"
+
+
+async def test_it_follows_its_end_until_the_user_scrolls_up():
+    turns = conversation(12)
+    turns.append(reply := Turn("assistant", "start", finished=False))
+    async with showing(turns) as (transcript, pilot):
+        reply.content += "\n\nmore" * 10
+        await transcript.sync(reply)
+        await pilot.pause()
+        assert transcript.scroll_y == transcript.max_scroll_y
+        transcript.scroll_relative(y=-8, animate=False)
+        await pilot.pause()
+        seen, place = text(transcript), transcript.scroll_y
+        reply.content += "\n\nand more" * 10
+        await transcript.sync(reply)
+        await pilot.pause()
+        assert (text(transcript), transcript.scroll_y) == (seen, place), "what is being read stays"
+        await transcript.to_end()
+        reply.content += "\n\nthe end"
+        await transcript.sync(reply)
+        await pilot.pause()
+        assert "the end" in text(transcript)
+
+
+async def test_scrolling_back_to_the_end_follows_it_again():
+    turns = conversation(30)
+    async with showing(turns) as (transcript, pilot):
+        transcript.scroll_relative(y=-8, animate=False)
+        await pilot.pause()
+        transcript.scroll_relative(y=20, animate=False)
+        await pilot.pause()
+        await transcript.add(Turn("user", "a new one"))
+        await pilot.pause()
+        assert "a new one" in text(transcript)
+
+
+async def test_only_the_turns_near_the_end_are_widgets():
+    async with showing(conversation(400)) as (transcript, pilot):
+        assert len(transcript.query(TurnView)) == MOUNTED
+        assert "reply 399" in text(transcript)
+        for i in range(400, 400 + 2 * STEP):
+            await transcript.add(Turn("user", f"prompt {i}"))
+        await pilot.pause()
+        assert len(transcript.query(TurnView)) <= MOUNTED + STEP
+        assert f"prompt {399 + 2 * STEP}" in text(transcript)
+
+
+async def test_every_turn_can_be_scrolled_to_and_nothing_jumps():
+    """Up to the first turn and down to the last, thirty lines at a time: each step moves what is visible by
+    thirty lines, whatever is mounted and unmounted meanwhile."""
+    async with showing(conversation(100), size=(60, 50)) as (transcript, pilot):
+        for direction, goal in ((-1, "prompt 0"), (1, "reply 99")):
+            for _ in range(100):
+                before = text(transcript).splitlines()[1:]
+                transcript.scroll_relative(y=30 * direction, animate=False)
+                await pilot.pause()
+                await until(lambda: not transcript._moving)
+                after = text(transcript).splitlines()[1:]
+                assert len(transcript.query(TurnView)) <= MOUNTED + 2 * STEP
+                if goal in after:
+                    break
+                older, newer = (after, before) if direction < 0 else (before, after)
+                assert older[30:] == newer[:-30]
+            else:
+                pytest.fail(f"{goal} was never reached")
+
+
+async def test_first_and_last_turn_at_a_key():
+    async with showing(conversation(120)) as (transcript, pilot):
+        await transcript.to_start()
+        await pilot.pause()
+        assert "prompt 0" in text(transcript)
+        await transcript.add(Turn("user", "added far below"))
+        await pilot.pause()
+        assert "prompt 0" in text(transcript)
+        await transcript.to_end()
+        await pilot.pause()
+        assert "added far below" in text(transcript)
+        assert len(transcript.query(TurnView)) == MOUNTED
+
+
+@pytest.mark.parametrize("kept", [0, 1, 75, 119])
+async def test_cut(kept):
+    turns = conversation(120)
+    async with showing(turns) as (transcript, pilot):
+        await transcript.cut(kept)
+        await transcript.add(Turn("user", "after the cut"))
+        await pilot.pause()
+        assert "after the cut" in text(transcript)
+        assert len(transcript.turns) == kept + 1
+        if kept:
+            assert turns[kept - 1].content.split("\n")[0] in text(transcript)
+        assert len(transcript.query(TurnView)) == min(kept + 1, len(transcript.query(TurnView)))
+
+
+async def test_a_narrower_terminal_keeps_the_end_in_sight():
+    async with showing(conversation(40), size=(100, 20)) as (transcript, pilot):
+        await pilot.resize_terminal(30, 12)
+        await until(lambda: "paragraphs" in "\n".join(text(transcript).splitlines()[-3:]))
+
+
+# --- streaming gives the same as the whole text at once --------------------------------------------------
+
+DOCUMENT = """1. *one*
+2. two
+   - nested
+
+   ```python
+   x = 1
+   ```
+3. three
+
+```c
+int f;
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+| 3 | 4 |
+
+> quoted
+
+# Heading
+1986
+"""
+
+
+@pytest.mark.parametrize("step", [3, 20])
+async def test_a_streamed_reply_looks_like_the_whole(step):
+    async with showing([Turn("assistant", DOCUMENT)], size=(60, 50)) as (transcript, pilot):
+        whole = text(transcript)
+    turn = Turn("assistant", finished=False, streaming=True)
+    async with showing([turn], size=(60, 50)) as (transcript, pilot):
+        for start in range(0, len(DOCUMENT), step):
+            turn.content += DOCUMENT[start : start + step]
+            await transcript.sync(turn)
+        turn.streaming = False
+        await transcript.sync(turn)
+        await pilot.pause()
+        assert text(transcript) == whole
