@@ -23,6 +23,17 @@ class Weights:
 
     def matrix(self, name: str, rows: int, cols: int) -> Matrix:
         """The matrix `name` (rows, cols), repacked on the device. Raises ModelFileError."""
+        raw, ggml_type = self.stored(name, rows, cols)
+        return Matrix(raw, ggml_type, rows, cols, preferred_lanes()).realize()
+
+    def type_of(self, name: str) -> int | None:
+        """The ggml type of a tensor, None where the file has none of that name."""
+        info = self.file.tensors.get(name)
+        return info.type if info else None
+
+    def stored(self, name: str, rows: int, cols: int) -> tuple[Tensor, int]:
+        """The matrix `name` (rows, cols) as the file holds it, uint8 (bytes,), but for the order of query and key
+        rows, with its ggml type. Raises ModelFileError."""
         info = self._tensor(name, (rows, cols))
         if info.type not in QUANTIZED and info.type not in FLOATS:
             known = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
@@ -33,9 +44,8 @@ class Weights:
         raw = self._raw(info)
         if self.config.interleaved_rope and name.endswith(("attn_q.weight", "attn_k.weight")):
             raw = self._half_split(raw, rows)
-        matrix = Matrix(raw, info.type, rows, cols, preferred_lanes()).realize()
         self._report(self._bytes_read)
-        return matrix
+        return raw, info.type
 
     def vector(self, name: str, size: int) -> Tensor | None:
         """The vector `name`, float32 (size,), or None where the file has none. Raises ModelFileError."""
