@@ -8,11 +8,12 @@ from tinygrad import Device, Tensor
 
 from engine.fixes import cpu_vectors
 from engine.formats.quantization import Matrix
-from engine.kernels.lanes import lane_product, register_lanes, tokens_in_registers
+from engine.kernels.lanes import lane_product, register_lanes
 
 
 def preferred_lanes() -> int:
-    """How many rows of a matrix the default device likes side by side: 1 where threads take rows of their own."""
+    """How many rows of a matrix the default device likes side by side: 1 where threads take rows of their
+    own."""
     return register_lanes() if Device.DEFAULT.split(":")[0] == "CPU" else 1
 
 
@@ -22,7 +23,7 @@ def product(x: Tensor, matrix: Matrix) -> Tensor:
         return (x @ matrix.dequantize().transpose()).contiguous()
     cpu_vectors.apply()
     n, rows, cols = int(x.shape[0]), matrix.padded_rows, matrix.padded_cols
-    tile = min(n, tokens_in_registers(matrix.lanes))
+    tile = min(n, matrix.lanes)  # as many sums as half the registers hold
     tiles = ceil(n / tile)
     x = x.pad(((0, tiles * tile - n), (0, cols - matrix.cols)))
     sums = []
