@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def device_name(backend: str) -> str:
-    """The name its maker gave the device that tinygrad calls `backend`: "NVIDIA H200", "Intel(R) Xeon(R) …"."""
+    """The name its maker gave the device that tinygrad calls `backend`, as "NVIDIA H200"."""
     if backend.startswith(("CUDA", "NV")) and (name := _cuda_name()):
         return name
     return _cpu_name()

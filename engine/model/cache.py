@@ -8,7 +8,7 @@ from engine.model.config import ModelConfig
 
 
 class KVCache:
-    """float16 keys and values of up to `length` tokens: one tensor (2, kv_heads, length, head_dim) a layer."""
+    """float16 keys and values of up to `length` tokens: (2, kv_heads, length, head_dim) a layer."""
 
     def __init__(self, config: ModelConfig, length: int) -> None:
         shape = (2, config.kv_heads, length, config.head_dim)

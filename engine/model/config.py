@@ -10,8 +10,8 @@ import numpy as np
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 
-# Architectures the transformer runs. They differ in what their files hold (biases, QK norms) and in the order
-# of rotated pairs: llama's files interleave a head's halves (rope "norm"), the others keep them apart ("neox").
+# Architectures the transformer runs. They differ in what their files hold (biases, QK norms) and in the order of
+# rotated pairs: llama's files interleave a head's halves (rope "norm"), the others keep them apart ("neox").
 INTERLEAVED_ROPE = {"llama": True, "qwen2": False, "qwen3": False}
 
 
@@ -40,8 +40,8 @@ class ModelConfig:
         if architecture not in INTERLEAVED_ROPE:
             known = ", ".join(INTERLEAVED_ROPE)
             raise ModelFileError(
-                f"{file.path.name} is a model of architecture {architecture!r}, which orin-chat does not run yet.",
-                f"Choose a model of one of these architectures: {known}.",
+                f"{file.path.name} is of the architecture {architecture!r}, which orin-chat does not run yet.",
+                f"Choose a model of one of these: {known}.",
             )
 
         def sized(key: str, default: int | None = None) -> int:
@@ -83,7 +83,7 @@ def _rope_frequencies(
     file: GGUF, architecture: str, head_dim: int
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """base**(-2i/d), scaled as the file says: `rope_freqs.weight` divides each frequency (Llama 3.1 on;
-    ggml_rope_ext's freq_factors), a linear scaling factor divides all (llama.cpp, llama_model::load_hparams)."""
+    ggml_rope_ext's freq_factors), a linear scaling factor divides all (llama_model::load_hparams)."""
     rotated = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
     scaling = file.get(f"{architecture}.rope.scaling.type", str, "none")
     if rotated != head_dim or scaling not in ("none", "linear"):

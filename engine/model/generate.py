@@ -24,6 +24,8 @@ from engine.events import (
     StopReason,
     Thinking,
     Token,
+    TokenIds,
+    TopToken,
     Warming,
 )
 from engine.formats.gguf import GGUF
@@ -190,7 +192,8 @@ class _Speaker:
         if self.splitter is not None:
             thinking, text = self.splitter.feed(text)
             text += self.splitter.flush()[1] if last else ""
-        logprob, top = None, ()
+        logprob: float | None = None
+        top: tuple[TopToken, ...] = ()
         if self.request.logprobs:
             logprob, top = log_probabilities(steps.logits(), token, self.request.logprobs)
         kind = Thinking if thinking else Token

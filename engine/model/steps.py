@@ -1,4 +1,4 @@
-"""The two steps a model takes on a device, captured once and replayed: prefill of a chunk, decode of a token."""
+"""The two steps a model takes on a device, captured and replayed: prefill of a chunk, decode of a token."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from tinygrad import Tensor, UOp, dtypes
 from engine.formats.quantization import Matrix
 from engine.kernels.product import product
 from engine.model.cache import KVCache
-from engine.model.config import ModelConfig
 from engine.model.weights import Weights
 
 
@@ -57,8 +56,8 @@ class Transformer:
         self.cos, self.sin = (Tensor(f(angles).astype(np.float32)).realize() for f in (np.cos, np.sin))
 
     def __call__(self, tokens: Tensor, position: UOp | int) -> Tensor:
-        """Runs `tokens` (int32, (n,)) at `position` and the n - 1 after it, stores their keys and values in the
-        cache, and gives the last layer's normed output: float32 (n, dim)."""
+        """Runs `tokens` (int32, (n,)) at `position` and the n - 1 after it, stores their keys and values in
+        the cache, and gives the last layer's normed output: float32 (n, dim)."""
         return self._norm(self._layers(tokens, position)[0], self.output_norm)
 
     def store(self, tokens: Tensor, position: UOp | int) -> Tensor:

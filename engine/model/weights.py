@@ -32,8 +32,8 @@ class Weights:
         return info.type if info else None
 
     def stored(self, name: str, rows: int, cols: int) -> tuple[Tensor, int]:
-        """The matrix `name` (rows, cols) as the file holds it, uint8 (bytes,), but for the order of query and key
-        rows, with its ggml type. Raises ModelFileError."""
+        """The matrix `name` (rows, cols) as the file holds it, uint8 (bytes,), but for the order of query and
+        key rows, with its ggml type. Raises ModelFileError."""
         info = self._tensor(name, (rows, cols))
         if info.type not in QUANTIZED and info.type not in FLOATS:
             known = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
@@ -76,6 +76,6 @@ class Weights:
 
     def _half_split(self, raw: Tensor, rows: int) -> Tensor:
         """Reorders the rows of a query or key matrix from interleaved pairs to halves kept apart, so that the
-        forward pass knows one order only (the permutation that llama.cpp's convert_hf_to_gguf applies, undone)."""
+        forward pass knows one order only: undoes the permutation of llama.cpp's convert_hf_to_gguf."""
         pairs = raw.reshape(rows // self.config.head_dim, self.config.head_dim // 2, 2, -1)
         return pairs.transpose(1, 2).reshape(-1)
