@@ -58,7 +58,7 @@ def _half(b: Tensor) -> Tensor:
 
 
 def _spread(b: Tensor, bits: int) -> Tensor:
-    """uint8 (n, k, w) holding 8/bits fields a byte -> (n, k, 8/bits, w): all first fields, then all second."""
+    """uint8 (n, k, w) holding 8/bits fields a byte -> (n, k, 8/bits, w): first fields first."""
     shift = (Tensor.arange(8 // bits).reshape(1, 1, -1, 1) * bits).cast(dtypes.uint8)
     return (b.unsqueeze(2) >> shift) & (2**bits - 1)
 

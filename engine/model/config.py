@@ -10,7 +10,7 @@ import numpy as np
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 
-# Architectures the transformer runs. They differ in what their files hold (biases, QK norms) and in the order of
+# Architectures the transformer runs. Files differ in what they hold (biases, QK norms) and in the order of
 # rotated pairs: llama's files interleave a head's halves (rope "norm"), the others keep them apart ("neox").
 INTERLEAVED_ROPE = {"llama": True, "qwen2": False, "qwen3": False}
 
@@ -40,7 +40,7 @@ class ModelConfig:
         if architecture not in INTERLEAVED_ROPE:
             known = ", ".join(INTERLEAVED_ROPE)
             raise ModelFileError(
-                f"{file.path.name} is of the architecture {architecture!r}, which orin-chat does not run yet.",
+                f"{file.path.name} is of the architecture {architecture!r}, which orin-chat does not run.",
                 f"Choose a model of one of these: {known}.",
             )
 

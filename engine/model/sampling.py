@@ -59,7 +59,7 @@ class Sampler:
 
 
 def log_probabilities(logits: Logits, chosen: int, n: int) -> tuple[float, tuple[TopToken, ...]]:
-    """The natural log-probability of `chosen`, and the `n` most probable tokens with theirs, highest first."""
+    """The natural log-probability of `chosen`, and the `n` most probable tokens, highest first."""
     x = logits.astype(np.float64)
     x -= x.max()
     x -= np.log(np.exp(x).sum())
