@@ -31,7 +31,7 @@ from engine.events import (
 from engine.process import EngineProcess, trim_log
 from engine.transport import FrameError, pack
 
-CANCEL_GRACE_S = 0.08  # what the worker has to end an answer by itself; the contract says 100 ms
+CANCEL_GRACE_S = 0.07  # what the worker has to end an answer by itself; the contract says 100 ms
 
 
 class Engine(Protocol):
