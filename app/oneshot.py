@@ -97,12 +97,18 @@ class TextOutput:
                 if self._line_open:
                     self._write("\n")
                 self._status.clear()
-                if isinstance(event, Failed):
-                    self.say(event.message, event.hint)
-                elif self._verbose:
-                    self.say(figures(event) if isinstance(event, Finished) else describe(event))
+                self._tell(event)
             case _:
                 self._status.show(describe(event))
+
+    def _tell(self, event: Finished | Failed | Ready) -> None:
+        if isinstance(event, Failed):
+            self.say(event.message, event.hint)
+        elif self._verbose:
+            self.say(figures(event) if isinstance(event, Finished) else describe(event))
+        if isinstance(event, Ready):
+            for warning in event.warnings:
+                self.say(warning)
 
     def say(self, *sentences: str) -> None:
         """One line on `messages`, whatever the sentences hold."""

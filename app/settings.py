@@ -24,9 +24,7 @@ _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-class SamplingSettings(  # type: ignore[misc]  # mypy overlooks that Sampling is frozen
-    Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True
-):
+class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True):
     """`Sampling` as the file spells it: a key that does not exist is an error."""
 
 
