@@ -19,7 +19,7 @@ from engine.transport import Deframer, FrameError, pack
 
 SHUTDOWN_GRACE_S = 1.0
 TERMINATE_GRACE_S = 0.3
-CHILDREN_GRACE_S = 0.3
+CHILDREN_GRACE_S = 1.0
 LOG_LIMIT_BYTES = 1 << 20
 
 

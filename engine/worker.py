@@ -6,6 +6,7 @@ model and generates, and another thread sends the events. The process may be kil
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -63,6 +64,7 @@ def serve(sock: socket.socket, load: Loader) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    atexit.register(os._exit, 0)  # called last, as the first registered: to take down all modules takes long
     sock.set_inheritable(False)  # or a compiler process would keep the pipe open after this one died
     _Server(sock).run(load)
 
