@@ -22,7 +22,7 @@ BACKENDS = ("CPU", "CUDA", "NV")
 
 
 def prepare(options: EngineOptions) -> str:
-    """Sets DEV and CC for `options.backend` and returns DEV. To be called before tinygrad is imported.
+    """Sets DEV, CC and PARALLEL for `options.backend` and returns DEV. To be called before tinygrad is imported.
 
     "auto" is the user's own DEV where it is set, else CUDA where an NVIDIA GPU can be used, else CPU. Raises
     UsageError for an unknown backend, BackendError for one that cannot work on this machine.
@@ -46,6 +46,9 @@ def prepare(options: EngineOptions) -> str:
             "Install it from your system's packages, or run: pip install ziglang",
         )
     os.environ["DEV"] = backend
+    # tinygrad's compile processes live for 16 kernels and take a second to start: two cores gain nothing by
+    # them, and changes to its code generation (engine/fixes) would have to be carried into each.
+    os.environ.setdefault("PARALLEL", "0")
     return backend
 
 
