@@ -1,5 +1,7 @@
 # make chat    set up and chat; MODEL=file.gguf, BACKEND=CPU|CUDA|NV, ARGS="more options of orin-chat"
 # make test    set up and run the tests; ARGS="options of pytest"
+# make check   everything that continuous integration checks
+# make clean   remove what these made
 .PHONY: chat test check clean
 .DELETE_ON_ERROR:
 BACKEND ?= auto
@@ -16,15 +18,18 @@ chat: $(NOISE)
 endif
 	@$(PYTHON) -m app --model "$(or $(MODEL),$(NOISE))" --backend $(BACKEND) $(ARGS)
 
-$(NOISE): tests/generated_model.py | dev
+# What writes it is among the tools of the tests.
+.PHONY: noise-tools
+noise-tools:
+	@BACKEND=$(BACKEND) .ci/setup dev
+
+$(NOISE): tests/generated_model.py | noise-tools
 	@$(PYTHON) tests/generated_model.py $@
 
-test: dev
+# The tests run on the CPU backend.
+test:
+	@BACKEND=CPU .ci/setup dev
 	@$(PYTHON) -m pytest $(ARGS)
-
-.PHONY: dev
-dev:
-	@.ci/setup dev
 
 check:
 	@.ci/run
