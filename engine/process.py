@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -19,7 +18,6 @@ from engine.transport import Deframer, FrameError, pack
 
 SHUTDOWN_GRACE_S = 1.0
 TERMINATE_GRACE_S = 0.3
-CHILDREN_GRACE_S = 1.0
 LOG_LIMIT_BYTES = 1 << 20
 
 
@@ -94,7 +92,7 @@ class EngineProcess(asyncio.Protocol):
         self._kill_leader()
 
     async def gone(self) -> None:
-        """Returns when the process is reaped and its children have ended."""
+        """Returns when the process is reaped and its children are told to end."""
         await asyncio.shield(self._reaper)
 
     async def close(self) -> None:
@@ -103,7 +101,7 @@ class EngineProcess(asyncio.Protocol):
         try:
             if await self._gone_within(SHUTDOWN_GRACE_S):
                 return
-            self._signal_group(signal.SIGTERM)
+            self._terminate_group()
             if await self._gone_within(TERMINATE_GRACE_S):
                 return
             self.kill()
@@ -141,34 +139,21 @@ class EngineProcess(asyncio.Protocol):
             await asyncio.wait((hung_up,), timeout=0.2)
         finally:  # also when the event loop ends without `close`
             self._kill_leader()
-            self._signal_group(signal.SIGTERM)
+            self._terminate_group()
             hung_up.cancel()
             self._transport.abort()
         trim_log(self._log_path)
         self._receive(self._obituary())
-        await self._end_children()
-
-    async def _end_children(self) -> None:
-        """Not by SIGKILL at once: multiprocessing has a process that ignores SIGTERM and, when the others
-        have ended, removes the semaphores that they shared."""
-        deadline = time.monotonic() + CHILDREN_GRACE_S
-        while self._signal_group(0):
-            if time.monotonic() > deadline:
-                self._signal_group(signal.SIGKILL)
-                return
-            await asyncio.sleep(0.01)
 
     def _kill_leader(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    def _signal_group(self, number: int) -> bool:
-        """Signals the process and its children. Returns whether there are any."""
-        try:
-            os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):  # PermissionError: only zombies are left (macOS)
-            return False
-        return True
+    def _terminate_group(self) -> None:
+        """Ends the process and its children. Not by SIGKILL: one of multiprocessing's processes ignores
+        SIGTERM and removes the semaphores that the others shared."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: zombies (macOS)
+            os.killpg(self.pid, signal.SIGTERM)
 
     def _obituary(self) -> Failed:
         code = self._process.returncode
