@@ -22,7 +22,7 @@ BACKENDS = ("CPU", "CUDA", "NV")
 
 
 def prepare(options: EngineOptions) -> str:
-    """Sets DEV, CC and PARALLEL for `options.backend` and returns DEV. To be called before tinygrad is imported.
+    """Sets DEV, CC and PARALLEL for `options.backend`, before tinygrad is imported, and returns DEV.
 
     "auto" is the user's own DEV where it is set, else CUDA where an NVIDIA GPU can be used, else CPU. Raises
     UsageError for an unknown backend, BackendError for one that cannot work on this machine.
