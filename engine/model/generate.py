@@ -32,6 +32,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import StreamDecoder, Tokenizer
+from engine.kernels.kept import results_kept
 from engine.measure.compiling import kernels_reported
 from engine.measure.machine import device_name
 from engine.model.config import ModelConfig
@@ -57,10 +58,11 @@ class TextModel:
         self.context_length = _context_length(options, config)
         total = sum(tensor.n_bytes for tensor in file.tensors.values())
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
-        self._steps: Steps = GraphSteps(weights, self.context_length)
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
-        with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
-            self._warm_up()
+        with results_kept(file):
+            self._steps: Steps = GraphSteps(weights, self.context_length)
+            with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
+                self._warm_up()
         self.ready = Ready(
             model=_describe(file, config, self.template.thinks),
             backend=str(Device.DEFAULT),
@@ -170,8 +172,8 @@ class TextModel:
         return True
 
     def _warm_up(self) -> None:
-        """Runs each step three times: tinygrad looks, captures, and replays."""
-        for _ in range(3):
+        """Runs each step twice: tinygrad captures, then replays."""
+        for _ in range(2):
             self._steps.prefill([0], 0)
             self._steps.decode(0, 0)
             self._steps.logits()

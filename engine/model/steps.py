@@ -43,6 +43,7 @@ class GraphSteps:
         self._transformer = Transformer(weights, KVCache(weights.config, context_length + self.chunk))
         self._position = UOp.variable("position", 0, context_length - 1)
         self._prefill, self._decode = TinyJit(self._prefill_step), TinyJit(self._decode_step)
+        self._prefill.cnt = self._decode.cnt = 1  # capture at the first call: there is nothing to try out
         self._logits = Tensor.zeros(1)
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:

@@ -66,8 +66,10 @@ class Transformer:
 
     def _layers(self, tokens: Tensor, position: UOp | int) -> tuple[Tensor, Tensor]:
         x, stored = self.embedding.take(tokens), self.cache.layers[-1]
+        n = tokens.shape[0]
+        mask = Tensor.full((n, position + n), float("-inf")).triu(position + 1)  # no token sees a later one
         for layer, kv in zip(self.layers, self.cache.layers, strict=True):
-            attended, stored = self._attention(layer, self._norm(x, layer.attn_norm), kv, position)
+            attended, stored = self._attention(layer, self._norm(x, layer.attn_norm), kv, position, mask)
             x = x + attended
             h = self._norm(x, layer.ffn_norm)
             x = (x + product(product(h, layer.gate).silu() * product(h, layer.up), layer.down)).contiguous()
@@ -88,7 +90,9 @@ class Transformer:
         a, b = x.chunk(2, dim=-1)
         return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
-    def _attention(self, layer: Layer, x: Tensor, kv: Tensor, position: UOp | int) -> tuple[Tensor, Tensor]:
+    def _attention(
+        self, layer: Layer, x: Tensor, kv: Tensor, position: UOp | int, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         c, n = self.config, cast(int, x.shape[0])
 
         def heads_of(matrix: Matrix, bias: Tensor | None, heads: int) -> Tensor:
@@ -112,9 +116,9 @@ class Transformer:
         group = c.heads // c.kv_heads  # query heads that share keys and values
         q = q.reshape(c.kv_heads, group * n, c.head_dim) * c.head_dim**-0.5
         scores = q @ keys.transpose(1, 2)
-        if n > 1:  # a token sees those before it and itself
+        if n > 1:
             scores = scores.reshape(c.kv_heads, group, n, position + n)
-            scores = scores + Tensor.full((n, position + n), float("-inf")).triu(position + 1)
+            scores = scores + mask
             scores = scores.reshape(c.kv_heads, group * n, position + n)
         out = scores.softmax(-1) @ values
         out = out.reshape(c.heads, n, c.head_dim).transpose(0, 1).reshape(n, -1)
