@@ -1,0 +1,146 @@
+"""A loaded model answering requests: what the worker serves, without the process around it."""
+
+import numpy as np
+import pytest
+
+from engine.errors import ContextFullError, UsageError
+from engine.events import (
+    Chat,
+    EngineOptions,
+    Finished,
+    Generate,
+    Message,
+    Prefilling,
+    RawText,
+    Sampling,
+    Thinking,
+    Token,
+    TokenIds,
+)
+from engine.model.generate import TextModel
+from tests import generated_model
+from tests.reference import Reference, log_softmax
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return generated_model.write(tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3")
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
+
+
+def answer(model, prompt, cancelled=lambda: False, **request):
+    events = []
+    if isinstance(prompt, str):
+        prompt = RawText(text=prompt)
+    request = {"sampling": GREEDY, "max_tokens": 12, "ignore_eos": True} | request
+    end = model.generate(Generate(request_id=7, prompt=prompt, **request), events.append, cancelled)
+    return end, [e for e in events if isinstance(e, Token)], [e for e in events if isinstance(e, Prefilling)]
+
+
+def test_greedy_tokens_and_logprobs_are_the_references(model, path):
+    prompt = list(range(20, 60))
+    end, tokens, _ = answer(model, TokenIds(ids=tuple(prompt)), logprobs=5)
+    reference = Reference(path)
+    for token in tokens:
+        wanted = log_softmax(reference.logits(prompt)[-1])
+        order = np.argsort(-wanted)[:5]
+        assert token.id == order[0] == token.top[0].id
+        assert token.logprob == pytest.approx(wanted[token.id], abs=1e-3)
+        assert [t.logprob for t in token.top] == pytest.approx(wanted[order].tolist(), abs=1e-3)
+        prompt.append(token.id)
+    assert (end.reason, end.prompt_n, end.predicted_n) == ("length", 40, 12)
+
+
+def test_the_common_prefix_is_not_computed_again(model):
+    first, said, _ = answer(model, TokenIds(ids=tuple(range(50))))
+    more = (*range(50), *(t.id for t in said), 5, 6)
+    again, tokens, progress = answer(model, TokenIds(ids=more))
+    assert again.cached_n == 50 + first.predicted_n - 1  # all but the last, which was never run
+    assert progress[0].cached == again.cached_n
+    fresh, _, _ = answer(model, TokenIds(ids=(9, *more[1:])))  # another start: nothing to reuse
+    assert fresh.cached_n == 0
+    restarted, repeated, _ = answer(model, TokenIds(ids=more))
+    assert restarted.cached_n == 0
+    assert [t.id for t in repeated] == [t.id for t in tokens]
+
+
+def test_a_seed_gives_the_same_text(model):
+    hot = Sampling(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=11)
+    texts = [[t.id for t in answer(model, "once", sampling=hot)[1]] for _ in range(2)]
+    assert texts[0] == texts[1]
+    other = Sampling(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=12)
+    assert [t.id for t in answer(model, "once", sampling=other)[1]] != texts[0]
+    drawn = answer(model, "once", sampling=Sampling(temperature=1.0))[0].seed
+    assert drawn != answer(model, "once", sampling=Sampling(temperature=1.0))[0].seed
+
+
+def test_cancelling_ends_between_tokens_and_during_prefill(model):
+    calls = iter(range(100))
+    end, tokens, _ = answer(model, "abc", cancelled=lambda: next(calls) >= 4)
+    assert (end.reason, end.predicted_n) == ("cancelled", len(tokens))
+    end, tokens, _ = answer(model, TokenIds(ids=tuple(range(3, 90))), cancelled=lambda: True)
+    assert (end.reason, end.predicted_n, tokens) == ("cancelled", 0, [])
+    end, tokens, _ = answer(model, "abc")
+    assert (end.reason, len(tokens)) == ("length", 12)
+
+
+def test_the_context_is_filled_to_its_last_token_and_not_beyond(model):
+    ids = tuple(i % 200 for i in range(120))
+    end, tokens, _ = answer(model, TokenIds(ids=ids), max_tokens=None)
+    assert (end.reason, len(tokens)) == ("length", 9)  # the last one need not be stored
+    with pytest.raises(ContextFullError, match=r"129 tokens .* holds 128"):
+        answer(model, TokenIds(ids=(*ids, *range(9))))
+
+
+def test_prompts_that_cannot_be_answered(model):
+    for prompt in (TokenIds(ids=()), TokenIds(ids=(10**6,)), TokenIds(ids=(-1,)), RawText(text="")):
+        with pytest.raises(UsageError):
+            answer(model, prompt)
+
+
+def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model):
+    chat = Chat(messages=(Message(role="user", content="hello"),))
+    tokenizer = model.tokenizer
+    script = (
+        tokenizer.encode("<think>", special=True)
+        + tokenizer.encode("hm")
+        + tokenizer.encode("</think>", special=True)
+        + tokenizer.encode("yes")
+        + sorted(tokenizer.eos_ids)[:1]
+    )
+    steps, model._steps = model._steps, Scripted(model._steps, script)
+    try:
+        end, tokens, _ = answer(model, chat, ignore_eos=False, max_tokens=None)
+    finally:
+        model._steps = steps
+    assert (end.reason, end.predicted_n) == ("stop", len(script))
+    assert "".join(t.text for t in tokens if isinstance(t, Thinking)) == "hm"
+    assert "".join(t.text for t in tokens if not isinstance(t, Thinking)) == "yes"
+
+
+class Scripted:
+    """Steps that say what they are told to."""
+
+    def __init__(self, steps, script):
+        self.chunk, self.prefill, self.logits = steps.chunk, steps.prefill, steps.logits
+        self._script = iter(script)
+
+    def decode(self, token, position):
+        return next(self._script)
+
+
+def test_what_the_engine_does_not_run_is_refused(tmp_path, path):
+    with pytest.raises(UsageError, match="context of 4096"):
+        TextModel(EngineOptions(model_path=str(path), context_length=4096), lambda _: None)
+
+
+def test_finished_counts(model):
+    end, _, _ = answer(model, "abc", max_tokens=1)
+    assert isinstance(end, Finished)
+    assert end.predicted_ms == 0 and end.prompt_ms > 0 and end.context_used == end.prompt_n + 1
