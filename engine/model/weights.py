@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -72,7 +73,9 @@ class Weights:
 
     def _raw(self, info: TensorInfo) -> Tensor:
         self._bytes_read += info.n_bytes
-        return Tensor(np.asarray(info.data))
+        # tinygrad's CUDA device copies only from memory that may be written, even though it just reads it
+        place = (ctypes.c_uint8 * info.n_bytes).from_address(info.data.ctypes.data)
+        return Tensor(np.frombuffer(place, np.uint8))
 
     def _half_split(self, raw: Tensor, rows: int) -> Tensor:
         """Reorders the rows of a query or key matrix from interleaved pairs to halves kept apart, so that the

@@ -1,0 +1,49 @@
+"""tinygrad 0.14.0 on CUDA: how many blocks of a kernel a multiprocessor is to hold.
+
+The compiler gives a kernel as many registers as it likes; too many, and too few blocks fit on a multiprocessor
+to hide the latency of memory. CUDA's second launch bound says how many blocks must fit, but tinygrad writes the
+first alone. With this fix a kernel whose name ends in `_mbN` is bound to N blocks.
+
+Kernels are compiled in processes of their own as well; those apply the fix when they start.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import tinygrad.engine.worker as compile_workers
+from tinygrad.renderer.cstyle import CUDARenderer
+
+from engine.fixes import require_tinygrad
+
+_stock_render = CUDARenderer.render_kernel
+_applied = False
+
+
+def apply() -> None:
+    """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
+    global _applied, _stock_init_worker
+    require_tinygrad("Blocks per multiprocessor")
+    if _applied:
+        return
+    _applied = True
+    CUDARenderer.render_kernel = _render
+    _stock_init_worker = compile_workers._init_worker
+    compile_workers._init_worker = _init_worker
+
+
+def _stock_init_worker() -> None:
+    """Replaced by what `apply` finds: another fix's, perhaps."""
+
+
+def _init_worker() -> None:
+    apply()
+    _stock_init_worker()
+
+
+def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -> str:
+    source: str = _stock_render(self, function_name, *args, **kwargs)
+    if wanted := re.search(r"_mb(\d+)$", function_name):
+        return re.sub(r"__launch_bounds__\((\d+)\)", rf"__launch_bounds__(\1, {wanted[1]})", source)
+    return source
