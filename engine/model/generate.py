@@ -19,19 +19,18 @@ from engine.events import (
     Loading,
     ModelInfo,
     Prefilling,
-    RawText,
     Ready,
     StopReason,
     Thinking,
     Token,
-    TokenIds,
     TopToken,
     Warming,
 )
 from engine.formats.gguf import GGUF
-from engine.formats.template import ChatTemplate, Prompt
+from engine.formats.prompt import PromptEncoder
+from engine.formats.template import Prompt
 from engine.formats.thinking import ThinkSplitter
-from engine.formats.tokenizer import StreamDecoder, Tokenizer
+from engine.formats.tokenizer import StreamDecoder
 from engine.kernels.kept import results_kept
 from engine.measure.compiling import kernels_reported
 from engine.measure.machine import device_name
@@ -53,8 +52,8 @@ class TextModel:
         ModelFileError, UsageError and BackendError."""
         file = GGUF(options.model_path)
         config = ModelConfig.from_gguf(file)
-        self.tokenizer = Tokenizer(file)
-        self.template = ChatTemplate.from_gguf(file, self.tokenizer)
+        self.prompts = PromptEncoder(file)
+        self.tokenizer = self.prompts.tokenizer
         self.context_length = _context_length(options, config)
         total = sum(tensor.n_bytes for tensor in file.tensors.values())
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
@@ -64,18 +63,18 @@ class TextModel:
             with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
                 self._warm_up()
         self.ready = Ready(
-            model=_describe(file, config, self.template.thinks),
+            model=_describe(file, config, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
             device_name=device_name(str(Device.DEFAULT)),
             context_length=self.context_length,
             load_ms=0.0,
-            warnings=tuple(w for w in (self.tokenizer.warning, self.template.warning) if w),
+            warnings=self.prompts.warnings,
         )
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Raises ContextFullError, TemplateError and UsageError."""
         started = time.perf_counter()
-        prompt = self._prompt(request)
+        prompt = self.prompts.encode(request.prompt)
         limit = self._room(prompt.ids, request.max_tokens)
         sampler = Sampler(request.sampling)
         speaker = _Speaker(request, StreamDecoder(self.tokenizer), _splitter(request, prompt), report)
@@ -119,23 +118,6 @@ class TextModel:
             context_used=len(tokens),
             seed=sampler.seed,
         )
-
-    def _prompt(self, request: Generate) -> Prompt:
-        match request.prompt:
-            case Chat(messages=messages, think=think):
-                prompt = self.template.encode(messages, think=think)
-            case RawText(text=text):
-                prompt = Prompt(self.tokenizer.encode(text, add_special=True), False)
-            case TokenIds(ids=ids):
-                prompt = Prompt(list(ids), False)
-        if not prompt.ids:
-            raise UsageError("The prompt is empty.", "Type something for the model to go on from.")
-        if not all(0 <= id < self.tokenizer.vocab_size for id in prompt.ids):
-            raise UsageError(
-                "The prompt has token ids that the model does not know.",
-                f"Its vocabulary has ids from 0 to {self.tokenizer.vocab_size - 1}.",
-            )
-        return prompt
 
     def _room(self, prompt: list[int], max_tokens: int | None) -> int:
         """How many tokens a reply may have. The last one need not be stored."""
