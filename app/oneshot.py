@@ -130,6 +130,7 @@ class JsonOutput:
     def show(self, event: Event) -> None:
         fields = {"event": type(event).__name__.lower()} | _without_tags(msgspec.to_builtins(event))
         fields.pop("request_id", None)
+        fields.pop("at_ms", None)
         if fields.get("logprob", ...) is None:
             del fields["logprob"], fields["top"]
         # ASCII alone, so that text from a model stays data on a terminal too (json leaves DEL as it is).

@@ -23,6 +23,8 @@ from engine.events import (
     Finished,
     Generate,
     Load,
+    Measure,
+    Measured,
     Prefilling,
     Ready,
     Token,
@@ -120,8 +122,19 @@ class LocalEngine:
         finally:
             self._leave(stream)
 
+    async def measure(self) -> Measured | Failed:
+        """What the figures of answers are held against: takes a second of the idle engine."""
+        stream = self._open(Measure(request_id=0))
+        try:
+            await self._join(stream, pack(Measure(request_id=stream.serial)))
+            while not isinstance(event := await stream.next(), Measured | Failed):
+                pass
+            return event
+        finally:
+            self._leave(stream)
+
     async def stop(self) -> None:
-        answers = [stream for stream in self._streams.values() if stream.request]
+        answers = [stream for stream in self._streams.values() if isinstance(stream.request, Generate)]
         for answer in answers:
             self._cancel(answer)
             if answer.joined:
@@ -140,7 +153,7 @@ class LocalEngine:
 
     # --- streams ---------------------------------------------------------------------------------------
 
-    def _open(self, request: Generate | None) -> _Stream:
+    def _open(self, request: Generate | Measure | None) -> _Stream:
         # The ids on the pipe are our own, so that a late event of an answer that was cut short finds no
         # stream, whichever ids callers use.
         stream = _Stream(next(self._serials), request, self._ready.load_ms if self._ready else 0.0)
@@ -209,17 +222,17 @@ class LocalEngine:
 
 
 class _Stream:
-    """The events of one call of `generate`, or of `start` (which has no request), as they arrive.
+    """The events of one call of `generate` or `measure`, or of `start` (which has no request), as they arrive.
 
     They wait here without bound: no more than the tokens of one answer can."""
 
-    def __init__(self, serial: int, request: Generate | None, load_ms: float) -> None:
+    def __init__(self, serial: int, request: Generate | Measure | None, load_ms: float) -> None:
         self.serial = serial
         self.request = request
         self.joined = False  # whether it sees what happens to the process
         self.ended = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._last_event = (Failed, Finished if request else Ready)
+        self._last_event = (Failed, _LAST_EVENT[type(request)])
         self._load_ms = load_ms
         self._prompt = Prefilling(request_id=serial, done=0, total=0, cached=0)
         self._predicted_n = 0
@@ -255,6 +268,9 @@ class _Stream:
         if self.request is None:
             self.put(Failed(kind="backend", message="The engine was closed before it was ready."))
             return
+        if isinstance(self.request, Measure):
+            self.put(Failed(kind="backend", message="The engine was closed while it measured.", request_id=0))
+            return
         now = time.perf_counter()
         self.put(
             Finished(
@@ -270,6 +286,9 @@ class _Stream:
                 seed=self.request.sampling.seed or 0,
             )
         )
+
+
+_LAST_EVENT: dict[type, type[Event]] = {Generate: Finished, Measure: Measured, type(None): Ready}
 
 
 def _flaw(request: Generate) -> Failed | None:

@@ -83,7 +83,8 @@ class Load(_Record, frozen=True, kw_only=True, tag=True):
 class Generate(_Record, frozen=True, kw_only=True, tag=True):
     """Answer `prompt`. `max_tokens` None goes on until the model stops or the context is full.
     `logprobs` N > 0 adds to each token its log-probability and the N most probable, before sampling changes
-    them. `ignore_eos` goes on past an end-of-turn token (for measurements)."""
+    them. For measurements, `ignore_eos` goes on past an end-of-turn token, and `fresh` computes the whole
+    prompt, whatever of it is in the KV cache."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
@@ -91,6 +92,13 @@ class Generate(_Record, frozen=True, kw_only=True, tag=True):
     max_tokens: int | None = None
     logprobs: int = 0
     ignore_eos: bool = False
+    fresh: bool = False
+
+
+class Measure(_Record, frozen=True, kw_only=True, tag=True):
+    """Measure what the figures of answers are held against; waits for the answers asked for before."""
+
+    request_id: int
 
 
 class Cancel(_Record, frozen=True, kw_only=True, tag=True):
@@ -101,7 +109,7 @@ class Shutdown(_Record, frozen=True, kw_only=True, tag=True):
     pass
 
 
-Command = Load | Generate | Cancel | Shutdown
+Command = Load | Generate | Measure | Cancel | Shutdown
 
 
 # --- events --------------------------------------------------------------------------------------------
@@ -159,13 +167,16 @@ class TopToken(_Record, frozen=True, kw_only=True, tag=True):
 
 class Token(_Record, frozen=True, kw_only=True, tag=True):
     """One token of the answer. `text` is what it completes: possibly empty (part of a character, or a special
-    token), never half a character. Log-probabilities are natural, from the unchanged logits."""
+    token), never half a character. Log-probabilities are natural, from the unchanged logits. `at_ms` is when
+    it was there, by the engine's clock, counted from when the engine took up the request (None: not told).
+    `id` is -1 where a server does not tell it."""
 
     request_id: int
     id: int
     text: str
     logprob: float | None = None
     top: tuple[TopToken, ...] = ()
+    at_ms: float | None = None
 
 
 class Thinking(Token, frozen=True, kw_only=True, tag=True):
@@ -189,6 +200,17 @@ class Finished(_Record, frozen=True, kw_only=True, tag=True):
     seed: int
 
 
+class Measured(_Record, frozen=True, kw_only=True, tag=True):
+    """The answer to `Measure`. `copy_gbps` is the bandwidth of a copy in the device's memory, bytes read and
+    bytes written, in 10^9 bytes a second; `kernels_per_token` counts the launches of a decode step;
+    `device_bytes` is what the engine holds in the device's memory."""
+
+    request_id: int
+    copy_gbps: float
+    kernels_per_token: int
+    device_bytes: int
+
+
 class Failed(_Record, frozen=True, kw_only=True, tag=True):
     """What was asked for did not work. `request_id` None: the engine itself (it did not start, or it died)."""
 
@@ -198,7 +220,7 @@ class Failed(_Record, frozen=True, kw_only=True, tag=True):
     request_id: int | None = None
 
 
-Event = Loading | Warming | Ready | Prefilling | Token | Thinking | Finished | Failed
+Event = Loading | Warming | Ready | Prefilling | Token | Thinking | Finished | Measured | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -31,8 +31,11 @@ from engine.events import (
     Finished,
     Generate,
     Load,
+    Measure,
+    Measured,
     Ready,
     Shutdown,
+    Token,
     command_decoder,
 )
 from engine.transport import Deframer, pack
@@ -49,8 +52,11 @@ class Model(Protocol):
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Reports `Prefilling`, `Token` and `Thinking` and returns how it ended (the worker fills in
-        `load_ms` and sends it). Asks `cancelled` between steps and ends as "cancelled" when it says so."""
+        `load_ms` and sends it). Asks `cancelled` between steps and ends as "cancelled" when it says so. The
+        worker adds to each token when it was reported."""
         ...
+
+    def measure(self, request: Measure) -> Measured: ...
 
 
 Loader = Callable[[EngineOptions, Report], Model]
@@ -78,7 +84,7 @@ class _Server:
     def run(self, load: Loader) -> None:
         model: Model | None = None
         while command := self._inbox.get():
-            if isinstance(command, Generate):
+            if isinstance(command, Generate | Measure):
                 assert model, "Load comes first"
                 self._answer(model, command)
             elif not (model := self._load(command.options, load)):
@@ -98,16 +104,29 @@ class _Server:
         self._outbox.put(replace(model.ready, load_ms=self._load_ms))
         return model
 
-    def _answer(self, model: Model, request: Generate) -> None:
-        cancelled = self._inbox.cancelled(request.request_id)
+    def _answer(self, model: Model, request: Generate | Measure) -> None:
         end: Event
         try:
-            end = replace(model.generate(request, self._outbox.put, cancelled), load_ms=self._load_ms)
+            if isinstance(request, Measure):
+                end = model.measure(request)
+            else:
+                end = self._generate(model, request)
         except Exception as error:
             _log_without_messages(error)
             end = replace(_failed(error), request_id=request.request_id)
         self._inbox.forget(request.request_id)
         self._outbox.put(end)
+
+    def _generate(self, model: Model, request: Generate) -> Finished:
+        started = time.perf_counter()
+
+        def report(event: Event) -> None:
+            if isinstance(event, Token):
+                event = replace(event, at_ms=(time.perf_counter() - started) * 1e3)
+            self._outbox.put(event)
+
+        end = model.generate(request, report, self._inbox.cancelled(request.request_id))
+        return replace(end, load_ms=self._load_ms)
 
 
 class _Inbox:
@@ -117,11 +136,11 @@ class _Inbox:
     def __init__(self, sock: socket.socket) -> None:
         self.interruptible = False
         self._sock = sock
-        self._queue: SimpleQueue[Load | Generate | None] = SimpleQueue()
+        self._queue: SimpleQueue[Load | Generate | Measure | None] = SimpleQueue()
         self._stops: dict[int, threading.Event] = {}
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
-    def get(self) -> Load | Generate | None:
+    def get(self) -> Load | Generate | Measure | None:
         """The next command; None after `Shutdown`."""
         return self._queue.get()
 
@@ -129,7 +148,7 @@ class _Inbox:
         return self._stops[request_id].is_set
 
     def forget(self, request_id: int) -> None:
-        del self._stops[request_id]
+        self._stops.pop(request_id, None)
 
     def _read(self) -> None:
         deframer = Deframer()

@@ -28,6 +28,8 @@ from engine.events import (
     Finished,
     Generate,
     Loading,
+    Measure,
+    Measured,
     ModelInfo,
     Prefilling,
     RawText,
@@ -148,7 +150,7 @@ class SyntheticModel:
                 lambda pair: pair[0] == pair[1], zip(prompt, self.cache, strict=False)
             )
         )
-        cached = min(cached, len(prompt) - 1)
+        cached = 0 if request.fresh else min(cached, len(prompt) - 1)
         reason: StopReason = "length"
         for step in range(11):
             done = cached + (len(prompt) - cached) * step // 10
@@ -187,6 +189,11 @@ class SyntheticModel:
             load_ms=0.0,
             context_used=len(self.cache),
             seed=request.sampling.seed or 0,
+        )
+
+    def measure(self, request: Measure) -> Measured:
+        return Measured(
+            request_id=request.request_id, copy_gbps=100.0, kernels_per_token=100, device_bytes=600_000_000
         )
 
     def _answer(self, request: Generate) -> Iterator[tuple[type[Token], str]]:

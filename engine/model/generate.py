@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinygrad import Device
+from tinygrad.helpers import GlobalCounters
 
 from engine.errors import ContextFullError, UsageError
 from engine.events import (
@@ -17,6 +18,8 @@ from engine.events import (
     Finished,
     Generate,
     Loading,
+    Measure,
+    Measured,
     ModelInfo,
     Prefilling,
     Ready,
@@ -32,6 +35,7 @@ from engine.formats.template import Prompt
 from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import StreamDecoder
 from engine.kernels.kept import results_kept
+from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.machine import device_name
 from engine.model.config import ModelConfig
@@ -78,6 +82,8 @@ class TextModel:
         limit = self._room(prompt.ids, request.max_tokens)
         sampler = Sampler(request.sampling)
         speaker = _Speaker(request, StreamDecoder(self.tokenizer), _splitter(request, prompt), report)
+        if request.fresh:
+            self._cached.clear()
         cached = self._reuse(prompt.ids)
 
         def progress(done: int) -> None:
@@ -117,6 +123,18 @@ class TextModel:
             load_ms=0.0,
             context_used=len(tokens),
             seed=sampler.seed,
+        )
+
+    def measure(self, request: Measure) -> Measured:
+        position = min(len(self._cached), self.context_length - 1)
+        del self._cached[position:]  # where the step below stores its keys and values
+        before = GlobalCounters.kernel_count
+        self._steps.decode(0, position)
+        return Measured(
+            request_id=request.request_id,
+            kernels_per_token=GlobalCounters.kernel_count - before,
+            device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT],
+            copy_gbps=copy_gbps(Device.DEFAULT),
         )
 
     def _room(self, prompt: list[int], max_tokens: int | None) -> int:

@@ -1,0 +1,60 @@
+"""Measurements through the engine process: its clock, its counters, prompts computed anew."""
+
+import asyncio
+
+from engine.events import Failed, Finished, Generate, Measured, RawText, Token
+
+
+def ask(**fields):
+    return Generate(request_id=5, prompt=RawText(text="one two three four"), **fields)
+
+
+async def collect(stream):
+    return [event async for event in stream]
+
+
+async def test_measuring(engines):
+    measured = await engines().measure()
+    assert measured == Measured(
+        request_id=0, copy_gbps=100.0, kernels_per_token=100, device_bytes=600_000_000
+    )
+
+
+async def test_measuring_waits_for_an_answer_and_does_not_end_it(engines):
+    engine = engines(tokens=20, rate=200)
+    answer = asyncio.create_task(collect(engine.generate(ask())))
+    await asyncio.sleep(0)
+    assert isinstance(await engine.measure(), Measured)
+    assert (await answer)[-1].reason == "stop"
+
+
+async def test_an_engine_that_does_not_start_cannot_measure(engines):
+    failed = await engines(load_failure="ModelFileError").measure()
+    assert isinstance(failed, Failed)
+    assert failed.kind == "model"
+
+
+async def test_closing_ends_a_measurement(engines):
+    engine = engines(load_s=30.0)
+    measuring = asyncio.create_task(engine.measure())
+    await asyncio.sleep(0.1)
+    await engine.close()
+    assert isinstance(await measuring, Failed)
+
+
+async def test_tokens_tell_when_they_were_there_by_the_engines_clock(engines):
+    events = await collect(engines(tokens=30, rate=500, prefill_s=0.05).generate(ask()))
+    times = [event.at_ms for event in events if isinstance(event, Token)]
+    assert times == sorted(times)
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert 0 <= times[0] - end.prompt_ms < 20
+    # The rate of 500 tokens a second shows, though the events arrive in parcels.
+    assert 0.5 < (times[-1] - times[0]) / (29 * 2.0) < 3
+
+
+async def test_a_fresh_prompt_is_computed_whole(engines):
+    engine = engines(tokens=2)
+    assert (await collect(engine.generate(ask())))[-1].cached_n == 0
+    assert (await collect(engine.generate(ask())))[-1].cached_n > 0
+    assert (await collect(engine.generate(ask(fresh=True))))[-1].cached_n == 0
