@@ -222,7 +222,7 @@ class LocalEngine:
 
 
 class _Stream:
-    """The events of one call of `generate` or `measure`, or of `start` (which has no request), as they arrive.
+    """The events of one call of `generate`, `measure` or `start` (which has no request), as they arrive.
 
     They wait here without bound: no more than the tokens of one answer can."""
 

@@ -32,7 +32,7 @@ class Message(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Chat(_Record, frozen=True, kw_only=True, tag=True):
-    """A conversation, rendered with the model's chat template. `think` asks a thinking model to think or not."""
+    """A conversation, for the model's chat template. `think` asks a thinking model to think or not."""
 
     messages: tuple[Message, ...]
     think: bool = True
@@ -116,7 +116,7 @@ Command = Load | Generate | Measure | Cancel | Shutdown
 
 
 class ModelInfo(_Record, frozen=True, kw_only=True, tag=True):
-    """What the file says of itself. `quantization` is its file type ("Q4_K_M"), else the type of most bytes."""
+    """What a file says of itself. `quantization` is its file type ("Q4_K_M"), else the type of most bytes."""
 
     name: str
     architecture: str
@@ -184,8 +184,8 @@ class Thinking(Token, frozen=True, kw_only=True, tag=True):
 
 
 class Finished(_Record, frozen=True, kw_only=True, tag=True):
-    """The end of an answer. `prompt_ms` is the time to the first token, `predicted_ms` the time from the first
-    token to the last, so that the decode rate is (predicted_n - 1) / predicted_ms. `predicted_n` counts the
+    """The end of an answer. `prompt_ms` is the time to the first token, `predicted_ms` the time from there to
+    the last, so that the decode rate is (predicted_n - 1) / predicted_ms. `predicted_n` counts the
     end-of-turn token; `prompt_n` counts all prompt tokens, of which `cached_n` were in the KV cache."""
 
     request_id: int
@@ -212,7 +212,7 @@ class Measured(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(_Record, frozen=True, kw_only=True, tag=True):
-    """What was asked for did not work. `request_id` None: the engine itself (it did not start, or it died)."""
+    """What was asked for did not work. `request_id` None: the engine itself (it did not start, or died)."""
 
     kind: FailureKind
     message: str
@@ -235,5 +235,5 @@ def decode_rate(predicted_n: int, predicted_ms: float) -> float:
 
 
 def prefill_rate(prompt_n: int, cached_n: int, prompt_ms: float) -> float:
-    """Prefill speed in tokens per second: prompt tokens computed / time to first token. 0 where there is none."""
+    """Prefill speed in tokens per second: prompt tokens computed / time to first token; 0 without one."""
     return (prompt_n - cached_n) / prompt_ms * 1e3 if prompt_ms > 0 else 0.0

@@ -107,10 +107,7 @@ class _Server:
     def _answer(self, model: Model, request: Generate | Measure) -> None:
         end: Event
         try:
-            if isinstance(request, Measure):
-                end = model.measure(request)
-            else:
-                end = self._generate(model, request)
+            end = model.measure(request) if isinstance(request, Measure) else self._generate(model, request)
         except Exception as error:
             _log_without_messages(error)
             end = replace(_failed(error), request_id=request.request_id)

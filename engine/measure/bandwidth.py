@@ -16,10 +16,9 @@ ROUNDS = 8
 
 
 def copy_gbps(device: str) -> float:
-    """10^9 bytes a second, read and written, by a copy in the memory of tinygrad's `device`; the best of some.
-
-    On a CPU all cores copy with the C library's memcpy, since tinygrad's copies are slower than the memory;
-    elsewhere it is a kernel.
+    """10^9 bytes a second, read and written, by the best of some copies in the memory of `device` (tinygrad's
+    name). On a CPU all cores copy with the C library's memcpy, since tinygrad's copies are slower than the
+    memory; elsewhere it is a kernel.
     """
     if device.split(":")[0] == "CPU":
         return _host_copy_gbps()
