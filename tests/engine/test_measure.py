@@ -50,7 +50,7 @@ async def test_tokens_tell_when_they_were_there_by_the_engines_clock(engines):
     assert times == sorted(times)
     end = events[-1]
     assert isinstance(end, Finished)
-    assert times[0] >= end.prompt_ms >= 50
+    assert times[0] >= 50
     assert times[-1] - times[0] == pytest.approx(end.predicted_ms, abs=50)
     assert len(set(times)) == 30  # though the events arrive in parcels
 
