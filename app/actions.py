@@ -17,27 +17,27 @@ class Action(NamedTuple):
 
 ACTIONS = (
     Action("escape", "stop", "Stop", "Stop the reply; what has arrived is kept"),
-    Action("ctrl+r", "regenerate", "Regenerate", "Answer the last prompt again, in place of the last reply"),
+    Action("ctrl+r", "regenerate", "Regenerate", "Answer the last prompt again, in place of the reply"),
     Action("ctrl+g", "go_on", "Go on", "Continue the last reply where it ended"),
-    Action("f2", "edit", "Edit last prompt", "Bring the last prompt back to change it and send it again"),
+    Action("f2", "edit", "Edit last prompt", "Bring the last prompt back, to change and resend it"),
     Action("f3", "copy_reply", "Copy reply", "Copy the last reply, as Markdown"),
     Action("f4", "copy_code", "Copy code block", "Copy the last code block"),
     Action("ctrl+t", "toggle_thinking", "Show or fold thinking", "Unfold what the model thought, or fold it"),
-    Action("ctrl+n", "new_chat", "New chat", "Start an empty conversation; this one stays in the past chats"),
+    Action("ctrl+n", "new_chat", "New chat", "Start an empty chat; this one stays in the past chats"),
     Action("ctrl+o", "past_chats", "Past chats", "Find, open, rename or delete earlier conversations"),
-    Action("ctrl+s", "export", "Export chat", "Write the conversation to a Markdown file in this folder"),
+    Action("ctrl+s", "export", "Export chat", "Write the chat to a Markdown file in this folder"),
     Action("f1", "help", "Help", "All keys"),
     Action("ctrl+q", "quit", "Quit", "Leave; the conversation is saved"),
 )
 
 OTHER_KEYS = (
     ("Enter", "Send the prompt"),
-    ("Ctrl+J, Alt+Enter", "New line in the prompt (Shift+Enter too, where the terminal knows it)"),
+    ("Ctrl+J, Alt+Enter", "New line; Shift+Enter too, where the terminal knows it"),
     ("Up, Down", "Earlier prompts, from the first and the last line"),
     ("Page Up, Page Down", "Scroll; at the end the view follows the reply again"),
     ("Ctrl+Home, Ctrl+End", "First message, last message"),
-    ("Mouse", "Select text: it is copied at once; a link: its address is"),
-    ("Ctrl+C", "Copy what is selected; with nothing selected, stop the reply"),
+    ("Mouse", "Selecting text copies it; a click copies a link"),
+    ("Ctrl+C", "Copy the selection; without one, stop the reply"),
     ("Ctrl+P", "All commands, and the theme"),
 )
 

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 from textual import on, work
@@ -38,12 +38,13 @@ from widgets.reply_markdown import code_blocks
 from widgets.status_line import StatusLine
 from widgets.text import clean, one_line
 from widgets.transcript import Transcript
-from widgets.turn import Turn
+from widgets.turn import WARNING, Turn
 from widgets.turn_view import TurnView
 from widgets.welcome import Welcome
 
 PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · F1 keys"
 EMPTY = "The model gave an empty reply · Ctrl+R tries again"
+EDITING = "editing · Enter sends it in place of the old one and what follows · Esc leaves it"
 TINY_WIDTH = 40
 """Narrower terminals show the chat and the prompt only."""
 NOTICE_S = 5.0
@@ -62,8 +63,9 @@ MAX_FRAME_S = 1.0
 class ChatApp(App[None]):
     """A conversation with an engine, saved in a history.
 
-    `chat_id` opens a past chat, `initial_prompt` is sent as soon as the engine is ready. `think` asks a model
-    that can think to do so. The engine is started when the application is, and closed with it.
+    `chat_id` opens a past chat, `initial_prompt` is sent as soon as the engine is ready, `think` asks a model
+    that can think to do so. `clock` gives the seconds for whatever is timed on the screen. The engine is
+    started when the application is, and closed with it.
     """
 
     TITLE = "orin-chat"
@@ -100,6 +102,7 @@ class ChatApp(App[None]):
         chat_id: int | None = None,
         initial_prompt: str = "",
         think: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self.engine = engine
@@ -109,7 +112,8 @@ class ChatApp(App[None]):
         self.max_tokens = max_tokens
         self.think = think
         self.conversation = Conversation(history, system)
-        self.status = StatusObserver()
+        self.clock = clock
+        self.status = StatusObserver(clock)
         self.queued = initial_prompt
         self._open_first = chat_id
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
@@ -119,7 +123,7 @@ class ChatApp(App[None]):
         self._thinking_since: float | None = None
         self._editing: int | None = None  # index of the turn that the prompt box replaces
         self._frame_at = self._frame_cpu = self._save_at = self._notice_until = 0.0
-        self._draft = ""
+        self._draft = self._title = ""
         self._told: HistoryError | None = None
         self.animation_level = "none"
 
@@ -227,7 +231,7 @@ class ChatApp(App[None]):
             self.conversation.add(reply)
             await self.transcript.add(reply)
             self._save_at = time.monotonic() + SAVE_S
-        now = time.monotonic()
+        now = self.clock()
         if isinstance(token, Thinking):
             self._thinking_since = self._thinking_since or now
             reply.thinking += token.text
@@ -261,14 +265,14 @@ class ChatApp(App[None]):
         """One line about how a reply ended; "" where there is nothing to say."""
         if isinstance(end, Failed):
             key = "Ctrl+N starts a new chat" if end.kind == "context" else "Ctrl+R tries again"
-            return f"⚠ {_sentence(end)} · {key}"
+            return f"{WARNING} {_sentence(end)} · {key}"
         if end.reason == "cancelled":
             return "stopped · Ctrl+G goes on"
         if end.reason == "length":
             used, length = end.context_used, self.status.snapshot().context_length
             if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
                 return f"stopped at {end.predicted_n:,} tokens, as asked · Ctrl+G goes on"
-            return f"⚠ The context is full: {used:,} of {length:,} tokens · Ctrl+N starts a new chat"
+            return f"{WARNING} The context is full: {used:,} of {length:,} tokens · Ctrl+N starts a new chat"
         return ""
 
     async def _next(self, failure: Failed | None) -> None:
@@ -305,7 +309,7 @@ class ChatApp(App[None]):
             if self._reply is not None and self.conversation.problem is None:
                 self._save()
             self._save_draft()
-        if self._notice_until and now >= self._notice_until:
+        if self._notice_until and self.clock() >= self._notice_until:
             self.notice("")
         self._show_status()
 
@@ -314,12 +318,7 @@ class ChatApp(App[None]):
         self.status_line.status = self.activity.status = self.welcome.status = status
         self.column.set_class(not self.conversation.turns, "-empty")
         self.activity.hint = self._hint(status)
-        if status.phase not in (Phase.READY, Phase.GONE):
-            self.activity.step += 1
-        if self.size.width < TINY_WIDTH:
-            self.prompt.border_title = Content(self.activity.notice or describe(status))
-        elif self._editing is None:
-            self.prompt.border_title = None
+        self._show_title()
 
     def _hint(self, status: EngineStatus) -> str:
         if status.phase in (Phase.PREFILLING, Phase.GENERATING):
@@ -338,7 +337,7 @@ class ChatApp(App[None]):
     def notice(self, text: str, *, warning: bool = False, seconds: float = NOTICE_S) -> None:
         """Says something in the line above the prompt for a while; "" takes it away."""
         self.activity.notice, self.activity.is_warning = text, warning
-        self._notice_until = time.monotonic() + seconds if text else 0.0
+        self._notice_until = self.clock() + seconds if text else 0.0
 
     def _save(self) -> None:
         self.conversation.save(self.status.snapshot().model)
@@ -397,10 +396,17 @@ class ChatApp(App[None]):
             self._show_editing()
 
     def _show_editing(self) -> None:
-        editing = self._editing is not None
-        self.prompt.set_class(editing, "-editing")
-        title = "editing · Enter sends it in place of the old one and what follows · Esc leaves it"
-        self.prompt.border_title = Content(title) if editing else None
+        self.prompt.set_class(self._editing is not None, "-editing")
+        self._show_title()
+
+    def _show_title(self) -> None:
+        """In the prompt's border: that it edits or, where there is no room elsewhere, the activity."""
+        title = EDITING if self._editing is not None else ""
+        if self.size.width < TINY_WIDTH:
+            title = title or self.activity.notice or describe(self.activity.status)
+        if title != self._title:
+            self._title = title
+            self.prompt.border_title = Content(title)
 
     # --- the user: the reply ----------------------------------------------------------------------------
 

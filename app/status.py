@@ -83,6 +83,7 @@ class StatusObserver:
                     context_used=event.context_used,
                 )
             case Failed(request_id=request_id):
+                self._status = self.snapshot()  # the speed it had until then
                 self._phase(Phase.GONE if request_id is None else Phase.READY)
 
     def _token(self) -> None:

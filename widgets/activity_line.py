@@ -10,6 +10,7 @@ from widgets.engine_status import EngineStatus, Phase
 from widgets.text import as_bytes, as_duration, one_line
 
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+SPIN_S = 0.1
 
 
 def describe(status: EngineStatus) -> str:
@@ -54,7 +55,6 @@ class ActivityLine(Widget):
     notice: reactive[str] = reactive("")
     is_warning: reactive[bool] = reactive(False)
     hint: reactive[str] = reactive("")
-    step: reactive[int] = reactive(0)
 
     def render(self) -> Content:
         width = self.size.width
@@ -62,7 +62,13 @@ class ActivityLine(Widget):
             mark, style = ("⚠", "$text-warning") if self.is_warning else ("·", "$text")
             return Content.styled(f"{mark} {one_line(self.notice)}", style).truncate(width, ellipsis=True)
         busy = self.status.phase not in (Phase.READY, Phase.GONE)
-        mark = SPINNER[self.step % len(SPINNER)] if busy else "⚠" if self.status.phase is Phase.GONE else "·"
+        mark = (
+            SPINNER[int(self.status.elapsed_s / SPIN_S) % len(SPINNER)]
+            if busy
+            else "⚠"
+            if self.status.phase is Phase.GONE
+            else "·"
+        )
         left = Content.assemble((mark, "$text-accent" if busy else ""), f" {describe(self.status)}")
         gap = width - left.cell_length - len(self.hint)
         if gap < 2:

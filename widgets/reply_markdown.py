@@ -10,7 +10,8 @@ from markdown_it.token import Token
 from textual.content import Content
 from textual.highlight import HighlightTheme, highlight
 from textual.widgets import Markdown
-from textual.widgets.markdown import MarkdownFence
+from textual.widgets._markdown import MarkdownBullet, MarkdownBulletList, MarkdownList, MarkdownOrderedList
+from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from widgets.text import clean
 
@@ -90,6 +91,35 @@ def _highlighted(code: str, language: str, ansi: bool, dark: bool) -> Content:
     return highlight(code, language=language, theme=CodeTheme)
 
 
+async def _grow(shown: MarkdownList, block: MarkdownBlock) -> bool:
+    """Makes a list on the screen `block`, which is the same list grown, by drawing its last item and the new
+    ones only. False where all have to be drawn: it is no list, or its numbers have got wider."""
+    rows, items = list(shown.children), block._blocks
+    if type(block) is not type(shown) or not 0 < len(rows) <= len(items):
+        return False
+    bullets = [row.query_children(MarkdownBullet).first().symbol for row in (rows[0], rows[-1])]
+    if isinstance(block, MarkdownOrderedList):
+        first, last = (int(bullet.strip(" .")) for bullet in bullets)
+        if len(str(first + len(items) - 1)) != len(str(last)):
+            return False
+    drawn = list(block.compose())
+    await shown.remove_children(rows[-1:])
+    await shown.mount_all(drawn[len(rows) - 1 :])
+    return True
+
+
+class BulletList(MarkdownBulletList):
+    async def _update_from_block(self, block: MarkdownBlock) -> None:
+        if not await _grow(self, block):
+            await super()._update_from_block(block)
+
+
+class OrderedList(MarkdownOrderedList):
+    async def _update_from_block(self, block: MarkdownBlock) -> None:
+        if not await _grow(self, block):
+            await super()._update_from_block(block)
+
+
 class ReplyMarkdown(Markdown):
     """A reply's text. Links are never opened: `Markdown.LinkClicked` tells the application.
 
@@ -111,7 +141,13 @@ class ReplyMarkdown(Markdown):
     }
     """
     BULLETS = ["• ", "◦ ", "▪ ", "‣ "]  # noqa: RUF012 (declared so by Textual)
-    BLOCKS = {**Markdown.BLOCKS, "fence": Fence, "code_block": Fence}  # noqa: RUF012
+    BLOCKS = {  # noqa: RUF012
+        **Markdown.BLOCKS,
+        "fence": Fence,
+        "code_block": Fence,
+        "bullet_list_open": BulletList,
+        "ordered_list_open": OrderedList,
+    }
 
     def __init__(self) -> None:
         super().__init__(parser_factory=parser, open_links=False)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+WARNING = "⚠"
+"""What a note begins with where something went wrong."""
+
 
 @dataclass(eq=False)
 class Turn:

@@ -14,7 +14,7 @@ from textual.widgets import Static
 
 from widgets.reply_markdown import ReplyMarkdown
 from widgets.text import as_duration, clean, one_line
-from widgets.turn import Turn
+from widgets.turn import WARNING, Turn
 
 _UNDECIDED = re.compile(r"(?:^|\n)[ \t]*(?:\d{1,9}[.)]?|[-+*_=#>|`~]+)[ \t]*\Z")
 
@@ -92,11 +92,13 @@ class TurnView(Vertical):
     """A turn, with the line about it that `Turn.note` may hold."""
 
     DEFAULT_CSS = """
-    TurnView { height: auto; margin: 0 0 1 0; }
-    TurnView > .note { color: $text-muted; padding: 0 1 0 2; }
+    TurnView { height: auto; }  /* each part ends with a blank line: :last-child would restyle all siblings */
+    TurnView > .note { color: $text-muted; padding: 0 1 0 2; margin-bottom: 1; }
+    TurnView > .note.-warning { color: $text-warning; }
     TurnView > .note.-empty { display: none; }
-    TurnView.-user > .prompt { padding: 0 1; background: $boost; border-left: outer $primary; }
-    TurnView ReplyMarkdown > MarkdownBlock:last-child { margin-bottom: 0; }
+    TurnView.-user > .prompt {
+        padding: 0 1; margin-bottom: 1; background: $boost; border-left: outer $primary;
+    }
     """
 
     class LinkClicked(Message):
@@ -152,6 +154,7 @@ class TurnView(Vertical):
     def _show_note(self) -> None:
         note = self.query_one(".note", Static)
         note.set_class(not self.turn.note, "-empty")
+        note.set_class(self.turn.note.startswith(WARNING), "-warning")
         note.update(Content(one_line(self.turn.note)))
 
     def on_markdown_link_clicked(self, event: ReplyMarkdown.LinkClicked) -> None:

@@ -37,9 +37,9 @@ def chat_line(chat: ChatSummary, now: float, is_current: bool) -> Content:
     marks = (" · interrupted" if chat.interrupted else "") + (" · open now" if is_current else "")
     return Content.assemble(
         (one_line(chat.title), "bold"),
-        ("  " + " · ".join(fact for fact in facts if fact) + marks, "$text-muted"),
+        ("  " + " · ".join(fact for fact in facts if fact) + marks, "$foreground 60%"),
         "\n",
-        (one_line(chat.excerpt) or " ", "$foreground 60%"),
+        (one_line(chat.excerpt) or " ", "$foreground 45%"),
     )
 
 

@@ -83,8 +83,13 @@ class FakeEngine:
         self.token_s = token_s
         self.requests: list[Generate] = []
         self.closed = 0
+        self.seconds = 1000.0
         self._gate = asyncio.Event()
         self._stopped = asyncio.Event()
+
+    def clock(self) -> float:
+        """A clock for the application under test: an event takes 10 ms, whatever the machine."""
+        return self.seconds
 
     def release(self) -> None:
         """Lets the stream that waits at a None go on."""
@@ -111,11 +116,14 @@ class FakeEngine:
 
     async def _play(self, events: Sequence[Event | None]) -> AsyncIterator[Event]:
         for event in events:
+            self.seconds += 0.01
             if event is None:
                 waits = [asyncio.ensure_future(e.wait()) for e in (self._gate, self._stopped)]
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for wait in waits:
-                    wait.cancel()
+                try:
+                    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for wait in waits:
+                        wait.cancel()
                 self._gate.clear()
             elif isinstance(event, Token):
                 await asyncio.sleep(self.token_s)

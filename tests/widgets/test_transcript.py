@@ -195,6 +195,7 @@ int f;
 async def test_a_streamed_reply_looks_like_the_whole(step):
     async with showing([Turn("assistant", DOCUMENT)], size=(60, 50)) as (transcript, pilot):
         whole = text(transcript)
+        assert len(whole.rstrip("\n").splitlines()) < 40
     turn = Turn("assistant", finished=False, streaming=True)
     async with showing([turn], size=(60, 50)) as (transcript, pilot):
         for start in range(0, len(DOCUMENT), step):

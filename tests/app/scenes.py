@@ -1,0 +1,146 @@
+"""Moments of the chat that are worth a picture: for the snapshot tests and for the README."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from textual.pilot import Pilot
+
+from app.chat_app import FRAME_S, ChatApp
+from app.history import History
+from engine.events import Event, Loading, Message
+from tests.app.fake_engine import DIED, STARTED, FakeEngine, reply
+
+NOW = datetime(2026, 5, 7, 14, 5)
+QUESTION = "Why are there two tides a day, and can I compute them?"
+THOUGHT = """\
+The user asks why there are two tides a day, not one. The point is that tides come from the difference of \
+the Moon's pull across the Earth. Then a small formula: two sines, lunar and solar, with periods of 12.42 \
+and 12 hours. I should say that coasts resonate, so that real tables are fitted to measurements.
+"""
+ANSWER = """\
+Because the Moon pulls on the near side of the Earth **more** than on its middle, and on the middle more \
+than on the far side: the water is stretched into *two* bulges, and the Earth turns under both.
+
+1. The Moon's part repeats every 12 h 25 min, half of a lunar day.
+2. The Sun's part is `46 %` as strong and repeats every 12 h:
+   - together at new and full moon: *spring* tides
+   - against each other at half moon: *neap* tides
+
+A first approximation is the sum of two sines:
+
+```python
+from math import pi, sin
+
+def tide_m(t_h: float) -> float:
+    \"\"\"Height in metres, t_h hours after a spring high tide.\"\"\"
+    moon = 1.00 * sin(2 * pi * t_h / 12.42 + pi / 2)
+    return moon + 0.46 * sin(2 * pi * t_h / 12.00 + pi / 2)
+```
+
+Coasts *resonate*, so real tide tables are fitted to measurements with dozens of such terms.
+"""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A chat of one size, what the engine says in it, and what the user does (`act`) until the picture."""
+
+    size: tuple[int, int]
+    replies: Sequence[Sequence[Event | None]]
+    prompt: str = ""
+    start: Sequence[Event | None] = STARTED
+    shows: str = ""
+    act: Callable[[ChatApp, Pilot[None]], Awaitable[None]] | None = None
+    theme: str = ""
+    with_past_chats: bool = False
+
+    def app(self) -> ChatApp:
+        engine = FakeEngine(*self.replies, start=self.start)
+        history = past_chats() if self.with_past_chats else History(":memory:")
+        app = ChatApp(engine, history, initial_prompt=self.prompt, clock=engine.clock)
+        if self.theme:
+            app.theme = self.theme
+        return app
+
+    async def play(self, pilot: Pilot[None]) -> None:
+        app = pilot.app
+        assert isinstance(app, ChatApp)
+        app.prompt.cursor_blink = False
+        await sees(pilot, self.shows)
+        if self.act is not None:
+            await self.act(app, pilot)
+        await pilot.pause(3 * FRAME_S)
+
+
+async def sees(pilot: Pilot[None], text: str) -> None:
+    for _ in range(500):
+        if text in "\n".join(strip.text for strip in pilot.app.screen._compositor.render_strips()):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{text!r} did not come")
+
+
+def past_chats() -> History:
+    history = History(":memory:")
+    for days, title, prompt, answer in (
+        (
+            400,
+            "",
+            "Explain the borrow checker to a Python programmer",
+            "Ownership is a rule about who frees.",
+        ),
+        (40, "Sourdough", "How long does sourdough rise?", "Until it has doubled: four hours at 25 °C."),
+        (2, "", "Why is the sea salty?", "Rivers bring salts, and only water leaves."),
+        (0, "", QUESTION, ANSWER),
+    ):
+        chat_id = history.new_chat("Qwen3 0.6B")
+        history.append(chat_id, Message(role="user", content=prompt))
+        history.append(chat_id, Message(role="assistant", content=answer))
+        history.rename(chat_id, title)
+        updated = (NOW - timedelta(days=days, minutes=5)).timestamp()
+        history._db.execute("UPDATE chats SET updated = ? WHERE id = ?", (updated, chat_id))
+    return history
+
+
+async def _queue_and_draft(app: ChatApp, pilot: Pilot[None]) -> None:
+    app.prompt.insert("And on Mars?")
+    await pilot.press("enter")
+    app.prompt.insert("a draft\nof two lines")
+    await sees(pilot, "next: And on Mars?")
+
+
+async def _edit(app: ChatApp, pilot: Pilot[None]) -> None:
+    await pilot.press("ctrl+t", "f2")
+
+
+async def _past_chats(app: ChatApp, pilot: Pilot[None]) -> None:
+    await pilot.press("ctrl+o")
+    await sees(pilot, "Sourdough")
+
+
+async def _help(app: ChatApp, pilot: Pilot[None]) -> None:
+    await pilot.press("f1")
+    await sees(pilot, "Esc closes")
+
+
+_whole = [reply(ANSWER, THOUGHT)]
+_half = [[*reply(ANSWER[: ANSWER.index("moon +")], THOUGHT)[:-1], None]]
+_died = [[*reply(ANSWER, THOUGHT)[:140], DIED]]
+_loading = [Loading(done_bytes=done, total_bytes=636_000_000) for done in range(0, 404_000_000, 4_000_000)]
+
+SCENES = {
+    "welcome": Scene((80, 24), [], shows="ready"),
+    "loading": Scene((60, 20), [], start=(*_loading, None), shows="63%"),
+    "reply": Scene((120, 40), _whole, QUESTION, shows="such terms"),
+    "reply-narrow": Scene((60, 20), _whole, QUESTION, shows="such terms"),
+    "reply-light": Scene((90, 36), _whole, QUESTION, shows="such terms", theme="textual-light"),
+    "answering": Scene((100, 34), _half, QUESTION, shows="1.00 * sin", act=_queue_and_draft),
+    "tiny": Scene((32, 12), [[*reply(ANSWER)[:40], None]], QUESTION, shows="Moon pulls"),
+    "died-and-editing": Scene((90, 26), _died, QUESTION, shows="⚠ The engine", act=_edit),
+    "past-chats": Scene((100, 26), [], act=_past_chats, shows="ready", with_past_chats=True),
+    "help": Scene((80, 30), [], act=_help, shows="ready"),
+}  # fmt: skip

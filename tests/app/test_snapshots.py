@@ -1,0 +1,12 @@
+"""The chat as it looks. After a change that is meant: pytest tests/app/test_snapshots.py --snapshot-update"""
+
+import pytest
+
+from tests.app.scenes import NOW, SCENES
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_it_looks_as_it_did(name, snap_compare, monkeypatch):
+    monkeypatch.setattr("app.screens.chats.time.time", NOW.timestamp)
+    scene = SCENES[name]
+    assert snap_compare(scene.app(), terminal_size=scene.size, run_before=scene.play)
