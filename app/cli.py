@@ -53,11 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Makes output always possible: what was closed leads nowhere, what cannot be shown is "?"."""
-    for name in ("stdout", "stderr"):
+    """Makes input and output always possible: what is closed is empty or leads nowhere, and what cannot be
+    shown is "?"."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (open until the end)
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 (open until the end)
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
 
