@@ -40,7 +40,7 @@ from engine.measure.compiling import kernels_reported
 from engine.measure.machine import device_name
 from engine.model.config import ModelConfig
 from engine.model.sampling import Sampler, log_probabilities
-from engine.model.steps import GraphSteps, Steps
+from engine.model.steps import Steps, open_steps
 from engine.model.weights import Weights
 
 Report = Callable[[Event], None]
@@ -63,7 +63,7 @@ class TextModel:
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         with results_kept(file):
-            self._steps: Steps = GraphSteps(weights, self.context_length)
+            self._steps: Steps = open_steps(weights, self.context_length)
             with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
                 self._warm_up()
         self.ready = Ready(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from tinygrad import Tensor, TinyJit, UOp, dtypes
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from engine.model.cache import KVCache
 from engine.model.sampling import Logits
@@ -65,6 +65,15 @@ class GraphSteps:
         best = logits.argmax().cast(dtypes.int32)
         Tensor.realize(best, logits)
         return best, logits
+
+
+def open_steps(weights: Weights, context_length: int) -> Steps:
+    """The steps that suit the default device: quantized kernels of our own on NVIDIA GPUs, else graphs."""
+    if Device.DEFAULT.split(":")[0] in ("CUDA", "NV"):
+        from engine.model.fused import FusedSteps
+
+        return FusedSteps(weights, context_length)
+    return GraphSteps(weights, context_length)
 
 
 def _ids(tokens: Sequence[int]) -> Tensor:
