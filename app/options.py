@@ -15,6 +15,7 @@ from engine.errors import ModelFileError, UsageError
 if TYPE_CHECKING:
     from app.settings import Settings
     from engine.events import Chat, EngineOptions, RawText, Sampling, TokenIds
+    from presets.loader import Preset
 
 BACKENDS = ("auto", "CPU", "CUDA", "NV")
 STDIN_LIMIT_BYTES = 16 << 20
@@ -73,9 +74,10 @@ def _parser(commands: dict[str, str]) -> Parser:
 
     add = parser.add_argument_group("model").add_argument
     add("--model", metavar="FILE", help="a GGUF file (settings.toml's, else the last one)")
+    add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
     add("--backend", type=_backend, choices=BACKENDS, help="the device (auto takes the fastest there is)")
     add("--context", type=_positive, metavar="N", help="context in tokens (the model's, within bounds)")
-    add("--beam", type=_count, metavar="N", default=0, help="width of the search for faster kernels (0)")
+    add("--beam", type=_count, metavar="N", help="width of the search for faster kernels (0)")
 
     add = parser.add_argument_group("chat").add_argument
     add("--system", metavar="TEXT", help="the system prompt")
@@ -143,34 +145,53 @@ def prompt(options: argparse.Namespace) -> Chat | RawText | TokenIds:
 
 
 def sampling(options: argparse.Namespace, settings: Settings) -> Sampling:
-    """The settings' sampling with what the command line says. Raises UsageError."""
+    """The settings' sampling, with what the preset and then the command line say. Raises UsageError."""
     from msgspec.structs import replace
 
     from app.settings import check_sampling
 
-    given = {name: getattr(options, name, None) for name in settings.sampling.__struct_fields__}
-    chosen = replace(settings.sampling, **{name: value for name, value in given.items() if value is not None})
+    preset = _preset(options, settings)
+    base: Sampling = settings.sampling if preset is None else preset.sampling.over(settings.sampling)
+    given = {name: getattr(options, name, None) for name in base.__struct_fields__}
+    chosen = replace(base, **{name: value for name, value in given.items() if value is not None})
     check_sampling(chosen)
     return chosen
 
 
 def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOptions:
-    """What the engine is started with; its model becomes the one used last. Raises UsageError and
-    ModelFileError, as `model_path` does."""
+    """What the engine is started with: the command line first, then the preset, then the settings; its model
+    becomes the one used last. Raises UsageError and ModelFileError, as `model_path` does."""
+    from msgspec.structs import replace
+
     from app.settings import remember_model
     from engine.events import EngineOptions
 
-    backend = options.backend or _backend(settings.backend)
+    backend = _backend(settings.backend)
     if backend not in BACKENDS:
         raise UsageError(f"The settings name a backend {backend!r}.", f"There are {', '.join(BACKENDS)}.")
+    preset = _preset(options, settings)
     path = model_path(options.model, settings)
     remember_model(path)
-    return EngineOptions(
-        model_path=str(path),
-        backend=backend,
-        context_length=options.context or settings.context,
-        beam=options.beam,
-    )
+    if preset is None:
+        chosen = EngineOptions(model_path=str(path), backend=backend, context_length=settings.context)
+    else:
+        chosen = preset.options(str(path), settings.context)
+    given = {"backend": options.backend, "context_length": options.context, "beam": options.beam}
+    return replace(chosen, **{name: value for name, value in given.items() if value is not None})
+
+
+def preset_name(options: argparse.Namespace, settings: Settings) -> str:
+    """The preset that is asked for; "" for none. The settings' gives way to a --backend."""
+    return options.preset or ("" if options.backend else settings.preset)
+
+
+def _preset(options: argparse.Namespace, settings: Settings) -> Preset | None:
+    """Raises UsageError for a preset that there is not, or that cannot be used."""
+    if not (name := preset_name(options, settings)):
+        return None
+    from presets.loader import find
+
+    return find(name)
 
 
 def model_path(given: str | None, settings: Settings) -> Path:

@@ -32,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The keys of settings.toml and their defaults; sampling is a table, [sampling]."""
 
     model: str = ""
+    preset: str = ""
     backend: str = "auto"
     context: int | None = None
     system: str = ""

@@ -22,7 +22,8 @@ BACKENDS = ("CPU", "CUDA", "NV")
 
 
 def prepare(options: EngineOptions) -> str:
-    """Sets DEV, CC and PARALLEL for `options.backend`, before tinygrad is imported, and returns DEV.
+    """Sets DEV, CC and PARALLEL for `options.backend` and what else of `options` tinygrad reads from the
+    environment (BEAM, JITBEAM, MV_*), before tinygrad is imported, and returns DEV.
 
     "auto" is the user's own DEV where it is set, else CUDA where an NVIDIA GPU can be used, else CPU. Raises
     UsageError for an unknown backend, BackendError for one that cannot work on this machine.
@@ -49,7 +50,33 @@ def prepare(options: EngineOptions) -> str:
     # tinygrad's compile processes live for 16 kernels and take a second to start: two cores gain nothing by
     # them, and changes to its code generation (engine/fixes) would have to be carried into each.
     os.environ.setdefault("PARALLEL", "0")
+    os.environ.update(_search(options))
     return backend
+
+
+def _search(options: EngineOptions) -> dict[str, str]:
+    """tinygrad's variables for how it looks for kernels; those that `options` leave open are not in it."""
+    chosen: dict[str, int | None] = {"BEAM": options.beam, "JITBEAM": options.jitbeam}
+    if options.matvec is not None:
+        chosen["MV_BLOCKSIZE"] = options.matvec.block_size
+        chosen["MV_THREADS_PER_ROW"] = options.matvec.threads_per_row
+        chosen["MV_ROWS_PER_THREAD"] = options.matvec.rows_per_thread
+    return {name: str(value) for name, value in chosen.items() if value is not None}
+
+
+def flaw(backend: str) -> str:
+    """What keeps a backend from working on this machine, in a few words; "" where nothing is known to. May
+    take a second: a driver is asked."""
+    match backend:
+        case "CUDA":
+            return _cuda_flaw()
+        case "NV":
+            return (
+                "" if Path("/dev/nvidiactl").exists() else "there is no NVIDIA kernel driver (/dev/nvidiactl)"
+            )
+        case "CPU":
+            return "" if _clang() else "there is no compiler (clang, or the package ziglang)"
+    return ""
 
 
 def _cuda_flaw() -> str:

@@ -14,6 +14,7 @@ import msgspec
 Role = Literal["system", "user", "assistant"]
 StopReason = Literal["stop", "length", "cancelled"]
 FailureKind = Literal["usage", "model", "backend", "context", "internal"]
+KernelPath = Literal["auto", "fused", "graph"]
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -63,14 +64,30 @@ class Sampling(_Record, frozen=True, kw_only=True, tag=True):
     seed: int | None = None
 
 
+class Matvec(_Record, frozen=True, kw_only=True, tag=True):
+    """How tinygrad's heuristic cuts a matrix-vector product: its MV_BLOCKSIZE, MV_THREADS_PER_ROW and
+    MV_ROWS_PER_THREAD."""
+
+    block_size: int = 4
+    threads_per_row: int = 8
+    rows_per_thread: int = 4
+
+
 class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     """What an engine is started with; fixed for the life of its process. `backend` is a tinygrad device
-    ("CPU", "CUDA", "NV") or "auto"; `context_length` None takes the model's own, bounded by memory."""
+    ("CPU", "CUDA", "NV") or "auto"; `context_length` None takes the model's own, bounded by memory.
+
+    `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules,
+    "auto" what suits the device. `beam` is the width of tinygrad's search for faster kernels, `jitbeam` that
+    in the captured steps alone, `matvec` its heuristic; None leaves them to the environment."""
 
     model_path: str
     backend: str = "auto"
     context_length: int | None = None
-    beam: int = 0
+    kernels: KernelPath = "auto"
+    beam: int | None = None
+    jitbeam: int | None = None
+    matvec: Matvec | None = None
 
 
 # --- commands ------------------------------------------------------------------------------------------

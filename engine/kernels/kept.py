@@ -29,7 +29,10 @@ from engine.measure.machine import device_name
 
 KEPT_FILES = 32  # the last used; others are deleted
 # What else the results depend on: the device and its code generation are chosen by these.
-VARIABLES = ("DEV", "CC", "BEAM", "JITBEAM", "JIT_BATCH_SIZE", "ALLOW_HALF8", "NOOPT")
+VARIABLES = (
+    "DEV", "CC", "BEAM", "JITBEAM", "JIT_BATCH_SIZE", "ALLOW_HALF8", "NOOPT",
+    "MV", "MV_BLOCKSIZE", "MV_THREADS_PER_ROW", "MV_ROWS_PER_THREAD",
+)  # fmt: skip
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class TextModel:
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         with results_kept(file):
-            self._steps: Steps = open_steps(weights, self.context_length)
+            self._steps: Steps = open_steps(weights, self.context_length, options.kernels)
             with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
                 self._warm_up()
         self.ready = Ready(

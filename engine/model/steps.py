@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
+from engine.errors import UsageError
+from engine.events import KernelPath
 from engine.model.cache import KVCache
 from engine.model.sampling import Logits
 from engine.model.transformer import Transformer
@@ -67,9 +69,18 @@ class GraphSteps:
         return best, logits
 
 
-def open_steps(weights: Weights, context_length: int) -> Steps:
-    """The steps that suit the default device: quantized kernels of our own on NVIDIA GPUs, else graphs."""
-    if Device.DEFAULT.split(":")[0] in ("CUDA", "NV"):
+FUSED = ("CUDA", "NV")  # devices with quantized kernels of our own
+
+
+def open_steps(weights: Weights, context_length: int, kernels: KernelPath = "auto") -> Steps:
+    """The steps that suit the default device: quantized kernels of our own on NVIDIA GPUs, else graphs; or
+    those that `kernels` names. Raises UsageError for a device that does not have them."""
+    device = Device.DEFAULT.split(":")[0]
+    if kernels == "fused" and device not in FUSED:
+        raise UsageError(
+            f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
+        )
+    if kernels != "graph" and device in FUSED:
         from engine.model.fused import FusedSteps
 
         return FusedSteps(weights, context_length)

@@ -1,0 +1,158 @@
+"""Presets: how an engine is set up, under a name. Built-in ones lie beside this file, the user's own in the
+folder of the configuration; a user's takes the place of a built-in one of the same name.
+
+    title = "CUDA, tensor graphs, searched 2 wide"    # what is shown
+    backend = "CUDA"          # auto, CPU, CUDA, NV
+    kernels = "graph"         # fused (quantized kernels), graph (tensor graphs), auto
+    beam = 2                  # width of the search for kernels, 0 to 16; jitbeam: in the captured steps alone
+    kv = "f16"                # the type of the KV cache
+    context = 8192            # tokens
+    [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"
+    block_size = 4
+    threads_per_row = 8
+    rows_per_thread = 4
+    [sampling]
+    temperature = 0.7
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import platformdirs
+from msgspec import Meta
+from msgspec.structs import asdict, replace
+
+from engine.errors import UsageError
+from engine.events import EngineOptions, KernelPath, Matvec, Sampling
+
+BUILT_IN = Path(__file__).parent
+KV_TYPES = ("f16",)
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
+
+_Width = Annotated[int, Meta(ge=0, le=16)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class PresetMatvec(Matvec, frozen=True, kw_only=True, tag="Matvec", forbid_unknown_fields=True):
+    """`Matvec` as the file spells it: a key that does not exist is an error."""
+
+
+class PresetSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a preset says of sampling; None leaves it to the settings."""
+
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_k: _Count | None = None
+    top_p: _Share | None = None
+    min_p: _Share | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repeat_last_n: _Count | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+
+    def over(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, **{name: value for name, value in asdict(self).items() if value is not None})
+
+
+class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    title: Annotated[str, Meta(min_length=1, max_length=80)]
+    backend: Literal["auto", "CPU", "CUDA", "NV"] = "auto"
+    kernels: KernelPath = "auto"
+    beam: _Width = 0
+    jitbeam: _Width | None = None
+    kv: str = "f16"
+    context: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
+    matvec: PresetMatvec | None = None
+    sampling: PresetSampling = PresetSampling()
+
+    def options(self, model_path: str, context_length: int | None = None) -> EngineOptions:
+        """What an engine is started with; `context_length` where the preset leaves it open."""
+        matvec = None if self.matvec is None else Matvec(**asdict(self.matvec))
+        return EngineOptions(
+            model_path=model_path,
+            backend=self.backend,
+            context_length=self.context or context_length,
+            beam=self.beam,
+            jitbeam=self.beam if self.jitbeam is None else self.jitbeam,
+            kernels=self.kernels,
+            matvec=matvec,
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A preset that there is. `preset` is None, and `problem` a sentence, where its file cannot be used."""
+
+    name: str
+    path: Path
+    preset: Preset | None
+    problem: str = ""
+
+    @property
+    def built_in(self) -> bool:
+        return self.path.parent == BUILT_IN
+
+
+def own_folder() -> Path:
+    return platformdirs.user_config_path("orin-chat", appauthor=False) / "presets"
+
+
+def entries() -> dict[str, Entry]:
+    """All presets by name: the built-in ones in the order of their names, then the user's own."""
+    found: dict[str, Entry] = {}
+    for folder in (BUILT_IN, own_folder()):
+        for path in sorted(folder.glob("*.toml")):
+            try:
+                found[path.stem] = Entry(path.stem, path, read(path))
+            except UsageError as error:
+                found[path.stem] = Entry(path.stem, path, None, error.message)
+    return found
+
+
+def find(name: str) -> Preset:
+    """The preset of a name. Raises UsageError where there is none, or its file cannot be used."""
+    known = entries()
+    if (entry := known.get(name)) is None:
+        raise UsageError(f"There is no preset {name!r}.", f"Choose one of {', '.join(known)}.")
+    if entry.preset is None:
+        raise UsageError(entry.problem, "Mend the file, or choose another preset.")
+    return entry.preset
+
+
+def read(path: Path) -> Preset:
+    """Raises UsageError, naming file and key, for a file that does not hold a preset."""
+    try:
+        return parse(path.read_text("utf-8"))
+    except (OSError, ValueError, UsageError) as error:
+        raise UsageError(f"The preset {path} cannot be used: {str(error).rstrip('.')}.") from error
+
+
+def parse(text: str) -> Preset:
+    """Raises ValueError (as msgspec's errors are), naming the key, for a text that is not a preset."""
+    preset = msgspec.toml.decode(text, type=Preset)
+    if preset.kv not in KV_TYPES:
+        raise ValueError(
+            f"a KV cache of type {preset.kv!r} does not exist, only {', '.join(KV_TYPES)} - at `$.kv`"
+        )
+    return preset
+
+
+def save(name: str, text: str) -> Path:
+    """Keeps `text` as the user's own preset `name` and returns its file. Raises UsageError for a name or a
+    text that is none, or a folder that cannot be written."""
+    if not NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is no name for a preset.", "Take small letters, digits, dots and dashes, 40 at most."
+        )
+    path = own_folder() / f"{name}.toml"
+    try:
+        parse(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The preset {name} is not saved: {str(error).rstrip('.')}.") from error
+    return path

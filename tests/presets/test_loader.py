@@ -1,0 +1,96 @@
+import pytest
+
+from engine import backends
+from engine.errors import UsageError
+from engine.events import EngineOptions, Matvec, Sampling
+from presets import loader
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "own_folder", lambda: tmp_path / "presets")
+    (tmp_path / "presets").mkdir()
+    return tmp_path / "presets"
+
+
+def test_the_built_in_ones_are_there_and_sound():
+    found = loader.entries()
+    assert {"cpu", "cuda", "cuda-beam2", "cuda-beam4", "nv", "nv-jitbeam2", "nv-jitbeam4", "safe"} <= set(
+        found
+    )
+    assert all(
+        entry.preset and entry.built_in and loader.NAME.fullmatch(entry.name) for entry in found.values()
+    )
+
+
+def test_a_preset_becomes_options(own):
+    (own / "mine.toml").write_text(
+        'title = "Mine"\nbackend = "CUDA"\nkernels = "graph"\nbeam = 3\ncontext = 512\n'
+        "[matvec]\nthreads_per_row = 16\n[sampling]\ntemperature = 0\n"
+    )
+    preset = loader.find("mine")
+    assert preset.options("m.gguf", 4096) == EngineOptions(
+        model_path="m.gguf", backend="CUDA", kernels="graph", beam=3, jitbeam=3, context_length=512,
+        matvec=Matvec(threads_per_row=16),
+    )  # fmt: skip
+    assert preset.sampling.over(Sampling(seed=7)) == Sampling(temperature=0, seed=7)
+    assert loader.find("safe").options("m", 99).context_length == 2048
+    assert loader.find("cpu").options("m", 99).context_length == 99
+
+
+def test_the_users_own_wins(own):
+    (own / "cuda.toml").write_text('title = "Mine"\nbackend = "CPU"\n')
+    assert loader.find("cuda").title == "Mine"
+    assert not loader.entries()["cuda"].built_in
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("backend = 'CPU'", "title"),
+        ("title = 'x'\nbackend = 'TPU'", "$.backend"),
+        ("title = 'x'\nbeam = -1", "$.beam"),
+        ("title = 'x'\nbaem = 1", "baem"),
+        ("title = 'x'\nkv = 'q8_0'", "'q8_0' does not exist, only f16 - at `$.kv`"),
+        ("title = 'x'\n[sampling]\ntop_p = 2", "$.sampling.top_p"),
+        ("title = 'x'\n[matvec]\nwidth = 2", "width"),
+        ("title = ", "end of document"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_key_and_spoils_no_other(own, text, says):
+    (own / "bad.toml").write_text(text)
+    with pytest.raises(UsageError) as error:
+        loader.find("bad")
+    assert says in str(error.value) and "bad.toml" in str(error.value)
+    assert loader.entries()["bad"].preset is None
+    assert loader.find("cpu")
+
+
+def test_bytes_that_are_no_text(own):
+    (own / "bad.toml").write_bytes(b"\xff\xfe")
+    assert "bad.toml" in loader.entries()["bad"].problem
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(UsageError, match="cuda-beam2"):
+        loader.find("fast")
+
+
+def test_saving(own):
+    path = loader.save("mine", 'title = "Mine"\n')
+    assert loader.find("mine").title == "Mine" and path.parent == own
+    for name, text in (("../x", 'title = "x"'), ("mine", "title = 3")):
+        with pytest.raises(UsageError):
+            loader.save(name, text)
+    assert loader.find("mine").title == "Mine"
+
+
+def test_what_is_chosen_reaches_tinygrads_environment(monkeypatch):
+    for name in ("DEV", "CC", "PARALLEL", "BEAM", "JITBEAM", "MV_BLOCKSIZE"):
+        monkeypatch.setenv(name, "unset")  # and undone afterwards
+    options = EngineOptions(model_path="m", backend="CPU", beam=0, jitbeam=2, matvec=Matvec(block_size=8))
+    backends.prepare(options)
+    environment = backends.os.environ
+    assert (environment["BEAM"], environment["JITBEAM"], environment["MV_BLOCKSIZE"]) == ("0", "2", "8")
+    backends.prepare(EngineOptions(model_path="m", backend="CPU"))
+    assert environment["JITBEAM"] == "2", "left to the environment"
