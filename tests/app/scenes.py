@@ -7,7 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from textual._context import visible_screen_stack
+from textual.app import App
 from textual.pilot import Pilot
+from textual.strip import Strip
 
 from app.chat_app import FRAME_S, ChatApp
 from app.history import History
@@ -71,17 +74,33 @@ class Scene:
         assert isinstance(app, ChatApp)
         app.prompt.cursor_blink = False
         await sees(pilot, self.shows)
+        await settled(pilot)
         if self.act is not None:
             await self.act(app, pilot)
-        await pilot.pause(3 * FRAME_S)
+        await settled(pilot)
 
 
 async def sees(pilot: Pilot[None], text: str) -> None:
     for _ in range(500):
-        if text in "\n".join(strip.text for strip in pilot.app.screen._compositor.render_strips()):
+        if text in "\n".join(strip.text for strip in drawn(pilot.app)):
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"{text!r} did not come")
+
+
+def drawn(app: App[None]) -> list[Strip]:
+    """The lines of the screen, with the screen that shows through behind it."""
+    visible_screen_stack.set(app._background_screens)
+    return app.screen._compositor.render_strips()
+
+
+async def settled(pilot: Pilot[None]) -> None:
+    """Waits until the screen has been the same for some frames, however slow the machine is."""
+    seen, frames = None, 0
+    while frames < 4:
+        await pilot.pause(FRAME_S / 2)
+        before, seen = seen, drawn(pilot.app)
+        frames = frames + 1 if seen == before else 0
 
 
 def past_chats() -> History:
