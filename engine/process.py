@@ -51,7 +51,7 @@ class EngineProcess(asyncio.Protocol):
 
         Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
-        with theirs, _open_log(log_path) as log:
+        with theirs, open_log(log_path) as log:
             self = cls(log_path, receive)
             self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
                 lambda: self, sock=ours
@@ -177,7 +177,7 @@ def _signal_name(number: int) -> str:
         return "unnamed"
 
 
-def _open_log(path: Path) -> IO[bytes]:
+def open_log(path: Path) -> IO[bytes]:
     """The log file, to be appended to by its owner alone; nothing, where none can be written."""
     trim_log(path)
     try:

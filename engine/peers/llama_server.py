@@ -1,0 +1,319 @@
+"""llama.cpp's llama-server as an engine, with our tokenizer and template: the peer to compare with.
+
+It is given token ids, so that only the computing differs. Its figures are made of its raw counts and times
+by the same formulas as ours (`engine.events`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import platformdirs
+
+from engine.errors import BackendError, ModelFileError, OrinError
+from engine.events import (
+    Chat,
+    EngineOptions,
+    Event,
+    Generate,
+    Loading,
+    ModelInfo,
+    Prefilling,
+    RawText,
+    Ready,
+    Sampling,
+    Thinking,
+    Token,
+    TokenIds,
+    TopToken,
+)
+from engine.formats.gguf import GGUF, StringArray
+from engine.formats.prompt import PromptEncoder
+from engine.formats.template import Prompt
+from engine.formats.thinking import ThinkSplitter
+from engine.measure.memory import resident
+from engine.peers import http
+from engine.peers.http import said
+from engine.peers.llama_process import LlamaProcess, find
+from engine.peers.peer import Peer, Tally
+
+START_S = 600.0  # a large model from a slow disk may take minutes
+POLL_S = 0.05
+HEALTH_S = 5.0
+
+
+class LlamaServer(Peer):
+    """llama-server on the model of `options`: started by us (`binary`, else LLAMA_SERVER, else the one on
+    PATH), or a running one at `url` that has been given the same model."""
+
+    name = "llama.cpp"
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        binary: str | None = None,
+        *,
+        url: str | None = None,
+        api_key: str = "",
+        start_s: float = START_S,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self._binary = binary
+        self._url = url
+        self._key = api_key
+        self._start_s = start_s
+        self._process: LlamaProcess | None = None
+        self._server: httpx.AsyncClient | None = None
+        self._prompts: PromptEncoder | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if it is ours."""
+        return self._process.pid if self._process else None
+
+    @property
+    def log_path(self) -> Path:
+        """What llama-server printed."""
+        return platformdirs.user_log_path("orin-chat", appauthor=False) / "llama-server.log"
+
+    # --- starting ---
+
+    async def _connect(self) -> AsyncGenerator[Event, None]:
+        began = time.perf_counter()
+        file = await asyncio.to_thread(GGUF, self.options.model_path)
+        if self._url is None:
+            program = find(self._binary)
+            self._process = await LlamaProcess.spawn(program, self.options, self.log_path)
+            process = self._process
+            self._server = http.client(process.base_url, process.key, process.socket)
+        else:
+            self._server = http.client(self._url.removesuffix("/").removesuffix("/v1"), self._key)
+        while not await self._is_healthy(self._server):
+            if time.perf_counter() - began > self._start_s:
+                raise BackendError(
+                    f"llama-server was not ready after {self._start_s:.0f} s.",
+                    f"Its log: {self.log_path}" if self._process else "See what it says where it runs.",
+                )
+            memory = resident(self.pid)
+            done = min(memory.now, file.file_bytes) if memory else 0
+            yield Loading(done_bytes=done, total_bytes=file.file_bytes)
+            await asyncio.sleep(POLL_S)
+        yield await self._describe(self._server, file, began)
+
+    async def _is_healthy(self, server: httpx.AsyncClient) -> bool:
+        """Whether the model is loaded. Raises OrinError where that will not be."""
+        try:
+            async with http.failures_as_sentences("llama-server", self._url or ""):
+                response = await server.get("health", timeout=HEALTH_S)
+        except BackendError:
+            if self._process is None:  # ours may not listen yet
+                raise
+            response = None
+        # What answers at the address of one that has ended is another's.
+        if self._process and await self._process.ended_within(0):
+            raise self._process.obituary(was_ready=False)
+        if response is None or response.status_code == 503:  # 503: the model is being loaded
+            return False
+        if not response.is_success:
+            raise http.refusal(response, response.content, self.name)
+        return True
+
+    async def _describe(self, server: httpx.AsyncClient, file: GGUF, began: float) -> Ready:
+        """Raises ModelFileError if the server has another model than `file`."""
+        properties = await http.get(server, "props", _Properties, self.name)
+        models = await http.get(server, "v1/models", _Models, self.name)
+        meta = (models.data[0].meta if models.data else None) or _Meta()
+        parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+        vocab = len(file.get("tokenizer.ggml.tokens", StringArray))
+        if (meta.n_params or parameters, meta.n_vocab or vocab) != (parameters, vocab):
+            theirs, wanted = said(Path(properties.model_alias).name), said(file.path.name)
+            raise ModelFileError(
+                f"The llama-server runs {theirs}, which is not {wanted}.",
+                "Start it with the same file, or let orin-chat start it.",
+            )
+        return Ready(
+            model=ModelInfo(
+                name=said(file.get("general.name", str, file.path.stem)),
+                architecture=said(file.get("general.architecture", str, "")),
+                quantization=said(properties.model_ftype),
+                parameters=parameters,
+                file_bytes=file.file_bytes,
+                trained_context=meta.n_ctx_train,
+                thinks="think>" in properties.chat_template,
+            ),
+            backend=self.name,
+            device_name=said(properties.build_info),
+            context_length=properties.default_generation_settings.n_ctx,
+            load_ms=(time.perf_counter() - began) * 1e3,
+        )
+
+    async def _disconnect(self) -> None:
+        server, self._server = self._server, None
+        process, self._process = self._process, None
+        if server:
+            await server.aclose()
+        if process:
+            await process.close()
+
+    async def _gone(self) -> OrinError | None:
+        if self._process and await self._process.ended_within(0.3):
+            return self._process.obituary(was_ready=True)
+        return None
+
+    # --- answering ---
+
+    def _encode(self, prompt: Chat | RawText) -> Prompt:
+        if self._prompts is None:
+            with GGUF(self.options.model_path) as file:
+                self._prompts = PromptEncoder(file)
+        return self._prompts.encode(prompt)
+
+    async def _answer(self, request: Generate, tally: Tally) -> AsyncGenerator[Event, None]:
+        assert self._server
+        if isinstance(request.prompt, TokenIds):
+            prompt = Prompt(list(request.prompt.ids))
+        else:
+            prompt = await asyncio.to_thread(self._encode, request.prompt)
+        splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
+
+        def token(id: int, text: str, **fields: Any) -> Token:
+            thinking = False
+            if splitter:
+                thinking, text = splitter.feed(text)
+            kind = Thinking if thinking else Token
+            return kind(request_id=request.request_id, id=id, text=text, **fields)
+
+        tally.prompt_n, tally.seed = len(prompt.ids), _seed(request.sampling)
+        asked = _completion(request, prompt.ids, tally.seed)
+        async for chunk in http.events(self._server, "completion", asked, _Chunk, self.name):
+            timings = chunk.timings
+            tally.cached_n, tally.prompt_ms = timings.cache_n, timings.prompt_ms
+            tally.predicted_ms = timings.predicted_ms
+            if progress := chunk.prompt_progress:  # what such a chunk has for a token is none
+                yield Prefilling(
+                    request_id=request.request_id,
+                    done=progress.processed,
+                    total=progress.total,
+                    cached=progress.cache,
+                )
+                continue
+            at_ms = timings.prompt_ms + timings.predicted_ms
+            # A token whose text ends within a character is not sent: the text comes with a later one's.
+            for _ in range(chunk.tokens_predicted - (not chunk.stop) - tally.predicted_n):
+                yield token(-1, "", at_ms=at_ms)
+            if chunk.stop:
+                if splitter and (text := splitter.flush()[1]):
+                    yield Token(request_id=request.request_id, id=-1, text=text)
+                tally.predicted_n = chunk.tokens_predicted
+                tally.reason = "length" if chunk.stop_type == "limit" else "stop"
+                return
+            id = chunk.tokens[0] if chunk.tokens else -1
+            logprob, top = _log_probabilities(chunk)
+            yield token(id, chunk.content, at_ms=at_ms, logprob=logprob, top=top)
+        raise BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
+
+
+def _seed(sampling: Sampling) -> int:
+    return sampling.seed if sampling.seed is not None else random.getrandbits(32)
+
+
+def _completion(request: Generate, ids: list[int], seed: int) -> http.Json:
+    """The body of POST /completion: the same steps of sampling as ours, in the same order."""
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    return {
+        "prompt": ids,
+        "n_predict": -1 if request.max_tokens is None else request.max_tokens,
+        "ignore_eos": request.ignore_eos,
+        "cache_prompt": not request.fresh,
+        "samplers": ["penalties", "top_k", *(() if greedy else ("top_p", "min_p")), "temperature"],
+        "temperature": sampling.temperature,
+        "top_k": 1 if greedy else sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repeat_penalty,
+        "repeat_last_n": sampling.repeat_last_n,
+        "seed": seed,
+        "n_probs": request.logprobs,
+        "stream": True,
+        "return_tokens": True,
+        "return_progress": True,
+        "timings_per_token": True,
+    }
+
+
+def _log_probabilities(chunk: _Chunk) -> tuple[float | None, tuple[TopToken, ...]]:
+    if not chunk.completion_probabilities:
+        return None, ()
+    chosen = chunk.completion_probabilities[0]
+    return chosen.logprob, tuple(TopToken(id=top.id, logprob=top.logprob) for top in chosen.top_logprobs)
+
+
+# --- what llama-server sends: tools/server/README.md in llama.cpp ---------------------------------------
+
+
+class _Timings(msgspec.Struct):
+    cache_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_ms: float = 0.0
+
+
+class _Progress(msgspec.Struct):
+    total: int
+    cache: int
+    processed: int
+
+
+class _Probability(msgspec.Struct):
+    id: int
+    logprob: float
+
+
+class _Probabilities(_Probability):
+    top_logprobs: tuple[_Probability, ...] = ()
+
+
+class _Chunk(http.Reply):
+    content: str = ""
+    tokens: tuple[int, ...] = ()
+    stop: bool = False
+    stop_type: str = ""
+    tokens_predicted: int = 0
+    timings: _Timings = msgspec.field(default_factory=_Timings)
+    prompt_progress: _Progress | None = None
+    completion_probabilities: tuple[_Probabilities, ...] = ()
+
+
+class _Settings(msgspec.Struct):
+    n_ctx: int = 0
+
+
+class _Properties(http.Reply):
+    default_generation_settings: _Settings = msgspec.field(default_factory=_Settings)
+    model_alias: str = "another model"
+    model_ftype: str = ""
+    build_info: str = ""
+    chat_template: str = ""
+
+
+class _Meta(msgspec.Struct):
+    n_vocab: int = 0
+    n_params: int = 0
+    n_ctx_train: int = 0
+
+
+class _Model(msgspec.Struct):
+    meta: _Meta | None = None
+
+
+class _Models(http.Reply):
+    data: tuple[_Model, ...] = ()

@@ -1,0 +1,47 @@
+import os
+import shutil
+
+import pytest
+
+from engine.events import EngineOptions
+from engine.peers.llama_server import LlamaServer
+from tests import generated_model
+
+
+@pytest.fixture(autouse=True)
+def _own_log(tmp_path, monkeypatch):
+    """Logs go to the test's own folder (platformdirs reads this variable)."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture(scope="session")
+def llama_server():
+    """The path of a real llama-server."""
+    found = shutil.which(os.environ.get("LLAMA_SERVER") or "llama-server")
+    if not found:
+        pytest.skip("there is no llama-server on PATH (LLAMA_SERVER names another place)")
+    return found
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return str(generated_model.write(tmp_path_factory.mktemp("model") / "noise.gguf", architecture="qwen3"))
+
+
+@pytest.fixture
+async def peers(model):
+    """Makes LlamaServers for the model, and closes them afterwards: `peers(binary, url=…)`."""
+    made = []
+
+    def make(binary=None, *, model=model, context_length=256, **arguments):
+        options = EngineOptions(model_path=model, backend="CPU", context_length=context_length)
+        made.append(LlamaServer(options, binary, **arguments))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        await peer.close()
+
+
+async def collect(stream):
+    return [event async for event in stream]
