@@ -72,17 +72,28 @@ class Prompt(TextArea):
         self._new_walk(self.text)
 
     def sent(self, text: str) -> None:
-        """Empties the box: `text` is on its way, and the last of the earlier prompts from now on."""
-        self._sent = [prompt for prompt in self._sent if prompt != text] + [text]
-        self.load_text("")
-        self._new_walk("")
+        """Empties the box: `text` is on its way, and the last of the earlier prompts from now on. A draft
+        that was left on the way to it is back in the box."""
+        draft = "" if self._page == len(self._pages) - 1 else self._pages[-1]
+        self._sent = [prompt for prompt in [*self._sent, *self._edited()] if prompt != text] + [text]
+        self._load(draft)
+        self._new_walk(draft)
 
     def put(self, text: str) -> None:
         """Puts `text` into the box. What was there is kept as the last of the earlier prompts: Up has it."""
-        if self.text.strip() and self.text != text:
-            self._sent.append(self.text)
+        self._pages[self._page] = self.text
+        displaced = [draft for draft in (self._pages[-1], self.text) if draft.strip() and draft != text]
+        self._sent += [
+            *self._edited(),
+            *dict.fromkeys(draft for draft in displaced if draft not in self._sent),
+        ]
         self._load(text)
         self._new_walk(text)
+
+    def _edited(self) -> list[str]:
+        """What was edited on this walk, but for the draft and what is in the box."""
+        pages = (page for number, page in enumerate(self._pages[:-1]) if number != self._page)
+        return [page for page in pages if page not in self._sent and page.strip()]
 
     def _new_walk(self, draft: str) -> None:
         self._pages = [*self._sent, draft]
@@ -134,5 +145,6 @@ class Prompt(TextArea):
 
     async def _on_paste(self, event: events.Paste) -> None:
         # Terminals paste line ends as CR. A pasted line end never sends.
+        event.stop()
         event.prevent_default()
         self.insert(clean(event.text.replace("\r\n", "\n").replace("\r", "\n")))

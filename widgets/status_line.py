@@ -9,6 +9,7 @@ from textual.widget import Widget
 from widgets.context_meter import context_meter
 from widgets.engine_status import EngineStatus
 from widgets.text import as_duration, one_line
+from widgets.turn import WARNING
 
 MAX_METER = 48
 FULL_METER = 32
@@ -37,8 +38,8 @@ class StatusLine(Widget):
         engine = [part for part in (one_line(status.quantization), one_line(status.backend)) if part]
         device = [one_line(status.device)] if status.device and status.device != status.backend else []
         rate = "–" if status.tokens_per_s is None else f"{status.tokens_per_s:.{0 if compact else 1}f}"
-        speed = [f"⚠ {self.warning}"] if self.warning else []
-        speed.append(f"{rate} tok/s")
+        warning = ([WARNING] if compact else [f"{WARNING} {self.warning}"]) if self.warning else []
+        speed = [*warning, f"{rate} tok/s"]
         first = [] if status.first_token_s is None else [f"first token {as_duration(status.first_token_s)}"]
         for left_parts, right_parts in (
             (engine + device, speed + first),
@@ -46,7 +47,7 @@ class StatusLine(Widget):
             (engine, speed),
         ):
             left = (" " if compact else " · ").join(left_parts)
-            right = " · ".join(right_parts)
+            right = (" " if compact else " · ").join(right_parts)
             room = width - len(model) - len(left) - len(right) - GAPS
             if room >= FULL_METER:
                 break

@@ -1,0 +1,107 @@
+"""The status line, the activity line and the context meter at all widths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from textual.app import App, ComposeResult
+
+from widgets.activity_line import ActivityLine, describe
+from widgets.context_meter import context_meter
+from widgets.engine_status import EngineStatus, Phase
+from widgets.status_line import StatusLine
+
+STATUS = EngineStatus(
+    phase=Phase.READY,
+    model="Qwen2.5 Coder 1.5B Instruct",
+    quantization="Q4_K",
+    backend="CUDA",
+    device="NVIDIA H200",
+    tokens_per_s=1234.56,
+    first_token_s=0.2143,
+    context_used=1234,
+    context_length=32768,
+)
+
+
+@pytest.mark.parametrize("width", range(4, 80))
+@pytest.mark.parametrize("used", [None, 0, 1, 1234, 32767, 32768, 40000])
+def test_the_meter_fits_and_says_how_full_it_is(width, used):
+    meter = context_meter(used, 32768, width)
+    assert meter.cell_length <= width
+    if used is not None:
+        share = f"{min(1, used / 32768):.0%}"
+        assert share in meter.plain or f"{used:,}" in meter.plain
+
+
+def test_the_meter_warns_in_words():
+    assert "nearly full" in context_meter(7000, 8192, 50).plain
+    assert context_meter(8192, 8192, 50).plain.endswith("100% full")
+    assert "full" not in context_meter(4000, 8192, 50).plain
+    assert context_meter(1, 8192, 50).plain[0] in "╸━", "something is never nothing"
+
+
+class Lines(App[None]):
+    def compose(self) -> ComposeResult:
+        yield ActivityLine()
+        yield StatusLine()
+
+
+async def test_the_status_line_has_what_must_be_seen_at_every_width():
+    app = Lines()
+    async with app.run_test(size=(120, 5)) as pilot:
+        line = app.query_one(StatusLine)
+        line.warning = "not saved"
+        for status in (STATUS, replace(STATUS, tokens_per_s=None, context_used=None), EngineStatus()):
+            line.status = status
+            for width in range(40, 130, 7):
+                await pilot.resize_terminal(width, 5)
+                while line.size.width != width - 4:
+                    await pilot.pause()
+                shown = line.render().plain
+                assert len(shown) <= line.size.width
+                assert "tok/s" in shown
+                assert "⚠" in shown
+                if status.model:
+                    assert all(fact in shown for fact in ("Q", "Q4_K", "CUDA"))
+                if width >= 61:
+                    assert "not saved" in shown
+                    assert "Qwen" in shown or not status.model
+                if status.context_used:
+                    assert "%" in shown
+        line.warning = ""
+        line.status = STATUS
+        await pilot.resize_terminal(120, 5)
+        await pilot.pause()
+        shown = " ".join(line.render().plain.split())
+        assert shown.startswith("Qwen2.5 Coder 1.5B Instruct Q4_K · CUDA 1234.6 tok/s · first token 0.21 s ")
+        assert line.render().plain.endswith("1,234/32,768 4%")
+
+
+def test_what_an_engine_does_in_words():
+    say = lambda phase, **changes: describe(replace(STATUS, phase=phase, **changes))
+    assert say(Phase.LOADING, done=5 * 10**8, total=10**9, seconds_left=3.4) == (
+        "loading · 500 MB of 1.00 GB · 50% · 3.4 s left"
+    )
+    assert say(Phase.WARMING, done=3, total=48) == "preparing kernels · 3 of 48"
+    assert say(Phase.WARMING, done=3, total=0) == "preparing kernels · 3"
+    assert say(Phase.PREFILLING, done=0, total=0) == "reading the prompt"
+    assert say(Phase.PREFILLING, done=1024, total=4096, seconds_left=75) == (
+        "reading the prompt · 1,024 of 4,096 tokens · 25% · 1 min 15 s left"
+    )
+    assert say(Phase.GENERATING, tokens=1200, elapsed_s=12.3) == "answering · 1,200 tokens · 12 s"
+    assert all(say(phase) for phase in Phase)
+
+
+async def test_a_notice_takes_the_line_as_plain_text():
+    app = Lines()
+    async with app.run_test(size=(30, 5)) as pilot:
+        line = app.query_one(ActivityLine)
+        line.status, line.hint = STATUS, "F1 keys"
+        await pilot.pause()
+        assert line.render().plain == "· ready            F1 keys"
+        line.notice = "[b]no[/b] markup\x1b[31m, and too long"
+        assert line.render().plain == "· [b]no[/b] markup[31m, a…"
+        line.is_warning = True
+        assert line.render().plain.startswith("⚠ ")
