@@ -82,23 +82,23 @@ class Epilogue(Protocol):
 
 @dataclass(frozen=True)
 class Store:
-    """out[offset + row] = product, plus a bias where there is one. outs: out; ins: the bias."""
+    """out[offset + row] = product, plus bias[bias + row] unless `bias` is None. outs: out; ins: the bias."""
 
     offset: int = 0
-    bias: bool = False
+    bias: int | None = None
     outs = 1
     pair = 1
 
     @property
     def ins(self) -> int:
-        return int(self.bias)
+        return int(self.bias is not None)
 
     def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]:
         i = rows.thread
         ok, row = rows.valid(i), rows.index(i)
         value = rows.product(i, ok)
-        if self.bias:
-            value = value + load(ins[0], row + self.offset, ok)
+        if self.bias is not None:
+            value = value + load(ins[0], row + self.bias, ok)
         return [at(outs[0], row + self.offset, ok).store(value)]
 
 

@@ -15,10 +15,11 @@ Kernel = Callable[..., UOp]
 
 
 @functools.cache
-def embed(packing: Packing, vocab: int, cols: int, n_parts: int, copies: int) -> Kernel:
+def embed(packing: Packing, vocab: int, cols: int, n_parts: int, copies: int, context: int, half: int) -> Kernel:
     """Begins the residual stream with a row of the embedding. Buffers: as `Residual`'s outs (h; n_parts partial
-    sums of squares; `copies` vectors for the first products); the state (token, position); the first norm's
-    weight, prescaled, for each copy; the matrix's planes."""
+    sums of squares; `copies` vectors for the first products); cos and sin of the position's angles (2 * half,);
+    the state (token, position); the tables of cos and sin (context, half); the first norm's weight, prescaled,
+    for each copy; the matrix's planes."""
     units = units_of(cols)
     quarters = UNIT // QUARTER
     threads = min(units, 256)
@@ -26,7 +27,8 @@ def embed(packing: Packing, vocab: int, cols: int, n_parts: int, copies: int) ->
 
     def kernel(*buffers: UOp) -> UOp:
         h, parts, *rest = buffers
-        nexts, state, weights, planes = rest[:copies], rest[copies], rest[copies + 1 : 2 * copies + 1], rest[2 * copies + 1 :]
+        nexts, (angles, state, cos, sin), rest = rest[:copies], rest[copies : copies + 4], rest[copies + 4 :]
+        weights, planes = rest[:copies], rest[copies:]
         thread, quarter = UOp.special(threads, "lidx0"), UOp.special(quarters, "gidx0")
         token = load_index(state, 0, vocab)
         stores, squares = [], []
@@ -42,6 +44,12 @@ def embed(packing: Packing, vocab: int, cols: int, n_parts: int, copies: int) ->
                 for out, weight in zip(nexts, weights, strict=True):
                     stores.append(at(out, permuted(column, cols), ok).store(value * load(weight, column, ok)))
                 squares.append(value * value if ok is None else ok.where(value * value, f32(0)))
+        position = load_index(state, 1, context)
+        for i in range(-(-half // threads)):
+            k = thread + i * threads
+            ok = quarter.eq(0) & (k < half)
+            for table, place in ((cos, k), (sin, k + half)):
+                stores.append(at(angles, place, ok).store(load(table, position * half + k, ok)))
         sums = shared(threads, slot=0)
         sums = sums.after(at(sums, thread).store(chain(squares)))
         total = tree([load(sums, i) for i in range(threads)])

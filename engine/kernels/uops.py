@@ -40,10 +40,6 @@ def maximum(values: Sequence[UOp]) -> UOp:
     return tree(values, lambda a, b: a.alu(Ops.MAX, b))
 
 
-def least(value: UOp, limit: int) -> UOp:
-    return (value < limit).where(value, UOp.const(limit, value.dtype))
-
-
 def chain(values: Iterable[UOp]) -> UOp:
     """A sum from left to right: each product is added by one FMA."""
     return functools.reduce(lambda a, b: a + b, values)
@@ -71,7 +67,7 @@ def load(buffer: UOp, index: UOp | int, valid: UOp | None = None) -> UOp:
 
 def load_index(buffer: UOp, index: int, limit: int) -> UOp:
     """An int32 of a buffer, to be used as an index below `limit` (what lies beyond is clamped)."""
-    return least(load(buffer, index), limit - 1).cast(INDEX)
+    return load(buffer, index).maximum(0).minimum(limit - 1).cast(INDEX)
 
 
 def shared(size: int, slot: int, dtype: DType = F32) -> UOp:

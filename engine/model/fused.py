@@ -18,6 +18,7 @@ from tinygrad.dtype import DType
 
 from engine.fixes import launch_bounds
 from engine.kernels.attention import SLACK, Heads, Split, attention, combine
+from engine.kernels.gpu import capability, multiprocessors
 from engine.kernels.launch import Launches
 from engine.kernels.mailbox import Mailbox, send
 from engine.kernels.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
@@ -32,8 +33,10 @@ _SHORT, _MEDIUM = 512, 8192  # tokens that one block a head, and 32, attend to
 
 @dataclass
 class Product:
-    """A packed matrix and the schedule of its products. `row` is its first in the projection it is part of."""
+    """A packed matrix and the schedule of its products. `row` is its first in the projection it is part of;
+    `name` that of its first tensor."""
 
+    name: str
     packing: Packing
     rows: int
     cols: int
@@ -48,11 +51,6 @@ class Product:
         return -(-self.rows // self.schedule.block_rows)
 
 
-def capability() -> str:
-    """The compute capability of the default device, as in "sm_90"."""
-    return str(Device[Device.DEFAULT].renderer.target.arch)
-
-
 @dataclass
 class Layer:
     qkv: list[Product]
@@ -64,6 +62,11 @@ class Layer:
     norms: tuple[Tensor, Tensor]  # attention's, feed-forward's
     keys: Tensor = field(init=False)
     values: Tensor = field(init=False)
+
+    @property
+    def values_apart(self) -> bool:
+        """Whether values come from a product of their own, which then runs beside that of queries and keys."""
+        return len(self.qkv) > 1 and self.qkv[-1].name == "attn_v"
 
 
 @dataclass
@@ -95,7 +98,7 @@ class FusedSteps:
         )
         for layer in self._layers:
             layer.keys, layer.values = (_zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
-        angles = np.arange(length)[:, None] * config.rope_frequencies
+        angles = np.arange(context_length)[:, None] * config.rope_frequencies
         self._cos, self._sin = (_tensor(f(angles).reshape(-1)) for f in (np.cos, np.sin))
         self._allocate()
         self._graphs: dict[int, Callable[[], None]] = {}
@@ -156,7 +159,7 @@ class FusedSteps:
             packing = Packing(types[0])
             planes = packing.pack(raw, rows, cols)
             Device[Device.DEFAULT].synchronize()  # so that the host's copies are freed
-            return Product(packing, rows, cols, planes, row)
+            return Product(names[0][0].split(".")[-2], packing, rows, cols, planes, row)
 
         def projection(names: Sequence[tuple[str, int]], cols: int) -> list[Product]:
             """Matrices of one input as few products: neighbours of a type become one."""
@@ -204,6 +207,8 @@ class FusedSteps:
         self._mailbox = Mailbox(self._context)
         self._h = _zeros(config.dim)
         self._rows = _zeros(q_rows + 2 * config.kv_heads * config.head_dim)
+        self._value_rows = _zeros(config.kv_heads * config.head_dim)
+        self._angles = _zeros(config.head_dim)
         self._attended, self._activated = _zeros(permuted_size(q_rows)), _zeros(permuted_size(config.ffn))
         self._gate_up = _zeros(2 * config.ffn)
         self._logits = _zeros(config.vocab)
@@ -219,35 +224,45 @@ class FusedSteps:
         self._partial = _zeros(most * q_rows), _zeros(most * config.heads * 2)
 
     def _split(self, limit: int) -> Split:
+        """While the context is short a block takes a head; then there is a block for each multiprocessor."""
         config = self._config
-        shared_by = config.heads // config.kv_heads
-        threads = max(256, -(-config.head_dim // 32) * 32)
         if limit <= _SHORT:
-            return Split(limit, 1, 1, threads)
-        group = next(g for g in (4, 3, 2, 1) if shared_by % g == 0)
-        return Split(limit, max(32, limit // 256), group, threads)
+            return Split(limit, 1, 1, max(256, -(-config.head_dim // 64) * 64))
+        group = next(g for g in (4, 3, 2, 1) if config.heads // config.kv_heads % g == 0)
+        blocks = config.heads // group
+        splits = max(2, multiprocessors() // blocks, limit // 1024)
+        return Split(limit, splits, group, 512, ahead=8)
 
     def _decode_step(self, split: Split) -> Launches:
         step = Launches()
         inputs = self._layers[0].qkv
         stream = self._stream(self._layers[0].down.n_blocks, inputs, 0)
         kernel = embed(
-            self._embedding.packing, self._config.vocab, self._config.dim, stream.n_parts, len(stream.inputs)
+            self._embedding.packing,
+            self._config.vocab,
+            self._config.dim,
+            stream.n_parts,
+            len(stream.inputs),
+            self._context,
+            self._config.head_dim // 2,
         )
+        tables = [self._angles, self._state, self._cos, self._sin]
         first_norm = [self._norm(self._layers[0].norms[0], scaling) for scaling in stream.inputs]
         step.add(
             kernel,
             stream.h,
             stream.parts,
             *stream.inputs.values(),
-            self._state,
+            *tables,
             *first_norm,
             *self._embedding.planes,
         )
         for i, layer in enumerate(self._layers):
             for part in layer.qkv:
                 bias = [] if layer.bias is None else [layer.bias]
-                self._normed(step, part, stream, Store(part.row, bool(bias)), [self._rows], bias, "qkv")
+                own = part is layer.qkv[-1] and layer.values_apart
+                epilogue = Store(0 if own else part.row, part.row if bias else None)
+                self._normed(step, part, stream, epilogue, [self._value_rows if own else self._rows], bias, "qkv")
             self._attention(step, layer, split)
             stream = self._residual(step, layer.o, self._attended, layer.gate_up, layer.norms[1], 1, "o")
             prescale = self._prescale(layer.down.packing)
@@ -272,11 +287,13 @@ class FusedSteps:
     def _attention(self, step: Launches, layer: Layer, split: Split) -> None:
         norms = [] if layer.head_norms is None else [layer.head_norms]
         prescale = self._prescale(layer.o.packing)
-        ins = [layer.keys, layer.values, self._rows, self._cos, self._sin, self._state, *norms]
+        apart = layer.values_apart
+        new = [self._rows, self._value_rows] if apart else [self._rows]
+        ins = [layer.keys, layer.values, *new, self._angles, self._state, *norms]
         if split.splits == 1:
-            step.add(attention(self._heads, split), self._attended, *ins, prescale)
+            step.add(attention(self._heads, split, apart), self._attended, *ins, prescale)
             return
-        step.add(attention(self._heads, split), *self._partial, *ins)
+        step.add(attention(self._heads, split, apart), *self._partial, *ins)
         step.add(combine(self._heads, split.splits), self._attended, *self._partial, prescale)
 
     def _normed(

@@ -1,0 +1,28 @@
+"""What schedules need to know of the GPU at hand."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from tinygrad import Device
+
+_USUAL = {"sm_87": 16}  # multiprocessors of a chip that comes in one size: AGX Orin 64 GB
+_MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT in cuda.h
+
+
+def capability() -> str:
+    """The compute capability of the default device, as in "sm_90"."""
+    return str(Device[Device.DEFAULT].renderer.target.arch)
+
+
+@functools.cache
+def multiprocessors() -> int:
+    """How many multiprocessors the default device has; a guess where it does not say."""
+    device = Device[Device.DEFAULT]
+    if Device.DEFAULT.split(":")[0] != "CUDA":
+        return _USUAL.get(capability(), 64)
+    import tinygrad.runtime.autogen.cuda as cuda
+
+    cuda.cuDeviceGetAttribute(ctypes.byref(n := ctypes.c_int()), _MULTIPROCESSOR_COUNT, device.cu_device)
+    return max(1, n.value)
