@@ -26,6 +26,10 @@ class Reply(msgspec.Struct):
     error: Any = None
 
 
+class Missing(UsageError):
+    """The server has nothing at this address."""
+
+
 R = TypeVar("R", bound=Reply)
 
 
@@ -166,7 +170,7 @@ def refusal(response: httpx.Response | None, body: bytes, name: str) -> OrinErro
             "Put the right one into an environment variable and name it with --api-key-env.",
         )
     if status == 404:
-        return UsageError(
+        return Missing(
             f"{name} has no such thing{because}.",
             "Check the address (many end in /v1), and the model's name.",
         )

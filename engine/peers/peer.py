@@ -21,12 +21,8 @@ _KINDS: dict[type[OrinError], FailureKind] = {
 
 
 def failed(error: OrinError, request_id: int | None = None) -> Failed:
-    return Failed(
-        kind=_KINDS.get(type(error), "internal"),
-        message=error.message,
-        hint=error.hint,
-        request_id=request_id,
-    )
+    kind: FailureKind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "internal")
+    return Failed(kind=kind, message=error.message, hint=error.hint, request_id=request_id)
 
 
 @dataclass

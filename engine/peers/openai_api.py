@@ -1,0 +1,239 @@
+"""Any server that speaks OpenAI's protocol as an engine: vLLM, llama-server, another machine.
+
+The protocol: https://platform.openai.com/docs/api-reference/chat. Servers differ in what they add to it; what
+is used here of that is the reasoning field, and options of sampling where the server is known to take them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from engine.errors import BackendError, UsageError
+from engine.events import (
+    Chat,
+    Event,
+    Generate,
+    ModelInfo,
+    RawText,
+    Ready,
+    Sampling,
+    Thinking,
+    Token,
+    TokenIds,
+)
+from engine.formats.thinking import ThinkSplitter
+from engine.peers import http
+from engine.peers.http import said
+from engine.peers.peer import Peer, Tally
+
+NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM"}  # by what /models says of who owns a model
+# Options of sampling beyond OpenAI's, as these servers spell them.
+EXTRAS = {
+    "llamacpp": {
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "repeat_penalty": "repeat_penalty",
+        "repeat_last_n": "repeat_last_n",
+    },
+    "vllm": {"top_k": "top_k", "min_p": "min_p", "repeat_penalty": "repetition_penalty"},
+}
+
+
+class OpenAIEngine(Peer):
+    """The server at `url`, as far as its paths begin ("http://host:8000/v1"). `model` is a name that it knows
+    (empty: the first that it lists)."""
+
+    name = "server"
+
+    def __init__(self, url: str, *, api_key: str = "", model: str = "") -> None:
+        super().__init__()
+        self.url = url
+        self._key = api_key
+        self._model = model
+        self._owner = ""
+        self._server: httpx.AsyncClient | None = None
+
+    async def _connect(self) -> AsyncGenerator[Event, None]:
+        began = time.perf_counter()
+        where = said(urlsplit(self.url).netloc or self.url)
+        self.name = f"The server {where}"
+        models = await self._models()
+        chosen = next((model for model in models if not self._model or model.id == self._model), None)
+        if chosen is None:
+            if not self._model:
+                raise UsageError(f"{self.name} lists no model.", "Name the one to use: --model NAME.")
+            if models:
+                listed = ", ".join(said(model.id) for model in models[:5])
+                raise UsageError(f"{self.name} has no model {said(self._model)}.", f"It has {listed}.")
+            chosen = _Model(id=self._model)
+        self._model, self._owner = chosen.id, chosen.owned_by
+        meta = chosen.meta or _Meta()
+        yield Ready(
+            model=ModelInfo(
+                name=said(chosen.id.rpartition("/")[2] or chosen.id),  # of a path or owner/name
+                architecture="",
+                quantization=said(meta.ftype),
+                parameters=meta.n_params,
+                file_bytes=meta.size,
+                trained_context=meta.n_ctx_train or chosen.max_model_len or 0,
+                thinks=True,  # it may, and shows when it does
+            ),
+            backend=NAMES.get(self._owner, "server"),
+            device_name=where,
+            context_length=meta.n_ctx or chosen.max_model_len or 0,
+            load_ms=(time.perf_counter() - began) * 1e3,
+            warnings=()
+            if self._owner in EXTRAS
+            else (
+                f"{self.name} gets temperature, top-p and the seed; other options of sampling are not "
+                "part of the protocol.",
+            ),
+        )
+
+    async def _models(self) -> tuple[_Model, ...]:
+        """What the server lists; nothing where it keeps no list. A forgotten /v1 in the address is added."""
+        urls = [self.url] if urlsplit(self.url).path.strip("/") else [f"{self.url.rstrip('/')}/v1", self.url]
+        for url in urls:
+            if self._server:
+                await self._server.aclose()
+            self._server = http.client(url, self._key)
+            try:
+                return (await http.get(self._server, "models", _Models, self.name)).data
+            except http.Missing:
+                if url == urls[-1] and not self._model:
+                    raise
+        return ()
+
+    async def _disconnect(self) -> None:
+        server, self._server = self._server, None
+        if server:
+            await server.aclose()
+
+    # --- answering ---
+
+    async def _answer(self, request: Generate, tally: Tally) -> AsyncGenerator[Event, None]:
+        assert self._server
+        if request.logprobs:
+            raise UsageError(
+                "Log-probabilities by token id are not part of this server's protocol.",
+                "Leave --logprobs away, or use the engine of orin-chat.",
+            )
+        chats = isinstance(request.prompt, Chat)
+        splitter = ThinkSplitter() if chats else None
+        tally.seed = seed = _seed(request.sampling)
+        path = "chat/completions" if chats else "completions"
+        ended, usage = False, _Usage()
+        async for chunk in http.events(self._server, path, self._body(request, seed), _Chunk, self.name):
+            usage = chunk.usage or usage  # in the last chunk of all, or in each
+            for choice in chunk.choices[:1]:
+                delta = choice.delta or _Delta()
+                if thought := delta.reasoning_content or delta.reasoning:
+                    yield Thinking(request_id=request.request_id, id=-1, text=thought)
+                if text := delta.content or choice.text or delta.refusal:
+                    thinking, shown = splitter.feed(text) if splitter else (False, text)
+                    yield (Thinking if thinking else Token)(request_id=request.request_id, id=-1, text=shown)
+                if choice.finish_reason:
+                    ended = True
+                    tally.reason = "length" if choice.finish_reason == "length" else "stop"
+        if not ended:
+            raise BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
+        if splitter and (text := splitter.flush()[1]):
+            yield Token(request_id=request.request_id, id=-1, text=text)
+        tally.prompt_n = usage.prompt_tokens
+        tally.predicted_n = usage.completion_tokens or tally.predicted_n
+        if usage.prompt_tokens_details:
+            tally.cached_n = usage.prompt_tokens_details.cached_tokens or 0
+
+    def _body(self, request: Generate, seed: int) -> http.Json:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": seed,
+        }
+        if request.max_tokens is not None:
+            body["max_tokens"] = request.max_tokens
+        match request.prompt:
+            case Chat(messages=messages, think=think):
+                body["messages"] = [{"role": m.role, "content": m.content} for m in messages]
+                if not think and self._owner in EXTRAS:
+                    body["chat_template_kwargs"] = {"enable_thinking": False}
+            case RawText(text=text):
+                body["prompt"] = text
+            case TokenIds(ids=ids):
+                body["prompt"] = ids
+        for ours, theirs in EXTRAS.get(self._owner, {}).items():
+            body[theirs] = getattr(sampling, ours)
+        if self._owner == "vllm" and not sampling.top_k:
+            body["top_k"] = -1
+        if self._owner in EXTRAS and request.ignore_eos:
+            body["ignore_eos"] = True
+        if self._owner == "llamacpp" and request.fresh:
+            body["cache_prompt"] = False
+        return body
+
+
+def _seed(sampling: Sampling) -> int:
+    return sampling.seed if sampling.seed is not None else random.getrandbits(31)
+
+
+# --- what servers send ----------------------------------------------------------------------------------
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(http.Reply):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+
+
+class _Meta(msgspec.Struct):
+    """What llama-server adds."""
+
+    n_ctx: int = 0
+    n_ctx_train: int = 0
+    n_params: int = 0
+    size: int = 0
+    ftype: str = ""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+    meta: _Meta | None = None
+    max_model_len: int | None = None  # what vLLM adds
+
+
+class _Models(http.Reply):
+    data: tuple[_Model, ...] = ()

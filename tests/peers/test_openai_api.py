@@ -1,0 +1,289 @@
+"""Servers that speak OpenAI's protocol: a real llama-server, and ones that answer as they are told."""
+
+import asyncio
+
+import pytest
+
+from engine.events import (
+    Chat,
+    Failed,
+    Finished,
+    Generate,
+    Message,
+    RawText,
+    Ready,
+    Sampling,
+    Thinking,
+    Token,
+    TokenIds,
+    decode_rate,
+)
+from engine.peers.openai_api import OpenAIEngine
+from tests.peers.conftest import collect
+from tests.peers.fake_server import CLOSE, WAIT, fake_server, sse
+
+HELLO = Chat(
+    messages=(Message(role="system", content="Be brief."), Message(role="user", content="Why?", thinking="…"))
+)
+
+
+def ask(prompt=HELLO, **fields):
+    return Generate(request_id=6, prompt=prompt, **fields)
+
+
+def said(events, kind=Token):
+    return "".join(event.text for event in events if type(event) is kind)
+
+
+@pytest.fixture
+async def engines():
+    made = []
+
+    def make(url, **arguments):
+        made.append(OpenAIEngine(url, **arguments))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        await engine.close()
+
+
+@pytest.fixture
+async def fake():
+    async with fake_server() as fake:
+        fake.answer("/v1/models", {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": 4096}]})
+        yield fake
+
+
+def delta(finish_reason=None, **fields):
+    return {"choices": [{"delta": fields, "finish_reason": finish_reason}]}
+
+
+END = delta("stop")
+USAGE = {
+    "choices": [],
+    "usage": {"prompt_tokens": 20, "completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 16}},
+}
+
+
+# --- a real one -----------------------------------------------------------------------------------------
+
+
+async def test_a_chat_with_a_real_llama_server(peers, llama_server, engines, monkeypatch):
+    monkeypatch.setattr("engine.peers.llama_process._LONGEST_SOCKET_PATH", 0)
+    host = peers(llama_server, context_length=512)
+    await collect(host.start())
+    url, key = host._process.base_url, host._process.key
+    engine = engines(f"{url}/v1", api_key=key)
+    [ready] = await collect(engine.start())
+    assert (ready.model.name, ready.backend, ready.context_length) == ("noise.gguf", "llama.cpp", 512)
+    assert ready.model.quantization == "Q8_0" and ready.warnings == ()
+
+    events = await collect(engine.generate(ask(max_tokens=20, ignore_eos=True)))
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert (end.reason, end.predicted_n) == ("length", 20)
+    assert end.prompt_n > 10
+    assert said(events)
+    assert decode_rate(end.predicted_n, end.predicted_ms) > 0
+
+    again = (await collect(engine.generate(ask(max_tokens=20, ignore_eos=True))))[-1]
+    assert again.cached_n > 0
+    fresh = (await collect(engine.generate(ask(max_tokens=20, ignore_eos=True, fresh=True))))[-1]
+    assert fresh.cached_n == 0
+
+    greedy = {"sampling": Sampling(temperature=0), "max_tokens": 8, "ignore_eos": True}
+    ids = tuple(range(20, 40))
+    for prompt in (RawText(text="The river came down"), TokenIds(ids=ids)):
+        assert (await collect(engine.generate(ask(prompt, **greedy))))[-1].predicted_n == 8
+
+    [failed] = await collect(engine.generate(ask(TokenIds(ids=(20,) * 600))))
+    assert (failed.kind, failed.request_id) == ("context", 6)
+
+    events = []
+    async for event in engine.generate(ask(RawText(text="The"), ignore_eos=True)):
+        events.append(event)
+        if len(events) == 5:
+            await engine.stop()
+    assert events[-1].reason == "cancelled"
+    assert (await collect(engine.generate(ask(max_tokens=3))))[-1].predicted_n <= 3
+
+    [failed] = await collect(engines(url, api_key="wrong").start())
+    assert failed.kind == "usage"
+    assert "refuses the key" in failed.message and "--api-key-env" in failed.hint
+
+
+# --- ones that answer as they are told ------------------------------------------------------------------
+
+
+async def test_what_is_asked_of_vllm(engines, fake):
+    fake.answer("/v1/chat/completions", *sse(delta(content="Because"), END, USAGE, "[DONE]"))
+    engine = engines(fake.url, api_key="k")
+    events = await collect(engine.generate(ask(Chat(messages=HELLO.messages, think=False), max_tokens=9)))
+    _, headers, body = fake.requests[-1]
+    assert headers["authorization"] == "Bearer k"
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why?"},
+    ]
+    seed = body.pop("seed")
+    assert body | {"messages": []} == {
+        "model": "small",
+        "messages": [],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.0,
+        "max_tokens": 9,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    ready, end = events[0], events[-1]
+    assert isinstance(ready, Ready)
+    assert (ready.backend, ready.context_length, ready.model.name) == ("vLLM", 4096, "small")
+    assert (end.reason, end.prompt_n, end.cached_n, end.predicted_n, end.seed) == ("stop", 20, 16, 9, seed)
+
+
+async def test_a_server_of_unknown_kind_gets_what_is_in_the_protocol(engines, fake):
+    fake.answer("/v1/models", {"data": [{"id": "gpt", "owned_by": "somebody"}]})
+    fake.answer("/v1/chat/completions", *sse(delta(content="Hi"), END))
+    engine = engines(fake.url + "/v1/")
+    [ready] = await collect(engine.start())
+    assert "other options of sampling" in ready.warnings[0]
+    await collect(engine.generate(ask(sampling=Sampling(top_k=3, seed=5))))
+    body = fake.requests[-1][2]
+    assert set(body) == {"model", "stream", "stream_options", "temperature", "top_p", "seed", "messages"}
+    assert body["seed"] == 5
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+async def test_reasoning_fields_are_thinking(engines, fake, field):
+    fake.answer(
+        "/v1/chat/completions",
+        *sse(delta(role="assistant", content=None), delta(**{field: "Hm, "}), delta(**{field: "so."})),
+        *sse(delta(content="Yes."), END, "[DONE]"),
+    )
+    events = await collect(engines(fake.url).generate(ask()))
+    assert said(events, Thinking) == "Hm, so."
+    assert said(events) == "Yes."
+    assert events[-1].predicted_n == 3  # no usage was sent: pieces are counted
+
+
+async def test_thinking_marks_in_the_text_are_told_apart(engines, fake):
+    pieces = [delta(content=text) for text in ("<thi", "nk>\nHm", "</think>", "\n\nYes <b>", "</")]
+    fake.answer("/v1/chat/completions", *sse(*pieces, END))
+    events = await collect(engines(fake.url).generate(ask()))
+    assert said(events, Thinking) == "Hm"
+    assert said(events) == "Yes <b></"
+
+
+async def test_raw_text_is_not_split(engines, fake):
+    fake.answer("/v1/completions", *sse({"choices": [{"text": "<think>x", "finish_reason": "length"}]}))
+    events = await collect(engines(fake.url).generate(ask(RawText(text="Say: "))))
+    assert (said(events), events[-1].reason) == ("<think>x", "length")
+    assert fake.requests[-1][2]["prompt"] == "Say: "
+
+
+async def test_models_to_choose_from(engines, fake):
+    fake.answer("/v1/models", {"data": [{"id": "a"}, {"id": "b\x1b[1m"}]})
+    assert (await collect(engines(fake.url, model="b\x1b[1m").start()))[-1].model.name == "b [1m"
+    [failed] = await collect(engines(fake.url, model="c").start())
+    assert (failed.kind, failed.hint) == ("usage", "It has a, b [1m.")
+    fake.answer("/v1/models", {"data": []})
+    [failed] = await collect(engines(fake.url).start())
+    assert failed.message.endswith("lists no model.")
+
+
+async def test_a_server_without_a_list_of_models(engines, fake):
+    fake.routes.clear()
+    [failed] = await collect(engines(fake.url).start())
+    assert (failed.kind, failed.hint) == (
+        "usage",
+        "Check the address (many end in /v1), and the model's name.",
+    )
+    fake.answer("/chat/completions", *sse(delta(content="x"), END))
+    events = await collect(engines(fake.url, model="m").generate(ask()))
+    assert fake.requests[-1][2]["model"] == "m"
+    assert events[-1].reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "message"),
+    [
+        ([*sse(delta(content="x")), CLOSE], "backend", "broke the connection off"),
+        (sse(delta(content="x")), "backend", "ended its answer in the middle"),
+        (sse(delta(content="x"), "[DONE]"), "backend", "ended its answer in the middle"),
+        (sse(delta(content="x"), "nonsense"), "backend", "sent something that is not as expected"),
+        (sse(delta(content="x"), {"choices": 3}), "backend", "sent something that is not as expected"),
+        (
+            sse(delta(content="x"), {"error": {"message": "CUDA error", "code": 500}}),
+            "backend",
+            "failed (500 Internal Server Error): CUDA error",
+        ),
+    ],
+)
+async def test_answers_that_fail_in_the_middle(engines, fake, parts, kind, message):
+    fake.answer("/v1/chat/completions", *parts)
+    engine = engines(fake.url)
+    await collect(engine.start())
+    token, failed = await collect(engine.generate(ask()))
+    assert token.text == "x"
+    assert isinstance(failed, Failed)
+    assert (failed.kind, failed.request_id) == (kind, 6)
+    assert message in failed.message
+    fake.answer("/v1/chat/completions", *sse(END))
+    assert (await collect(engine.generate(ask())))[-1].reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind", "message"),
+    [
+        (401, {"message": "Bad key"}, "usage", "refuses the key: Bad key."),
+        (429, {"message": "Quota"}, "backend", "takes no more requests now: Quota."),
+        (500, {}, "backend", "failed (500 Internal Server Error)."),
+        (
+            400,
+            {
+                "message": "This model's maximum context length is 10 tokens.",
+                "code": "context_length_exceeded",
+            },
+            "context",
+            "This model's maximum context length is 10 tokens.",
+        ),
+    ],
+)
+async def test_refusals(engines, fake, status, error, kind, message):
+    fake.answer("/v1/chat/completions", {"error": error}, status=status)
+    engine = engines(fake.url)
+    await collect(engine.start())
+    [failed] = await collect(engine.generate(ask()))
+    assert failed.kind == kind
+    assert message in failed.message
+
+
+async def test_log_probabilities_are_not_to_be_had(engines, fake):
+    engine = engines(fake.url)
+    await collect(engine.start())
+    [failed] = await collect(engine.generate(ask(logprobs=2)))
+    assert failed.kind == "usage"
+    assert len(fake.requests) == 1
+
+
+async def test_stopping_hangs_up(engines, fake):
+    fake.answer("/v1/chat/completions", *sse(delta(content="x")), WAIT)
+    engine = engines(fake.url)
+    await collect(engine.start())
+    events = []
+    async for event in engine.generate(ask()):
+        events.append(event)
+        await engine.stop()
+    assert (events[-1].reason, events[-1].predicted_n) == ("cancelled", 1)
+    await asyncio.wait_for(fake.hung_up.wait(), 1)
+
+
+async def test_a_key_that_no_header_holds(engines):
+    [failed] = await collect(engines("http://127.0.0.1:1", api_key="a\nb").start())
+    assert failed.kind == "usage"
+    assert "a\nb" not in failed.message
