@@ -1,0 +1,1 @@
+"""Models by name: what is known, what is on this machine, and how the rest gets here. No tinygrad."""

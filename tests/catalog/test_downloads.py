@@ -1,0 +1,475 @@
+"""Downloads, against a server that fails in every way that networks do."""
+
+import errno
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.catalog import cache, transfer
+from engine.catalog.downloads import download
+from engine.catalog.hub import DownloadError
+from engine.catalog.names import HubModel, WebFile
+from engine.catalog.progress import Cancelled
+from engine.errors import ModelFileError
+from tests.catalog.fake_hub import FakeHub
+from tests.generated_model import write
+
+
+def blob(hub, name):
+    return cache.repository_folder(hub.repository) / "blobs" / hashlib.sha256(hub.files[name]).hexdigest()
+
+
+def is_right(path, hub, name):
+    return path.read_bytes() == hub.files[name] and path.resolve() == blob(hub, name)
+
+
+# --- what is fetched, and how it lies ------------------------------------------------------------------
+
+
+def test_a_file_lies_in_the_cache_as_the_hub_library_puts_it(fake_hub, model):
+    path = download(model)
+    assert is_right(path, fake_hub, "model-Q8_0.gguf")
+    from huggingface_hub import scan_cache_dir, try_to_load_from_cache
+
+    found = try_to_load_from_cache(fake_hub.repository, path.name, cache_dir=cache.hub_folder())
+    assert found == str(path)
+    [repository] = scan_cache_dir(cache.hub_folder()).repos
+    assert repository.repo_id == fake_hub.repository
+    assert repository.size_on_disk == len(fake_hub.files[path.name])
+
+
+def test_the_second_time_only_the_hub_is_asked(fake_hub, model):
+    first = download(model)
+    fake_hub.requests.clear()
+    assert download(model) == first
+    assert [path for path in fake_hub.paths() if not path.startswith("/api/")] == []
+
+
+def test_a_file_that_the_hub_library_fetched_is_not_fetched_again(fake_hub, model):
+    from huggingface_hub import hf_hub_download
+
+    theirs = hf_hub_download(
+        fake_hub.repository, "model-Q8_0.gguf", cache_dir=cache.hub_folder(), endpoint=fake_hub.url
+    )
+    before = fake_hub.sent_bytes
+    assert cache.find(model) == Path(theirs)
+    assert download(model) == Path(theirs)
+    assert fake_hub.sent_bytes == pytest.approx(before, abs=2000)  # the API alone
+
+
+def test_all_parts_of_a_split_model_come(fake_hub):
+    path = download(HubModel(fake_hub.repository, "F16"))
+    assert path.name == "model-F16-00001-of-00002.gguf"
+    second = path.with_name("model-F16-00002-of-00002.gguf")
+    assert is_right(second, fake_hub, "big/model-F16-00002-of-00002.gguf")
+
+
+def test_a_new_version_of_a_file_is_fetched_and_the_old_one_stays(fake_hub, model):
+    old = download(model)
+    fake_hub.commit = "f" * 40
+    fake_hub.files["model-Q8_0.gguf"] = b"newer" * 1000
+    new = download(model)
+    assert old != new and is_right(new, fake_hub, "model-Q8_0.gguf")
+    assert old.exists()
+    assert cache.find(model) == new
+
+
+def test_a_small_file_kept_in_git_is_verified_by_gits_hash(fake_hub):
+    fake_hub.files = {"model.gguf": b"a model"}
+    info = FakeHub.info
+    fake_hub.info = lambda: (answer := info(fake_hub), answer["siblings"][0].pop("lfs"))[0]
+    path = download(HubModel(fake_hub.repository))
+    assert path.read_bytes() == b"a model"
+    path.resolve().write_bytes(b"a MODEL")
+    assert download(HubModel(fake_hub.repository)).read_bytes() == b"a model"
+
+
+def test_the_token_goes_to_the_hub_and_not_where_it_redirects_to(fake_hub, model, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    fake_hub.gated = "hf_secret"
+    download(model)
+    sent = {path.split("/")[1]: headers.get("Authorization") for _, path, headers in fake_hub.requests}
+    assert sent == {"api": "Bearer hf_secret", "user": "Bearer hf_secret", "cdn": None}
+
+
+def test_progress_is_told_with_rate_and_time_left(fake_hub, model, monkeypatch):
+    monkeypatch.setattr("engine.catalog.progress.REPORT_S", 0.02)
+    monkeypatch.setattr("engine.catalog.progress.LEAST_WINDOW_S", 0.05)
+    fake_hub.pause_s = 0.01
+    told = []
+    download(model, told.append)
+    total = len(fake_hub.files["model-Q8_0.gguf"])
+    assert told[0].note == "asking the hub"
+    moving = [progress for progress in told if progress.bytes_per_s]
+    assert len(moving) > 3
+    assert all(progress.total_bytes == total for progress in moving)
+    assert [progress.done_bytes for progress in moving] == sorted(progress.done_bytes for progress in moving)
+    assert 50_000 < moving[-1].bytes_per_s < 5_000_000
+    assert moving[0].seconds_left > moving[-1].seconds_left >= 0
+    assert told[-1].done_bytes == total
+
+
+# --- cuts ----------------------------------------------------------------------------------------------
+
+
+def test_a_hundred_random_cuts(fake_hub):
+    """Every file is right in the end, and until then nothing takes a part for the whole."""
+    chance = random.Random(20260801)
+    early = []
+    rounds = 0
+    while fake_hub.cut_count < 100:
+        rounds += 1
+        name = f"model-{rounds}-Q8_0.gguf"
+        size = chance.choice([1, 5000, 60_000, 200_000])
+        fake_hub.files = {name: chance.randbytes(size)}
+        model = HubModel(fake_hub.repository, "Q8_0")
+        folder = cache.repository_folder(fake_hub.repository)
+
+        def look(model=model, name=name):
+            early.append(cache.find(model) is not None or blob(fake_hub, name).exists())
+
+        fake_hub.on_cut = look
+        fake_hub.cuts.extend(chance.randrange(size) for _ in range(chance.randrange(1, 12)))
+        fake_hub.ranges = chance.random() < 0.9
+        if chance.random() < 0.3:  # the program ends in between, and is started again
+            stop_at = fake_hub.cut_count + 2
+            try:
+                download(model, cancelled=lambda stop_at=stop_at: fake_hub.cut_count >= stop_at)
+            except (Cancelled, DownloadError):
+                assert cache.find(model) is None
+        if chance.random() < 0.2 and (left := list((folder / "blobs").glob("*.incomplete"))):
+            left[0].write_bytes(chance.randbytes(left[0].stat().st_size))  # a disk that lost power
+        while (path := cache.find(model)) is None:
+            try:
+                path = download(model)
+            except DownloadError as error:
+                assert "kept" in error.hint
+        assert is_right(path, fake_hub, name)
+        fake_hub.cuts.clear()
+        cache.remove(next(found for found in cache.installed() if found.path == path))
+        assert not folder.exists()
+    assert rounds > 10 and len(early) >= 100 and not any(early)
+
+
+def test_a_cut_costs_only_what_is_missing(fake_hub, model):
+    fake_hub.cuts.append(100_000)
+    download(model)
+    [_, resumed] = [headers for _, path, headers in fake_hub.requests if path.startswith("/cdn/")]
+    assert 0 < int(resumed["Range"].removeprefix("bytes=").rstrip("-")) <= 100_000
+
+
+def test_a_server_that_ignores_ranges_is_believed(fake_hub, model):
+    fake_hub.ranges = False
+    fake_hub.cuts.append(100_000)
+    assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
+
+
+def test_a_server_that_gives_nothing_is_given_up(fake_hub, model):
+    fake_hub.cuts.extend([0] * 50)
+    with pytest.raises(DownloadError, match="cannot be reached") as caught:
+        download(model)
+    assert "kept for the next try" in caught.value.hint
+    assert cache.find(model) is None
+
+
+def test_what_a_killed_program_got_is_kept(fake_hub, model):
+    fake_hub.files["model-Q8_0.gguf"] = random.Random(9).randbytes(400_000)
+    fake_hub.pause_s = 0.005
+    child = subprocess.Popen([sys.executable, "-c", FETCH, str(model)], stderr=subprocess.DEVNULL)
+    incomplete = Path(f"{blob(fake_hub, 'model-Q8_0.gguf')}.incomplete")
+    wait_until(lambda: incomplete.exists() and incomplete.stat().st_size > 50_000)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    kept = incomplete.stat().st_size
+    assert cache.find(model) is None
+    fake_hub.pause_s, fake_hub.sent_bytes = 0, 0
+    assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
+    assert fake_hub.sent_bytes < 400_000 - kept + 5000
+    assert not incomplete.exists()
+
+
+FETCH = (
+    "import sys; from engine.catalog import downloads, names; downloads.download(names.parse(sys.argv[1]))"
+)
+
+
+def wait_until(done, seconds=20):
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_two_programs_fetch_once(fake_hub, model):
+    fake_hub.pause_s = 0.01
+    command = [sys.executable, "-c", FETCH, str(model)]
+    children = [subprocess.Popen(command) for _ in range(2)]
+    assert [child.wait(timeout=30) for child in children] == [0, 0]
+    assert len([path for path in fake_hub.paths() if path.startswith("/cdn/")]) == 1
+
+
+def test_while_another_has_the_lock_its_progress_is_shown_and_one_can_stop(fake_hub, model, monkeypatch):
+    monkeypatch.setattr("engine.catalog.progress.REPORT_S", 0.0)
+    monkeypatch.setattr(transfer, "LOCK_S", 0.02)
+    fake_hub.pause_s = 0.005
+    other = threading.Thread(target=download, args=(model,))
+    other.start()
+    wait_until(lambda: fake_hub.sent_bytes > 20_000)
+    notes = []
+
+    def told(progress):
+        notes.append(progress.note)
+
+    with pytest.raises(Cancelled):
+        download(model, told, cancelled=lambda: notes.count("another program is downloading it") > 2)
+    other.join()
+    assert cache.find(model)
+
+
+# --- what is wrong -------------------------------------------------------------------------------------
+
+
+def test_a_wrong_hash_is_never_taken(fake_hub, model):
+    good = fake_hub.files["model-Q8_0.gguf"]
+    fake_hub.sent["model-Q8_0.gguf"] = b"X" + good[1:]
+    with pytest.raises(DownloadError, match="arrived damaged twice: its hash is"):
+        download(model)
+    assert cache.find(model) is None
+    assert not list((cache.repository_folder(fake_hub.repository) / "blobs").iterdir())
+    fake_hub.sent.clear()
+    assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
+
+
+@pytest.mark.parametrize("change", [lambda good: good[:-10], lambda good: good + b"more"])
+def test_a_wrong_size_is_never_taken(fake_hub, model, change):
+    fake_hub.sent["model-Q8_0.gguf"] = change(fake_hub.files["model-Q8_0.gguf"])
+    with pytest.raises(DownloadError, match="damaged twice: the server sends"):
+        download(model)
+    assert cache.find(model) is None
+
+
+def test_a_part_that_was_damaged_on_disk_is_fetched_again(fake_hub, model):
+    incomplete = Path(f"{blob(fake_hub, 'model-Q8_0.gguf')}.incomplete")
+    incomplete.parent.mkdir(parents=True)
+    for left in (b"\0" * 70_000, b"\0" * 150_000, b"\0" * 200_000):  # too short, as long, too long
+        incomplete.write_bytes(left)
+        path = download(model)
+        assert is_right(path, fake_hub, "model-Q8_0.gguf")
+        path.resolve().unlink()
+
+
+def test_a_damaged_file_in_the_cache_is_mended(fake_hub, model):
+    path = download(model)
+    for damage in (b"short", b"\0" * path.stat().st_size):
+        path.resolve().write_bytes(damage)
+        assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
+
+
+def test_a_link_in_the_cache_that_leads_nowhere_is_no_model(fake_hub, model):
+    path = download(model)
+    path.resolve().unlink()
+    assert cache.find(model) is None and cache.installed() == []
+    assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
+
+
+@pytest.mark.parametrize("statuses", [[500], [502, 503, 504], [(429, {"Retry-After": "0"})], [408, 429]])
+def test_a_busy_server_is_asked_again(fake_hub, model, statuses):
+    fake_hub.answers.extend(statuses)
+    fake_hub.api_answers.extend(statuses)
+    assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
+
+
+@pytest.mark.parametrize(
+    "status, sentence",
+    [
+        (500, "The server failed to give"),
+        ((429, {"Retry-After": "0"}), "The hub has had too many requests"),
+        (404, "does not exist, or it is private"),
+        (401, "does not exist, or it is private"),
+        (403, "is gated"),
+    ],
+)
+def test_a_server_that_refuses_is_given_up_with_a_sentence(fake_hub, model, status, sentence):
+    for answers in (fake_hub.answers, fake_hub.api_answers):
+        answers.extend([status] * 50)
+        with pytest.raises(DownloadError, match=sentence) as caught:
+            download(model)
+        assert caught.value.hint.endswith((".", "`."))
+        answers.clear()
+
+
+def test_a_wait_that_the_server_asks_for_is_bounded_and_can_be_stopped(fake_hub, model):
+    fake_hub.answers.append((429, {"Retry-After": "100000"}))
+    notes = []
+
+    def told(progress):
+        notes.append(progress.note)
+
+    with pytest.raises(Cancelled):
+        download(model, told, cancelled=lambda: "interrupted; trying again in 60 s" in notes)
+
+
+def test_a_gated_model_says_what_to_do(fake_hub, model):
+    fake_hub.gated = "hf_secret"
+    with pytest.raises(DownloadError, match="is gated: its owner must let you in") as caught:
+        download(model)
+    assert "HF_TOKEN" in caught.value.hint
+
+
+def test_no_network(fake_hub, model, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(DownloadError, match=r"The hub \(http://127.0.0.1:9\) cannot be reached"):
+        download(model)
+    assert time.monotonic() - started < 2
+
+
+def test_offline_mode(fake_hub, model, monkeypatch):
+    path = download(model)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cache.find(model) == path
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE forbids"):
+        download(HubModel(fake_hub.repository, "Q4_K_M"))
+
+
+def test_what_is_no_hub(fake_hub, model):
+    for answer in (b"<html>Log in</html>", b"[]", b'{"siblings": 5}', b'{"sha": null, "siblings": [{}]}'):
+        fake_hub.info = lambda answer=answer: answer
+        with pytest.raises(DownloadError, match="does not answer as the hub does"):
+            download(model)
+
+
+@pytest.mark.parametrize(
+    "wanted, sentence",
+    [
+        (HubModel(FakeHub.repository, "Q6_K"), "user/model-GGUF has no Q6_K"),
+        (HubModel(FakeHub.repository, "IQ2_XS"), "IQ2_XS is of a type that orin-chat does not run"),
+        (HubModel(FakeHub.repository, file="other.gguf"), "has no other.gguf"),
+        (HubModel("user/nothing"), "does not exist, or it is private"),
+        (HubModel(FakeHub.repository, revision="v9"), "names a revision that does not exist"),
+        (HubModel("user/" + "x" * 200), "cannot be the name of a repository"),
+    ],
+)
+def test_what_is_not_there(fake_hub, wanted, sentence):
+    with pytest.raises(Exception, match=sentence) as caught:
+        download(wanted)
+    assert caught.value.hint or "cannot be the name" in sentence
+
+
+def test_names_that_lead_out_of_the_cache_are_not_followed(fake_hub):
+    fake_hub.files = {"../../evil-Q8_0.gguf": b"evil", "/etc/evil-Q8_0.gguf": b"evil"}
+    with pytest.raises(ModelFileError, match="holds no GGUF model"):
+        download(HubModel(fake_hub.repository, "Q8_0"))
+    with pytest.raises(ModelFileError, match="holds no GGUF model"):
+        download(HubModel(fake_hub.repository, file="../../evil-Q8_0.gguf"))
+
+
+def test_an_architecture_that_cannot_run_is_refused_before_the_download(fake_hub, model):
+    fake_hub.architecture = "gpt-oss"
+    with pytest.raises(ModelFileError, match="of the architecture gpt-oss"):
+        download(model)
+    assert all(path.startswith("/api/") for path in fake_hub.paths())
+
+
+# --- the disk ------------------------------------------------------------------------------------------
+
+
+def test_room_is_checked_before_the_download(fake_hub, model, monkeypatch):
+    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    with pytest.raises(DownloadError, match=r"needs 0.07 GB more, and .* has room for 0.07 GB"):
+        download(model)
+    assert all(path.startswith("/api/") for path in fake_hub.paths())
+
+
+def test_a_disk_that_fills_up_keeps_what_came(fake_hub, model, monkeypatch):
+    room = 60_000
+    take = transfer._Partial._take
+
+    def until_full(self, block):
+        if self.have + len(block) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        take(self, block)
+
+    monkeypatch.setattr(transfer._Partial, "_take", until_full)
+    with pytest.raises(DownloadError, match="The disk is full") as caught:
+        download(model)
+    assert "kept" in caught.value.hint
+    assert cache.find(model) is None
+    monkeypatch.setattr(transfer._Partial, "_take", take)
+    fake_hub.requests.clear()
+    assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
+    [headers] = [headers for _, path, headers in fake_hub.requests if path.startswith("/cdn/")]
+    assert int(headers["Range"].removeprefix("bytes=").rstrip("-")) > 40_000
+
+
+def test_a_cache_that_cannot_be_written(fake_hub, model, home, monkeypatch):
+    (home / "file").write_text("")
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "file"))
+    with pytest.raises(DownloadError, match="cannot be used: Not a directory"):
+        download(model)
+
+
+# --- other addresses -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def web(fake_hub, tmp_path):
+    fake_hub.files = {"tiny.gguf": write(tmp_path / "tiny.gguf").read_bytes()}
+    return WebFile(f"{fake_hub.url.replace('127.0.0.1', 'localhost')}/web/tiny.gguf")
+
+
+def test_a_file_from_another_address(fake_hub, web, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    path = download(web)
+    assert path.read_bytes() == fake_hub.files["tiny.gguf"]
+    assert cache.find(web) == path
+    [found] = cache.installed()
+    assert (found.source, found.path) == (web, path)
+    assert not any("Authorization" in headers for *_, headers in fake_hub.requests)
+    assert cache.remove(found) == len(fake_hub.files["tiny.gguf"])
+    assert cache.installed() == []
+
+
+def test_its_download_goes_on_where_it_ended_if_it_is_the_same_file(fake_hub, web):
+    size = len(fake_hub.files["tiny.gguf"])
+    fake_hub.cuts.extend([size // 2, *[0] * 20])
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        download(web)
+    fake_hub.cuts.clear()
+    fake_hub.requests.clear()
+    fake_hub.sent_bytes = 0
+    assert download(web).read_bytes() == fake_hub.files["tiny.gguf"]
+    assert fake_hub.sent_bytes < size * 0.6
+
+
+def test_its_download_starts_over_if_it_is_another_file(fake_hub, web, tmp_path):
+    fake_hub.cuts.extend([len(fake_hub.files["tiny.gguf"]) // 2, *[0] * 20])
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        download(web)
+    fake_hub.cuts.clear()
+    fake_hub.files["tiny.gguf"] = write(tmp_path / "other.gguf", seed=5).read_bytes()
+    assert download(web).read_bytes() == fake_hub.files["tiny.gguf"]
+
+
+def test_what_is_no_model_is_not_kept(fake_hub, web):
+    fake_hub.files["tiny.gguf"] = b"<!doctype html><p>Log in"
+    with pytest.raises(ModelFileError, match="is a web page"):
+        download(web)
+    assert cache.find(web) is None
+
+
+def test_an_address_that_has_nothing(fake_hub, web):
+    with pytest.raises(DownloadError, match="does not exist, or it is private"):
+        download(WebFile(f"{web.url}.not"))
+    with pytest.raises(DownloadError, match=r"http://127.0.0.1:9/x.gguf cannot be reached"):
+        download(WebFile("http://127.0.0.1:9/x.gguf"))
+    assert cache.installed() == []
