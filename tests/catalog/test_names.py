@@ -1,0 +1,168 @@
+from pathlib import Path
+
+import pytest
+
+from engine.catalog.files import PREFERRED, choices, is_safe, pick, quantization_of
+from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
+from engine.errors import UsageError
+from engine.formats.gguf import GGML_BLOCK
+from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.model.config import INTERLEAVED_ROPE
+
+# --- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, meant",
+    [
+        ("llama3.2:1b", HubModel("bartowski/Llama-3.2-1B-Instruct-GGUF", "Q6_K")),
+        (" QWEN3:0.6B ", HubModel("Qwen/Qwen3-0.6B-GGUF", "Q8_0")),
+        ("hf.co/user/repo", HubModel("user/repo")),
+        ("hf.co/user/repo:Q4_K_M", HubModel("user/repo", "Q4_K_M")),
+        ("https://hf.co/user/repo:q8_0", HubModel("user/repo", "q8_0")),
+        ("huggingface.co/user/repo/", HubModel("user/repo")),
+        ("https://huggingface.co/user/repo/tree/main", HubModel("user/repo")),
+        ("hf.co/user/repo/sub/x.gguf", HubModel("user/repo", file="sub/x.gguf")),
+        ("https://huggingface.co/u/r/resolve/main/x.gguf?download=true", HubModel("u/r", file="x.gguf")),
+        ("https://huggingface.co/u/r/blob/v1/x.gguf", HubModel("u/r", file="x.gguf", revision="v1")),
+        ("https://example.org/models/x.gguf", WebFile("https://example.org/models/x.gguf")),
+        ("http://localhost:8000/x", WebFile("http://localhost:8000/x")),
+    ],
+)
+def test_what_names_mean(text, meant):
+    assert parse(text) == meant
+
+
+def test_the_address_of_a_mirror_is_the_hub(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
+    assert parse("https://mirror.example/user/repo/resolve/main/x.gguf") == HubModel(
+        "user/repo", file="x.gguf"
+    )
+
+
+def test_a_path_that_exists_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("llama3.2:1b", "mine"):
+        Path(name).write_bytes(b"")
+        assert parse(name, {"mine": "qwen3:4b"}) == tmp_path / name
+
+
+def test_names_of_the_users_own_come_before_known_ones(tmp_path):
+    own = {"llama3.2:1b": "hf.co/me/mine:Q8_0", "Work": "qwen3:8b", "file": str(tmp_path), "loop": "loop"}
+    assert parse("llama3.2:1b", own) == HubModel("me/mine", "Q8_0")
+    assert parse("work", own) == parse("qwen3:8b")
+    assert parse("file", own) == tmp_path
+    with pytest.raises(UsageError, match="no model called 'loop'"):
+        parse("loop", own)
+
+
+def test_what_looks_like_a_path_is_one(tmp_path):
+    assert parse(f"{tmp_path}/nothing.bin") == tmp_path / "nothing.bin"
+    assert parse("nothing.GGUF") == Path("nothing.GGUF").absolute()
+
+
+@pytest.mark.parametrize(
+    "text, near",
+    [
+        ("llama3.2:2b", "llama3.2:1b, llama3.2:3b"),
+        ("lama3.2:1b", "llama3.2:1b"),
+        ("qwen3", "qwen3:0.6b, qwen3:1.7b, qwen3:4b"),
+        ("my-modle", "my-model"),
+        ("", "hf.co/user/repository"),
+        ("xyzzy", "hf.co/user/repository"),
+        ("x" * 5000, "hf.co/user/repository"),
+        ("a\0b", "hf.co/user/repository"),
+        ("hf.co/alone", "hf.co/user/repository"),
+        ("ftp://example.org/x.gguf", "https://"),
+    ],
+)
+def test_unknown_names_suggest_the_nearest(text, near):
+    with pytest.raises(UsageError) as caught:
+        parse(text, {"my-model": "qwen3:4b"})
+    assert near in caught.value.hint
+
+
+def test_short_names_lead_back():
+    for model in known_models():
+        assert short_name(parse(model.name)) == model.name
+    for source in (
+        HubModel("u/r"), HubModel("u/r", "Q8_0"), HubModel("u/r", file="a/b.gguf"),
+        HubModel("u/r", file="b.gguf", revision="v1"), WebFile("https://x.example/y.gguf"),
+    ):  # fmt: skip
+        assert parse(short_name(source)) == source
+    own = {"broken": "nobody", "big": "hf.co/u/r:Q8_0"}
+    assert short_name(HubModel("u/r", "Q8_0"), own) == "big"
+
+
+def test_web_files_are_kept_under_a_name_that_a_folder_can_hold():
+    assert WebFile("https://x.example/a%2F..%2Fb%20c.gguf?x=1").file == "b_c.gguf"
+    assert WebFile("https://x.example/").file == "model.gguf"
+    assert WebFile("https://x.example/..").file == "model.gguf"
+
+
+def test_known_models_can_run():
+    names = [model.name for model in known_models()]
+    assert len(set(names)) == len(names) >= 15
+    for model in known_models():
+        assert model.name == model.name.lower()
+        assert model.architecture in INTERLEAVED_ROPE
+        assert model.quantization in PREFERRED
+
+
+# --- files ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file, quantization",
+    [
+        ("Llama-3.2-1B-Instruct-Q6_K.gguf", "Q6_K"),
+        ("qwen2.5-7b-instruct-q4_k_m-00001-of-00002.gguf", "Q4_K_M"),
+        ("tinyllama-1.1b-chat-v1.0.Q4_K_M.gguf", "Q4_K_M"),
+        ("BF16/Qwen3-32B-BF16-00001-of-00002.gguf", "BF16"),
+        ("Q8_0/model-00001-of-00002.gguf", "Q8_0"),
+        ("Qwen3-8B-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("x-IQ4_XS.gguf", "IQ4_XS"),
+        ("x-Q4_0_4_4.gguf", "Q4_0_4_4"),
+        ("x-fp16.gguf", "F16"),
+        ("x-mxfp4.gguf", "MXFP4"),
+        ("model.gguf", ""),
+    ],
+)
+def test_quantizations_by_file_name(file, quantization):
+    assert quantization_of(file) == quantization
+
+
+def test_what_is_preferred_can_run():
+    runs = {GGML_BLOCK[kind][0] for kind in (*QUANTIZED, *FLOATS)}
+    for quantization in PREFERRED:
+        assert any(quantization == kind or quantization.startswith(f"{kind}_") for kind in runs)
+
+
+def test_choices_leave_out_parts_projectors_and_adapters():
+    offered = choices(
+        [
+            "a-Q8_0.gguf", "b-Q4_K_M-00002-of-00002.gguf", "b-Q4_K_M-00001-of-00002.gguf",
+            "c-F16-00001-of-00003.gguf", "mmproj-a-F16.gguf", "a.imatrix.gguf", "README.md", "../x-Q8_0.gguf",
+        ]
+    )  # fmt: skip
+    assert [(choice.file, choice.quantization) for choice in offered] == [
+        ("a-Q8_0.gguf", "Q8_0"),
+        ("b-Q4_K_M-00001-of-00002.gguf", "Q4_K_M"),
+    ]
+    assert offered[1].files == ("b-Q4_K_M-00001-of-00002.gguf", "b-Q4_K_M-00002-of-00002.gguf")
+
+
+def test_what_is_picked():
+    offered = choices(["m-Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf", "m-IQ2_XS.gguf"])
+    assert pick(HubModel("u/r"), offered).file == "m-Q4_K_M.gguf"
+    assert pick(HubModel("u/r", "q8_0"), offered).file == "m-Q8_0.gguf"
+    assert pick(HubModel("u/r", file="sub/m-Q4_K_M.gguf"), offered).file == "sub/m-Q4_K_M.gguf"
+    assert pick(HubModel("u/r", "Q5_K_M"), offered) is None
+    assert pick(HubModel("u/r"), choices(["model.gguf"])).file == "model.gguf"
+    assert pick(HubModel("u/r"), choices(["m-IQ2_XS.gguf"])) is None
+    assert not pick(HubModel("u/r", "IQ2_XS"), offered).may_run
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../b", "a//b", "a\\b", "a\0b", "."])
+def test_names_that_lead_elsewhere_are_not_safe(name):
+    assert not is_safe(name)
