@@ -1,0 +1,293 @@
+"""Two engines' answers to the same prompt, side by side: the texts, where they part, the figures, the ratios.
+
+It shows one immutable `ComparisonView` and knows no engine. Set `Comparison.view`, ten times a second if need
+be: text is drawn anew only where it changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.events import Resize
+from textual.message import Message
+from textual.reactive import reactive
+from textual.widget import Widget
+from textual.widgets import Static
+
+from widgets.text import as_bytes, as_duration, clean, one_line
+
+STACKED_WIDTH = 64
+"""Narrower panes have the columns one above the other."""
+SHOWN_CHARACTERS = 6000
+"""Of the end of a text: wrapping it all again with each token would cost more with each."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One engine and its answer so far. `state` is what it does, in words; `problem` what went wrong, in
+    sentences, in the place of figures. `text` agrees with the other column's up to the character `same`.
+    Rates in tokens a second, `gbps` in 10^9 bytes a second as modelled from the bytes that a token must read,
+    `share` of the measured copy bandwidth. None: not known (yet)."""
+
+    name: str
+    about: str = ""
+    state: str = ""
+    text: str = ""
+    same: int = 0
+    problem: str = ""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    first_token_s: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+    gbps: float | None = None
+    share: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token, counted from 1, at which two answers differ. `left` and `right` are the texts of both
+    candidates; `left_odds` and `right_odds` what the left and the right engine make of them: the probability
+    of the left candidate, then of the right one (None: not asked, or not among its most probable)."""
+
+    position: int
+    left: str
+    right: str
+    left_odds: tuple[float | None, float | None] = (None, None)
+    right_odds: tuple[float | None, float | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class ComparisonView:
+    """What the pane shows. `same` counts the tokens that are alike so far; `complete`: both have ended."""
+
+    left: Column
+    right: Column
+    together: bool = False
+    complete: bool = False
+    same: int = 0
+    difference: Difference | None = None
+
+
+class Comparison(Vertical, can_focus=True):
+    """The pane. Its keys work while it has the focus; each only sends its message."""
+
+    DEFAULT_CSS = """
+    Comparison { height: 1fr; }
+    Comparison > #answers { height: 1fr; }
+    Comparison.-stacked > #answers { layout: vertical; }
+    Comparison ComparedText { width: 1fr; height: 1fr; }
+    Comparison ComparedText.-right { border-left: vkey $foreground 20%; }
+    Comparison.-stacked ComparedText.-right { border-left: none; border-top: hkey $foreground 20%; }
+    Comparison > #verdict { height: auto; max-height: 3; padding: 0 1; }
+    Comparison > #mode { height: 1; padding: 0 1; color: $text-muted; }
+    Comparison:focus ComparedText > .heading { background: $boost; }
+    """
+    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
+        Binding("r", "again", "Ask both again"),
+        Binding("t", "mode", "In turn, or together"),
+        Binding("escape", "close", "Close the comparison"),
+    ]
+
+    class Again(Message):
+        """The user wants the last prompt answered by both again."""
+
+    class ModeChanged(Message):
+        """The user wants the engines to answer together, or no longer: from the next prompt on."""
+
+        def __init__(self, together: bool) -> None:
+            super().__init__()
+            self.together = together
+
+    class Closed(Message):
+        """The user wants the comparison to end."""
+
+    view: reactive[ComparisonView] = reactive(
+        ComparisonView(Column("orin-chat"), Column("llama.cpp")), always_update=False
+    )
+
+    def compose(self) -> ComposeResult:
+        with Horizontal(id="answers"):
+            yield ComparedText(classes="-left")
+            yield ComparedText(classes="-right")
+        yield ComparedFigures()
+        yield Static(markup=False, id="verdict")
+        yield Static(markup=False, id="mode")
+
+    def on_mount(self) -> None:
+        self._show(self.view)
+
+    def on_resize(self, event: Resize) -> None:
+        self.set_class(event.size.width < STACKED_WIDTH, "-stacked")
+
+    def watch_view(self, view: ComparisonView) -> None:
+        if self.is_mounted:
+            self._show(view)
+
+    def _show(self, view: ComparisonView) -> None:
+        with self.app.batch_update():
+            left, right = self.query(ComparedText)
+            left.show(view.left)
+            right.show(view.right)
+            self.query_one(ComparedFigures).view = view
+            self.query_one("#verdict", Static).update(Content(_verdict(view)))
+            mode = "together: they share the memory's bandwidth" if view.together else "in turn"
+            self.query_one("#mode", Static).update(Content(f"{mode} · greedy"))
+
+    def action_again(self) -> None:
+        self.post_message(self.Again())
+
+    def action_mode(self) -> None:
+        self.post_message(self.ModeChanged(not self.view.together))
+
+    def action_close(self) -> None:
+        self.post_message(self.Closed())
+
+
+class ComparedText(Vertical):
+    """One engine's name, state and text, whose end it follows."""
+
+    DEFAULT_CSS = """
+    ComparedText > .heading {
+        height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis;
+    }
+    ComparedText > VerticalScroll { padding: 0 1; scrollbar-size-vertical: 1; }
+    ComparedText .problem { color: $text-warning; }
+    """
+
+    def __init__(self, *, classes: str) -> None:
+        super().__init__(classes=classes)
+        self._shown: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        yield Static(markup=False, classes="heading")
+        with VerticalScroll(can_focus=False):
+            yield Static(markup=False, classes="text")
+            yield Static(markup=False, classes="problem")
+
+    def show(self, column: Column) -> None:
+        heading = Content.assemble((one_line(column.name), "bold"))
+        for part in (one_line(column.about), one_line(column.state)):
+            if part:
+                heading = heading.append(Content.styled(f" · {part}", "$foreground 60%"))
+        shown = (heading, column.text, column.same, column.problem)
+        if shown == self._shown:
+            return
+        self._shown = shown
+        scroll = self.query_one(VerticalScroll)
+        if scroll.is_vertical_scroll_end:
+            scroll.scroll_end(animate=False)  # once the layout is done
+        self.query_one(".heading", Static).update(heading)
+        self.query_one(".text", Static).update(_marked(column.text, column.same))
+        problem = self.query_one(".problem", Static)
+        problem.display = bool(column.problem)
+        problem.update(Content(f"⚠ {one_line(column.problem)}"))
+
+
+def _marked(text: str, same: int) -> Content:
+    """The end of a text; what differs from the other's is underlined from the first character on."""
+    start = max(0, len(text) - SHOWN_CHARACTERS)
+    before, after = clean(text[start : max(start, same)]), clean(text[max(start, same) :])
+    return Content.assemble("… " if start else "", before, (after, "underline $text-accent"))
+
+
+class ComparedFigures(Widget):
+    """Both columns' figures, with the ratio between them."""
+
+    DEFAULT_CSS = """
+    ComparedFigures { height: 6; padding: 0 1; border-top: hkey $foreground 20%; }
+    """
+    ALLOW_SELECT = False
+
+    view: reactive[ComparisonView | None] = reactive(None)
+
+    def render(self) -> Content:
+        if self.view is None:
+            return Content("")
+        rows = _rows(self.view.left, self.view.right)
+        return Content("\n").join([_figure_line(self.size.width, *row) for row in rows])
+
+
+Row = tuple[str, str, float | None, str]
+"""The left figure, what it is, how many times the left is better (None: no ratio), the right figure."""
+
+
+def _rows(left: Column, right: Column) -> list[Row]:
+    def ratio(a: float | None, b: float | None) -> float | None:
+        return a / b if a and b else None
+
+    return [
+        (
+            _seconds(left.first_token_s),
+            "first token",
+            ratio(right.first_token_s, left.first_token_s),
+            _seconds(right.first_token_s),
+        ),
+        (_rate(left.prefill), "prefill", ratio(left.prefill, right.prefill), _rate(right.prefill)),
+        (_rate(left.decode), "decode", ratio(left.decode, right.decode), _rate(right.decode)),
+        (_bandwidth(left), "bandwidth (modelled)", None, _bandwidth(right)),
+        (_memory(left), "memory", None, _memory(right)),
+    ]
+
+
+def _figure_line(width: int, left: str, label: str, ratio: float | None, right: str) -> Content:
+    """`left  label  ◀ 2.71×  right`: the arrow points at the better one."""
+    times = ""
+    if ratio:
+        times = f"◀ {ratio:.2f}×" if ratio >= 1.005 else f"{1 / ratio:.2f}× ▶" if ratio < 0.995 else "alike"
+    middle = f"{label} {times}".strip()
+    side = max(0, (width - len(middle)) // 2 - 1)
+    style = "bold $text-success" if ratio and ratio >= 1.005 else "bold" if times else "$foreground 60%"
+    return Content.assemble(f"{left[:side]:<{side}} ", (middle, style), f" {right[:side]:>{side}}")
+
+
+def _verdict(view: ComparisonView) -> str:
+    different = view.difference
+    if different is None:
+        counted = f"{view.same:,} token{'' if view.same == 1 else 's'}"
+        if view.complete and (view.left.problem or view.right.problem or not view.same):
+            return "The texts cannot be compared."
+        return f"The same {counted}." if view.complete else f"The same so far: {counted}."
+    odds = ""
+    if None not in different.left_odds:
+        odds = f" · to {one_line(view.left.name)} {_odds(different.left_odds)}"
+    if None not in different.right_odds:
+        odds += f" · to {one_line(view.right.name)} {_odds(different.right_odds)}"
+    candidates = f"{_quoted(different.left)} or {_quoted(different.right)}"
+    return f"They differ from token {different.position:,} on: {candidates}{odds}"
+
+
+def _odds(odds: tuple[float | None, float | None]) -> str:
+    return " and ".join("–" if p is None else f"{p:.1%}" for p in odds)
+
+
+def _quoted(text: str) -> str:
+    """A token's text, its white space visible."""
+    shown = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
+    return f"“{shown}”" if shown else "a token without text"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value * 1e3:.0f} ms" if value < 0.995 else as_duration(value)
+
+
+def _rate(value: float | None) -> str:
+    return "–" if not value else f"{value:,.0f} tok/s" if value >= 1000 else f"{value:.1f} tok/s"
+
+
+def _bandwidth(column: Column) -> str:
+    if not column.gbps:
+        return "–"
+    share = f" ({column.share:.0%} of copy)" if column.share else ""
+    return f"{column.gbps:,.1f} GB/s{share}"
+
+
+def _memory(column: Column) -> str:
+    return "–" if column.memory_bytes is None else as_bytes(column.memory_bytes)
