@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import platformdirs
@@ -22,16 +22,21 @@ from engine.events import (
     Failed,
     Finished,
     Generate,
+    KernelProfile,
     Load,
     Measure,
     Measured,
     Prefilling,
+    Profile,
     Ready,
+    Step,
     Token,
     command_decoder,
 )
 from engine.process import EngineProcess, trim_log
 from engine.transport import FrameError, pack
+
+Request = Generate | Measure | Profile
 
 CANCEL_GRACE_S = 0.07  # what the worker has to end an answer by itself; the contract says 100 ms
 
@@ -60,6 +65,15 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Ends the engine and all it started. Safe to call twice and at any time."""
         ...
+
+
+@runtime_checkable
+class Measurable(Protocol):
+    """An engine that can measure itself while it is idle."""
+
+    async def measure(self) -> Measured | Failed: ...
+
+    async def profile(self, step: Step = "decode") -> KernelProfile | Failed: ...
 
 
 class LocalEngine:
@@ -124,12 +138,23 @@ class LocalEngine:
 
     async def measure(self) -> Measured | Failed:
         """What the figures of answers are held against: takes a second of the idle engine."""
-        stream = self._open(Measure(request_id=0))
+        end = await self._ask(Measure(request_id=0))
+        assert isinstance(end, Measured | Failed)
+        return end
+
+    async def profile(self, step: Step = "decode") -> KernelProfile | Failed:
+        """A step kernel by kernel, timed while the engine is idle. `Failed` where a prompt came first."""
+        end = await self._ask(Profile(request_id=0, step=step))
+        assert isinstance(end, KernelProfile | Failed)
+        return end
+
+    async def _ask(self, question: Measure | Profile) -> Event:
+        stream = self._open(question)
         try:
-            await self._join(stream, pack(Measure(request_id=stream.serial)))
-            while not isinstance(event := await stream.next(), Measured | Failed):
-                pass
-            return event
+            await self._join(stream, pack(replace(question, request_id=stream.serial)))
+            while True:
+                if isinstance(event := await stream.next(), Measured | KernelProfile | Failed):
+                    return event
         finally:
             self._leave(stream)
 
@@ -153,7 +178,7 @@ class LocalEngine:
 
     # --- streams ---------------------------------------------------------------------------------------
 
-    def _open(self, request: Generate | Measure | None) -> _Stream:
+    def _open(self, request: Request | None) -> _Stream:
         # The ids on the pipe are our own, so that a late event of an answer that was cut short finds no
         # stream, whichever ids callers use.
         stream = _Stream(next(self._serials), request, self._ready.load_ms if self._ready else 0.0)
@@ -226,7 +251,7 @@ class _Stream:
 
     They wait here without bound: no more than the tokens of one answer can."""
 
-    def __init__(self, serial: int, request: Generate | Measure | None, load_ms: float) -> None:
+    def __init__(self, serial: int, request: Request | None, load_ms: float) -> None:
         self.serial = serial
         self.request = request
         self.joined = False  # whether it sees what happens to the process
@@ -268,7 +293,7 @@ class _Stream:
         if self.request is None:
             self.put(Failed(kind="backend", message="The engine was closed before it was ready."))
             return
-        if isinstance(self.request, Measure):
+        if not isinstance(self.request, Generate):
             self.put(Failed(kind="backend", message="The engine was closed while it measured.", request_id=0))
             return
         now = time.perf_counter()
@@ -288,7 +313,12 @@ class _Stream:
         )
 
 
-_LAST_EVENT: dict[type, type[Event]] = {Generate: Finished, Measure: Measured, type(None): Ready}
+_LAST_EVENT: dict[type, type[Event]] = {
+    Generate: Finished,
+    Measure: Measured,
+    Profile: KernelProfile,
+    type(None): Ready,
+}
 
 
 def _flaw(request: Generate) -> Failed | None:

@@ -46,3 +46,7 @@ class TemplateError(OrinError):
     """The model's chat template does not render."""
 
     exit_code = 3
+
+
+class GaveWayError(OrinError):
+    """Work for the idle engine was given up, since something more urgent came up."""

@@ -15,6 +15,11 @@ Role = Literal["system", "user", "assistant"]
 StopReason = Literal["stop", "length", "cancelled"]
 FailureKind = Literal["usage", "model", "backend", "context", "internal"]
 KernelPath = Literal["auto", "fused", "graph"]
+Step = Literal["decode", "prefill"]
+KernelRole = Literal[
+    "embedding", "QKV projection", "attention", "attention output", "FFN gate+up", "FFN down", "output head",
+    "norm", "element-wise", "sampling", "copy",
+]  # fmt: skip
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -118,6 +123,14 @@ class Measure(_Record, frozen=True, kw_only=True, tag=True):
     request_id: int
 
 
+class Profile(_Record, frozen=True, kw_only=True, tag=True):
+    """Time each kernel of a step by itself. Waits for the answers asked for before, and gives way to one that
+    is asked for meanwhile."""
+
+    request_id: int
+    step: Step = "decode"
+
+
 class Cancel(_Record, frozen=True, kw_only=True, tag=True):
     request_id: int
 
@@ -126,7 +139,7 @@ class Shutdown(_Record, frozen=True, kw_only=True, tag=True):
     pass
 
 
-Command = Load | Generate | Measure | Cancel | Shutdown
+Command = Load | Generate | Measure | Profile | Cancel | Shutdown
 
 
 # --- events --------------------------------------------------------------------------------------------
@@ -158,7 +171,8 @@ class Warming(_Record, frozen=True, kw_only=True, tag=True):
 
 class Ready(_Record, frozen=True, kw_only=True, tag=True):
     """The engine can answer. `context_length` in tokens; `load_ms` from the start of loading to this event.
-    `warnings` are sentences on what in the model was not as expected."""
+    `warnings` are sentences on what in the model was not as expected. A decode step must
+    read `weight_bytes_per_token` and, for each token before it, `kv_bytes_per_token` (0: not known)."""
 
     model: ModelInfo
     backend: str
@@ -166,6 +180,8 @@ class Ready(_Record, frozen=True, kw_only=True, tag=True):
     context_length: int
     load_ms: float
     warnings: tuple[str, ...] = ()
+    weight_bytes_per_token: int = 0
+    kv_bytes_per_token: int = 0
 
 
 class Prefilling(_Record, frozen=True, kw_only=True, tag=True):
@@ -228,6 +244,34 @@ class Measured(_Record, frozen=True, kw_only=True, tag=True):
     device_bytes: int
 
 
+class KernelTime(_Record, frozen=True, kw_only=True, tag=True):
+    """Kernels of a step with one name and role. `total_us` of all its `calls`, by the device's clock where it
+    has one; `bytes` is what they must read and write. `source` is what was compiled, `options` how the loops
+    were cut (both may be empty)."""
+
+    name: str
+    role: KernelRole
+    calls: int
+    total_us: float
+    bytes: int
+    source: str = ""
+    options: tuple[str, ...] = ()
+
+
+class KernelProfile(_Record, frozen=True, kw_only=True, tag=True):
+    """The answer to `Profile`: a step of `tokens` tokens (1 in decode) at `position`, kernel by kernel.
+    `wall_us` is what the whole step takes as it runs in an answer: what the sum of its kernels falls short of
+    it is launch gaps. All times are medians of `rounds`."""
+
+    request_id: int
+    step: Step
+    position: int
+    tokens: int
+    kernels: tuple[KernelTime, ...]
+    wall_us: float
+    rounds: int
+
+
 class Failed(_Record, frozen=True, kw_only=True, tag=True):
     """What was asked for did not work. `request_id` None: the engine itself (it did not start, or died)."""
 
@@ -237,7 +281,9 @@ class Failed(_Record, frozen=True, kw_only=True, tag=True):
     request_id: int | None = None
 
 
-Event = Loading | Warming | Ready | Prefilling | Token | Thinking | Finished | Measured | Failed
+Event = (
+    Loading | Warming | Ready | Prefilling | Token | Thinking | Finished | Measured | KernelProfile | Failed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -21,7 +21,15 @@ from typing import Never, Protocol
 
 from msgspec.structs import replace
 
-from engine.errors import BackendError, ContextFullError, ModelFileError, OrinError, TemplateError, UsageError
+from engine.errors import (
+    BackendError,
+    ContextFullError,
+    GaveWayError,
+    ModelFileError,
+    OrinError,
+    TemplateError,
+    UsageError,
+)
 from engine.events import (
     Cancel,
     EngineOptions,
@@ -30,9 +38,11 @@ from engine.events import (
     FailureKind,
     Finished,
     Generate,
+    KernelProfile,
     Load,
     Measure,
     Measured,
+    Profile,
     Ready,
     Shutdown,
     Token,
@@ -43,6 +53,7 @@ from engine.transport import Deframer, pack
 _SEND_INTERVAL_S = 0.01
 
 Report = Callable[[Event], None]
+Request = Generate | Measure | Profile
 
 
 class Model(Protocol):
@@ -57,6 +68,10 @@ class Model(Protocol):
         ...
 
     def measure(self, request: Measure) -> Measured: ...
+
+    def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
+        """Asks `interrupted` between kernels, and raises GaveWayError where it says so."""
+        ...
 
 
 Loader = Callable[[EngineOptions, Report], Model]
@@ -84,7 +99,7 @@ class _Server:
     def run(self, load: Loader) -> None:
         model: Model | None = None
         while command := self._inbox.get():
-            if isinstance(command, Generate | Measure):
+            if not isinstance(command, Load):
                 assert model, "Load comes first"
                 self._answer(model, command)
             elif not (model := self._load(command.options, load)):
@@ -104,10 +119,18 @@ class _Server:
         self._outbox.put(replace(model.ready, load_ms=self._load_ms))
         return model
 
-    def _answer(self, model: Model, request: Generate | Measure) -> None:
+    def _answer(self, model: Model, request: Request) -> None:
         end: Event
         try:
-            end = model.measure(request) if isinstance(request, Measure) else self._generate(model, request)
+            match request:
+                case Generate():
+                    end = self._generate(model, request)
+                case Measure():
+                    end = model.measure(request)
+                case Profile():
+                    end = model.profile(request, self._inbox.anything_waits)
+        except GaveWayError as error:
+            end = replace(_failed(error), request_id=request.request_id)
         except Exception as error:
             _log_without_messages(error)
             end = replace(_failed(error), request_id=request.request_id)
@@ -133,13 +156,16 @@ class _Inbox:
     def __init__(self, sock: socket.socket) -> None:
         self.interruptible = False
         self._sock = sock
-        self._queue: SimpleQueue[Load | Generate | Measure | None] = SimpleQueue()
+        self._queue: SimpleQueue[Load | Request | None] = SimpleQueue()
         self._stops: dict[int, threading.Event] = {}
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
-    def get(self) -> Load | Generate | Measure | None:
+    def get(self) -> Load | Request | None:
         """The next command; None after `Shutdown`."""
         return self._queue.get()
+
+    def anything_waits(self) -> bool:
+        return not self._queue.empty()
 
     def cancelled(self, request_id: int) -> Callable[[], bool]:
         return self._stops[request_id].is_set
@@ -214,6 +240,7 @@ _KINDS: dict[type[OrinError], FailureKind] = {
     ModelFileError: "model",
     TemplateError: "model",
     BackendError: "backend",
+    GaveWayError: "usage",
     ContextFullError: "context",
 }
 

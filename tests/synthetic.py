@@ -27,11 +27,14 @@ from engine.events import (
     EngineOptions,
     Finished,
     Generate,
+    KernelProfile,
+    KernelTime,
     Loading,
     Measure,
     Measured,
     ModelInfo,
     Prefilling,
+    Profile,
     RawText,
     Ready,
     StopReason,
@@ -94,6 +97,7 @@ class Behaviour:
     die_at: int = -1  # SIGKILL
     hang_at: int = -1  # for `hang_s`, deaf to Cancel
     hang_s: float = 60.0
+    profile_s: float = 0.0
     deaf: bool = False  # to Cancel, all the time
 
 
@@ -195,6 +199,21 @@ class SyntheticModel:
         return Measured(
             request_id=request.request_id, copy_gbps=100.0, kernels_per_token=100, device_bytes=600_000_000
         )
+
+    def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
+        for _ in range(20):
+            if interrupted():
+                raise errors.GaveWayError("The profile was given up for a prompt.")
+            time.sleep(self.behaviour.profile_s / 20)
+        kernels = (
+            KernelTime(name="product", role="FFN down", calls=20, total_us=600.0, bytes=50_000_000),
+            KernelTime(name="softmax", role="attention", calls=40, total_us=200.0, bytes=2_000_000),
+            KernelTime(name="argmax", role="sampling", calls=1, total_us=10.0, bytes=500_000),
+        )
+        return KernelProfile(
+            request_id=request.request_id, step=request.step, position=len(self.cache), tokens=1,
+            kernels=kernels, wall_us=1000.0, rounds=10,
+        )  # fmt: skip
 
     def _answer(self, request: Generate) -> Iterator[tuple[type[Token], str]]:
         said = "".join(_prompt_texts(request)[-1:])

@@ -27,9 +27,13 @@ class Launches:
         shapes = tuple((int(b.numel()), b.dtype) for b in buffers)
         self.calls.append(_program(kernel, shapes).call(*(b.uop.base for b in buffers)))
 
+    def compiled(self) -> UOp:
+        """The sequence as a LINEAR of calls, what is not compiled yet compiled."""
+        return compile_linear(UOp(Ops.LINEAR, src=tuple(self.calls)))
+
     def captured(self) -> Callable[[], None]:
         """Compiles what is not compiled yet; what comes back launches the sequence and does not wait."""
-        linear = compile_linear(UOp(Ops.LINEAR, src=tuple(self.calls)))
+        linear = self.compiled()
         if Device[Device.DEFAULT].graph is not None:
             linear = graph_split_rewrite(linear, max_batch_size=0)
         return functools.partial(run_linear, linear, jit=True)

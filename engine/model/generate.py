@@ -17,11 +17,13 @@ from engine.events import (
     Event,
     Finished,
     Generate,
+    KernelProfile,
     Loading,
     Measure,
     Measured,
     ModelInfo,
     Prefilling,
+    Profile,
     Ready,
     StopReason,
     Thinking,
@@ -38,6 +40,8 @@ from engine.kernels.kept import results_kept
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.machine import device_name
+from engine.measure.profile import profile
+from engine.model.cache import KVCache
 from engine.model.config import ModelConfig
 from engine.model.sampling import Sampler, log_probabilities
 from engine.model.steps import Steps, open_steps
@@ -73,6 +77,8 @@ class TextModel:
             context_length=self.context_length,
             load_ms=0.0,
             warnings=self.prompts.warnings,
+            weight_bytes_per_token=_weight_bytes_per_token(file),
+            kv_bytes_per_token=KVCache.bytes_per_token(config),
         )
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
@@ -136,6 +142,12 @@ class TextModel:
             device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT],
             copy_gbps=copy_gbps(Device.DEFAULT),
         )
+
+    def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
+        """Raises GaveWayError where `interrupted` says so, UsageError for a step that there is not."""
+        position = min(len(self._cached), self.context_length - 1)
+        del self._cached[position:]
+        return profile(request, self._steps.replay(request.step, position), position, interrupted)
 
     def _room(self, prompt: list[int], max_tokens: int | None) -> int:
         """How many tokens a reply may have. The last one need not be stored."""
@@ -223,6 +235,13 @@ FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 14: "Q4_K_S", 15: "Q4_K_M",
     16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "BF16",
 }  # fmt: skip
+
+
+def _weight_bytes_per_token(file: GGUF) -> int:
+    """What a decode step must read: all weights, but of an embedding that is no output head only one row."""
+    embedding, tensors = file.tensors["token_embd.weight"], file.tensors
+    one_row = embedding.n_bytes * (embedding.shape[0] - 1) // embedding.shape[0]
+    return sum(t.n_bytes for t in tensors.values()) - (one_row if "output.weight" in tensors else 0)
 
 
 def _describe(file: GGUF, config: ModelConfig, thinks: bool) -> ModelInfo:

@@ -7,9 +7,11 @@ from typing import Protocol
 
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad.uop.ops import Ops
 
 from engine.errors import UsageError
-from engine.events import KernelPath
+from engine.events import KernelPath, Step
+from engine.measure.profile import Replay
 from engine.model.cache import KVCache
 from engine.model.sampling import Logits
 from engine.model.transformer import Transformer
@@ -32,6 +34,11 @@ class Steps(Protocol):
 
     def logits(self) -> Logits:
         """The last decode's logits: float32 (vocab,), to be used before the next step."""
+        ...
+
+    def replay(self, step: Step, position: int) -> Replay:
+        """A step at `position` for `engine.measure.profile`; it spoils the KV cache from there on. Raises
+        UsageError where there is no such step."""
         ...
 
 
@@ -59,6 +66,19 @@ class GraphSteps:
     def logits(self) -> Logits:
         return np.asarray(self._logits.numpy(), np.float32)
 
+    def replay(self, step: Step, position: int) -> Replay:
+        jit = self._decode if step == "decode" else self._prefill
+        n = 1 if step == "decode" else self.chunk
+        tokens, bound = _ids([0] * n), self._position.bind(position)
+        return Replay(
+            calls=[kernel for call in jit.captured.linear.src for kernel in _kernels(call)],
+            uses=self._transformer.uses(),
+            tokens=n,
+            run=lambda: jit(tokens, bound),
+            variables={"position": position},
+            inputs=(tokens.uop.base,),
+        )
+
     def _prefill_step(self, tokens: Tensor, position: UOp) -> None:
         self._transformer.store(tokens, position).realize()
 
@@ -85,6 +105,13 @@ def open_steps(weights: Weights, context_length: int, kernels: KernelPath = "aut
 
         return FusedSteps(weights, context_length)
     return GraphSteps(weights, context_length)
+
+
+def _kernels(call: UOp) -> tuple[UOp, ...]:
+    """The kernels of a call, which may be a graph of many."""
+    ast = call.src[0]
+    is_graph = ast.op is Ops.CUSTOM_FUNCTION and ast.arg == "graph"
+    return ast.src[0].src if is_graph else (call,)
 
 
 def _ids(tokens: Sequence[int]) -> Tensor:

@@ -6,13 +6,15 @@ There is one sequence, so activations are (tokens, features), float32.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
+from engine.events import KernelRole
 from engine.formats.quantization import Matrix
 from engine.kernels.product import product
+from engine.measure.profile import Use
 from engine.model.cache import KVCache
 from engine.model.weights import Weights
 
@@ -79,6 +81,28 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (n, dim) -> (n, vocab)."""
         return product(hidden, self.output)
+
+    def uses(self) -> dict[UOp, Use]:
+        """What the buffers of the weights and the cache are for."""
+        uses: dict[UOp, Use] = {}
+
+        def note(role: KernelRole, *holders: Matrix | Tensor | None, **touched: Any) -> None:
+            for holder in holders:
+                tensors = holder.planes.values() if isinstance(holder, Matrix) else [holder]
+                uses.update((t.uop.base, Use(role, **touched)) for t in tensors if t is not None)
+
+        note("output head", self.output)
+        note("embedding", self.embedding, touched="token", rows=self.config.vocab)
+        note("norm", self.output_norm)
+        note("attention", self.cos, self.sin, touched="token", rows=self.cache.length)
+        note("attention", *self.cache.layers, touched="context", rows=self.cache.length)
+        for layer in self.layers:
+            note("QKV projection", layer.q, layer.q_bias, layer.k, layer.k_bias, layer.v, layer.v_bias)
+            note("attention output", layer.o)
+            note("FFN gate+up", layer.gate, layer.up)
+            note("FFN down", layer.down)
+            note("norm", layer.attn_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
+        return uses
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return (x * ((x * x).mean(-1, keepdim=True) + self.config.norm_eps).rsqrt() * weight).contiguous()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.events import Failed, Finished, Generate, Measured, RawText, Token
+from engine.events import Failed, Finished, Generate, KernelProfile, Measured, RawText, Token
 
 
 def ask(**fields):
@@ -60,3 +60,22 @@ async def test_a_fresh_prompt_is_computed_whole(engines):
     assert (await collect(engine.generate(ask())))[-1].cached_n == 0
     assert (await collect(engine.generate(ask())))[-1].cached_n > 0
     assert (await collect(engine.generate(ask(fresh=True))))[-1].cached_n == 0
+
+
+async def test_a_profile(engines):
+    profile = await engines().profile("prefill")
+    assert isinstance(profile, KernelProfile)
+    assert (profile.request_id, profile.step) == (0, "prefill")
+    assert [kernel.role for kernel in profile.kernels] == ["FFN down", "attention", "sampling"]
+
+
+async def test_a_profile_gives_way_to_a_prompt(engines):
+    engine = engines(tokens=5, profile_s=30.0)
+    await collect(engine.start())
+    profiling = asyncio.create_task(engine.profile())
+    await asyncio.sleep(0.1)
+    assert (await asyncio.wait_for(collect(engine.generate(ask())), 10))[-1].reason == "stop"
+    failed = await profiling
+    assert isinstance(failed, Failed)
+    assert failed.kind == "usage" and "given up" in failed.message
+    assert isinstance(await engine.measure(), Measured)

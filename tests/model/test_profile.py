@@ -1,0 +1,98 @@
+"""A step kernel by kernel: roles come from the buffers, bytes from the model, and no answer is changed."""
+
+import pytest
+from tinygrad import Device
+
+from engine.errors import GaveWayError
+from engine.events import EngineOptions, Generate, Profile, Sampling, TokenIds
+from engine.measure import profile as measure
+from engine.model.generate import TextModel
+from tests import generated_model
+
+LAYERS, DIM, FFN, CONTEXT = 2, 64, 128, 64
+MATRICES = {
+    "QKV projection": LAYERS * DIM * (DIM + 2 * DIM // 2),
+    "attention output": LAYERS * DIM * DIM,
+    "FFN gate+up": LAYERS * 2 * DIM * FFN,
+    "FFN down": LAYERS * DIM * FFN,
+}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    generated_model.write(path, architecture="qwen3", layers=LAYERS, dim=DIM, ffn=FFN, tied=request.param)
+    return TextModel(
+        EngineOptions(model_path=str(path), context_length=CONTEXT, kernels="graph"), lambda _: None
+    )
+
+
+def answer(model, n_prompt=8):
+    tokens = []
+    request = Generate(
+        request_id=1, prompt=TokenIds(ids=tuple(range(30, 30 + n_prompt))),
+        sampling=Sampling(temperature=0), max_tokens=6, ignore_eos=True,
+    )  # fmt: skip
+    end = model.generate(request, tokens.append, lambda: False)
+    return [token.id for token in tokens if hasattr(token, "id")], end.cached_n
+
+
+def made(model, step="decode"):
+    return model.profile(Profile(request_id=3, step=step), lambda: False)
+
+
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_every_kernel_has_its_role_and_every_role_its_bytes(model, step):
+    profile = made(model, step)
+    bytes_of, calls_of = {}, {}
+    for kernel in profile.kernels:
+        bytes_of[kernel.role] = bytes_of.get(kernel.role, 0) + kernel.bytes
+        calls_of[kernel.role] = calls_of.get(kernel.role, 0) + kernel.calls
+        assert kernel.total_us > 0 and kernel.source and "\x1b" not in kernel.name
+    for role, weights in MATRICES.items():
+        least = weights * 34 // 32  # Q8_0: 34 bytes for 32 weights
+        activations = 8 * LAYERS * profile.tokens * 4 * (DIM + FFN)
+        assert least <= bytes_of[role] <= 1.2 * least + activations, role
+    assert calls_of["QKV projection"] == 3 * LAYERS
+    assert calls_of["attention"] >= 3 * LAYERS
+    assert ("output head" in bytes_of) == ("sampling" in bytes_of) == (step == "decode")
+    assert bytes_of["embedding"] < 20_000 * profile.tokens
+    assert profile.tokens == (1 if step == "decode" else model._steps.chunk)
+
+
+def test_attention_reads_more_as_the_context_grows(model):
+    def read():
+        return sum(kernel.bytes for kernel in made(model).kernels if kernel.role == "attention")
+
+    answer(model, 4)
+    before = read()
+    answer(model, 50)
+    assert read() > 3 * before
+
+
+def test_it_costs_no_answer_its_cache(model):
+    before, _ = answer(model)
+    made(model), made(model, "prefill")
+    after, cached = answer(model)
+    assert (after, cached) == (before, 7)
+
+
+def test_the_sum_and_the_wall_time_are_of_one_size(model, monkeypatch):
+    profile = made(model)
+    assert profile.rounds >= measure.MIN_ROUNDS
+    assert 0 < sum(kernel.total_us for kernel in profile.kernels) < 2 * profile.wall_us
+    assert profile.wall_us < 1e6
+
+
+def test_it_gives_way(model):
+    asked = []
+    with pytest.raises(GaveWayError):
+        model.profile(Profile(request_id=1), lambda: not asked.append(1))
+    assert len(asked) == 1
+
+
+def test_ready_says_what_a_token_must_read(model):
+    tensors = sum(kernel.bytes for kernel in made(model).kernels)
+    assert 0.5 * tensors < model.ready.weight_bytes_per_token < tensors
+    assert model.ready.kv_bytes_per_token == 2 * 2 * LAYERS * DIM // 2
+    assert Device.DEFAULT.startswith("CPU")
