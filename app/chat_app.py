@@ -1,15 +1,13 @@
-"""The full-screen chat: keys and engine events come in here, and go to the widgets and the history."""
+"""The full-screen chat: what keys do, and what the screen shows of a session."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import time
-from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from textual import on, work
@@ -20,36 +18,32 @@ from textual.content import Content
 from textual.events import TextSelected
 from textual.screen import Screen
 from textual.widgets import Static
-from textual.worker import Worker
 
 from app.actions import ACTIONS, key_label
-from app.conversation import Conversation
+from app.clipboard import copy_by_tmux, is_in_tmux
 from app.export import ExportError, to_markdown, write_new_file
 from app.history import History, HistoryError
 from app.screens.chats import ChatsScreen
 from app.screens.help import HelpScreen
-from app.status import StatusObserver
+from app.session import Session
 from engine.client import Engine
-from engine.events import Chat, Event, Failed, Finished, Generate, Message, Sampling, Thinking, Token
+from engine.events import Message, Sampling
 from widgets.activity_line import ActivityLine, describe
-from widgets.engine_status import EngineStatus, Phase
+from widgets.engine_status import Phase
 from widgets.prompt import Prompt
 from widgets.reply_markdown import code_blocks
 from widgets.status_line import StatusLine
 from widgets.text import clean, one_line
 from widgets.transcript import Transcript
-from widgets.turn import WARNING, Turn
+from widgets.turn import Turn
 from widgets.turn_view import TurnView
 from widgets.welcome import Welcome
 
 PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · F1 keys"
-EMPTY = "The model gave an empty reply · Ctrl+R tries again"
 EDITING = "editing · Enter sends it in place of the old one and what follows · Esc leaves it"
 TINY_WIDTH = 40
 """Narrower terminals show the chat and the prompt only."""
 NOTICE_S = 5.0
-STOP_S = 3.0
-"""An engine that does not stop within this is no longer listened to."""
 SAVE_S = 1.0
 """How much of a reply a crash may cost."""
 FRAME_S = 0.2 if "SSH_CONNECTION" in os.environ else 0.1
@@ -105,26 +99,26 @@ class ChatApp(App[None]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self.engine = engine
         self.history = history
-        self.sampling = sampling
-        self.system = system
-        self.max_tokens = max_tokens
-        self.think = think
-        self.conversation = Conversation(history, system)
         self.clock = clock
-        self.status = StatusObserver(clock)
-        self.queued = initial_prompt
+        self.session = Session(
+            engine,
+            history,
+            self,
+            spawn=lambda work: self.run_worker(work, group="engine"),
+            sampling=sampling,
+            system=system,
+            max_tokens=max_tokens,
+            think=think,
+            clock=clock,
+        )
         self._open_first = chat_id
+        self._send_first = initial_prompt
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
-        self._request_ids = itertools.count(1)
-        self._work: Worker[None] | None = None  # the engine's starting or answering; None: it is idle
-        self._reply: Turn | None = None  # the one in progress, from its first text on
-        self._thinking_since: float | None = None
         self._editing: int | None = None  # index of the turn that the prompt box replaces
         self._frame_at = self._frame_cpu = self._save_at = self._notice_until = 0.0
         self._draft = self._title = ""
-        self._told: HistoryError | None = None
+        self._problem: HistoryError | None = None
         self.animation_level = "none"
 
     def compose(self) -> ComposeResult:
@@ -137,163 +131,84 @@ class ChatApp(App[None]):
         yield StatusLine()
 
     async def on_mount(self) -> None:
+        # Looked up once: `query_one` looks into the screen on top, which may be another by then.
         self.column = self.query_one("#chat")
-        self.waiting = self.query_one("#queued", Static)
-        self.transcript = self.query_one(Transcript)
-        self.prompt = self.query_one(Prompt)
-        self.activity = self.query_one(ActivityLine)
-        self.status_line = self.query_one(StatusLine)
         self.welcome = self.query_one(Welcome)
+        self.transcript = self.query_one(Transcript)
+        self.activity = self.query_one(ActivityLine)
+        self.waiting = self.query_one("#queued", Static)
+        self.prompt = self.query_one(Prompt)
+        self.status_line = self.query_one(StatusLine)
         self.prompt.focus()
         self._read_history()
         if self._open_first is not None:
-            await self._open(self._open_first)
-        self._show_queued()
-        self._work = self._start_engine()
-        self._timer = self.set_interval(FRAME_S, self._frame)
+            await self.session.open(self._open_first)
+        self.session.start()
+        if self._send_first:
+            await self.session.send(self._send_first)
+        self.set_interval(FRAME_S, self._frame)
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no signals outside the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
 
     async def on_unmount(self) -> None:
-        self._save()
+        self.session.save()
         self._save_draft()
-        await self.engine.close()
+        await self.session.engine.close()
 
     def _read_history(self) -> None:
         """Earlier prompts, a draft left behind, a reply that was interrupted, or that there is no history."""
         try:
             self.prompt.remember(self.history.prompts())
             self.prompt.put(self.history.take_draft())
-            interrupted = self.history.unfinished()
-            if self.history.problem:
-                raise self.history.problem
-            if (
-                interrupted
-                and self._open_first is None
-                and interrupted[0].id == self.history.chats(limit=1)[0].id
-            ):
-                self._resumable = interrupted[0].id
-                self.notice(
-                    f"The reply in “{interrupted[0].title}” was interrupted · Ctrl+G opens it", seconds=60
-                )
+            recent = self.history.chats(limit=1)
+            if recent and recent[0].interrupted and self._open_first is None:
+                self._resumable = recent[0].id
+                self.notice(f"The reply in “{recent[0].title}” was interrupted · Ctrl+G opens it", seconds=60)
+            self.problem_changed(self.history.problem)
         except HistoryError as error:
-            self._tell(error)
+            self.problem_changed(error)
 
-    # --- the engine -------------------------------------------------------------------------------------
+    # --- what the session tells (app.session.View) ------------------------------------------------------
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the engine is starting or answering."""
-        return self._work is not None
+    async def added(self, turn: Turn) -> None:
+        await self.transcript.add(turn)
+        if turn.role == "user":
+            await self.transcript.to_end()
+        self._show_status()
 
-    @work(group="engine")
-    async def _start_engine(self) -> None:
-        failure = None
-        async for event in _events(self.engine.start()):
-            self.status.observe(event)
-            if isinstance(event, Failed):
-                failure = event
-        self._work = None
-        if failure is not None:
-            self.notice(_sentence(failure), warning=True, seconds=3600)
-        await self._next(failure)
-
-    def _ask(self, reply: Turn | None = None, replaced: Turn | None = None) -> None:
-        """Has the conversation answered. `reply`: the last turn, to go on with. `replaced`: the reply whose
-        place the new one is to take; it comes back if there is no new one."""
-        self.status.request()
-        self._work = self._answer(reply, replaced)
-
-    @work(group="engine")
-    async def _answer(self, reply: Turn | None, replaced: Turn | None) -> None:
-        request = Generate(
-            request_id=next(self._request_ids),
-            prompt=Chat(messages=self.conversation.messages(), think=self.think),
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-        )
-        self._reply, self._thinking_since = reply, None
-        end: Finished | Failed = Failed(kind="internal", message="The engine stopped without saying why.")
-        gained = False
-        async for event in _events(self.engine.generate(request)):
-            self.status.observe(event)
-            if isinstance(event, Token) and event.text:
-                gained = True
-                await self._receive(event)
-            elif isinstance(event, Finished | Failed):
-                end = event
-        await self._end(end, gained, replaced)
-
-    async def _receive(self, token: Token) -> None:
-        reply = self._reply
-        if reply is None:
-            reply = self._reply = Turn("assistant", finished=False, streaming=True)
-            self.conversation.add(reply)
-            await self.transcript.add(reply)
-            self._save_at = time.monotonic() + SAVE_S
-        now = self.clock()
-        if isinstance(token, Thinking):
-            self._thinking_since = self._thinking_since or now
-            reply.thinking += token.text
-            reply.thinking_s = now - self._thinking_since
-        else:
-            reply.content += token.text
-
-    async def _end(self, end: Finished | Failed, gained: bool, replaced: Turn | None) -> None:
-        """An answer has come to its end, one way or another."""
-        self._work = None
-        turn = self._reply or self.conversation.turns[-1]
-        self._reply = None
-        turn.streaming = False
-        if gained:
-            turn.finished = isinstance(end, Finished)
-            turn.note = self._note(end)
-            self._save()
-        elif replaced is not None:
-            self.conversation.add(replaced)
-            await self.transcript.add(replaced)
-            self.notice(f"{self._note(end) or EMPTY}; the earlier reply stays", warning=True)
-        else:
-            turn.finished = turn.finished or isinstance(end, Finished)
-            turn.note = self._note(end) or EMPTY
-            self._save()
+    async def changed(self, turn: Turn) -> None:
         await self.transcript.sync(turn)
         self._show_status()
-        await self._next(end if isinstance(end, Failed) else None)
 
-    def _note(self, end: Finished | Failed) -> str:
-        """One line about how a reply ended; "" where there is nothing to say."""
-        if isinstance(end, Failed):
-            key = "Ctrl+N starts a new chat" if end.kind == "context" else "Ctrl+R tries again"
-            return f"{WARNING} {_sentence(end)} · {key}"
-        if end.reason == "cancelled":
-            return "stopped · Ctrl+G goes on"
-        if end.reason == "length":
-            used, length = end.context_used, self.status.snapshot().context_length
-            if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
-                return f"stopped at {end.predicted_n:,} tokens, as asked · Ctrl+G goes on"
-            return f"{WARNING} The context is full: {used:,} of {length:,} tokens · Ctrl+N starts a new chat"
-        return ""
+    async def cut(self, index: int) -> None:
+        await self.transcript.cut(index)
 
-    async def _next(self, failure: Failed | None) -> None:
-        """The engine is idle: it gets the prompt that waits or, after a failure, the user gets it back."""
-        if not self.queued:
-            return
-        if failure is not None:
-            self._take_back()
-            return
-        text, self.queued = self.queued, ""
-        self._show_queued()
-        await self._send(text)
+    async def opened(self) -> None:
+        self._end_editing()
+        await self.transcript.show(self.session.conversation.turns)
+        self._show_status()
 
-    async def _send(self, text: str) -> None:
-        turn = Turn("user", text)
-        self.notice("")
-        self.conversation.add(turn)
-        self._save()
-        await self.transcript.add(turn)
-        await self.transcript.to_end()
-        self._ask()
+    def queue_changed(self) -> None:
+        first = f"⏎ next: {one_line(self.session.queued)}"
+        shown = Content(first).truncate(max(20, self.size.width - 24), ellipsis=True)
+        self.waiting.update(shown.append(Content.styled("  F2 takes it back", "$foreground 60%")))
+        self.waiting.set_class(bool(self.session.queued), "-waiting")
+
+    def give_back(self, text: str) -> None:
+        self.prompt.put(text)
+
+    def notice(self, text: str, *, warning: bool = False, seconds: float | None = None) -> None:
+        """Says something in the line above the prompt, for `seconds`; warnings stay until the next thing."""
+        self.activity.notice, self.activity.is_warning = text, warning
+        stays = seconds or (0.0 if warning else NOTICE_S)
+        self._notice_until = self.clock() + stays if text and stays else 0.0
+
+    def problem_changed(self, problem: HistoryError | None) -> None:
+        """Says it once, and keeps two words of it in sight."""
+        if problem is not None and self._problem is None:
+            self.notice(str(problem), warning=True, seconds=10)
+        self._problem = problem
+        self.status_line.warning = "not saved" if problem is not None else ""
 
     # --- drawing and saving -----------------------------------------------------------------------------
 
@@ -302,101 +217,25 @@ class ChatApp(App[None]):
         if now - self._frame_at < min(MAX_FRAME_S, (cpu - self._frame_cpu) / MAX_SHARE):
             return
         self._frame_at, self._frame_cpu = now, cpu
-        if self._reply is not None:
-            await self.transcript.sync(self._reply)
+        reply = self.session.reply
+        if reply is not None:
+            await self.transcript.sync(reply)
         if now >= self._save_at:
             self._save_at = now + SAVE_S
-            if self._reply is not None and self.conversation.problem is None:
-                self._save()
+            if reply is not None and self._problem is None:
+                self.session.save()
             self._save_draft()
         if self._notice_until and self.clock() >= self._notice_until:
             self.notice("")
         self._show_status()
 
     def _show_status(self) -> None:
-        status = self.status.snapshot()
+        status = self.session.status.snapshot()
         self.status_line.status = self.activity.status = self.welcome.status = status
-        self.column.set_class(not self.conversation.turns, "-empty")
-        self.activity.hint = self._hint(status)
-        self._show_title()
-
-    def _hint(self, status: EngineStatus) -> str:
-        if status.phase in (Phase.PREFILLING, Phase.GENERATING):
-            return "Esc stops"
-        return "F1 keys  Ctrl+P commands" if status.phase in (Phase.READY, Phase.GONE) else ""
-
-    def _show_queued(self) -> None:
-        line = self.waiting
-        line.update(
-            Content(f"⏎ next: {one_line(self.queued)}")
-            .truncate(max(20, self.size.width - 24), ellipsis=True)
-            .append(Content.styled("  F2 takes it back", "$foreground 60%"))
-        )
-        line.set_class(bool(self.queued), "-waiting")
-
-    def notice(self, text: str, *, warning: bool = False, seconds: float = NOTICE_S) -> None:
-        """Says something in the line above the prompt for a while; "" takes it away."""
-        self.activity.notice, self.activity.is_warning = text, warning
-        self._notice_until = self.clock() + seconds if text else 0.0
-
-    def _save(self) -> None:
-        self.conversation.save(self.status.snapshot().model)
-        self._tell(self.history.problem or self.conversation.problem)
-
-    def _save_draft(self) -> None:
-        draft = "\n".join(text for text in (self.queued, self.prompt.text) if text.strip())
-        if draft != self._draft:
-            self._draft = draft
-            with contextlib.suppress(HistoryError):  # the conversation's own saving has said what is wrong
-                self.history.save_draft(draft)
-
-    def _tell(self, problem: HistoryError | None) -> None:
-        """Says once what keeps the conversation from being saved, and keeps two words of it in sight."""
-        if problem is not None and self._told is None:
-            self.notice(str(problem), warning=True, seconds=10)
-        self._told = problem
-        self.status_line.warning = "not saved" if problem is not None else ""
-
-    # --- the user: prompts ------------------------------------------------------------------------------
-
-    @on(Prompt.Submitted)
-    async def submit(self, event: Prompt.Submitted) -> None:
-        if self.is_busy and self.queued:
-            self.notice("One prompt is waiting already · F2 takes it back")
-            return
-        self.prompt.sent(event.text)
-        if self._editing is not None:
-            index, self._editing = self._editing, None
-            self._show_editing()
-            self.conversation.cut(index)
-            await self.transcript.cut(index)
-        if self.is_busy:
-            self.queued = event.text
-            self._show_queued()
-        else:
-            await self._send(event.text)
-
-    def _take_back(self) -> None:
-        """Puts the prompt that waits back into the box."""
-        text, self.queued = self.queued, ""
-        self._show_queued()
-        self.prompt.put(text)
-
-    def action_edit(self) -> None:
-        index = self.conversation.last_prompt
-        if self.queued:
-            self._take_back()
-        elif index is None:
-            self.notice("There is no prompt to edit yet")
-        elif self._reply is not None or (self.is_busy and self.status.is_ready):
-            self.notice("Esc stops the reply; then F2 edits the prompt")
-        elif self._editing is None:
-            self._editing = index
-            self.prompt.put(self.conversation.turns[index].content)
-            self._show_editing()
-
-    def _show_editing(self) -> None:
-        self.prompt.set_class(self._editing is not None, "-editing")
+        self.column.set_class(not self.session.conversation.turns, "-empty")
+        is_idle = status.phase in (Phase.READY, Phase.GONE)
+        stops = "Esc stops" if self.session.is_answering else ""
+        self.activity.hint = "F1 keys  Ctrl+P commands" if is_idle else stops
         self._show_title()
 
     def _show_title(self) -> None:
@@ -408,68 +247,91 @@ class ChatApp(App[None]):
             self._title = title
             self.prompt.border_title = Content(title)
 
+    def _save_draft(self) -> None:
+        draft = "\n".join(text for text in (self.session.queued, self.prompt.text) if text.strip())
+        if draft != self._draft:
+            self._draft = draft
+            with contextlib.suppress(HistoryError):  # the conversation's own saving says what is wrong
+                self.history.save_draft(draft)
+
+    # --- the user: prompts ------------------------------------------------------------------------------
+
+    @on(Prompt.Submitted)
+    async def submit(self, event: Prompt.Submitted) -> None:
+        if self.session.is_busy and self.session.queued:
+            self.notice("One prompt is waiting already · F2 takes it back")
+            return
+        index = self._editing
+        self._end_editing()
+        self.prompt.sent(event.text)
+        await self.session.send(event.text, in_place_of=index)
+
+    def action_edit(self) -> None:
+        index = self.session.conversation.last_prompt
+        if self.session.queued:
+            self.session.take_back()
+        elif index is None:
+            self.notice("There is no prompt to edit yet")
+        elif self.session.is_answering:
+            self.notice("Esc stops the reply; then F2 edits the prompt")
+        elif self._editing is None:
+            self._editing = index
+            self.prompt.put(self.session.conversation.turns[index].content)
+            self.prompt.add_class("-editing")
+            self._show_title()
+
+    def _end_editing(self) -> None:
+        self._editing = None
+        self.prompt.remove_class("-editing")
+        self._show_title()
+
     # --- the user: the reply ----------------------------------------------------------------------------
 
-    async def action_stop(self) -> None:
+    def action_stop(self) -> None:
         if self._editing is not None:
-            self._editing = None
-            self._show_editing()
+            self._end_editing()
             self.prompt.put("")
-        elif self.is_busy and self.status.is_ready:
-            self.status.stopping()
-            self.run_worker(self.engine.stop())
-        elif self.queued:
-            self._take_back()
+        elif self.session.is_answering:
+            self.run_worker(self.session.stop())
+        elif self.session.queued:
+            self.session.take_back()
         else:
             self.notice("")
 
     async def action_regenerate(self) -> None:
-        turns = self.conversation.turns
-        if self._refuse_while_busy() or not turns:
-            return
-        replaced = None
-        if turns[-1].role == "assistant":
-            [replaced] = self.conversation.cut(len(turns) - 1)
-            await self.transcript.cut(len(turns))
-        if turns:
-            turns[-1].note = ""
-            await self.transcript.sync(turns[-1])
-        self.notice("")
-        self._ask(replaced=replaced)
+        if self.session.conversation.turns and not self._refuse_while_busy():
+            self.notice("")
+            await self.session.regenerate()
 
     async def action_go_on(self) -> None:
-        turns = self.conversation.turns
+        turns = self.session.conversation.turns
         if not turns and self._resumable is not None:
-            await self._open(self._resumable)
+            await self.session.open(self._resumable)
         elif not turns:
             self.notice("There is no reply to go on with yet")
         elif turns[-1].role == "user":
             await self.action_regenerate()
         elif not self._refuse_while_busy():
-            turns[-1].note, turns[-1].finished, turns[-1].streaming = "", False, True
-            await self.transcript.sync(turns[-1])
             self.notice("")
-            self._ask(reply=turns[-1])
+            await self.session.go_on()
 
     def _refuse_while_busy(self) -> bool:
-        if self.is_busy:
-            self.notice(
-                "Esc stops the reply first" if self.status.is_ready else "The engine is still starting"
-            )
-        return self.is_busy
+        if self.session.is_busy:
+            answering = self.session.is_answering
+            self.notice("Esc stops the reply first" if answering else "The engine is still starting")
+        return self.session.is_busy
 
     def action_toggle_thinking(self) -> None:
         self.transcript.unfolded = not self.transcript.unfolded
         self.notice(f"Thinking is {'shown in full' if self.transcript.unfolded else 'folded to one line'}")
 
     def action_copy_reply(self) -> None:
-        reply = self.conversation.last_reply
-        self._copy(
-            clean(reply.content).strip() if reply else "", "the reply", "There is no reply to copy yet"
-        )
+        reply = self.session.conversation.last_reply
+        text = clean(reply.content).strip() if reply else ""
+        self._copy(text, "the reply", "There is no reply to copy yet")
 
     def action_copy_code(self) -> None:
-        replies = (turn for turn in reversed(self.conversation.turns) if turn.role == "assistant")
+        replies = (turn for turn in reversed(self.session.conversation.turns) if turn.role == "assistant")
         blocks = (block for reply in replies for block in reversed(code_blocks(clean(reply.content))))
         self._copy(next(blocks, ""), "the code block", "There is no code block to copy yet")
 
@@ -477,102 +339,66 @@ class ChatApp(App[None]):
 
     @work(group="chats", exclusive=True)
     async def action_new_chat(self) -> None:
-        await self._open(None)
+        await self.session.open(None)
 
     @work(group="chats", exclusive=True)
     async def action_past_chats(self) -> None:
-        screen = ChatsScreen(self.history, self.conversation.chat_id)
+        current = self.session.conversation.chat_id
+        screen = ChatsScreen(self.history, current)
         chosen = await self.push_screen_wait(screen)
-        if chosen is not None:
-            await self._open(chosen)
-        elif self.conversation.chat_id in screen.deleted:
-            await self._open(None)
-
-    async def _open(self, chat_id: int | None) -> None:
-        """Shows a past chat, or a new one. A reply in progress is stopped first, and kept in its chat."""
-        await self._stop_and_wait()
-        try:
-            self.conversation = Conversation(self.history, self.system, chat_id)
-        except HistoryError as error:
-            self.notice(str(error), warning=True)
-            return
-        if self._editing is not None:
-            await self.action_stop()
-        self.status.new_conversation(context_used=0 if chat_id is None else None)
-        await self.transcript.show(self.conversation.turns)
-        self.notice("")
-        self._show_status()
-
-    async def _stop_and_wait(self) -> None:
-        if self.queued:
-            self._take_back()
-        if self._work is not None and self.status.is_ready:
-            work = self._work
-            self.status.stopping()
-            await self.engine.stop()
-            try:
-                await asyncio.wait_for(work.wait(), STOP_S)
-            except TimeoutError:
-                work.cancel()
-                self._work = self._reply = None
+        if chosen is not None and chosen != current:
+            await self.session.open(chosen)
+        elif current in screen.deleted:
+            await self.session.open(None)
 
     def action_export(self) -> None:
-        if not self.conversation.turns:
+        turns = self.session.conversation.turns
+        if not turns:
             self.notice("There is nothing to export yet")
             return
-        messages = [
-            Message(role=t.role, content=t.content, thinking=t.thinking) for t in self.conversation.turns
-        ]
-        title = one_line(self.conversation.turns[0].content)[:60]
+        messages = [Message(role=t.role, content=t.content, thinking=t.thinking) for t in turns]
+        title = one_line(turns[0].content)[:60]
+        document = to_markdown(title, self.session.status.snapshot().model, messages)
         try:
-            path = write_new_file(
-                Path.cwd(), title, to_markdown(title, self.status.snapshot().model, messages)
-            )
-        except ExportError as error:
+            self.notice(f"Exported to {write_new_file(Path.cwd(), title, document)}")
+        except (ExportError, OSError) as error:
             self.notice(str(error), warning=True)
-        else:
-            self.notice(f"Exported to {path}")
 
     # --- the user: the rest -----------------------------------------------------------------------------
 
-    def _copy(self, text: str, what: str, nothing: str) -> None:
+    def _copy(self, text: str, what: str, nothing: str = "") -> None:
         if text:
             self.copy_to_clipboard(text)
-            self.notice(f"Copied {what} ({len(text):,} characters)")
-        else:
-            self.notice(nothing)
+        self.notice(f"Copied {what} ({len(text):,} characters)" if text else nothing)
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Copies by OSC 52, which reaches the terminal at the other end of SSH, and under tmux, which by
-        default keeps that from programs, by tmux as well."""
         super().copy_to_clipboard(text)
-        if "TMUX" in os.environ:
-            self.run_worker(_copy_by_tmux(text))
+        if is_in_tmux():
+            self.run_worker(copy_by_tmux(text))
 
     @on(TextSelected)
     def copy_selection(self) -> None:
         text = self.screen.get_selected_text()
         if text and text.strip():
-            self._copy(text, "the selection", "")
+            self._copy(text, "the selection")
 
     @on(TurnView.LinkClicked)
     def copy_link(self, event: TurnView.LinkClicked) -> None:
-        self.copy_to_clipboard(event.address)
-        self.notice(f"Copied the link: {event.address}")
+        self._copy(event.address, f"the link {event.address}")
 
     def action_help_quit(self) -> None:
         """Ctrl+C with nothing selected: what people want of it in a terminal is that it stops."""
-        if self.is_busy and self.status.is_ready:
-            self.call_later(self.action_stop)
+        if self.session.is_answering:
+            self.action_stop()
         else:
             self.notice("Ctrl+Q quits")
 
     def action_help(self) -> None:
         self.push_screen(HelpScreen())
 
-    async def action_scroll(self, pages: int) -> None:
-        page = max(1, self.transcript.size.height - 2)
-        self.transcript.scroll_relative(y=pages * page, animate=False)
+    def action_scroll(self, pages: int) -> None:
+        lines = max(1, self.transcript.size.height - 2)
+        self.transcript.scroll_relative(y=pages * lines, animate=False)
 
     async def action_scroll_to_start(self) -> None:
         await self.transcript.to_start()
@@ -585,24 +411,3 @@ class ChatApp(App[None]):
             help = f"{action.help} ({key_label(action.key)})"
             yield SystemCommand(action.title, help, getattr(self, f"action_{action.name}"))
         yield SystemCommand("Theme", "Choose light, dark and other colours", self.action_change_theme)
-
-
-def _sentence(failure: Failed) -> str:
-    return one_line(f"{failure.message} {failure.hint}")
-
-
-async def _events(stream: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """An engine's events. One that breaks its promise and raises must not take the conversation with it."""
-    try:
-        async for event in stream:
-            yield event
-    except Exception as error:
-        yield Failed(kind="internal", message=f"The engine broke off: {type(error).__name__}: {error}.")
-
-
-async def _copy_by_tmux(text: str) -> None:
-    with contextlib.suppress(OSError):
-        process = await asyncio.create_subprocess_exec(
-            "tmux", "load-buffer", "-w", "-", stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL
-        )
-        await process.communicate(text.encode(errors="replace"))

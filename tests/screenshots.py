@@ -34,7 +34,7 @@ async def picture_of_model(model_path: str, size: tuple[int, int], max_tokens: i
     app = ChatApp(engine, History(":memory:"), initial_prompt=QUESTION, max_tokens=max_tokens)
     async with app.run_test(size=size) as pilot:
         app.prompt.cursor_blink = False
-        while app.is_busy:
+        while app.session.is_busy:
             await pilot.pause(0.1)
         await pilot.pause(0.5)
         return _svg(app)

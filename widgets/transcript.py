@@ -65,12 +65,12 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def cut(self, index: int) -> None:
         """Removes the turns from `index` on."""
-        with self.app.batch_update():
-            await self.remove_children(self._views[max(0, index - self._first) :])
-            del self.turns[index:]
-            self._last = min(self._last, index)
-            if self._first >= self._last:
-                await self.show(self.turns)
+        views = self._views[max(0, index - self._first) :]
+        del self.turns[index:]
+        self._last = min(self._last, index)
+        await self.remove_children(views)
+        if self._first >= self._last and not self._moving:
+            await self.show(self.turns)
 
     async def sync(self, turn: Turn) -> None:
         """Shows what `turn` has gained, if it has a widget."""

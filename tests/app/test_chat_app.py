@@ -16,6 +16,7 @@ from app.history import History
 from app.screens.chats import ChatsScreen
 from app.screens.help import HelpScreen
 from engine.events import Failed, Loading, Message, Prefilling, Token
+from tests import synthetic
 from tests.app.fake_engine import DIED, READY, STARTED, TOO_LONG, FakeEngine, reply, tokens
 from widgets.activity_line import ActivityLine
 from widgets.reply_markdown import Fence
@@ -58,11 +59,11 @@ class Driver:
         await self.press("enter")
 
     async def idle(self) -> None:
-        await self.until(lambda: not self.app.is_busy, "the end of the reply")
+        await self.until(lambda: not self.app.session.is_busy, "the end of the reply")
         await self.pilot.pause()
 
     def turns(self) -> list[tuple[str, str]]:
-        return [(turn.role, turn.content) for turn in self.app.conversation.turns]
+        return [(turn.role, turn.content) for turn in self.app.session.conversation.turns]
 
     def notice(self) -> str:
         return self.app.query_one(ActivityLine).notice
@@ -206,7 +207,7 @@ async def test_stop_keeps_what_has_arrived(history):
         await user.press("escape")
         await user.sees("stopped · Ctrl+G goes on")
         assert user.turns()[-1] == ("assistant", "So far")
-        assert stored(history, user.app.conversation.chat_id)[-1] == ("assistant", "So far", True)
+        assert stored(history, user.app.session.conversation.chat_id)[-1] == ("assistant", "So far", True)
 
 
 async def test_ctrl_c_stops_and_otherwise_tells_how_to_quit(history):
@@ -239,7 +240,7 @@ async def test_regenerate_puts_a_new_reply_in_place_of_the_old(history):
         await user.idle()
         assert user.turns() == [("user", "Hi"), ("assistant", "Second")]
         assert "First" not in user.screen()
-        assert [c for _, c, _ in stored(history, user.app.conversation.chat_id)] == ["Hi", "Second"]
+        assert [c for _, c, _ in stored(history, user.app.session.conversation.chat_id)] == ["Hi", "Second"]
         assert engine.prompts()[1] == [("user", "Hi")]
 
 
@@ -270,7 +271,12 @@ async def test_edit_replaces_the_last_prompt_and_what_follows(history):
         await user.sees("C")
         await user.idle()
         assert user.turns() == [("user", "one"), ("assistant", "A"), ("user", "two!"), ("assistant", "C")]
-        assert [c for _, c, _ in stored(history, user.app.conversation.chat_id)] == ["one", "A", "two!", "C"]
+        assert [c for _, c, _ in stored(history, user.app.session.conversation.chat_id)] == [
+            "one",
+            "A",
+            "two!",
+            "C",
+        ]
         assert "editing" not in user.screen()
         await user.press("up", "up")
         assert user.app.prompt.text == "a draft", "the draft is an earlier prompt now"
@@ -294,7 +300,11 @@ async def test_go_on_continues_the_reply(history):
         await user.idle()
         assert engine.prompts()[1] == [("user", "Count"), ("assistant", "One, two")]
         assert user.turns()[-1] == ("assistant", "One, two, three")
-        assert stored(history, user.app.conversation.chat_id)[-1] == ("assistant", "One, two, three", True)
+        assert stored(history, user.app.session.conversation.chat_id)[-1] == (
+            "assistant",
+            "One, two, three",
+            True,
+        )
         assert "stopped at" not in user.screen()
 
 
@@ -356,16 +366,16 @@ async def test_new_chat_keeps_the_old_one(history):
     engine = FakeEngine(reply("A"), [*tokens("B so far"), None])
     async with chat(engine, history, initial_prompt="one") as user:
         await user.idle()
-        first = user.app.conversation.chat_id
+        first = user.app.session.conversation.chat_id
         await user.press("ctrl+n")
-        await user.until(lambda: not user.app.conversation.turns)
+        await user.until(lambda: not user.app.session.conversation.turns)
         await user.sees("8,192 tokens of context")
         await user.say("two")
         await user.sees("B so far")
-        second = user.app.conversation.chat_id
+        second = user.app.session.conversation.chat_id
         await user.press("ctrl+n")
-        await user.until(lambda: not user.app.conversation.turns)
-        assert not user.app.is_busy
+        await user.until(lambda: not user.app.session.conversation.turns)
+        assert not user.app.session.is_busy
         assert engine.prompts()[1] == [("user", "two")]
     assert [c for _, c, _ in stored(history, first)] == ["one", "A"]
     assert stored(history, second) == [("user", "two", True), ("assistant", "B so far", True)]
@@ -473,7 +483,7 @@ async def test_a_past_chat_is_found_and_gone_on_with(history):
         await user.until(lambda: user.app.screen.query_one(OptionList).option_count == 1)
         await user.press("enter")
         await user.sees("The Moon.")
-        assert user.app.conversation.chat_id == sea
+        assert user.app.session.conversation.chat_id == sea
         assert "–/8,192" in user.screen(), "how full the context is, no engine knows yet"
         await user.say("More?")
         await user.sees("More.")
@@ -502,7 +512,9 @@ async def test_rename_and_delete_a_past_chat(history):
         await user.press("delete", "y")
         assert [c.id for c in history.chats()] == [sea]
         await user.press("escape")
-        await user.until(lambda: user.app.conversation.chat_id is None, "a new chat in place of the deleted")
+        await user.until(
+            lambda: user.app.session.conversation.chat_id is None, "a new chat in place of the deleted"
+        )
         assert user.turns() == []
 
 
@@ -525,7 +537,7 @@ async def test_an_engine_that_dies_in_mid_reply(history):
     async with chat(engine, history, initial_prompt="Tell me") as user:
         await user.sees("⚠ The engine process died (signal 9). The next prompt restarts it.")
         assert user.turns() == [("user", "Tell me"), ("assistant", "So far")]
-        assert stored(history, user.app.conversation.chat_id)[-1] == ("assistant", "So far", False)
+        assert stored(history, user.app.session.conversation.chat_id)[-1] == ("assistant", "So far", False)
         await user.sees("the engine has stopped")
         await user.say("Still there?")
         await user.sees("Again")
@@ -628,8 +640,9 @@ async def test_a_reply_is_saved_while_it_streams(history, monkeypatch):
     monkeypatch.setattr("app.chat_app.SAVE_S", 0.05)
     engine = FakeEngine([*tokens("So far"), None])
     async with chat(engine, history, initial_prompt="Tell me") as user:
-        await user.until(lambda: history.chats() and history.chats()[0].message_count == 2)
-        assert stored(history, history.chats()[0].id)[-1] == ("assistant", "So far", False)
+        await user.until(lambda: history.chats())
+        chat_id = history.chats()[0].id
+        await user.until(lambda: stored(history, chat_id)[-1] == ("assistant", "So far", False))
         user.app.prompt.insert("a draft")
         await user.until(lambda: history._run("SELECT text FROM drafts") == [("a draft",)])
 
@@ -653,9 +666,9 @@ async def test_text_of_a_model_is_shown_as_text(history):
     async with chat(engine, history, initial_prompt=HOSTILE, size=(140, 30)) as user:
         await user.idle()
         await user.press("ctrl+t")
-        await user.sees("[bold red]markup[/]")
+        everywhere = "in the prompt, the thinking, the prose and the code"
+        await user.until(lambda: user.screen().count("[bold red]markup[/]") == 4, everywhere)
         screen = user.screen()
-        assert screen.count("[bold red]markup[/]") == 4, "prompt, thinking, prose, code"
         assert "<b>html</b>" in screen
         for code in "\x1b\x07\u202e":
             assert code not in screen
@@ -690,3 +703,20 @@ async def test_code_is_plain_until_its_end_has_arrived(history):
         engine.release()
         await user.idle()
         await user.until(lambda: user.app.query(Fence).first()._highlighted_code.spans)
+
+
+# --- the real engine process -----------------------------------------------------------------------------
+
+
+async def test_a_killed_engine_process_costs_one_line(history):
+    """SIGKILL in mid-reply: the partial reply and the conversation stay, and the next prompt works."""
+    engine = synthetic.engine(rate=200, tokens=40, die_at=20, load_s=0.02, prefill_s=0.02)
+    async with chat(engine, history, initial_prompt="Tell me") as user:
+        await user.sees("Ctrl+R tries again")
+        [(_, prompt), (role, partial)] = user.turns()
+        assert prompt == "Tell me" and role == "assistant" and partial
+        assert stored(history, user.app.session.conversation.chat_id)[-1] == ("assistant", partial, False)
+        await user.say("Still there?")
+        await user.until(lambda: len(user.turns()) == 4, "the beginning of another reply")
+        await user.idle()
+        assert user.app.session.conversation.messages()[1].content == partial

@@ -76,7 +76,7 @@ async def test_the_status_line_has_what_must_be_seen_at_every_width():
         await pilot.pause()
         shown = " ".join(line.render().plain.split())
         assert shown.startswith("Qwen2.5 Coder 1.5B Instruct Q4_K · CUDA 1234.6 tok/s · first token 0.21 s ")
-        assert line.render().plain.endswith("1,234/32,768 4%")
+        assert line.render().plain.endswith("1,234/32,768 tokens 4%")
 
 
 def test_what_an_engine_does_in_words():

@@ -1,0 +1,142 @@
+"""A session without a screen: what happens when several things want to happen at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.history import History
+from app.session import Session
+from engine.events import Sampling
+from tests.app.fake_engine import FakeEngine, reply, tokens
+
+
+class SilentView:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+        self.given_back: list[str] = []
+
+    async def added(self, turn):
+        await asyncio.sleep(0)
+
+    changed = cut = added
+
+    async def opened(self):
+        await asyncio.sleep(0)
+
+    def queue_changed(self):
+        pass
+
+    def give_back(self, text):
+        self.given_back.append(text)
+
+    def notice(self, text, *, warning=False):
+        self.notices.append(text)
+
+    def problem_changed(self, problem):
+        assert problem is None
+
+
+@pytest.fixture
+def begin():
+    tasks = []
+
+    def begin(engine: FakeEngine) -> tuple[Session, SilentView]:
+        view = SilentView()
+        session = Session(
+            engine,
+            History(":memory:"),
+            view,
+            spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
+            sampling=Sampling(),
+            system="",
+            max_tokens=None,
+            think=True,
+        )
+        session.start()
+        return session, view
+
+    yield begin
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.result()  # raises what it raised
+        task.cancel()
+
+
+async def until(holds):
+    for _ in range(500):
+        if holds():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError
+
+
+def said(session: Session) -> list[str]:
+    return [turn.content for turn in session.conversation.turns]
+
+
+async def test_two_prompts_at_the_same_moment_are_answered_one_after_the_other(begin):
+    engine = FakeEngine(reply("A"), reply("B"))
+    session, _ = begin(engine)
+    await until(lambda: not session.is_busy)
+    await asyncio.gather(session.send("a"), session.send("b"))
+    await until(lambda: len(engine.requests) == 2 and not session.is_busy)
+    assert said(session) == ["a", "A", "b", "B"]
+
+
+async def test_regenerating_while_the_view_still_removes_the_old_reply(begin):
+    session, _ = begin(FakeEngine(reply("A"), reply("B")))
+    await session.send("a")
+    await until(lambda: said(session) == ["a", "A"] and not session.is_busy)
+    await session.regenerate()
+    await until(lambda: not session.is_busy)
+    assert said(session) == ["a", "B"]
+
+
+async def test_a_reply_belongs_to_the_chat_it_was_asked_in(begin):
+    engine = FakeEngine([*tokens("So far"), None], reply("Other"))
+    session, _ = begin(engine)
+    await session.send("a")
+    await until(lambda: said(session) == ["a", "So far"])
+    first = session.conversation
+    await asyncio.gather(session.open(None), session.send("typed meanwhile"))
+    await until(lambda: not session.is_busy)
+    assert [turn.content for turn in first.turns][:2] == ["a", "So far"]
+    assert first.turns[1].note.startswith("stopped")
+    assert "So far" not in said(session)
+    assert not session.queued
+
+
+async def test_an_engine_that_does_not_stop_is_not_waited_for(begin, monkeypatch):
+    monkeypatch.setattr("app.session.STOP_S", 0.05)
+
+    class Deaf(FakeEngine):
+        async def stop(self) -> None:
+            pass
+
+    engine = Deaf([*tokens("So far"), None, *tokens(" and on")], reply("Other"))
+    session, _ = begin(engine)
+    await session.send("a")
+    await until(lambda: said(session) == ["a", "So far"])
+    first = session.conversation
+    await session.open(None)
+    assert said(session) == []
+    engine.release()
+    await asyncio.sleep(0.02)
+    assert said(session) == [], "what still comes of it is dropped"
+    assert [turn.content for turn in first.turns] == ["a", "So far"]
+    await session.send("b")
+    await until(lambda: not session.is_busy)
+    assert said(session) == ["b", "Other"]
+
+
+async def test_a_prompt_that_waits_goes_back_when_the_chat_changes(begin):
+    session, view = begin(FakeEngine(start=[None]))
+    await session.send("a")
+    assert session.queued == "a"
+    await session.open(None)
+    assert view.given_back == ["a"]
+    assert not session.queued
