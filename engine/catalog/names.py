@@ -130,7 +130,8 @@ def _explicit(text: str) -> HubModel | WebFile | None:
     if host in HUB_HOSTS or ("://" in text and url.netloc == endpoint.netloc):
         path = unquote(url.path).strip("/")
         if match := _FILE_ON_HUB.fullmatch(path) or _ON_HUB.fullmatch(path.removesuffix("/tree/main")):
-            return HubModel(**{name: value for name, value in match.groupdict().items() if value})
+            given = {name: value for name, value in match.groupdict().items() if value}
+            return HubModel(**{**given, "quantization": given.get("quantization", "").upper()})
         raise UsageError(
             f"{text} names no model of the hub.", "Write hf.co/user/repository, and :Q4_K_M to choose a file."
         )

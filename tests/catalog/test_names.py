@@ -19,7 +19,7 @@ from engine.model.config import INTERLEAVED_ROPE
         (" QWEN3:0.6B ", HubModel("Qwen/Qwen3-0.6B-GGUF", "Q8_0")),
         ("hf.co/user/repo", HubModel("user/repo")),
         ("hf.co/user/repo:Q4_K_M", HubModel("user/repo", "Q4_K_M")),
-        ("https://hf.co/user/repo:q8_0", HubModel("user/repo", "q8_0")),
+        ("https://hf.co/user/repo:q8_0", HubModel("user/repo", "Q8_0")),
         ("huggingface.co/user/repo/", HubModel("user/repo")),
         ("https://huggingface.co/user/repo/tree/main", HubModel("user/repo")),
         ("hf.co/user/repo/sub/x.gguf", HubModel("user/repo", file="sub/x.gguf")),
