@@ -272,6 +272,19 @@ class KernelProfile(_Record, frozen=True, kw_only=True, tag=True):
     rounds: int
 
 
+class Counter(_Record, frozen=True, kw_only=True, tag=True):
+    """One figure of the machine: `value` in `unit`, of at most `most` where that is known, or a `text`; neither
+    where it cannot be had, and `absent` says why. `parts` are what it is made of (rails, zones, throttles)."""
+
+    name: str
+    value: float | None = None
+    unit: str = ""
+    most: float | None = None
+    text: str = ""
+    absent: str = ""
+    parts: tuple[str, ...] = ()
+
+
 class Failed(_Record, frozen=True, kw_only=True, tag=True):
     """What was asked for did not work. `request_id` None: the engine itself (it did not start, or died)."""
 

@@ -1,0 +1,171 @@
+"""The machine's figures, from files that stand in for a Jetson, a PC and a machine that tells nothing."""
+
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from engine.measure.counters import Counters
+
+
+def lay(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(text))
+
+
+def read(root, **options):
+    counters = Counters(root, **options)
+    lay(root, {"proc/stat": "cpu 180 0 40 300 20 0 0 0 0 0\n"})
+    return {counter.name: counter for counter in counters.read()}
+
+
+@pytest.fixture
+def pc(tmp_path):
+    lay(tmp_path, {
+        "proc/stat": "cpu 100 0 20 200 20 0 0 0 0 0\ncpu0 1 2 3 4 5\n",
+        "proc/meminfo": "MemTotal: 1000000 kB\nMemFree: 1 kB\nMemAvailable: 750000 kB\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq": 2_000_000,
+        "sys/devices/system/cpu/cpu1/cpufreq/scaling_cur_freq": 3_000_000,
+        "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": 4_000_000,
+        "sys/class/hwmon/hwmon0/temp1_input": 51_000,
+        "sys/class/hwmon/hwmon0/name": "coretemp",
+    })  # fmt: skip
+    return tmp_path
+
+
+@pytest.fixture
+def jetson(pc):
+    gpu, rail = "sys/class/devfreq/17000000.gpu", "sys/bus/i2c/devices/1-0040/hwmon/hwmon3"
+    lay(pc, {
+        "etc/nv_tegra_release": "# R36 (release)",
+        "sys/class/devfreq/other/device/of_node/name": "nvenc\0",
+        f"{gpu}/device/of_node/name": "gpu\0", f"{gpu}/device/load": 873,
+        f"{gpu}/cur_freq": 1_300_500_000, f"{gpu}/max_freq": 1_300_500_000,
+        "sys/kernel/debug/bpmp/debug/clk/emc/rate": 3_199_000_000,
+        "sys/kernel/debug/bpmp/debug/clk/emc/max_rate": 3_199_000_000,
+        "sys/kernel/debug/cactmon/mc_all": 1_599_500,
+        "sys/class/thermal/thermal_zone0/type": "gpu-thermal", "sys/class/thermal/thermal_zone0/temp": 61_500,
+        "sys/class/thermal/thermal_zone1/type": "cv0-thermal", "sys/class/thermal/thermal_zone1/temp": -256_000,
+        f"{rail}/in1_label": "VDD_GPU_SOC", f"{rail}/in1_input": 20_000, f"{rail}/curr1_input": 1_000,
+        f"{rail}/in2_label": "VDD_CPU_CV", f"{rail}/in2_input": 20_000, f"{rail}/curr2_input": 250,
+    })  # fmt: skip
+    return pc
+
+
+def test_a_pc(pc):
+    figures = read(pc)
+    assert (figures["CPU load"].value, figures["CPU load"].most) == (50.0, 100)
+    assert (figures["CPU clock"].value, figures["CPU clock"].most) == (2500, 4000)
+    assert figures["memory"].value == pytest.approx(0.256)
+    assert (figures["temperature"].value, figures["temperature"].parts) == (51, ("coretemp 51 °C",))
+    assert "GPU load" not in figures
+
+
+def test_a_jetson(jetson):
+    figures = read(jetson)
+    assert figures["GPU load"].value == 87.3
+    assert (figures["GPU clock"].value, figures["GPU clock"].most) == (1300.5, 1300.5)
+    assert figures["EMC clock"].value == 3199
+    assert figures["EMC activity"].value == 50.0
+    assert (figures["temperature"].value, figures["temperature"].parts) == (61.5, ("gpu 62 °C",))
+    assert (figures["power"].value, figures["power"].parts) == (
+        25.0,
+        ("VDD_GPU_SOC 20.0 W", "VDD_CPU_CV 5.0 W"),
+    )
+    assert figures["power mode"].absent == "nvpmodel does not answer"
+
+
+def test_a_jetson_whose_debugfs_is_closed(jetson, monkeypatch):
+    from engine.measure import counters
+
+    real = counters.Path.read_text
+
+    def closed(path, *args, **kwargs):
+        if "debug" in path.parts:
+            raise PermissionError
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(counters.Path, "read_text", closed)
+    figures = read(jetson)
+    for name in ("EMC clock", "EMC activity"):
+        assert figures[name].value is None and figures[name].absent.startswith("no permission")
+
+
+def test_the_board_is_the_rail_vdd_in(jetson):
+    rail = "sys/bus/i2c/devices/1-0040/hwmon/hwmon3"
+    lay(jetson, {f"{rail}/in3_label": "VDD_IN", f"{rail}/in3_input": 20_000, f"{rail}/curr3_input": 2_000})
+    assert read(jetson)["power"].value == 40
+
+
+def test_a_machine_that_tells_nothing(tmp_path):
+    for counter in read(tmp_path).values():
+        if counter.name != "CPU load":
+            assert counter.value is None and counter.absent
+
+
+def nvml(**changes):
+    """A module that answers as nvidia-ml-py does."""
+    module = ModuleType("fake_nvml")
+    answers = {
+        "nvmlInit": None, "nvmlDeviceGetHandleByIndex": "gpu",
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=62),
+        "nvmlDeviceGetClockInfo": 1700, "nvmlDeviceGetMaxClockInfo": 1980, "nvmlDeviceGetTemperature": 71,
+        "nvmlDeviceGetPowerUsage": 512_000, "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=12e9, total=140e9),
+        "nvmlDeviceGetCurrentClocksThrottleReasons": 0x20 | 0x40 | 0x1,
+    } | changes  # fmt: skip
+
+    def answering(answer):
+        def ask(*_):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return ask
+
+    for name, answer in answers.items():
+        setattr(module, name, answering(answer))
+    module.NVML_CLOCK_SM, module.NVML_CLOCK_MEM, module.NVML_TEMPERATURE_GPU = 1, 2, 0
+    return module
+
+
+@pytest.fixture
+def gpu_pc(pc):
+    lay(pc, {"dev/nvidiactl": ""})
+    return pc
+
+
+def test_an_nvidia_gpu(gpu_pc, monkeypatch):
+    not_supported = RuntimeError("Not Supported")
+    module = nvml(nvmlDeviceGetPowerUsage=not_supported, nvmlDeviceGetMaxClockInfo=not_supported)
+    monkeypatch.setitem(sys.modules, "fake_nvml", module)
+    figures = read(gpu_pc, nvml="fake_nvml")
+    assert (figures["GPU load"].value, figures["memory activity"].value) == (97, 62)
+    assert (figures["GPU clock"].value, figures["GPU clock"].most) == (1700, None)
+    assert figures["power"].absent == "NVML: Not Supported"
+    assert figures["throttled"].parts == ("too hot", "too hot (hardware)")
+
+
+@pytest.mark.parametrize("reason", ["nvidia-ml-py is not installed", "NVML: Driver Not Loaded"])
+def test_an_nvidia_gpu_that_cannot_be_asked(gpu_pc, monkeypatch, reason):
+    if "Driver" in reason:
+        module = nvml(nvmlInit=RuntimeError("Driver Not Loaded"))
+        monkeypatch.setitem(sys.modules, "fake_nvml", module)
+    figures = read(gpu_pc, nvml="fake_nvml")
+    assert reason in figures["GPU"].absent
+    assert figures["CPU load"].value == 50
+
+
+def test_this_machine_is_read_in_moments():
+    counters = Counters()
+    counters.read()
+    started = time.process_time()
+    figures = counters.read()
+    assert time.process_time() - started < 0.05
+    assert all(
+        figure.value is not None or figure.text or figure.absent or figure.name == "CPU load"
+        for figure in figures
+    )
