@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from textual.app import App, ComposeResult
 
-from widgets.comparison import Column, ComparedText, Comparison, ComparisonView, Difference
+from widgets.comparison import ComparedText, Comparison
+from widgets.comparison_view import Column, ComparisonView, Difference
 
 LEFT = Column(
     name="orin-chat",
@@ -128,7 +129,7 @@ async def test_candidates_without_a_text_or_with_white_space():
 
 async def test_together_is_labelled():
     async with showing(replace(DONE, together=True)) as (pane, _):
-        assert "together: they share the memory's bandwidth" in line_with(pane, "together")
+        assert "together: they share the memory" in line_with(pane, "together")
 
 
 async def test_a_problem_stands_in_its_column():

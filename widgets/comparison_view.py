@@ -1,0 +1,140 @@
+"""What is said of two engines' answers to the same prompt: one immutable view, and its figures in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from widgets.text import as_bytes, as_duration, clean, one_line
+
+
+@dataclass(frozen=True)
+class Column:
+    """One engine and its answer so far. `state` is what it does, in words; `problem` what went wrong, in
+    sentences, in the place of figures. `text` agrees with the other column's up to the character `same`.
+    Rates in tokens a second, `gbps` in 10^9 bytes a second as modelled from the bytes that a token must read,
+    `share` of the measured copy bandwidth. None: not known (yet)."""
+
+    name: str
+    about: str = ""
+    state: str = ""
+    text: str = ""
+    same: int = 0
+    problem: str = ""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    first_token_s: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
+    gbps: float | None = None
+    share: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token, counted from 1, at which two answers differ. `left` and `right` are the texts of both
+    candidates; `left_odds` and `right_odds` what the left and the right engine make of them: the probability
+    of the left candidate, then of the right one (None: not asked, or not among its most probable)."""
+
+    position: int
+    left: str
+    right: str
+    left_odds: tuple[float | None, float | None] = (None, None)
+    right_odds: tuple[float | None, float | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class ComparisonView:
+    """What the pane shows. `same` counts the tokens that are alike so far; `complete`: both have ended."""
+
+    left: Column
+    right: Column
+    together: bool = False
+    complete: bool = False
+    same: int = 0
+    difference: Difference | None = None
+
+
+Row = tuple[str, str, float | None, str]
+"""The left figure, what it is, how many times the left is better (None: no ratio), the right figure."""
+
+
+def rows(view: ComparisonView) -> list[Row]:
+    """The figures of both, line by line."""
+    left, right = view.left, view.right
+
+    def ratio(a: float | None, b: float | None) -> float | None:
+        return a / b if a and b else None
+
+    return [
+        (
+            _seconds(left.first_token_s),
+            "first token",
+            ratio(right.first_token_s, left.first_token_s),
+            _seconds(right.first_token_s),
+        ),
+        (_rate(left.prefill), "prefill", ratio(left.prefill, right.prefill), _rate(right.prefill)),
+        (_rate(left.decode), "decode", ratio(left.decode, right.decode), _rate(right.decode)),
+        (_bandwidth(left), "bandwidth (modelled)", None, _bandwidth(right)),
+        (_memory(left), "memory", None, _memory(right)),
+    ]
+
+
+def times(ratio: float | None) -> str:
+    """◀ 2.71× where the left is better, 1.04× ▶ where the right is; "" without a ratio."""
+    if not ratio:
+        return ""
+    return f"◀ {ratio:.2f}×" if ratio >= 1.005 else f"{1 / ratio:.2f}× ▶" if ratio < 0.995 else "alike"
+
+
+def mode(view: ComparisonView) -> str:
+    """How the two were asked."""
+    return f"{'together: they share the memory' if view.together else 'in turn'} · greedy"
+
+
+def verdict(view: ComparisonView) -> str:
+    """What there is to say of the texts."""
+    different = view.difference
+    if different is None:
+        counted = f"{view.same:,} token{'' if view.same == 1 else 's'}"
+        if view.complete and (view.left.problem or view.right.problem or not view.same):
+            return "The texts cannot be compared."
+        return f"The same {counted}." if view.complete else f"The same so far: {counted}."
+    odds = ""
+    if None not in different.left_odds:
+        odds = f" · to {one_line(view.left.name)} {_odds(different.left_odds)}"
+    if None not in different.right_odds:
+        odds += f" · to {one_line(view.right.name)} {_odds(different.right_odds)}"
+    candidates = f"{_quoted(different.left)} or {_quoted(different.right)}"
+    return f"They differ from token {different.position:,} on: {candidates}{odds}"
+
+
+def _odds(odds: tuple[float | None, float | None]) -> str:
+    return " and ".join("–" if p is None else f"{p:.1%}" for p in odds)
+
+
+def _quoted(text: str) -> str:
+    """A token's text, its white space visible."""
+    shown = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
+    return f"“{shown}”" if shown else "a token without text"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value * 1e3:.0f} ms" if value < 0.995 else as_duration(value)
+
+
+def _rate(value: float | None) -> str:
+    return "–" if not value else f"{value:,.0f} tok/s" if value >= 1000 else f"{value:.1f} tok/s"
+
+
+def _bandwidth(column: Column) -> str:
+    if not column.gbps:
+        return "–"
+    share = f" ({column.share:.0%} of copy)" if column.share else ""
+    return f"{column.gbps:,.1f} GB/s{share}"
+
+
+def _memory(column: Column) -> str:
+    return "–" if column.memory_bytes is None else as_bytes(column.memory_bytes)
