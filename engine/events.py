@@ -273,8 +273,8 @@ class KernelProfile(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Counter(_Record, frozen=True, kw_only=True, tag=True):
-    """One figure of the machine: `value` in `unit`, of at most `most` where that is known, or a `text`; neither
-    where it cannot be had, and `absent` says why. `parts` are what it is made of (rails, zones, throttles)."""
+    """One figure of the machine: `value` in `unit`, at most `most` where that is known, or a `text`; neither
+    where it cannot be had, and `absent` says why. `parts` are what it is made of (rails, zones)."""
 
     name: str
     value: float | None = None

@@ -1,8 +1,8 @@
 """What the machine's own counters say, for the dashboard: clocks, load, temperature, power, memory activity.
 
 A figure that cannot be had is there all the same and says why: it is never 0. On Jetson they come from sysfs
-and debugfs, on other NVIDIA GPUs from NVML (the package nvidia-ml-py), everywhere from Linux' files on its CPU.
-Sources are files below `root`, so that a test can stand in for a machine. Reading takes a few milliseconds.
+and debugfs, on other NVIDIA GPUs from NVML (the package nvidia-ml-py), for the CPU from Linux' files. Files are
+sought below `root`, so that a test can stand in for a machine. Reading takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -246,12 +247,10 @@ class Nvml:
             "memory activity", "%", lambda: n.nvmlDeviceGetUtilizationRates(gpu).memory, lambda: 100
         )
         for name, clock in (("GPU clock", n.NVML_CLOCK_SM), ("memory clock", n.NVML_CLOCK_MEM)):
-            yield self._ask(
-                name,
-                "MHz",
-                lambda clock=clock: n.nvmlDeviceGetClockInfo(gpu, clock),
-                lambda clock=clock: n.nvmlDeviceGetMaxClockInfo(gpu, clock),
+            now, most = (
+                partial(f, gpu, clock) for f in (n.nvmlDeviceGetClockInfo, n.nvmlDeviceGetMaxClockInfo)
             )
+            yield self._ask(name, "MHz", now, most)
         yield self._ask("temperature", "°C", lambda: n.nvmlDeviceGetTemperature(gpu, n.NVML_TEMPERATURE_GPU))
         yield self._ask(
             "power",

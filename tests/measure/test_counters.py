@@ -48,7 +48,8 @@ def jetson(pc):
         "sys/kernel/debug/bpmp/debug/clk/emc/max_rate": 3_199_000_000,
         "sys/kernel/debug/cactmon/mc_all": 1_599_500,
         "sys/class/thermal/thermal_zone0/type": "gpu-thermal", "sys/class/thermal/thermal_zone0/temp": 61_500,
-        "sys/class/thermal/thermal_zone1/type": "cv0-thermal", "sys/class/thermal/thermal_zone1/temp": -256_000,
+        "sys/class/thermal/thermal_zone1/type": "cv0-thermal",
+        "sys/class/thermal/thermal_zone1/temp": -256_000,
         f"{rail}/in1_label": "VDD_GPU_SOC", f"{rail}/in1_input": 20_000, f"{rail}/curr1_input": 1_000,
         f"{rail}/in2_label": "VDD_CPU_CV", f"{rail}/in2_input": 20_000, f"{rail}/curr2_input": 250,
     })  # fmt: skip
