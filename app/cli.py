@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -207,6 +208,34 @@ def _tokenize(arguments: Sequence[str]) -> int:
     )
 
 
+def _models(command: str, arguments: Sequence[str]) -> int:
+    parser = options.Parser(prog=f"orin-chat {command}", description=f"{COMMANDS[command][1].capitalize()}.")
+    if command != "models":
+        names = "qwen3:0.6b, hf.co/user/repository:Q4_K_M, an address, a file, or a name of your own"
+        parser.add_argument("model", metavar="NAME", help=names)
+    if command == "rm":
+        parser.add_argument("--yes", action="store_true", help="do not ask")
+    if command == "show":
+        parser.add_argument("--backend", choices=options.BACKENDS, help="the device to measure")
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    given = parser.parse_args(arguments)
+    own = _settings().models
+    from app import models
+
+    match command:
+        case "models":
+            return models.list_models(given, own, sys.stdout)
+        case "pull":
+            return models.pull(given, own, sys.stdout, sys.stderr)
+        case "rm":
+            return models.remove(given, own, sys.stdout, sys.stderr, sys.stdin)
+    return models.show(given, own, sys.stdout)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "models": (partial(_models, "models"), "the models on this machine, and those known by name"),
+    "pull": (partial(_models, "pull"), "download a model, or verify and update it"),
+    "rm": (partial(_models, "rm"), "delete a downloaded model"),
+    "show": (partial(_models, "show"), "what a model's file says, and how fast it could be here"),
     "tokenize": (_tokenize, "what a model's tokenizer makes of a text"),
 }

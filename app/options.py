@@ -73,7 +73,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--verbose", action="store_true", help="show on standard error what the engine did")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", metavar="FILE", help="a GGUF file (settings.toml's, else the last one)")
+    add("--model", metavar="NAME", help="qwen3:0.6b, hf.co/user/repository, a GGUF file (the last one)")
     add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
     add("--backend", type=_backend, choices=BACKENDS, help="the device (auto takes the fastest there is)")
     add("--context", type=_positive, metavar="N", help="context in tokens (the model's, within bounds)")
@@ -163,7 +163,6 @@ def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOpt
     becomes the one used last. Raises UsageError and ModelFileError, as `model_path` does."""
     from msgspec.structs import replace
 
-    from app.settings import remember_model
     from engine.events import EngineOptions
 
     backend = _backend(settings.backend)
@@ -171,7 +170,7 @@ def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOpt
         raise UsageError(f"The settings name a backend {backend!r}.", f"There are {', '.join(BACKENDS)}.")
     preset = _preset(options, settings)
     path = model_path(options.model, settings)
-    remember_model(path)
+    _remember(_model_name(options.model, settings), settings)
     if preset is None:
         chosen = EngineOptions(model_path=str(path), backend=backend, context_length=settings.context)
     else:
@@ -195,14 +194,16 @@ def _preset(options: argparse.Namespace, settings: Settings) -> Preset | None:
 
 
 def model_path(given: str | None, settings: Settings) -> Path:
-    """The model file: as given, else the settings', else the one used last. Raises UsageError where there is
-    none and ModelFileError where there is no such file."""
-    from app.settings import last_model
+    """The model file: as given, else the settings', else the one used last; downloaded where it has a name
+    and is not here. Raises UsageError where there is none and ModelFileError where it cannot be had."""
+    from engine.catalog.names import parse
 
-    name = given if given is not None else settings.model or last_model()
-    if not name:
-        raise UsageError("No model was given, and none was used before.", "Give a GGUF file: --model FILE.")
-    path = Path(name).expanduser().absolute()
+    name = _model_name(given, settings)
+    path = parse(name, settings.models)
+    if not isinstance(path, Path):
+        from app.models import obtain
+
+        path = obtain(name, settings.models, sys.stderr, quiet=given is None)
     if path.is_file():
         return path
     nearby = sorted((path if path.is_dir() else path.parent).glob("*.gguf"))
@@ -211,6 +212,27 @@ def model_path(given: str | None, settings: Settings) -> Path:
         f"{path} is a folder, not a model file." if path.is_dir() else f"There is no file {path}.",
         f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE.",
     )
+
+
+def _model_name(given: str | None, settings: Settings) -> str:
+    """What the model is called, by whoever says it first. Raises UsageError where nobody does."""
+    from app.settings import last_model
+
+    if name := given if given is not None else settings.model or last_model():
+        return name
+    raise UsageError(
+        "No model was given, and none was used before.",
+        "Give one: --model qwen3:0.6b, or a GGUF file. orin-chat models lists more.",
+    )
+
+
+def _remember(name: str, settings: Settings) -> None:
+    """Keeps `name` for the next time: a path in full, while a name stays one and finds newer versions."""
+    from app.settings import remember_model
+    from engine.catalog.names import parse
+
+    source = parse(name, settings.models)
+    remember_model(str(source) if isinstance(source, Path) else name)
 
 
 def _stdin_has_text() -> bool:

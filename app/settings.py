@@ -29,13 +29,14 @@ class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forb
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of settings.toml and their defaults; sampling is a table, [sampling]."""
+    """The keys of settings.toml and their defaults; [sampling] and [models] are tables."""
 
     model: str = ""
     preset: str = ""
     backend: str = "auto"
     context: int | None = None
     system: str = ""
+    models: dict[str, str] = {}  # names of the user's own, for files and addresses
     sampling: SamplingSettings = SamplingSettings()
 
 
@@ -78,14 +79,15 @@ def _last_model_path() -> Path:
 
 
 def last_model() -> str:
-    """The path of the model used last; "" when there is none."""
+    """The path or the name of the model used last; "" when there is none."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return _last_model_path().read_text("utf-8").strip()
     return ""
 
 
-def remember_model(path: Path) -> None:
-    """Keeps `path` as the model used last. A state folder that cannot be written is no reason to stop."""
+def remember_model(name: str) -> None:
+    """Keeps a path or a name as the model used last. A state folder that cannot be written is no reason to
+    stop."""
     with contextlib.suppress(OSError, UnicodeEncodeError):
         _last_model_path().parent.mkdir(parents=True, exist_ok=True)
-        _last_model_path().write_text(f"{path}\n", "utf-8")
+        _last_model_path().write_text(f"{name}\n", "utf-8")

@@ -76,11 +76,11 @@ def test_sampling_out_of_range_is_refused_by_name(wrong):
 
 def test_the_last_model_is_remembered(home):
     assert last_model() == ""
-    remember_model(home / "a model.gguf")
+    remember_model(str(home / "a model.gguf"))
     assert last_model() == str(home / "a model.gguf")
 
 
 def test_a_state_folder_that_cannot_be_written_is_no_reason_to_stop(home):
     (home / ".local").write_text("a file where a folder should be")
-    remember_model(home / "m.gguf")
+    remember_model(str(home / "m.gguf"))
     assert last_model() == ""
