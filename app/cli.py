@@ -101,7 +101,7 @@ def _answer(given: Namespace, engine_options: EngineOptions, sampling: Sampling)
     import asyncio
 
     from app.oneshot import JsonOutput, TextOutput, run
-    from engine.client import LocalEngine
+    from app.speeds import recorded
     from engine.events import Generate
 
     request = Generate(
@@ -115,12 +115,12 @@ def _answer(given: Namespace, engine_options: EngineOptions, sampling: Sampling)
     output = (
         JsonOutput(sys.stdout) if given.json else TextOutput(sys.stdout, sys.stderr, verbose=given.verbose)
     )
-    return asyncio.run(run(LocalEngine(engine_options), request, output))
+    return asyncio.run(run(recorded(engine_options), request, output))
 
 
 def _converse(given: Namespace, engine_options: EngineOptions, sampling: Sampling) -> int:
     from app.history import History
-    from engine.client import LocalEngine
+    from app.speeds import recorded
 
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not terminal and not given.plain:
@@ -134,7 +134,7 @@ def _converse(given: Namespace, engine_options: EngineOptions, sampling: Samplin
             think=not given.no_think,
             chat_id=_past_chat(given, history),
         )
-        engine = LocalEngine(engine_options)
+        engine = recorded(engine_options)
         if given.plain or os.environ.get("TERM") == "dumb":
             return _converse_in_lines(engine, history, terminal, chat)
         from app.chat_app import ChatApp

@@ -7,10 +7,16 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import platformdirs
 from msgspec.structs import replace
+
+from engine.events import EngineOptions, Event, Finished, Ready, decode_rate
+
+if TYPE_CHECKING:
+    from engine.client import LocalEngine
 
 LEAST_TOKENS = 16
 """A shorter reply says little of the speed."""
@@ -47,6 +53,29 @@ def note_use(model: Path, backend: str = "", tokens: int = 0, tokens_per_s: floa
         new = _path().with_suffix(f".{os.getpid()}.tmp")
         new.write_bytes(msgspec.json.encode({str(path): use for path, use in stored.items()}))
         new.replace(_path())
+
+
+def recorded(options: EngineOptions) -> LocalEngine:
+    """An engine whose speed is noted after each of its replies."""
+    from engine.client import LocalEngine
+
+    engine = LocalEngine(options)
+    engine.on_event = _Recorder(Path(options.model_path))
+    return engine
+
+
+class _Recorder:
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._backend = ""
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Ready):
+            self._backend = event.backend
+            note_use(self._model)
+        elif isinstance(event, Finished):
+            rate = decode_rate(event.predicted_n, event.predicted_ms)
+            note_use(self._model, self._backend, event.predicted_n, rate)
 
 
 def _path() -> Path:

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -93,8 +93,10 @@ class LocalEngine:
         environment: Mapping[str, str] = {},
         command: Sequence[str] = (sys.executable, "-P", "-m", "engine.worker"),
     ) -> None:
-        """`environment` is added to the process's own; `command` gets the number of its socket appended."""
+        """`environment` is added to the process's own; `command` gets the number of its socket appended.
+        `on_event` may be set to what is to see each event of the process, whoever asked for it."""
         self.options = options
+        self.on_event: Callable[[Event], object] = lambda _: None
         self._environment = environment
         self._command = command
         self._process: EngineProcess | None = None
@@ -228,6 +230,7 @@ class LocalEngine:
             self._process.send(pack(Cancel(request_id=stream.serial)))
 
     def _receive(self, event: Event) -> None:
+        self.on_event(event)
         if isinstance(event, Failed) and event.kind == "internal" and not event.hint:
             event = replace(event, hint=f"Details are in {self.log_path}")
         request_id: int | None = getattr(event, "request_id", None)
