@@ -10,7 +10,8 @@ into the C source (`ext_vector_type(n)`), which the compiler maps to the registe
 such a kernel scalar loads are left alone too: one number for all lanes comes cheapest straight from memory.
 Kernels without vector loads come out as before.
 
-Comparisons and choices between vectors are taken apart as before: C has no form for them.
+Comparisons and choices between vectors are taken apart as before, since C has no form for them; only the larger
+of two values is one operation.
 
 Kernels are compiled in processes of their own as well; those apply the fix when they start.
 """
@@ -45,6 +46,7 @@ def apply() -> None:
     codegen.devectorizer2 = _with_whole_vectors(codegen.devectorizer2)
     codegen.memory_coalescing = _coalesce
     ClangRenderer.string_rewrite = _vector_forms + base_rewrite
+    ClangRenderer.code_for_op = ClangRenderer.code_for_op | {Ops.MAX: _maximum}
     ClangRenderer.render_vector_prefix = _vector_type
     ClangRenderer.kernel_typedef = f"{_WIDE} {ClangRenderer.kernel_typedef}"
     compile_workers._init_worker = _init_worker
@@ -70,8 +72,14 @@ def _is_whole(value: UOp) -> bool:
         len(value.shape) == 1
         and all(s._shape == value.shape and s.dtype != dtypes.bool for s in value.src)
         and value.dtype != dtypes.bool
-        and any(s.op is Ops.LOAD or s.op in GroupOp.Elementwise for s in value.src)
+        and any(s.op is Ops.LOAD or s.op in GroupOp.Elementwise or _is_shuffle(s) for s in value.src)
     )
+
+
+def _is_shuffle(value: UOp) -> bool:
+    """Whether a vector is put together from elements of vectors: picked by a vector of indices, or one by one."""
+    element = value.src[0] if value.op is Ops.STACK else value
+    return element.op is Ops.INDEX and len(element.src[0].shape) == 1 and element.addrspace is AddrSpace.ALU
 
 
 def _coalesce(sink: UOp, renderer: Any) -> UOp:
@@ -87,7 +95,23 @@ def _vector_cast(ctx: ClangRenderer, x: UOp) -> str | None:
     return f"__builtin_convertvector({ctx[x.src[0]]}, {ctx.render_type(x)})"
 
 
-_vector_forms = PatternMatcher([(UPat(Ops.CAST, name="x"), _vector_cast)])
+def _shuffle(ctx: ClangRenderer, x: UOp, v: UOp, at: UOp) -> str | None:
+    if v.addrspace is not AddrSpace.ALU:
+        return None
+    elements = (f"{ctx[v]}[{i.src[0].val if i.op is Ops.CAST else i.val}]" for i in at.src)
+    return f"({ctx.render_type(x)}){{{','.join(elements)}}}"
+
+
+def _maximum(a: str, b: str, dtype: Any) -> str:
+    return f"({a}|{b})" if dtype == dtypes.bool else f"__builtin_elementwise_max({a}, {b})"
+
+
+_vector_forms = PatternMatcher(
+    [
+        (UPat(Ops.CAST, name="x"), _vector_cast),
+        (UPat(Ops.INDEX, src=(UPat.var("v"), UPat(Ops.STACK, name="at")), name="x"), _shuffle),
+    ]
+)
 
 
 def _vector_type(self: ClangRenderer, dtype: Any, count: int) -> str:

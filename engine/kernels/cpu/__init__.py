@@ -1,0 +1,1 @@
+"""Kernels for CPUs: vectors as wide as the machine's registers, one thread a core."""

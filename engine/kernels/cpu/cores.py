@@ -1,0 +1,260 @@
+"""Threads, one a core, that run a sequence of kernels together: the CPU's counterpart of a GPU's graph launch.
+
+tinygrad 0.14.0 runs a kernel's threads one after another, and every kernel costs it some 12 µs. Here each core
+has a thread that walks the same list of kernels. A kernel is called on every core at the same time, with the
+number of the core as its first argument, and all cores meet before the next one. The walk is a UOp program as
+kernels are; between two kernels there is no Python, and with nothing to do the threads sleep.
+
+Meeting: a core counts the kernels it has done in a cache line of its own, and waits until all counts are there.
+A fence before a core's count makes its results visible to those who see the count; one after the wait keeps
+loads of the next kernel from going ahead of it. Both are needed on Arm, where neither order is given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.codegen import do_to_program
+from tinygrad.dtype import AddrSpace, DType
+from tinygrad.engine.realize import compile_linear, get_runtime
+from tinygrad.helpers import Context
+from tinygrad.renderer.cstyle import ClangRenderer
+from tinygrad.runtime.ops_cpu import CPUProgram
+from tinygrad.uop.ops import KernelInfo, Ops
+
+from engine.fixes import cpu_vectors
+
+Kernel = Callable[..., UOp]
+
+_WORDS = 32  # of a call: the kernel's address and up to 31 buffers
+_LINE = 8  # words of a cache line, so that no two cores write to the same one
+_MAX_CALLS = 1 << 16
+_ANY = 1 << 40
+_POLLS = 1 << 12  # looks at another core's count before the scheduler is asked to run something else
+
+
+@functools.cache  # asked before threads are given CPUs of their own
+def usable_cpus() -> list[int]:
+    """CPUs that this process may keep busy: those it is allowed on (taskset, cpusets), one hardware thread of each
+    core, and no more of them than its control group has CPU time for."""
+    if not hasattr(os, "sched_getaffinity"):
+        return list(range(os.cpu_count() or 1))
+    cores = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault(siblings or str(cpu), cpu)
+    return list(cores.values())[: max(1, int(min(_quota(), len(cores))))]
+
+
+def _quota() -> float:
+    """CPU time a second that the control group grants, in cores (cgroup v2 cpu.max, v1 cfs_quota_us)."""
+    quota, period = (_read("/sys/fs/cgroup/cpu.max") or "max 1").split()
+    if quota == "max":
+        v1 = "/sys/fs/cgroup/cpu/cpu.cfs_"
+        quota, period = _read(f"{v1}quota_us") or "-1", _read(f"{v1}period_us") or "1"
+    return int(quota) / int(period) if quota.isdecimal() else float("inf")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def core_number(cores: int, slot: int = 0) -> UOp:
+    """A kernel's first argument, where there are several cores: which of them it runs on."""
+    if cores == 1:
+        return UOp.const(0)
+    return UOp.param(slot, dtypes.int, (), vmin_vmax=(0, cores - 1), name="core", addrspace=AddrSpace.ALU)
+
+
+_sleeping: list[Cores] = []  # threads never end, so what they look at must not go either
+
+
+class Cores:
+    """`count` threads, the caller's own among them. Not to be used from two threads at a time.
+
+    With as many CPUs as threads each gets its own, and the caller what is left, or else the scheduler may put two
+    of them on one CPU, where they wait for each other."""
+
+    def __init__(self, count: int) -> None:
+        cpu_vectors.apply()
+        self.count = count
+        self._calls = _words(_MAX_CALLS * _WORDS)
+        self._counts, self._job = _words(count * _LINE), _words(_LINE)
+        self._n_calls = self._n_done = 0
+        self._libc = ctypes.CDLL(None)
+        nothing = _compiled(UOp.sink, "nothing")  # what most polls call in place of the scheduler
+        functions = _words(_LINE)
+        functions[:3] = [_address(self._libc.sem_wait), _address(self._libc.sched_yield), nothing.addr]
+        shared = [self._calls, self._job, self._counts, functions]
+        self._arguments = _pointers(*shared[: 4 if count > 1 else 2])
+        self._walk = _compiled(functools.partial(_walk, count), "walk")
+        self._keep: list[Any] = [nothing, functions]  # whatever is called or read by address
+        self._semaphores = [_words(_LINE) for _ in range(1, count)]
+        if count > 1:
+            self._start_others()
+
+    def _start_others(self) -> None:
+        _sleeping.append(self)
+        walk = _compiled(functools.partial(_walk_forever, self.count), "walk_forever")
+        self._keep.append(walk)
+        cpus = usable_cpus()
+        own = cpus[1:] if len(cpus) == self.count and hasattr(os, "sched_setaffinity") else []
+
+        def work(core: int) -> None:
+            if own:
+                os.sched_setaffinity(0, {own[core - 1]})  # of this thread
+            walk.fxn(*self._arguments, *_pointers(self._semaphores[core - 1]), ctypes.c_uint64(core))
+
+        for core, semaphore in enumerate(self._semaphores, 1):
+            if self._libc.sem_init(ctypes.c_void_p(semaphore.ctypes.data), 0, 0):
+                raise OSError(ctypes.get_errno(), "sem_init")
+            threading.Thread(target=work, args=[core], daemon=True, name=f"core {core}").start()
+        if own:
+            os.sched_setaffinity(0, os.sched_getaffinity(0) - set(own))
+
+    def launches(self) -> Launches:
+        return Launches(self)
+
+    def run(self, first: int, count: int) -> None:
+        """Runs `count` calls from `first` on, on all cores, and returns when all are done."""
+        self._job[:3] = first, count, self._n_done
+        self._n_done += count
+        for semaphore in self._semaphores:
+            self._libc.sem_post(ctypes.c_void_p(semaphore.ctypes.data))
+        self._walk.fxn(*self._arguments, ctypes.c_uint64(0))
+
+    def add(self, address: int, buffers: Sequence[int], keep: Any) -> int:
+        """Adds a call of the kernel at `address`; returns its index."""
+        if len(buffers) >= _WORDS:
+            raise ValueError(f"a kernel takes up to {_WORDS - 1} buffers, not {len(buffers)}")
+        at = self._n_calls * _WORDS
+        self._calls[at : at + 1 + len(buffers)] = [address, *buffers]
+        self._keep.append(keep)
+        self._n_calls += 1
+        return self._n_calls - 1
+
+
+class Launches:
+    """Kernels in the order in which they are added, over buffers that stay where they are."""
+
+    def __init__(self, cores: Cores) -> None:
+        self._cores = cores
+        self._added: list[tuple[UOp, tuple[Tensor, ...]]] = []
+
+    def add(self, kernel: Kernel, *buffers: Tensor, any_size: bool = False) -> None:
+        """`kernel` is called with the core's number and a placeholder for each buffer; the same function means the
+        same kernel. The buffers are realized tensors, whole, and every one of them is used. With `any_size` the
+        kernel is compiled once for buffers of all sizes."""
+        shapes = tuple((_ANY if any_size else int(b.numel()), b.dtype) for b in buffers)
+        self._added.append((_program(kernel, shapes, self._cores.count), buffers))
+
+    def captured(self) -> Callable[[], None]:
+        """Compiles what is not compiled yet; what comes back runs the sequence and returns when it is done."""
+        calls = [sink.call(*(b.uop.base for b in buffers)) for sink, buffers in self._added]
+        linear = compile_linear(UOp(Ops.LINEAR, src=tuple(calls)))
+        indices = []
+        for call, (_, buffers) in zip(linear.src, self._added, strict=True):
+            program = get_runtime("CPU", call.src[0])
+            addresses = [b.uop.base.buffer.ensure_allocated()._buf.va_addr for b in buffers]
+            info = call.src[0].arg
+            assert list(info.globals) == list(range(1, len(buffers) + 1)), f"{info.name} leaves a buffer unused"
+            assert self._cores.count == 1 or info.vars, f"{info.name} is the same for all cores"
+            indices.append(self._cores.add(program.addr, addresses, (program, buffers)))
+        return functools.partial(self._cores.run, indices[0], len(indices))
+
+    def __len__(self) -> int:
+        return len(self._added)
+
+
+@functools.cache
+def _program(kernel: Kernel, shapes: tuple[tuple[int, DType], ...], cores: int) -> UOp:
+    buffers = (UOp.placeholder((n,), dtype, slot=i + 1) for i, (n, dtype) in enumerate(shapes))
+    return kernel(core_number(cores), *buffers)
+
+
+# --- the walk, in UOps ---------------------------------------------------------------------------------
+
+
+def _shared() -> list[UOp]:
+    """calls, job (first call, how many, kernels done before), counts, functions (see `Cores`)."""
+    sizes = ((_MAX_CALLS * _WORDS, False), (_LINE, True), (_LINE, True), (_LINE, False))
+    return [UOp.param(i, dtypes.uint64, (n,), volatile=v) for i, (n, v) in enumerate(sizes)]
+
+
+def _walk(cores: int) -> UOp:
+    calls, job, counts, functions = _shared()
+    core = core_number(cores, 4)
+    return _job(cores, calls, counts, job, functions, core)
+
+
+def _walk_forever(cores: int) -> UOp:
+    """Waits for a job, does this core's part of it, and so on."""
+    calls, job, counts, functions = _shared()
+    semaphore = UOp.param(4, dtypes.uint64, (_LINE,))
+    core = core_number(cores, 5)
+    turn = UOp.range(2**64 - 1, 10, dtype=dtypes.uint64)
+    asleep = UOp.loop(11)
+    woken = functions.after(asleep, turn).index(0).load().call(semaphore.after(turn).index(0), ret_dtype=dtypes.int)
+    ready = woken.end(asleep, woken.ne(0))  # a signal may interrupt the wait
+    return _job(cores, calls, counts, job.after(ready), functions, core).end(turn)
+
+
+def _job(cores: int, calls: UOp, counts: UOp, job: UOp, functions: UOp, core: UOp) -> UOp:
+    first, n, before = (job.index(i).load() for i in range(3))
+    k = UOp.range(n, 0, dtype=dtypes.uint64)
+    address, *arguments = (calls.index((first + k) * _WORDS + i).load() for i in range(_WORDS))
+    call = address.call(*([core] if cores > 1 else []), *arguments, ret_dtype=dtypes.void)
+    if cores == 1:
+        return call.end(k)
+    done = before + k + 1
+    counted = counts.after(UOp(Ops.BARRIER, src=(call,))).index(core.cast(dtypes.uint64) * _LINE).store(done)
+    other = UOp.range(cores, 1, dtype=dtypes.uint64)
+    polls = UOp.placeholder((1,), dtypes.uint64, 0, AddrSpace.REG)
+    polls = polls.after(polls.after(counted, other).index(0).store(0))
+    waiting = UOp.loop(2)
+    poll = polls.after(waiting).index(0).load() + 1
+    polled = polls.after(waiting).index(0).store(poll)
+    seen = counts.after(polled).index(other * _LINE).load()
+    pause = (poll % _POLLS).eq(0).where(functions.index(1).load(), functions.index(2).load())
+    paused = pause.call(seen, ret_dtype=dtypes.void)
+    met = paused.end(waiting, seen < done).end(other)
+    return UOp(Ops.BARRIER, src=(met,)).end(k)
+
+
+# --- memory and programs -------------------------------------------------------------------------------
+
+
+def _words(n: int) -> NDArray[np.uint64]:
+    """Zeros on a cache line of their own. Pages that are never used take no memory."""
+    raw = np.zeros(n + _LINE, np.uint64)
+    skip = -raw.ctypes.data % 64 // 8
+    return raw[skip : skip + n]
+
+
+def _pointers(*arrays: NDArray[np.uint64]) -> list[ctypes.c_uint64]:
+    return [ctypes.c_uint64(a.ctypes.data) for a in arrays]
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _compiled(body: Callable[[], UOp], name: str) -> CPUProgram:
+    device = Device["CPU"]
+    with Context(EMULATED_DTYPES="", TRACK_MATCH_STATS=0):
+        renderer = ClangRenderer(replace(device.renderer.target, renderer="CLANG"))
+        program = do_to_program(body().sink(arg=KernelInfo(name), tag=1), renderer)
+    return CPUProgram(device, program.to_elf())

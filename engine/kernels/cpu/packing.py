@@ -1,0 +1,173 @@
+"""Quantized matrices as a CPU reads them: one stream of 16-bit words, `lanes` rows side by side.
+
+A vector is 2 * lanes words, two for each row. Bits of a plane of b bits (see `Format.bits`) of 32 columns make b
+vectors; in the i-th one, the two words of a row hold the columns
+
+    32 / b * i + 2 * f      in bits b * f to b * f + b - 1 of the first word,
+    32 / b * i + 2 * f + 1  in the same bits of the second.
+
+So one shift and one mask give the integers of two neighbouring columns of all rows side by side, as 16-bit pairs,
+which is what a multiply-add of pairs takes (`Program.multiply_pairs`).
+
+The stream of `lanes` rows is a sequence of blocks:
+
+    d, m (lanes float16 each, m where the type has one)
+    for each 32 columns: (lanes words: two small scales, where the type has them), the vectors of each plane
+
+The two small scales are scale and minimum (Q4_K, Q5_K), or the scales of the first and last 16 columns (Q6_K).
+Bytes per weight are the file's; Q4_K and Q5_K take 4 bytes more a block of 256, 2.8 % and 2.3 %. A float matrix
+is a stream of `lanes` values a column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
+
+from engine.formats.quantization import FLOATS, QUANTIZED, Format
+from engine.kernels.cpu.program import F16, F32, I8, I16, U8, U16, Index, Program, shift_left, shift_right
+
+UNIT = 32  # columns that share a scale, or two
+PAIRS = UNIT // 2
+
+@dataclass(frozen=True)
+class Packing:
+    """How matrices of a ggml type lie in memory, for vectors of `lanes` rows."""
+
+    ggml_type: int
+    lanes: int
+
+    @property
+    def format(self) -> Format | None:
+        return QUANTIZED.get(self.ggml_type)
+
+    @property
+    def dtype(self) -> DType:
+        """Of the stream's elements."""
+        return U16 if self.format else FLOATS[self.ggml_type]
+
+    @property
+    def name(self) -> str:
+        return self.format.name if self.format else self.dtype.name
+
+    @property
+    def small_scales(self) -> bool:
+        return self.format is not None and "scale" in self.format.scales
+
+    @property
+    def block(self) -> int:
+        """Columns of a block."""
+        return self.format.block if self.format else 1
+
+    @property
+    def head(self) -> int:
+        """Words before a block's units."""
+        return self.lanes * (2 if self.format and "m" in self.format.scales else 1) if self.format else 0
+
+    @property
+    def unit(self) -> int:
+        """Words of 32 columns."""
+        assert self.format
+        return self.lanes * (self.small_scales + 2 * sum(self.format.bits))
+
+    @property
+    def block_words(self) -> int:
+        """Elements of a block of the stream."""
+        return self.head + self.block // UNIT * self.unit if self.format else self.lanes
+
+    def row_words(self, cols: int) -> int:
+        """Elements of the stream of `lanes` rows."""
+        return cols // self.block * self.block_words
+
+    def groups(self, rows: int) -> int:
+        return ceil(rows / self.lanes)
+
+    def size(self, rows: int, cols: int) -> int:
+        """Elements of a matrix. The last rows are repeated to fill the lanes."""
+        return self.groups(rows) * self.row_words(cols)
+
+    # --- reading ---------------------------------------------------------------------------------------
+
+    def half(self, k: Program, stream: UOp, at: UOp) -> UOp:
+        """`lanes` float16 of the stream, as float32."""
+        return k.vector(stream, at).bitcast(F16).cast(F32)
+
+    def small_scale(self, k: Program, stream: UOp, unit: UOp, n: Index) -> UOp:
+        """The first (n = 0) or second (n = 1) small scale of a unit, float32 (lanes,)."""
+        words = k.vector(stream, unit)
+        if self.format and "minimum" in self.format.scales:
+            return (shift_right(words, n * 8) & 255).cast(F32)
+        return shift_right(shift_left(words.bitcast(I16), 8 - n * 8), 8).cast(F32)
+
+    def pairs(self, k: Program, stream: UOp, unit: UOp, start: Index, n: int) -> list[UOp]:
+        """The integers of pairs start to start + n - 1 of a unit (of 16): int16 (2 * lanes,) each. start and n are
+        multiples of `pairs_together`."""
+        assert self.format
+        found: list[UOp | None] = [None] * n
+        at, low = unit + self.lanes * self.small_scales, 0
+        for bits in self.format.bits:
+            fields = 16 // bits
+            for i in range(ceil(n / fields)):
+                vector = k.vector(stream, at + (start // fields + i) * (2 * self.lanes), 2 * self.lanes)
+                for f in range(min(fields, n - i * fields)):
+                    field: Index = f * bits if n >= fields else (start % fields + f) * bits
+                    value = shift_right(vector, field)
+                    if not (isinstance(field, int) and field + bits == 16):
+                        value = value & (2**bits - 1)
+                    before = found[i * fields + f]
+                    found[i * fields + f] = value if before is None else before | shift_left(value, low)
+            at, low = at + self.lanes * 2 * bits, low + bits
+        return [v.cast(I16) for v in found if v is not None]
+
+    @property
+    def pairs_together(self) -> int:
+        """Pairs that come from the same vectors (bits of 1 aside, which are shifted to)."""
+        assert self.format
+        return max(16 // bits for bits in self.format.bits if bits > 1)
+
+    def columns(self, k: Program, stream: UOp, group: UOp, blocks: Index, unit: UOp, lane: UOp) -> list[UOp]:
+        """One row's weights of a unit of columns (of one column in a float matrix), float32. A row has `blocks`."""
+        if self.format is None:
+            return [as_float(k.load(stream, (group * blocks + unit) * self.lanes + lane))]
+        units = self.block // UNIT
+        block = (group * blocks + unit // units) * self.block_words
+        words = block + self.head + unit % units * self.unit
+
+        def half(at: UOp) -> UOp:
+            return k.load(stream, at + lane).bitcast(F16).cast(F32)
+
+        scales, minimum = [half(block)] * 2, half(block + self.lanes) if "m" in self.format.scales else None
+        if self.small_scales:
+            small = k.load(stream, words + lane)
+            low, high = small & 255, shift_right(small, 8)
+            if minimum is None:
+                low, high = (b.cast(U8).bitcast(I8) for b in (low, high))
+                scales = [scale * b.cast(F32) for scale, b in zip(scales, (low, high), strict=True)]
+            else:
+                scales, minimum = [scales[0] * low.cast(F32)] * 2, minimum * high.cast(F32)
+            words = words + self.lanes
+        values: list[UOp | None] = [None] * UNIT
+        low_bit = 0
+        for bits in self.format.bits:
+            for c in range(UNIT):
+                pair = c // 2
+                at = words + (pair // (16 // bits)) * (2 * self.lanes) + lane * 2 + c % 2
+                value = shift_right(k.load(stream, at), pair % (16 // bits) * bits) & (2**bits - 1)
+                before = values[c]
+                values[c] = value if before is None else before | shift_left(value, low_bit)
+            words, low_bit = words + self.lanes * 2 * bits, low_bit + bits
+        weights = [
+            (v.cast(F32) - float(self.format.offset)) * scales[c * 2 // UNIT]
+            for c, v in enumerate(values)
+            if v is not None
+        ]
+        return weights if minimum is None else [w - minimum for w in weights]
+
+
+def as_float(v: UOp) -> UOp:
+    if v.dtype == dtypes.bfloat16:  # the upper half of a float32
+        return (v.bitcast(U16).cast(dtypes.uint32) * 65536).bitcast(F32)
+    return v.cast(F32)

@@ -1,0 +1,124 @@
+"""From a file's blocks to packed streams, on all cores.
+
+Where the bits of a column lie in a block: block_q4_0 to block_q6_K of ggml/src/ggml-common.h and the functions
+dequantize_row_* of ggml/src/ggml-quants.c, both of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from tinygrad import Tensor, UOp, dtypes
+
+from engine.formats.quantization import FLOATS, Format
+from engine.kernels.cpu.cores import Cores, Kernel
+from engine.kernels.cpu.packing import UNIT, Packing
+from engine.kernels.cpu.program import U8, U16, Index, Program, share, shift_left, shift_right
+
+Place = tuple[Index, Index]  # a byte of a block and the lowest bit in it
+
+# type name -> for each plane of bits, where column c of a block lies
+_COLUMNS: dict[str, tuple[Callable[[UOp], Place], ...]] = {
+    "Q4_0": (lambda c: (2 + c % 16, c // 16 * 4),),
+    "Q4_1": (lambda c: (4 + c % 16, c // 16 * 4),),
+    "Q5_0": (lambda c: (6 + c % 16, c // 16 * 4), lambda c: (2 + c // 8, c % 8)),
+    "Q5_1": (lambda c: (8 + c % 16, c // 16 * 4), lambda c: (4 + c // 8, c % 8)),
+    "Q8_0": (lambda c: (2 + c, 0),),
+    "Q4_K": (lambda c: (16 + c // 64 * 32 + c % 32, c // 32 % 2 * 4),),
+    "Q5_K": (lambda c: (48 + c // 64 * 32 + c % 32, c // 32 % 2 * 4), lambda c: (16 + c % 32, c // 32)),
+    "Q6_K": (
+        lambda c: (c // 128 * 64 + c % 64, c // 64 % 2 * 4),
+        lambda c: (128 + c // 128 * 32 + c % 32, c // 32 % 4 * 2),
+    ),
+}
+
+
+def repack(cores: Cores, raw: Tensor, packing: Packing, rows: int, cols: int) -> Tensor:
+    """`raw`: the matrix as the file holds it, uint8 (bytes,), on the CPU. Returns its stream."""
+    if not raw.uop.has_buffer_identity():
+        raw = raw.contiguous()
+    if packing.format is None:
+        raw = raw.bitcast(FLOATS[packing.ggml_type])
+    out = Tensor.empty(packing.size(rows, cols), dtype=packing.dtype, device="CPU").realize()
+    shape = Tensor([rows, cols // packing.block, packing.groups(rows)], dtype=dtypes.int32, device="CPU")
+    step = cores.launches()
+    step.add(_kernel(packing, cores.count), out, raw.realize(), shape.realize(), any_size=True)
+    step.captured()()
+    return out
+
+
+@functools.cache
+def _kernel(packing: Packing, cores: int) -> Kernel:
+    lanes, format = packing.lanes, packing.format
+
+    def kernel(core: UOp, out: UOp, raw: UOp, shape: UOp) -> UOp:
+        k = Program(lanes)
+        rows, blocks, groups = (k.index(shape, i) for i in range(3))
+        first, count = share(groups, cores, core)
+        block_bytes = format.block_bytes if format else 1
+        taken = k.registers(block_bytes * lanes, raw.dtype)
+        with k.loop(count) as i, k.loop(blocks) as block:
+            group = first + i
+            source = [
+                ((group * lanes + lane).minimum(rows - 1) * blocks + block) * block_bytes
+                for lane in range(lanes)
+            ]
+            with k.loop(block_bytes) as byte:
+                k.store(taken, byte * lanes, UOp.stack(*(k.load(raw, at + byte) for at in source)))
+            at = (group * blocks + block) * packing.block_words
+            if format is None:
+                k.store(out, at, k.vector(taken, 0))
+            else:
+                _block(k, packing, format, out, at, taken)
+        return k.finish(f"repack_{format.name if format else raw.dtype.name}")
+
+    return kernel
+
+
+def _block(k: Program, packing: Packing, format: Format, out: UOp, at: UOp, taken: UOp) -> None:
+    """Writes the block whose bytes, of all lanes side by side, are `taken`."""
+    lanes = packing.lanes
+
+    def byte(n: Index) -> UOp:
+        return k.vector(taken, n * lanes).cast(U16)
+
+    def word(n: int) -> UOp:
+        return byte(n) | shift_left(byte(n + 1), 8)
+
+    d = 208 if format.name == "Q6_K" else 0
+    k.store(out, at, word(d))
+    if "m" in format.scales:  # subtracted here, added in the types that have no minima
+        k.store(out, at + lanes, word(2) if "minimum" in format.scales else word(2) ^ 0x8000)
+    units = at + packing.head
+    if packing.small_scales:
+        for u in range(format.block // UNIT):
+            k.store(out, units + u * packing.unit, word(192 + 2 * u) if format.group == 16 else _k_scales(byte, u))
+        units = units + lanes
+    with k.loop(format.block // UNIT) as u:
+        low = units + u * packing.unit
+        for place, bits in zip(_COLUMNS[format.name], format.bits, strict=True):
+            with k.loop(bits) as i:
+                words = []
+                for column in range(2):
+                    word_of_pair: UOp | None = None
+                    for f in range(16 // bits):
+                        n, bit = place(u * UNIT + i * (UNIT // bits) + 2 * f + column)
+                        value = byte(n) ^ 128 if bits == 8 else shift_right(byte(n), bit) & (2**bits - 1)
+                        value = shift_left(value, f * bits)
+                        word_of_pair = value if word_of_pair is None else word_of_pair | value
+                    assert word_of_pair is not None
+                    words.append(word_of_pair)
+                pairs = (w.index(lane) for lane in range(lanes) for w in words)
+                k.store(out, low + i * (2 * lanes), UOp.stack(*pairs))
+            low = low + 2 * bits * lanes
+
+
+def _k_scales(byte: Callable[[Index], UOp], u: int) -> UOp:
+    """The 6-bit scale and minimum of unit u, from the 12 bytes at 4 (get_scale_min_k4)."""
+    if u < 4:
+        scale, minimum = byte(4 + u) & 63, byte(8 + u) & 63
+    else:
+        scale = (byte(8 + u) & 15) | shift_left(shift_right(byte(u), 6), 4)
+        minimum = shift_right(byte(8 + u), 4) | shift_left(shift_right(byte(4 + u), 6), 4)
+    return scale | shift_left(minimum, 8)

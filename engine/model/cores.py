@@ -1,0 +1,237 @@
+"""Decode and prefill of a model on a CPU: kernels of our own, all cores on each.
+
+    embed · (ready · qkv · rotate · attend · ready · o · ready · gate+up · ready · down) for each layer · ready · head
+
+"ready" (`rows.prepare`) norms activations and makes them the whole numbers that products take. All that changes
+from step to step (tokens, position, how many there are) lies in memory, so that a step is one walk through a list
+of calls. Prefill is the same with tiles of tokens in place of one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from engine.fixes import cpu_memory
+from engine.kernels.cpu.attention import attention, mask, scratch_size
+from engine.kernels.cpu.cores import Cores, usable_cpus
+from engine.kernels.cpu.packing import UNIT, Packing
+from engine.kernels.cpu.product import inputs_of, product, shape_of
+from engine.kernels.cpu.program import register_lanes
+from engine.kernels.cpu.repack import repack
+from engine.kernels.cpu.rows import Heads, Prepared, embed, prepare, rotate
+from engine.model.sampling import Logits
+from engine.model.weights import Weights
+
+_CHUNK = 128  # tokens of prompt at a time
+# of the forms that activations take, how many columns share an element, and its type
+_SHARED = {
+    "values": (1, dtypes.int16),
+    "scales": (UNIT, dtypes.float32),
+    "sums": (UNIT // 2, dtypes.int32),
+    "scaled_sums": (UNIT, dtypes.float32),
+    "floats": (1, dtypes.float32),
+}
+
+
+@dataclass
+class Matrix:
+    """A packed matrix. `shape` tells its product's sizes to kernels."""
+
+    packing: Packing
+    rows: int
+    cols: int
+    shape: Tensor
+    stream: Tensor
+
+
+@dataclass
+class Layer:
+    """The norms' weights are attention's and the feed-forward's; `head_norms` those of queries and keys."""
+
+    norms: tuple[Tensor, Tensor]
+    qkv: list[Matrix]
+    bias: Tensor | None
+    head_norms: list[Tensor]
+    o: Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    keys: Tensor = field(init=False)
+    values: Tensor = field(init=False)
+
+
+class CoreSteps:
+    """The protocol `Steps` on a CPU."""
+
+    chunk = _CHUNK
+
+    def __init__(self, weights: Weights, context_length: int) -> None:
+        cpu_memory.apply()
+        self._config = config = weights.config
+        self._lanes = register_lanes()
+        self._known_sizes: dict[tuple[int, ...], Tensor] = {}
+        self._cores = Cores(len(usable_cpus()))
+        self._layers, self._embedding, self._head, self._output_norm = self._load(weights)
+        length = ceil((context_length + _CHUNK) / self._lanes) * self._lanes
+        eps = config.norm_eps if self._layers[0].head_norms else None
+        self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, self._lanes, eps)
+        for layer in self._layers:
+            layer.keys, layer.values = (_zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
+        angles = np.arange(length)[:, None] * config.rope_frequencies
+        self._cos, self._sin = (_tensor(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+        self._mask = _tensor(mask(self._lanes))
+        self._state, self._tokens = _zeros(4, dtypes.int32), _zeros(_CHUNK, dtypes.int32)
+        self._state_view, self._tokens_view = _view(self._state), _view(self._tokens)
+        self._scratch: dict[tuple[str, int], Tensor] = {}
+        self._logits = _zeros(self._head.packing.groups(config.vocab) * self._lanes)
+        self._logits_view = _view(self._logits)[: config.vocab]
+        self._decode, self._prefill = self._step(1), self._step(self._lanes)
+
+    def prefill(self, tokens: Sequence[int], position: int) -> None:
+        self._tokens_view[: len(tokens)] = tokens
+        self._state_view[1:3] = position, ceil(len(tokens) / self._lanes)
+        self._prefill()
+
+    def decode(self, token: int, position: int) -> int:
+        self._tokens_view[0] = token
+        self._state_view[1:3] = position, 1
+        self._decode()
+        return int(self._logits_view.argmax())
+
+    def logits(self) -> Logits:
+        return self._logits_view
+
+    # --- weights ---------------------------------------------------------------------------------------
+
+    def _load(self, weights: Weights) -> tuple[list[Layer], Matrix, Matrix, Tensor]:
+        config = self._config
+        dim, ffn = config.dim, config.ffn
+        q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+        def matrix(name: str, rows: int, cols: int, first: int = 0, out_rows: int = 0) -> Matrix:
+            raw, ggml_type = weights.stored(f"{name}.weight", rows, cols)
+            packing = Packing(ggml_type, self._lanes)
+            shape = self._sizes(*shape_of(rows, cols, packing, first, out_rows))
+            return Matrix(packing, rows, cols, shape, repack(self._cores, raw, packing, rows, cols))
+
+        layers = []
+        for i in range(config.layers):
+            prefix = f"blk.{i}."
+            sizes = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+            firsts = {"q": 0, "k": q_rows, "v": q_rows + kv_rows}
+            biases = [weights.vector(f"{prefix}attn_{x}.bias", n) for x, n in sizes.items()]
+            norms = [weights.vector(f"{prefix}attn_{x}_norm.weight", config.head_dim) for x in "qk"]
+            layers.append(
+                Layer(
+                    norms=(
+                        weights.required_vector(f"{prefix}attn_norm.weight", dim),
+                        weights.required_vector(f"{prefix}ffn_norm.weight", dim),
+                    ),
+                    qkv=[matrix(f"{prefix}attn_{x}", n, dim, firsts[x], q_rows + 2 * kv_rows) for x, n in sizes.items()],
+                    bias=_joined(biases, sizes.values()),
+                    head_norms=[n for n in norms if n is not None],
+                    o=matrix(f"{prefix}attn_output", dim, q_rows),
+                    gate=matrix(f"{prefix}ffn_gate", ffn, dim),
+                    up=matrix(f"{prefix}ffn_up", ffn, dim),
+                    down=matrix(f"{prefix}ffn_down", dim, ffn),
+                )
+            )
+        embedding = matrix("token_embd", config.vocab, dim)
+        tied = "output.weight" not in weights.file.tensors
+        head = embedding if tied else matrix("output", config.vocab, dim)
+        return layers, embedding, head, weights.required_vector("output_norm.weight", dim)
+
+    # --- a step ----------------------------------------------------------------------------------------
+
+    def _step(self, tile: int) -> Callable[[], None]:
+        """One token, with its logits, or with a tile of more than 1 as many tiles of tokens as the state says."""
+        config, heads, cores, lanes = self._config, self._heads, self._cores.count, self._lanes
+        dim, ffn, q_rows = config.dim, config.ffn, config.heads * config.head_dim
+        tokens = 1 if tile == 1 else _CHUNK
+        step = self._cores.launches()
+        add = functools.partial(step.add, any_size=True)
+        state = [] if tile == 1 else [self._state]
+
+        def buffer(name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
+            if (name, tile) not in self._scratch:
+                self._scratch[name, tile] = _zeros(n, dtype)
+            return self._scratch[name, tile]
+
+        def ready(
+            rows: Tensor, matrices: list[Matrix], norm: Tensor | None = None, gated_by: Tensor | None = None
+        ) -> dict[str, Tensor]:
+            """Adds the step that makes rows ready for products with the matrices."""
+            cols = matrices[0].cols
+            names = inputs_of([m.packing for m in matrices])
+            outs = {name: buffer(f"{name}{cols}", tokens * cols // _SHARED[name][0], _SHARED[name][1]) for name in names}
+            what = Prepared(names, config.norm_eps if norm is not None else None, gated_by is not None)
+            other = [t for t in (norm, gated_by) if t is not None]
+            add(prepare(what, lanes, cores, tile), *outs.values(), self._sizes(cols // UNIT), *state, rows, *other)
+            return outs
+
+        def multiply(
+            out: Tensor, matrix: Matrix, inputs: dict[str, Tensor], before: Tensor | None = None, bias: Tensor | None = None
+        ) -> None:
+            kernel = product(matrix.packing, cores, tile, bias is not None, before is not None)
+            read = [inputs[name] for name in inputs_of([matrix.packing])]
+            extra = [t for t in (before, bias) if t is not None]
+            add(kernel, out, matrix.shape, *state, *read, *extra, matrix.stream)
+
+        x, y = buffer("x", tokens * dim), buffer("y", tokens * dim)
+        rows, queries, attended = (
+            buffer(name, tokens * n) for name, n in (("rows", heads.rows), ("queries", q_rows), ("attended", q_rows))
+        )
+        gate, up = buffer("gate", tokens * ffn), buffer("up", tokens * ffn)
+        scores = buffer("scores", scratch_size(heads, cores, tile))
+        embedding = self._embedding
+        add(embed(embedding.packing, cores, tile), x, self._sizes(embedding.rows, embedding.cols // embedding.packing.block), *state, self._tokens, embedding.stream)
+        for layer in self._layers:
+            inputs = ready(x, layer.qkv, layer.norms[0])
+            for matrix in layer.qkv:
+                multiply(rows, matrix, inputs, bias=layer.bias)
+            cached = [layer.keys, layer.values, self._state]
+            add(rotate(heads, cores, tile), queries, *cached, rows, self._cos, self._sin, *layer.head_norms)
+            add(attention(heads, cores, tile), attended, scores, *cached, queries, self._mask)
+            multiply(y, layer.o, ready(attended, [layer.o]), before=x)
+            inputs = ready(y, [layer.gate, layer.up], layer.norms[1])
+            multiply(gate, layer.gate, inputs)
+            multiply(up, layer.up, inputs)
+            multiply(x, layer.down, ready(gate, [layer.down], gated_by=up), before=y)
+        if tile == 1:
+            multiply(self._logits, self._head, ready(x, [self._head], self._output_norm))
+        return step.captured()
+
+    def _sizes(self, *values: int) -> Tensor:
+        """int32 that kernels read."""
+        if values not in self._known_sizes:
+            self._known_sizes[values] = Tensor(list(values), dtype=dtypes.int32, device="CPU").realize()
+        return self._known_sizes[values]
+
+
+def _zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
+    return Tensor.zeros(n, dtype=dtype, device="CPU").contiguous().realize()
+
+
+def _tensor(values: NDArray[np.float32]) -> Tensor:
+    return Tensor(values, device="CPU").contiguous().realize()
+
+
+def _view(tensor: Tensor) -> NDArray[np.generic]:
+    """A CPU tensor's own memory."""
+    return np.frombuffer(tensor.uop.base.buffer.as_memoryview(force_zero_copy=True), tensor.dtype.fmt)
+
+
+def _joined(vectors: Sequence[Tensor | None], sizes: Iterable[int]) -> Tensor | None:
+    """Vectors one after the other, zeros where there is none; None where there is none at all."""
+    if all(v is None for v in vectors):
+        return None
+    parts = [np.zeros(n, np.float32) if v is None else v.numpy() for v, n in zip(vectors, sizes, strict=True)]
+    return _tensor(np.concatenate(parts))
