@@ -1,6 +1,7 @@
 """tinygrad reads its device and compiler from the environment, so they are set before any test imports it."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,12 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"there is no test data at {SHARED} (ORIN_SHARED names another place)")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def llama_server() -> str:
+    """The path of a real llama-server."""
+    found = shutil.which(os.environ.get("LLAMA_SERVER") or "llama-server")
+    if not found:
+        pytest.skip("there is no llama-server on PATH (LLAMA_SERVER names another place)")
+    return found

@@ -30,7 +30,6 @@ from engine.events import (
     RawText,
     Ready,
     Sampling,
-    Thinking,
     Token,
     TokenIds,
     TopToken,
@@ -43,7 +42,7 @@ from engine.measure.memory import resident
 from engine.peers import http
 from engine.peers.http import said
 from engine.peers.llama_process import LlamaProcess, find
-from engine.peers.peer import Peer, Tally
+from engine.peers.peer import Peer, Tally, told_apart
 
 START_S = 600.0  # a large model from a slow disk may take minutes
 POLL_S = 0.05
@@ -178,22 +177,25 @@ class LlamaServer(Peer):
         return self._prompts.encode(prompt)
 
     async def _answer(self, request: Generate, tally: Tally) -> AsyncGenerator[Event, None]:
-        assert self._server
         if isinstance(request.prompt, TokenIds):
             prompt = Prompt(list(request.prompt.ids))
         else:
             prompt = await asyncio.to_thread(self._encode, request.prompt)
         splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
+        async for event in told_apart(self._completed(request, prompt.ids, tally), splitter):
+            yield event
+
+    async def _completed(
+        self, request: Generate, ids: list[int], tally: Tally
+    ) -> AsyncGenerator[Event, None]:
+        assert self._server
 
         def token(id: int, text: str, **fields: Any) -> Token:
-            thinking = False
-            if splitter:
-                thinking, text = splitter.feed(text)
-            kind = Thinking if thinking else Token
-            return kind(request_id=request.request_id, id=id, text=text, **fields)
+            tally.token()
+            return Token(request_id=request.request_id, id=id, text=text, **fields)
 
-        tally.prompt_n, tally.seed = len(prompt.ids), _seed(request.sampling)
-        asked = _completion(request, prompt.ids, tally.seed)
+        tally.prompt_n, tally.seed = len(ids), _seed(request.sampling)
+        asked = _completion(request, ids, tally.seed)
         async for chunk in http.events(self._server, "completion", asked, _Chunk, self.name):
             timings = chunk.timings
             tally.cached_n, tally.prompt_ms = timings.cache_n, timings.prompt_ms
@@ -211,9 +213,6 @@ class LlamaServer(Peer):
             for _ in range(chunk.tokens_predicted - (not chunk.stop) - tally.predicted_n):
                 yield token(-1, "", at_ms=at_ms)
             if chunk.stop:
-                if splitter and (text := splitter.flush()[1]):
-                    yield Token(request_id=request.request_id, id=-1, text=text)
-                tally.predicted_n = chunk.tokens_predicted
                 tally.reason = "length" if chunk.stop_type == "limit" else "stop"
                 return
             id = chunk.tokens[0] if chunk.tokens else -1

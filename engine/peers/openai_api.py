@@ -31,7 +31,7 @@ from engine.events import (
 from engine.formats.thinking import ThinkSplitter
 from engine.peers import http
 from engine.peers.http import said
-from engine.peers.peer import Peer, Tally
+from engine.peers.peer import Peer, Tally, told_apart
 
 NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM"}  # by what /models says of who owns a model
 # Options of sampling beyond OpenAI's, as these servers spell them.
@@ -119,33 +119,36 @@ class OpenAIEngine(Peer):
     # --- answering ---
 
     async def _answer(self, request: Generate, tally: Tally) -> AsyncGenerator[Event, None]:
-        assert self._server
         if request.logprobs:
             raise UsageError(
                 "Log-probabilities by token id are not part of this server's protocol.",
                 "Leave --logprobs away, or use the engine of orin-chat.",
             )
-        chats = isinstance(request.prompt, Chat)
-        splitter = ThinkSplitter() if chats else None
-        tally.seed = seed = _seed(request.sampling)
-        path = "chat/completions" if chats else "completions"
+        splitter = ThinkSplitter() if isinstance(request.prompt, Chat) else None
+        async for event in told_apart(self._completed(request, tally), splitter):
+            yield event
+
+    async def _completed(self, request: Generate, tally: Tally) -> AsyncGenerator[Event, None]:
+        assert self._server
+        tally.seed = _seed(request.sampling)
+        body = self._body(request, tally.seed)
+        path = "chat/completions" if "messages" in body else "completions"
         ended, usage = False, _Usage()
-        async for chunk in http.events(self._server, path, self._body(request, seed), _Chunk, self.name):
+        async for chunk in http.events(self._server, path, body, _Chunk, self.name):
             usage = chunk.usage or usage  # in the last chunk of all, or in each
             for choice in chunk.choices[:1]:
                 delta = choice.delta or _Delta()
-                if thought := delta.reasoning_content or delta.reasoning:
-                    yield Thinking(request_id=request.request_id, id=-1, text=thought)
-                if text := delta.content or choice.text or delta.refusal:
-                    thinking, shown = splitter.feed(text) if splitter else (False, text)
-                    yield (Thinking if thinking else Token)(request_id=request.request_id, id=-1, text=shown)
+                thought = delta.reasoning_content or delta.reasoning
+                answered = delta.content or choice.text or delta.refusal
+                for kind, text in ((Thinking, thought), (Token, answered)):
+                    if text:  # perhaps of several tokens; `usage` has their number
+                        tally.token()
+                        yield kind(request_id=request.request_id, id=-1, text=text)
                 if choice.finish_reason:
                     ended = True
                     tally.reason = "length" if choice.finish_reason == "length" else "stop"
         if not ended:
             raise BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
-        if splitter and (text := splitter.flush()[1]):
-            yield Token(request_id=request.request_id, id=-1, text=text)
         tally.prompt_n = usage.prompt_tokens
         tally.predicted_n = usage.completion_tokens or tally.predicted_n
         if usage.prompt_tokens_details:

@@ -8,8 +8,21 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
+from msgspec.structs import asdict, replace
+
 from engine.errors import BackendError, ContextFullError, ModelFileError, OrinError, TemplateError, UsageError
-from engine.events import Event, Failed, FailureKind, Finished, Generate, Ready, StopReason, Token
+from engine.events import (
+    Event,
+    Failed,
+    FailureKind,
+    Finished,
+    Generate,
+    Ready,
+    StopReason,
+    Thinking,
+    Token,
+)
+from engine.formats.thinking import ThinkSplitter
 
 _KINDS: dict[type[OrinError], FailureKind] = {
     UsageError: "usage",
@@ -67,6 +80,26 @@ class Tally:
             context_used=self.prompt_n + self.predicted_n,
             seed=self.seed,
         )
+
+
+async def told_apart(
+    events: AsyncIterator[Event], splitter: ThinkSplitter | None
+) -> AsyncGenerator[Event, None]:
+    """The events of an answer, thinking told from text by `splitter`, where it is not told yet. What that
+    holds back at the end comes as one more token, whose id is -1."""
+    request_id = 0
+    async for event in events:
+        if splitter and isinstance(event, Token) and not isinstance(event, Thinking):
+            request_id = event.request_id
+            thinking, text = splitter.feed(event.text)
+            event = (Thinking if thinking else Token)(**asdict(replace(event, text=text)))
+        elif splitter and isinstance(event, Finished):
+            if text := splitter.flush()[1]:
+                yield Token(request_id=event.request_id, id=-1, text=text)
+            splitter = None
+        yield event
+    if splitter and (text := splitter.flush()[1]):
+        yield Token(request_id=request_id, id=-1, text=text)
 
 
 class Peer(ABC):
@@ -215,8 +248,6 @@ class _Stream:
 async def _pump(work: AsyncGenerator[Event, None], stream: _Stream) -> None:
     try:
         async for event in work:
-            if stream.tally and isinstance(event, Token):
-                stream.tally.token()
             stream.put(event)
     except Exception as error:  # a mistake of ours: the stream must end all the same
         request_id = stream.tally.request.request_id if stream.tally else None

@@ -1,6 +1,3 @@
-import os
-import shutil
-
 import pytest
 
 from engine.events import EngineOptions
@@ -12,15 +9,6 @@ from tests import generated_model
 def _own_log(tmp_path, monkeypatch):
     """Logs go to the test's own folder (platformdirs reads this variable)."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-@pytest.fixture(scope="session")
-def llama_server():
-    """The path of a real llama-server."""
-    found = shutil.which(os.environ.get("LLAMA_SERVER") or "llama-server")
-    if not found:
-        pytest.skip("there is no llama-server on PATH (LLAMA_SERVER names another place)")
-    return found
 
 
 @pytest.fixture(scope="session")
