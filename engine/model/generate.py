@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.machine import device_name
 from engine.measure.profile import profile
+from engine.model import summary
 from engine.model.cache import KVCache
 from engine.model.config import ModelConfig
 from engine.model.sampling import Sampler, log_probabilities
@@ -77,7 +77,7 @@ class TextModel:
             context_length=self.context_length,
             load_ms=0.0,
             warnings=self.prompts.warnings,
-            weight_bytes_per_token=_weight_bytes_per_token(file),
+            weight_bytes_per_token=summary.weight_bytes_per_token(file),
             kv_bytes_per_token=KVCache.bytes_per_token(config),
         )
 
@@ -230,31 +230,12 @@ def _context_length(options: EngineOptions, config: ModelConfig) -> int:
     return options.context_length
 
 
-# enum llama_ftype in llama.cpp's include/llama.h: what users know a mix of types by.
-FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 14: "Q4_K_S", 15: "Q4_K_M",
-    16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 32: "BF16",
-}  # fmt: skip
-
-
-def _weight_bytes_per_token(file: GGUF) -> int:
-    """What a decode step must read: all weights, but of an embedding that is no output head only one row."""
-    embedding, tensors = file.tensors["token_embd.weight"], file.tensors
-    one_row = embedding.n_bytes * (embedding.shape[0] - 1) // embedding.shape[0]
-    return sum(t.n_bytes for t in tensors.values()) - (one_row if "output.weight" in tensors else 0)
-
-
 def _describe(file: GGUF, config: ModelConfig, thinks: bool) -> ModelInfo:
-    bytes_of: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        bytes_of[tensor.type_name] = bytes_of.get(tensor.type_name, 0) + tensor.n_bytes
     return ModelInfo(
         name=config.name,
         architecture=config.architecture,
-        quantization=FILE_TYPES.get(
-            file.get("general.file_type", int, -1), max(bytes_of, key=bytes_of.__getitem__)
-        ),
-        parameters=sum(math.prod(tensor.shape) for tensor in file.tensors.values()),
+        quantization=summary.quantization(file),
+        parameters=summary.parameters(file),
         file_bytes=file.file_bytes,
         trained_context=config.trained_context,
         thinks=thinks,
