@@ -153,7 +153,7 @@ class ChatApp(App[None]):
     async def on_unmount(self) -> None:
         self.session.save()
         self._save_draft()
-        await self.session.engine.close()
+        await self.session.close()
 
     def _read_history(self) -> None:
         """Earlier prompts, a draft left behind, a reply that was interrupted, or that there is no history."""
@@ -236,6 +236,10 @@ class ChatApp(App[None]):
         is_idle = status.phase in (Phase.READY, Phase.GONE)
         stops = "Esc stops" if self.session.is_answering else ""
         self.activity.hint = "F1 keys  Ctrl+P commands" if is_idle else stops
+        if (candidate := self.session.candidate) is not None and not self.session.is_answering:
+            self.notice(
+                f"{candidate.name}: {describe(candidate.status.snapshot())} · Esc gives it up", seconds=2
+            )
         self._show_title()
 
     def _show_title(self) -> None:
@@ -293,6 +297,9 @@ class ChatApp(App[None]):
             self.prompt.put("")
         elif self.session.is_answering:
             self.run_worker(self.session.stop())
+        elif self.session.candidate is not None:
+            self.notice(f"{self.session.candidate.name} is given up")
+            self.session.cancel_switch()
         elif self.session.queued:
             self.session.take_back()
         else:

@@ -7,13 +7,14 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.conversation import Conversation
 from app.history import History, HistoryError
 from app.status import StatusObserver
 from engine.client import Engine
-from engine.events import Chat, Event, Failed, Finished, Generate, Sampling, Thinking, Token
+from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import one_line
 from widgets.turn import WARNING, Turn
 
@@ -51,6 +52,15 @@ class View(Protocol):
         """The conversation is not saved, or is again."""
 
 
+@dataclass
+class Candidate:
+    """An engine on its way: `name` is what the user knows it by."""
+
+    engine: Engine
+    name: str
+    status: StatusObserver
+
+
 class Session:
     """One engine, one conversation at a time. The engine does one thing at a time; a prompt that comes
     meanwhile waits in `queued`. `spawn` runs a coroutine beside all else, and reports what it raises."""
@@ -80,6 +90,8 @@ class Session:
         self.status = StatusObserver(clock)
         self.queued = ""
         self.reply: Turn | None = None  # the one in progress, from its first text on
+        self.candidate: Candidate | None = None  # what the session goes over to when it is ready
+        self.watch: Callable[[Event], None] = lambda _: None  # told of every event of the engine in use
         self._spawn = spawn
         self._request_ids = itertools.count(1)
         self._request: Generate | None = None  # what is being answered
@@ -121,6 +133,21 @@ class Session:
         self.view.queue_changed()
         if text:
             self.view.give_back(text)
+
+    def switch(self, engine: Engine, name: str, adopted: Callable[[], None] = lambda: None) -> None:
+        """Goes over to `engine`, known to the user as `name`, once it is ready, with the conversation kept;
+        `adopted` is called then. Until then, and if it does not start, the one in use goes on answering. What
+        is being started already is given up for it."""
+        self.cancel_switch()
+        self.candidate = Candidate(engine, name, StatusObserver(self.clock))
+        self._spawn(self._switch(self.candidate, adopted))
+
+    def cancel_switch(self) -> None:
+        """Gives up the engine that is being started."""
+        if self.candidate is not None:
+            candidate, self.candidate = self.candidate, None
+            self._ended.set()
+            self._spawn(candidate.engine.close())
 
     async def stop(self) -> None:
         """Ends the reply in progress; what has arrived is kept."""
@@ -168,6 +195,12 @@ class Session:
         self.view.notice("")
         await self.view.opened()
 
+    async def close(self) -> None:
+        """Ends the engines."""
+        if self.candidate is not None:
+            await self.candidate.engine.close()
+        await self.engine.close()
+
     def save(self) -> None:
         """Brings the history up to date; the view is told what keeps it from that."""
         self.conversation.save(self.status.snapshot().model)
@@ -176,15 +209,56 @@ class Session:
     # --- the engine -------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        failure = None
-        async for event in _events(self.engine.start()):
+        engine, failure = self.engine, None
+        async for event in _events(engine.start()):
+            if self.engine is not engine:
+                return  # another has taken its place
             self.status.observe(event)
+            self.watch(event)
             if isinstance(event, Failed):
                 failure = event
         self._is_starting = False
         if failure is not None:
             self.view.notice(_sentence(failure), warning=True)
         await self._next(failure)
+
+    async def _switch(self, candidate: Candidate, adopted: Callable[[], None]) -> None:
+        end = await self._start_candidate(candidate)
+        if _lacks_memory(end) and await self._may_take_over(candidate):
+            # There is no room for two: once more, alone. The other starts again when it is needed.
+            await self.engine.close()
+            candidate.status = StatusObserver(self.clock)
+            end = await self._start_candidate(candidate)
+        if not await self._may_take_over(candidate):
+            return
+        self.candidate = None
+        if isinstance(end, Failed):
+            await candidate.engine.close()
+            self.view.notice(f"{candidate.name} did not start: {_sentence(end)}", warning=True)
+            return
+        before, self.engine = self.engine, candidate.engine
+        self._is_starting = False
+        self.status = candidate.status
+        self.status.new_conversation(context_used=None if self.conversation.turns else 0)
+        self.watch(end)
+        adopted()
+        self.view.notice(f"{candidate.name} answers now")
+        await self._next(None)
+        await before.close()
+
+    async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
+        async for event in _events(candidate.engine.start()):
+            candidate.status.observe(event)
+            if isinstance(event, Ready | Failed):
+                return event
+        return Failed(kind="internal", message="It ended without a word.")
+
+    async def _may_take_over(self, candidate: Candidate) -> bool:
+        """Waits for the end of the reply in progress. False if `candidate` is not wanted any more."""
+        while self.candidate is candidate and self.is_answering:
+            self._ended.clear()
+            await self._ended.wait()
+        return self.candidate is candidate
 
     async def _next(self, failure: Failed | None) -> None:
         """The engine is idle: it gets the prompt that waits or, after a failure, the user gets it back."""
@@ -223,6 +297,7 @@ class Session:
             if self._request is not request:
                 return  # no longer listened to
             self.status.observe(event)
+            self.watch(event)
             if isinstance(event, Token) and event.text:
                 gained = True
                 await self._receive(event)
@@ -278,6 +353,10 @@ class Session:
                 return f"stopped at {end.predicted_n:,} tokens, as asked · Ctrl+G goes on"
             return f"{WARNING} The context is full: {used:,} of {length:,} tokens · Ctrl+N starts a new chat"
         return ""
+
+
+def _lacks_memory(event: Event) -> bool:
+    return isinstance(event, Failed) and "memory" in event.message.lower()
 
 
 def _sentence(failure: Failed) -> str:

@@ -8,8 +8,8 @@ import pytest
 
 from app.history import History
 from app.session import Session
-from engine.events import Sampling
-from tests.app.fake_engine import FakeEngine, reply, tokens
+from engine.events import Failed, Ready, Sampling
+from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens
 
 
 class SilentView:
@@ -140,3 +140,100 @@ async def test_a_prompt_that_waits_goes_back_when_the_chat_changes(begin):
     await session.open(None)
     assert view.given_back == ["a"]
     assert not session.queued
+
+
+# --- another engine ------------------------------------------------------------------------------------
+
+NO_DRIVER = Failed(kind="backend", message="There is no NVIDIA driver.", hint="Choose CPU.")
+NO_MEMORY = Failed(kind="backend", message="There is not enough memory for this model and context.")
+
+
+async def test_going_over_to_another_engine_keeps_the_conversation(begin):
+    old, new = FakeEngine(reply("Old.")), FakeEngine(reply("New."))
+    session, view = begin(old)
+    await session.send("first")
+    await until(lambda: not session.is_busy)
+    adopted, seen = [], []
+    session.watch = seen.append
+    session.switch(new, "cuda", lambda: adopted.append(session.engine))
+    await until(lambda: session.engine is new and old.closed)
+    assert adopted == [new] and session.candidate is None
+    assert isinstance(seen[0], Ready) and session.status.is_ready
+    assert "cuda answers now" in view.notices
+    await session.send("second")
+    await until(lambda: not session.is_busy)
+    assert said(session) == ["first", "Old.", "second", "New."]
+    assert [content for _, content in new.prompts()[0]] == ["first", "Old.", "second"]
+
+
+async def test_a_reply_in_progress_ends_before_another_engine_takes_over(begin):
+    old, new = FakeEngine([*reply("A long reply.")[:3], None, *reply("A long reply.")[3:]]), FakeEngine()
+    session, _ = begin(old)
+    await session.send("first")
+    await until(lambda: session.reply is not None)
+    session.switch(new, "cuda")
+    await asyncio.sleep(0.02)
+    assert session.engine is old and not old.closed
+    old.release()
+    await until(lambda: session.engine is new)
+    assert said(session)[-1] == "A long reply."
+
+
+async def test_an_engine_that_does_not_start_leaves_the_other_in_use(begin):
+    old, new = FakeEngine(reply("Old.")), FakeEngine(start=[NO_DRIVER])
+    session, view = begin(old)
+    await until(lambda: not session.is_busy)
+    session.switch(new, "cuda")
+    await until(lambda: new.closed)
+    assert session.engine is old and not old.closed and session.candidate is None
+    assert view.notices[-1] == "cuda did not start: There is no NVIDIA driver. Choose CPU."
+    await session.send("first")
+    await until(lambda: not session.is_busy)
+    assert said(session) == ["first", "Old."]
+
+
+async def test_where_there_is_no_room_for_two_it_starts_alone(begin):
+    old, new = FakeEngine(), FakeEngine()
+    starts = [[NO_MEMORY], STARTED]
+
+    async def start():
+        async for event in new._play(starts.pop(0)):
+            yield event
+
+    new.start = start
+    session, _ = begin(old)
+    await until(lambda: not session.is_busy)
+    session.switch(new, "cuda")
+    await until(lambda: session.engine is new)
+    assert old.closed and not starts
+
+
+@pytest.mark.parametrize("by", ["key", "another"])
+async def test_a_switch_is_given_up(begin, by):
+    old, slow, third = FakeEngine(), FakeEngine(start=[*STARTED[:1], None, *STARTED[1:]]), FakeEngine()
+    session, _ = begin(old)
+    await until(lambda: not session.is_busy)
+    session.switch(slow, "slow")
+    await until(lambda: session.candidate.status.snapshot().done)
+    if by == "key":
+        session.cancel_switch()
+    else:
+        session.switch(third, "third")
+    slow.release()
+    await until(lambda: slow.closed)
+    await asyncio.sleep(0.02)
+    assert session.engine is (old if by == "key" else third)
+    assert session.candidate is None
+
+
+async def test_another_engine_takes_over_from_one_that_does_not_get_ready(begin):
+    stuck, new = FakeEngine(start=[*STARTED[:1], None]), FakeEngine(reply("New."))
+    session, view = begin(stuck)
+    await session.send("first")
+    session.switch(new, "cuda")
+    await until(lambda: said(session) == ["first", "New."] and not session.is_busy)
+    stuck.release()
+    await asyncio.sleep(0.02)
+    assert not any("did not start" in notice for notice in view.notices)
+    await session.close()
+    assert new.closed == 1
