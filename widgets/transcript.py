@@ -7,12 +7,12 @@ it was on the screen.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from textual.containers import VerticalScroll
 from textual.geometry import Size
 from textual.layout import DockArrangeResult
-from textual.message import Message
 from textual.widget import Widget
 
 from widgets.turn import Turn
@@ -31,15 +31,14 @@ class Transcript(VerticalScroll, can_focus=False):
     Transcript { height: 1fr; padding: 1 1 0 1; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }
     """
 
-    class WindowMoved(Message):
-        """Older or newer turns became widgets."""
-
     def __init__(self) -> None:
         super().__init__()
         self.turns: list[Turn] = []
         self._first = 0  # the turns with a widget are turns[_first:_last]
         self._last = 0
+        self._has_end = True  # whether the last turn has, or is about to have, a widget
         self._unfolded = False
+        self._window = asyncio.Lock()  # who mounts and unmounts
         self._moving = False
         self._hold: tuple[Widget, int] | None = None  # a view, and the line of the screen where it stays
 
@@ -48,29 +47,27 @@ class Transcript(VerticalScroll, can_focus=False):
     async def show(self, turns: Sequence[Turn]) -> None:
         """Replaces everything by `turns` and goes to the end."""
         self.turns = list(turns)
-        with self.app.batch_update():
-            await self.remove_children()
-            self._first = self._last = max(0, len(self.turns) - MOUNTED)
-            await self._mount_until(len(self.turns))
+        self._has_end = True
+        async with self._window:
+            await self._mount(len(self.turns) - MOUNTED, len(self.turns))
         self.anchor()  # for the sake of `_anchor_released`; `arrange` decides the rest
 
     async def add(self, turn: Turn) -> None:
         """Adds `turn` at the end; it is visible if the end is."""
         self.turns.append(turn)
-        if self._last < len(self.turns) - 1:
-            return  # the user reads far above; it gets a widget when they come back
-        await self._mount_until(len(self.turns))
-        if self._last - self._first > MOUNTED + STEP and not self._anchor_released:
-            await self._unmount_before(self._last - MOUNTED)
+        async with self._window:
+            if self._has_end:  # else the user reads far above, and it gets a widget when they come back
+                last = len(self.turns)
+                prune = last - self._first > MOUNTED + STEP and not self._anchor_released
+                await self._mount(last - MOUNTED if prune else self._first, last)
 
     async def cut(self, index: int) -> None:
         """Removes the turns from `index` on."""
-        views = self._views[max(0, index - self._first) :]
         del self.turns[index:]
-        self._last = min(self._last, index)
-        await self.remove_children(views)
-        if self._first >= self._last and not self._moving:
-            await self.show(self.turns)
+        async with self._window:
+            end = len(self.turns)
+            first = self._first if self._first < index else end - MOUNTED
+            await self._mount(first, min(self._last, end) if first == self._first else end)
 
     async def sync(self, turn: Turn) -> None:
         """Shows what `turn` has gained, if it has a widget."""
@@ -81,18 +78,16 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def to_end(self) -> None:
         """Scrolls to the end and follows it from there."""
-        if self._last < len(self.turns):
-            await self.show(self.turns)
-        else:
+        if self._has_end:
             self.anchor()
+        else:
+            await self.show(self.turns)
 
     async def to_start(self) -> None:
         """Scrolls to the first turn of all."""
-        with self.app.batch_update():
-            await self.remove_children()
-            self._first = self._last = 0
-            self.release_anchor()
-            await self._mount_until(min(MOUNTED, len(self.turns)))
+        self.release_anchor()
+        async with self._window:
+            await self._mount(0, min(MOUNTED, len(self.turns)))
         self.scroll_home(animate=False)
 
     @property
@@ -106,84 +101,67 @@ class Transcript(VerticalScroll, can_focus=False):
         for view in self._views:
             view.set_unfolded(unfolded)
 
-    @property
-    def follows_end(self) -> bool:
-        return self.is_anchored and not self._anchor_released
-
     # --- the window -------------------------------------------------------------------------------------
 
     @property
     def _views(self) -> list[TurnView]:
         return [child for child in self.children if isinstance(child, TurnView)]
 
-    async def _mount_until(self, last: int) -> None:
-        views = [TurnView(turn, self._unfolded) for turn in self.turns[self._last : last]]
-        self._last = last
-        await self.mount_all(views)
-
-    async def _mount_from(self, first: int) -> None:
-        views = [TurnView(turn, self._unfolded) for turn in self.turns[first : self._first]]
-        self._first = first
-        await self.mount_all(views, before=0)
-
-    async def _unmount_before(self, first: int) -> None:
-        await self.remove_children(self._views[: first - self._first])
-        self._first = first
-
-    async def _unmount_after(self, last: int) -> None:
-        await self.remove_children(self._views[last - self._first :])
-        self._last = last
+    async def _mount(self, first: int, last: int) -> None:
+        """Makes turns[first:last] the ones with a widget. Call with `_window` held."""
+        first = max(0, first)
+        self._first, self._last, self._has_end = first, last, last == len(self.turns)
+        wanted = self.turns[first:last]
+        kept = [view for view in self._views if view.turn in wanted]
+        with self.app.batch_update():
+            await self.remove_children([view for view in self._views if view not in kept])
+            start = wanted.index(kept[0].turn) if kept else 0
+            end = wanted.index(kept[-1].turn) + 1 if kept else 0
+            for new, place in ((wanted[:start], 0), (wanted[end:], None)):
+                if new:
+                    await self.mount_all([TurnView(turn, self._unfolded) for turn in new], before=place)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        if self._moving or not self.is_attached:
-            return
         near = self.size.height  # one screen ahead of what is visible
-        if new_value < old_value and new_value < near and self._first > 0:
+        up = new_value < old_value and new_value < near and self._first > 0
+        down = new_value > old_value and new_value > self.max_scroll_y - near and not self._has_end
+        if (up or down) and not self._moving:
             self._moving = True
-            self.call_later(self._move_up)
-        elif new_value > old_value and new_value > self.max_scroll_y - near and self._last < len(self.turns):
-            self._moving = True
-            self.call_later(self._move_down)
+            self.call_later(self._move, -STEP if up else STEP)
 
-    async def _move_up(self) -> None:
-        self._hold_visible()
-        with self.app.batch_update():
-            await self._mount_from(max(0, self._first - STEP))
-            if self._last - self._first > MOUNTED + STEP:
-                await self._unmount_after(self._first + MOUNTED + STEP)
-        self.call_after_refresh(self._moved)
-
-    async def _move_down(self) -> None:
-        self._hold_visible()
-        with self.app.batch_update():
-            await self._mount_until(min(len(self.turns), self._last + STEP))
-            if self._last - self._first > MOUNTED + STEP:
-                await self._unmount_before(self._last - MOUNTED - STEP)
+    async def _move(self, step: int) -> None:
+        """Moves the window, and what is visible not at all."""
+        async with self._window:
+            self._hold = self._top_view()
+            if step < 0:
+                first = max(0, self._first + step)
+                await self._mount(first, min(self._last, first + MOUNTED + STEP))
+            else:
+                last = min(len(self.turns), self._last + step)
+                await self._mount(max(self._first, last - MOUNTED - STEP), last)
         self.call_after_refresh(self._moved)
 
     def _moved(self) -> None:
         self._moving = False
         self._hold = None
         self.scroll_to(y=self.scroll_y, animate=False, immediate=True)  # tells the scrollbar
-        self.post_message(self.WindowMoved())
 
-    def _hold_visible(self) -> None:
-        """Makes the next layout keep what is visible where it is on the screen."""
+    def _top_view(self) -> tuple[Widget, int] | None:
+        """The first view that is visible, and on which line of the screen it begins."""
         top = round(self.scroll_y)
-        for view in self._views:
-            if view.virtual_region.bottom > top:
-                self._hold = (view, view.virtual_region.y - top)
-                return
+        visible = (view for view in self._views if view.virtual_region.bottom > top)
+        return next(((view, view.virtual_region.y - top) for view in visible), None)
+
+    def release_anchor(self) -> None:
+        if self.max_scroll_y > 0:  # where everything fits, the wheel means nothing
+            super().release_anchor()
 
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
         """Textual's own, with two wishes of ours before anything is painted: a conversation that fits begins
         at the top, one that does not follows its end unless the user let go; and `_hold` is held."""
         result = super().arrange(size, optimal)
-        fits = result.total_region.bottom <= size.height
-        self._anchored = self._last == len(self.turns) and not fits
-        if fits:
-            self._anchor_released = False
+        self._anchored = self._has_end and result.total_region.bottom > size.height
         if self._hold is not None:
             held, line = self._hold
             for placement in result.placements:

@@ -9,9 +9,18 @@ from collections.abc import Callable
 import pytest
 from textual.app import App, ComposeResult
 
-from widgets.transcript import MOUNTED, STEP, Transcript
+from widgets.transcript import Transcript
 from widgets.turn import Turn
 from widgets.turn_view import TurnView
+
+MOUNTED, STEP = 12, 6
+
+
+@pytest.fixture(autouse=True)
+def _small_window(monkeypatch):
+    """A dozen widgets show what fifty would, in a quarter of the time."""
+    monkeypatch.setattr("widgets.transcript.MOUNTED", MOUNTED)
+    monkeypatch.setattr("widgets.transcript.STEP", STEP)
 
 
 class TranscriptApp(App[None]):
@@ -100,24 +109,24 @@ async def test_scrolling_back_to_the_end_follows_it_again():
 
 
 async def test_only_the_turns_near_the_end_are_widgets():
-    async with showing(conversation(400)) as (transcript, pilot):
+    async with showing(conversation(100)) as (transcript, pilot):
         assert len(transcript.query(TurnView)) == MOUNTED
-        assert "reply 399" in text(transcript)
-        for i in range(400, 400 + 2 * STEP):
+        assert "reply 99" in text(transcript)
+        for i in range(100, 100 + 2 * STEP):
             await transcript.add(Turn("user", f"prompt {i}"))
         await pilot.pause()
         assert len(transcript.query(TurnView)) <= MOUNTED + STEP
-        assert f"prompt {399 + 2 * STEP}" in text(transcript)
+        assert f"prompt {99 + 2 * STEP}" in text(transcript)
 
 
 async def test_every_turn_can_be_scrolled_to_and_nothing_jumps():
-    """Up to the first turn and down to the last, thirty lines at a time: each step moves what is visible by
-    thirty lines, whatever is mounted and unmounted meanwhile."""
-    async with showing(conversation(100), size=(60, 50)) as (transcript, pilot):
-        for direction, goal in ((-1, "prompt 0"), (1, "reply 99")):
+    """Up to the first turn and down to the last, ten lines at a time: each step moves what is visible by ten
+    lines, whatever is mounted and unmounted meanwhile."""
+    async with showing(conversation(50), size=(60, 20)) as (transcript, pilot):
+        for direction, goal in ((-1, "prompt 0"), (1, "reply 49")):
             for _ in range(100):
                 before = text(transcript).splitlines()[1:]
-                transcript.scroll_relative(y=30 * direction, animate=False)
+                transcript.scroll_relative(y=10 * direction, animate=False)
                 await pilot.pause()
                 await until(lambda: not transcript._moving)
                 after = text(transcript).splitlines()[1:]
@@ -125,13 +134,13 @@ async def test_every_turn_can_be_scrolled_to_and_nothing_jumps():
                 if goal in after:
                     break
                 older, newer = (after, before) if direction < 0 else (before, after)
-                assert older[30:] == newer[:-30]
+                assert older[10:] == newer[:-10]
             else:
                 pytest.fail(f"{goal} was never reached")
 
 
 async def test_first_and_last_turn_at_a_key():
-    async with showing(conversation(120)) as (transcript, pilot):
+    async with showing(conversation(40)) as (transcript, pilot):
         await transcript.to_start()
         await pilot.pause()
         assert "prompt 0" in text(transcript)
@@ -144,9 +153,9 @@ async def test_first_and_last_turn_at_a_key():
         assert len(transcript.query(TurnView)) == MOUNTED
 
 
-@pytest.mark.parametrize("kept", [0, 1, 75, 119])
+@pytest.mark.parametrize("kept", [0, 1, 20, 39])
 async def test_cut(kept):
-    turns = conversation(120)
+    turns = conversation(40)
     async with showing(turns) as (transcript, pilot):
         await transcript.cut(kept)
         await transcript.add(Turn("user", "after the cut"))
@@ -159,7 +168,7 @@ async def test_cut(kept):
 
 
 async def test_a_narrower_terminal_keeps_the_end_in_sight():
-    async with showing(conversation(40), size=(100, 20)) as (transcript, pilot):
+    async with showing(conversation(20), size=(100, 20)) as (transcript, pilot):
         await pilot.resize_terminal(30, 12)
         await until(lambda: "paragraphs" in "\n".join(text(transcript).splitlines()[-3:]))
 
