@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.catalog.downloads import download
@@ -29,15 +28,16 @@ def describe(progress: Progress) -> str:
 
 class Download:
     """A download in a thread of its own, which does not keep the program from ending: what arrived until then
-    is kept. `progress` is how far it is; at the end `path` is set, or `error`, or neither: it was stopped."""
+    is kept. `progress` is how far it is. When it `is_over`, `path` is set, or `error`, or neither: it was
+    stopped."""
 
-    def __init__(self, source: HubModel | WebFile, ended: Callable[[], None]) -> None:
-        """`ended` is called from the thread."""
-        self.source = source
+    def __init__(self, name: str, source: HubModel | WebFile) -> None:
+        """`name` is what the user knows it by."""
+        self.name, self.source = name, source
         self.progress = Progress(str(source), 0, 0)
         self.path: Path | None = None
         self.error: OrinError | None = None
-        self._ended = ended
+        self.is_over = False
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="download", daemon=True).start()
 
@@ -54,7 +54,7 @@ class Download:
             pass
         except Exception as error:
             self.error = OrinError(f"The download broke off: {type(error).__name__}: {error}.")
-        self._ended()
+        self.is_over = True
 
     def _observe(self, progress: Progress) -> None:
         self.progress = progress

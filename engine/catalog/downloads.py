@@ -12,11 +12,12 @@ import errno
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.catalog import cache, hub
 from engine.catalog.files import choices, must_pick
-from engine.catalog.hub import DownloadError
+from engine.catalog.hub import DownloadError, RemoteFile
 from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Meter, Progress
 from engine.catalog.transfer import Wanted, bring
@@ -51,8 +52,21 @@ def download(
         ) from error
 
 
-def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Callable[[], bool]) -> Path:
-    report(Progress(str(model), 0, 0, note="asking the hub"))
+@dataclass(frozen=True)
+class Offer:
+    """What would be downloaded, as the hub states it."""
+
+    commit: str
+    quantization: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes or 0 for file in self.files)
+
+
+def offer(model: HubModel) -> Offer:
+    """Asks the hub for a model. Raises DownloadError, ModelFileError where it cannot run, UsageError."""
     repository = hub.repository(model)
     choice = must_pick(model, choices(repository.files))
     if repository.architecture and repository.architecture not in INTERLEAVED_ROPE:
@@ -60,26 +74,32 @@ def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Ca
             f"{model} is of the architecture {shown(repository.architecture)}, which orin-chat does not run.",
             f"Choose a model of one of these: {', '.join(INTERLEAVED_ROPE)}.",
         )
-    files = [repository.files[name] for name in choice.files]
+    files = tuple(repository.files[name] for name in choice.files)
+    return Offer(repository.commit, choice.quantization, files)
+
+
+def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Callable[[], bool]) -> Path:
+    report(Progress(str(model), 0, 0, note="asking the hub"))
+    offered = offer(model)
     folder = cache.repository_folder(model.repository)
-    snapshot = folder / "snapshots" / repository.commit
+    snapshot = folder / "snapshots" / offered.commit
     locks = cache.hub_folder() / ".locks" / folder.name
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     locks.mkdir(parents=True, exist_ok=True)
-    meter = Meter(choice.file, sum(file.size_bytes or 0 for file in files), report, cancelled)
-    for file in files:
+    meter = Meter(offered.files[0].name, offered.size_bytes, report, cancelled)
+    for file in offered.files:
         if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", file.digest):
             raise DownloadError(
                 f"The hub states no hash for {shown(file.name)}.", "Choose another repository."
             )
-        url = hub.file_url(model, repository.commit, file.name)
+        url = hub.file_url(model, offered.commit, file.name)
         blob = folder / "blobs" / file.digest
         wanted = Wanted(file.name, url, blob, file.size_bytes, file.digest, on_hub=True)
         bring(wanted, locks / f"{file.digest}.lock", meter)
         _link(snapshot / file.name, blob)
-    if model.revision != repository.commit:  # where those look who cannot ask the hub
-        _replace(folder / "refs" / model.revision, lambda new: new.write_text(repository.commit))
-    return snapshot / choice.file
+    if model.revision != offered.commit:  # where those look who cannot ask the hub
+        _replace(folder / "refs" / model.revision, lambda new: new.write_text(offered.commit))
+    return snapshot / offered.files[0].name
 
 
 def _from_web(source: WebFile, report: Callable[[Progress], None], cancelled: Callable[[], bool]) -> Path:

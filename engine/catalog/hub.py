@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ def repository(model: HubModel) -> Repository:
             )
             for sibling in info.siblings or ()
         ]
+        if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
+            raise ValueError("no commit")
         return Repository(
             commit=str(info.sha),
             files={file.name: file for file in files if is_safe(file.name)},

@@ -124,8 +124,11 @@ def _path(text: str) -> Path | None:
 
 def _explicit(text: str) -> HubModel | WebFile | None:
     """What `hf.co/…` or an address says; None where `text` is neither. Raises UsageError."""
-    url = urlsplit(text if "://" in text else f"https://{text}")
-    scheme, host = url.scheme.lower(), (url.hostname or "").lower()
+    try:
+        url = urlsplit(text if "://" in text else f"https://{text}")
+        scheme, host = url.scheme.lower(), (url.hostname or "").lower()
+    except ValueError:  # what is in brackets is no address
+        return None
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT", ""))
     if host in HUB_HOSTS or ("://" in text and url.netloc == endpoint.netloc):
         path = unquote(url.path).strip("/")

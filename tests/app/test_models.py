@@ -20,6 +20,7 @@ from engine.catalog.progress import Progress
 from tests import synthetic
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
+from widgets.text import as_bytes
 
 __all__ = ["fake_hub"]
 
@@ -59,9 +60,9 @@ class Terminal(io.StringIO):
 def test_pull_says_what_it_resolved_to_and_where_it_is(run, hub):
     code, out, err = run("pull", NAME)
     path = cache.find(parse(NAME))
-    size = len(hub.files["model-Q8_0.gguf"]) // 1000
+    size = as_bytes(len(hub.files["model-Q8_0.gguf"]))
     assert (code, err) == (0, f"orin-chat: Downloading {NAME}.\n")
-    assert out == f"{NAME} is model-Q8_0.gguf (Q8_0, {size} kB): {path}\n"
+    assert out == f"{NAME} is model-Q8_0.gguf (Q8_0, {size}): {path}\n"
 
 
 def test_pull_as_json_tells_progress_and_ends_with_the_model(run, hub):
@@ -190,9 +191,9 @@ def test_rm_asks(hub, run, monkeypatch, capfd):
         assert main(["rm", NAME]) == 0
         assert (cache.find(parse(NAME)) is not None) == stays
     out, err = capfd.readouterr()
-    size = len(hub.files["model-Q8_0.gguf"]) // 1000
-    assert f"Delete model-Q8_0.gguf ({size} kB)? [y/N] " in err
-    assert out == f"Deleted model-Q8_0.gguf, {size} kB are free again.\n"
+    size = as_bytes(len(hub.files["model-Q8_0.gguf"]))
+    assert f"Delete model-Q8_0.gguf ({size})? [y/N] " in err
+    assert out == f"Deleted model-Q8_0.gguf, {size} are free again.\n"
 
 
 def test_rm_without_a_terminal_needs_a_yes(hub, run):
@@ -365,21 +366,19 @@ def test_a_download_in_the_background_can_be_stopped_and_goes_on(hub, home):
     hub.files["model-Q8_0.gguf"] *= 4
     hub.pause_s = 0.01
     source = parse(NAME)
-    ended = []
-    first = Download(source, lambda: ended.append(1))
+    first = Download(NAME, source)
     wait_until(lambda: first.progress.done_bytes > 50_000)
     first.stop()
-    wait_until(lambda: ended)
+    wait_until(lambda: first.is_over)
     assert first.path is None and first.error is None
-    second = Download(source, lambda: ended.append(2))
-    wait_until(lambda: 2 in ended)
+    second = Download(NAME, source)
+    wait_until(lambda: second.is_over)
     assert second.path == cache.find(source)
 
 
-def test_a_download_in_the_background_tells_its_error(hub, home):
-    ended = []
-    download = Download(HubModel("user/nothing"), lambda: ended.append(1))
-    wait_until(lambda: ended)
+def test_a_download_in_the_background_tells_its_error(fake_hub):
+    download = Download("nothing", HubModel("user/nothing"))
+    wait_until(lambda: download.is_over)
     assert download.path is None and "does not exist" in download.error.message
 
 

@@ -341,8 +341,11 @@ def test_offline_mode(fake_hub, model, monkeypatch):
         download(HubModel(fake_hub.repository, "Q4_K_M"))
 
 
+EVIL = b'{"id": "a/b", "sha": "../../../../evil", "siblings": []}'
+
+
 def test_what_is_no_hub(fake_hub, model):
-    for answer in (b"<html>Log in</html>", b"[]", b'{"siblings": 5}', b'{"sha": null, "siblings": [{}]}'):
+    for answer in (b"<html>Log in</html>", b"[]", b'{"siblings": 5}', b'{"sha": null, "siblings": [{}]}', EVIL):
         fake_hub.info = lambda answer=answer: answer
         with pytest.raises(DownloadError, match="does not answer as the hub does"):
             download(model)
