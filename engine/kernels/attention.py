@@ -90,7 +90,9 @@ class Split:
 
     def cuts(self, dim: int) -> int:
         """Runs that a head's dimensions are cut into: enough for a thread to hold its share of all queries."""
-        return next(c for c in (2, 4, 8, 16) if (self.group == 1 or self.group * dim // c <= 64) and dim // c % 4 == 0)
+        return next(
+            c for c in (2, 4, 8, 16) if (self.group == 1 or self.group * dim // c <= 64) and dim // c % 4 == 0
+        )
 
 
 @functools.cache
@@ -139,7 +141,9 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         def value_step(step: UOp | int) -> list[UOp]:
             quads = [start // 4 + step * step_quads + j * slices + slice_ for j in range(split.ahead)]
             return [
-                load(values, ((kv * (h.length // 4) + quad) * dim + column) * 4 + i) for quad in quads for i in range(4)
+                load(values, ((kv * (h.length // 4) + quad) * dim + column) * 4 + i)
+                for quad in quads
+                for i in range(4)
             ]
 
         next_keys, next_values = registers(run, 0, F16), registers(split.ahead * 4, 1, F16)
@@ -149,14 +153,21 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         # the block's queries and the new key, rotated: (group + 1, dim)
         elements = (group + 1) * dim
         rotated = shared(-(-elements // n_threads) * n_threads, slot=1)
-        stores, cached = [], []
-        for e in [thread + i * n_threads for i in range(-(-elements // n_threads))]:
+        mine_of = [thread + i * n_threads for i in range(-(-elements // n_threads))]
+        unnormed = shared(len(mine_of) * n_threads, slot=4)
+        stores, cached, loaded_rows = [], [], []
+        for e in mine_of:
             head, d, is_key = (e // dim).minimum(group), e % dim, e >= group * dim
             first_row = is_key.where((h.query + kv) * dim, block * (group * dim) + head * dim)
             partner = (d < half).where(d + half, d - half)
-            own, other = load(rows, first_row + d), load(rows, first_row + partner)
+            loaded_rows.append((head, d, is_key, partner, load(rows, first_row + d), load(rows, first_row + partner)))
+        if h.norm_eps is not None:
+            raw = [at(unnormed, e).store(own) for e, (*_, own, _) in zip(mine_of, loaded_rows, strict=True)]
+            unnormed = unnormed.after(UOp.group(*raw, *first_loads))
+        for e, (head, d, is_key, partner, own, other) in zip(mine_of, loaded_rows, strict=True):
             if h.norm_eps is not None:
-                squares = [[load(rows, first_row + j + k) for k in range(4)] for j in range(0, dim, 4)]
+                place = head * dim
+                squares = [[load(unnormed, place + j + k) for k in range(4)] for j in range(0, dim, 4)]
                 mean = tree([chain(x * x for x in quad) for quad in squares]) * f32(1.0 / dim)
                 norm = (mean + f32(h.norm_eps)).sqrt().reciprocal()
                 weight = is_key.where(UOp.const(dim), UOp.const(0))
@@ -169,7 +180,9 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             mine = is_key & keeps & (e < elements)
             cached.append(at(keys, h.key_index(kv, position, d), mine).store(as_key))
         new_value = load(value_rows, value_row + kv * dim + column).cast(F16)
-        cached.append(at(values, h.value_index(kv, position, column), keeps & (thread < dim)).store(new_value))
+        cached.append(
+            at(values, h.value_index(kv, position, column), keeps & (thread < dim)).store(new_value)
+        )
         rotated = rotated.after(UOp.group(*stores, *first_loads))
         next_keys, next_values = next_keys.after(rotated), next_values.after(rotated)
 
@@ -185,7 +198,8 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         now = UOp.group(*(at(scores, at_cut[g] + token).store(_dot(key, queries[g])) for g in range(group)))
         then = [at(next_keys.after(now), j).store(x) for j, x in enumerate(key_tile(tile + 1))]
         news = [
-            at(scores, at_cut[g] + split.room, lane.eq(0)).store(_dot(queries[-1], queries[g])) for g in range(group)
+            at(scores, at_cut[g] + split.room, lane.eq(0)).store(_dot(queries[-1], queries[g]))
+            for g in range(group)
         ]
         scores = scores.after(UOp.group(UOp.group(now, *then).end(tile), *news))
 
@@ -204,7 +218,9 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             stores.append(at(largest, g * 32 + warp_lane, thread < 32).store(seen.reduce(again, arg=Ops.MAX)))
         largest = largest.after(UOp.group(*stores))
         new_scores = [is_first.where(score(g, split.room), f32(LOWEST)) for g in range(group)]
-        top = [maximum([new_scores[g], *(load(largest, g * 32 + j) for j in range(32))]) for g in range(group)]
+        top = [
+            maximum([new_scores[g], *(load(largest, g * 32 + j) for j in range(32))]) for g in range(group)
+        ]
 
         # weights of tokens
         third = UOp.range(tiles, 2, AxisType.LOOP)
@@ -212,7 +228,9 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         stores = []
         for g in range(group):
             weight = (token < count).where((score(g, token) - top[g]).exp2(), f32(0))
-            stores.append(at(scores, g * stride + token).store(weight))  # in the place of the first cut's scores
+            stores.append(
+                at(scores, g * stride + token).store(weight)
+            )  # in the place of the first cut's scores
         weights = scores.after(UOp.group(*stores).end(third))
 
         # their sums of values: a thread takes a dimension and every `slices`-th quad of tokens
@@ -229,7 +247,11 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
                 for j in range(split.ahead)
                 for i in range(4)
             ]
-            stores.append(at(sums, 2 * g).store(chain([load(so_far, 2 * g), *(a * b for a, b in zip(w, value, strict=True))])))
+            stores.append(
+                at(sums, 2 * g).store(
+                    chain([load(so_far, 2 * g), *(a * b for a, b in zip(w, value, strict=True))])
+                )
+            )
             stores.append(at(sums, 2 * g + 1).store(chain([load(so_far, 2 * g + 1), *w])))
         now = UOp.group(*stores)
         then = [at(next_values.after(now), j).store(x) for j, x in enumerate(value_step(step + 1))]
@@ -256,7 +278,11 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             total = tree([load(partial, base + k * group * width + e % dim, inside) for k in range(slices)])
             weight = tree([load(partial, base + k * group * width + dim, inside) for k in range(slices)])
             # a thread's elements are all of its column where a block's width is a multiple of dim
-            mine = new_value if n_threads % dim == 0 else load(value_rows, value_row + kv * dim + e % dim).cast(F16)
+            mine = (
+                new_value
+                if n_threads % dim == 0
+                else load(value_rows, value_row + kv * dim + e % dim).cast(F16)
+            )
             total, weight = total + new_weight * mine.cast(F32), weight + new_weight
             element = block * (group * dim) + e
             if split.splits == 1:
@@ -267,7 +293,10 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
                 cached.append(at(sums_out, part * (h.query * dim) + element, inside).store(total))
                 place = (part * h.query + block * group + head) * 2
                 one = (e % dim).eq(0) if inside is None else inside & (e % dim).eq(0)
-                cached += [at(tops_out, place, one).store(head_top), at(tops_out, place + 1, one).store(weight)]
+                cached += [
+                    at(tops_out, place, one).store(head_top),
+                    at(tops_out, place + 1, one).store(weight),
+                ]
         name = f"attention_{h.query}_{h.kv}_{dim}_{split.limit}_{split.splits}_{group}_{n_threads}"
         return finish(name, cached)
 

@@ -48,7 +48,9 @@ class Mailbox:
             now = time.monotonic()
             deadline = deadline or now + _PATIENCE_S
             if now > deadline:
-                raise BackendError("The GPU does not answer.", "Restart the engine; see the system's log for why.")
+                raise BackendError(
+                    "The GPU does not answer.", "Restart the engine; see the system's log for why."
+                )
 
 
 def send(tensor: Tensor, values: NDArray[np.int32]) -> None:

@@ -257,7 +257,9 @@ def matvec(
         partial = shared(s.threads * stride, slot=0)
         stores = [at(partial, t * stride + group * s.rows + r).store(p) for r, p in enumerate(products)]
         if parts is not None:
-            stores.append(at(partial, t * stride + s.block_rows, group.eq(0)).store(_share(parts, n_parts, t, s, group)))
+            stores.append(
+                at(partial, t * stride + s.block_rows, group.eq(0)).store(_share(parts, n_parts, t, s, group))
+            )
         partial = partial.after(UOp.group(*stores))
 
         def total(column: UOp, ok: UOp | None) -> UOp:

@@ -34,13 +34,15 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
 from engine.formats.quantization import FLOATS, QUANTIZED, Format
-from engine.kernels.uops import F32, any_of, chain, f32, load, mask, shift_right, u32
+from engine.kernels.uops import F32, any_of, chain, f32, load, mask, shift, shift_right, u32
 
 UNIT = 64
 QUARTER = UNIT // 4
 CENTER = 100
 _DENORMAL = 149  # float32's smallest denormal is 2**-149
 _MANTISSA = 24
+_EIGHT_BITS = 15  # the lowest of the mantissa's upper eight
+_ONE = 0x3F800000
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,23 @@ class Words:
             word, low, n, _ = pieces[0]
             by = low - self.position(j)
             moved = shift_right(words[word], by)
-            return moved if by + n == 32 and not self.position(j) else mask(moved, ((1 << n) - 1) << (low - by))
+            return (
+                moved if by + n == 32 and not self.position(j) else mask(moved, ((1 << n) - 1) << (low - by))
+            )
         parts = []
         for word, low, n, to in pieces:
             moved = shift_right(words[word], low - to)
             parts.append(moved if low - to + n == 32 and not to else mask(moved, ((1 << n) - 1) << to))
         return any_of(parts)
+
+    def mantissa(self, words: Sequence[UOp], j: int) -> UOp:
+        """1 + q / 256 as a float32, q being integer j of the period held by `words`: q lies in the upper bits of
+        its mantissa, so that no conversion is needed."""
+        parts = [
+            mask(shift(words[word], low - to - _EIGHT_BITS), ((1 << n) - 1) << (to + _EIGHT_BITS))
+            for word, low, n, to in self.place(j)
+        ]
+        return any_of([*parts, u32(_ONE)]).bitcast(F32)
 
     def pack(self, q: Tensor) -> Tensor:
         """uint8 (n, period) -> uint32 (n, count)."""
@@ -169,31 +182,35 @@ class Packing:
         return sum(n * dtype.itemsize for n, dtype in self.shapes(rows, cols))
 
     def pack(self, raw: Tensor, rows: int, cols: int) -> list[Tensor]:
-        """A matrix's bytes as the file holds them, uint8 (bytes,) -> its planes, realized on the device."""
+        """As `planes_of`, realized."""
+        planes = self.planes_of(raw, rows, cols)
+        Tensor.realize(*planes)
+        return planes
+
+    def planes_of(self, raw: Tensor, rows: int, cols: int) -> list[Tensor]:
+        """A matrix's bytes as the file holds them, uint8 (bytes,) -> its planes."""
         padded = units_of(cols) * UNIT
         if self.format is None:
             values = raw.bitcast(FLOATS[self.ggml_type]).reshape(rows, cols).pad(((0, 0), (0, padded - cols)))
-            return [self._planar(values.contiguous().bitcast(dtypes.uint32), rows).contiguous().realize()]
+            return [self._planar(values.contiguous().bitcast(dtypes.uint32), rows).contiguous()]
         fields = self.format.fields(raw.reshape(-1, self.format.block_bytes))
 
         def padded_rows(values: Tensor, span: int) -> Tensor:
             return values.reshape(rows, cols // span).pad(((0, 0), (0, (padded - cols) // span)))
 
-        q = padded_rows(fields.q, 1).contiguous().realize()
         words = Words(self.bits)
+        q = padded_rows(fields.q, 1).contiguous()
         planes = [self._planar(words.pack(q.reshape(-1, words.period)), rows)]
         if fields.scale is not None:
             small = [padded_rows(fields.scale.bitcast(dtypes.uint8), self.group)]
             if fields.minimum is not None:
                 small.append(padded_rows(fields.minimum, self.group))
-            planes.append(Tensor.cat(*(s.reshape(rows, -1, UNIT // self.group) for s in small), dim=2))
-            planes[-1] = planes[-1].contiguous().bitcast(dtypes.uint32)
+            joined = Tensor.cat(*(s.reshape(rows, -1, UNIT // self.group) for s in small), dim=2)
+            planes.append(joined.contiguous().bitcast(dtypes.uint32))
         block = self.format.block
         halves = [padded_rows(x, block) for x in (fields.d, fields.m) if x is not None]
         planes.append(Tensor.cat(*(h.reshape(rows, -1, self._halves_span // block) for h in halves), dim=2))
-        planes = [plane.flatten().contiguous() for plane in planes]
-        Tensor.realize(*planes)
-        return planes
+        return [plane.flatten().contiguous() for plane in planes]
 
     @property
     def _halves_span(self) -> int:
@@ -261,8 +278,7 @@ class Packing:
 
         def integer(j: int) -> UOp:
             k, j = divmod(j, kind.period)
-            field = kind.field(words[k * kind.count : (k + 1) * kind.count], j)
-            return shift_right(field, kind.position(j)).cast(F32)
+            return kind.mantissa(words[k * kind.count : (k + 1) * kind.count], j)
 
         values = [integer(j) for j in range(QUARTER)]
         for half in range(1, shared):
@@ -276,8 +292,10 @@ class Packing:
             d = d * self._byte(small, group, "scale")
             if m is not None:
                 m = m * self._byte(small, group + n, "minimum")
-        offset = d * f32(-self.format.offset) if m is None else m * f32(-1.0)
-        return [v * d + offset for v in values] if m is not None or self.format.offset else [v * d for v in values]
+        offset = d * f32(-256.0 - self.format.offset)
+        if m is not None:
+            offset = offset - m
+        return [v * (d * f32(256.0)) + offset for v in values]
 
     def _halves_of(self, halves: list[UOp], part: UOp) -> tuple[UOp, UOp | None]:
         """d and m of the block that holds a quarter."""
@@ -292,7 +310,7 @@ class Packing:
     def _byte(self, word: UOp, i: int | UOp, name: str) -> UOp:
         """Byte i of a word as a float: scales of Q6_K have a sign, the others none."""
         signed = name == "scale" and "minimum" not in (self.format.scales if self.format else ())
-        moved = shift_right(word, i * 8 if isinstance(i, int) else (i * 8))
+        moved = shift_right(word, i * 8)
         return moved.cast(dtypes.int8).cast(F32) if signed else mask(moved, 255).cast(F32)
 
     def float_of(self, words: Sequence[UOp], j: int) -> UOp:

@@ -15,7 +15,9 @@ Kernel = Callable[..., UOp]
 
 
 @functools.cache
-def embed(packing: Packing, vocab: int, cols: int, n_parts: int, copies: int, context: int, half: int) -> Kernel:
+def embed(
+    packing: Packing, vocab: int, cols: int, n_parts: int, copies: int, context: int, half: int
+) -> Kernel:
     """Begins the residual stream with a row of the embedding. Buffers: as `Residual`'s outs (h; n_parts partial
     sums of squares; `copies` vectors for the first products); cos and sin of the position's angles (2 * half,);
     the state (token, position); the tables of cos and sin (context, half); the first norm's weight, prescaled,
@@ -39,7 +41,11 @@ def embed(packing: Packing, vocab: int, cols: int, n_parts: int, copies: int, co
             values = packing.quarter(planes, token, units, safe, quarter)
             for j, value in enumerate(values):
                 column = unit * UNIT + quarter * QUARTER + j
-                ok = inside if cols % UNIT == 0 else (column < cols if inside is None else inside & (column < cols))
+                ok = (
+                    inside
+                    if cols % UNIT == 0
+                    else (column < cols if inside is None else inside & (column < cols))
+                )
                 stores.append(at(h, column, ok).store(value))
                 for out, weight in zip(nexts, weights, strict=True):
                     stores.append(at(out, permuted(column, cols), ok).store(value * load(weight, column, ok)))
@@ -86,7 +92,10 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
             values, rows = values.after(store), rows.after(store)
             if slot == 0:
                 ok = thread < 32
-                parts = [(load(values, thread * warps + k, ok), load(rows, thread * warps + k, ok)) for k in range(warps)]
+                parts = [
+                    (load(values, thread * warps + k, ok), load(rows, thread * warps + k, ok))
+                    for k in range(warps)
+                ]
             else:
                 parts = [(load(values, k), load(rows, k)) for k in range(32)]
             value, row = argmax(parts)
@@ -102,5 +111,3 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
         )
 
     return kernel
-
-

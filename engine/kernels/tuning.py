@@ -90,8 +90,10 @@ class _Bench:
         self.copies = int(min(8, max(2, _CHAIN_BYTES // case.packing.n_bytes(case.rows, case.cols) + 1)))
 
         def plane(n: int, half: bool) -> Tensor:
-            few = rng.standard_normal(min(n, 1 << 16)).astype(np.float16) / 100 if half else rng.integers(
-                0, 1 << 32, min(n, 1 << 20), np.uint32
+            few = (
+                rng.standard_normal(min(n, 1 << 16)).astype(np.float16) / 100
+                if half
+                else rng.integers(0, 1 << 32, min(n, 1 << 20), np.uint32)
             )
             return Tensor(np.resize(few, n)).realize()
 
@@ -100,7 +102,14 @@ class _Bench:
             n = case.rows * permuted_size(case.cols)
             values = rng.standard_normal(1 << 16)
             self.matrices = [
-                [Tensor(np.resize(values, n).astype(np.float32)).cast(kind).contiguous().bitcast(dtypes.uint32).contiguous().realize()]
+                [
+                    Tensor(np.resize(values, n).astype(np.float32))
+                    .cast(kind)
+                    .contiguous()
+                    .bitcast(dtypes.uint32)
+                    .contiguous()
+                    .realize()
+                ]
                 for _ in range(self.copies)
             ]
         else:

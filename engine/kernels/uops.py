@@ -28,6 +28,11 @@ def shift_right(word: UOp, bits: int | UOp) -> UOp:
     return word.alu(Ops.SHR, bits.cast(U32))
 
 
+def shift(word: UOp, bits: int) -> UOp:
+    """To the right by `bits`, to the left where they are negative."""
+    return shift_right(word, bits) if bits >= 0 else word.alu(Ops.SHL, u32(-bits))
+
+
 def mask(word: UOp, bits: int) -> UOp:
     return word if bits == 0xFFFFFFFF else word.alu(Ops.AND, u32(bits))
 
@@ -82,4 +87,6 @@ def registers(size: int, slot: int, dtype: DType = F32) -> UOp:
 def finish(name: str, stores: Sequence[UOp], n_bytes: int = 0, n_ops: int = 0) -> UOp:
     """The kernel that does `stores`. `n_bytes` it must move and `n_ops` it must do are for its profile."""
     estimates = Estimates(ops=n_ops, lds=n_bytes, mem=n_bytes)
-    return UOp.group(*stores).sink(arg=KernelInfo(name=name, estimates=estimates), tag=1)  # 1: nothing to optimize
+    return UOp.group(*stores).sink(
+        arg=KernelInfo(name=name, estimates=estimates), tag=1
+    )  # 1: nothing to optimize

@@ -6,7 +6,8 @@ import ctypes
 from collections.abc import Callable
 
 import numpy as np
-from tinygrad import Tensor
+from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, TensorInfo
@@ -35,6 +36,13 @@ class Weights:
     def stored(self, name: str, rows: int, cols: int) -> tuple[Tensor, int]:
         """The matrix `name` (rows, cols) as the file holds it, uint8 (bytes,), but for the order of query and
         key rows, with its ggml type. Raises ModelFileError."""
+        data, ggml_type, interleaved = self.stored_bytes(name, rows, cols)
+        raw = Tensor(data)
+        return (self._half_split(raw, rows) if interleaved else raw), ggml_type
+
+    def stored_bytes(self, name: str, rows: int, cols: int) -> tuple[NDArray[np.uint8], int, bool]:
+        """The matrix `name` (rows, cols) as the file holds it, uint8 (bytes,), its ggml type, and whether its
+        rows are those of heads whose rotated pairs lie side by side. Raises ModelFileError."""
         info = self._tensor(name, (rows, cols))
         if info.type not in QUANTIZED and info.type not in FLOATS:
             known = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
@@ -42,24 +50,30 @@ class Weights:
                 f"{self.file.path.name} holds {name} as {info.type_name}, which orin-chat does not run yet.",
                 f"Choose a file with other quantization types: {known}.",
             )
-        raw = self._raw(info)
-        if self.config.interleaved_rope and name.endswith(("attn_q.weight", "attn_k.weight")):
-            raw = self._half_split(raw, rows)
+        data = self._raw(info)
         self._report(self._bytes_read)
-        return raw, info.type
+        interleaved = self.config.interleaved_rope and name.endswith(("attn_q.weight", "attn_k.weight"))
+        return data, info.type, interleaved
 
     def vector(self, name: str, size: int) -> Tensor | None:
         """The vector `name`, float32 (size,), or None where the file has none. Raises ModelFileError."""
         return self.required_vector(name, size) if name in self.file.tensors else None
 
     def required_vector(self, name: str, size: int) -> Tensor:
+        return Tensor(self.floats(name, size)).realize()
+
+    def floats(self, name: str, size: int) -> NDArray[np.float32]:
+        """The vector `name`, float32 (size,), on the host. Raises ModelFileError."""
         info = self._tensor(name, (size,))
         if info.type not in FLOATS:
             raise ModelFileError(
                 f"{self.file.path.name} holds {name} as {info.type_name} where floats belong.",
                 "It is damaged.",
             )
-        return Matrix(self._raw(info), info.type, 1, size).dequantize().reshape(size).contiguous().realize()
+        data = self._raw(info)
+        if FLOATS[info.type] == dtypes.bfloat16:  # a float32's upper half
+            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return data.view(np.float32 if info.type == 0 else np.float16).astype(np.float32)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self.file.tensors.get(name)
@@ -71,11 +85,11 @@ class Weights:
             )
         return info
 
-    def _raw(self, info: TensorInfo) -> Tensor:
+    def _raw(self, info: TensorInfo) -> NDArray[np.uint8]:
         self._bytes_read += info.n_bytes
         # tinygrad's CUDA device copies only from memory that may be written, even though it just reads it
         place = (ctypes.c_uint8 * info.n_bytes).from_address(info.data.ctypes.data)
-        return Tensor(np.frombuffer(place, np.uint8))
+        return np.frombuffer(place, np.uint8)
 
     def _half_split(self, raw: Tensor, rows: int) -> Tensor:
         """Reorders the rows of a query or key matrix from interleaved pairs to halves kept apart, so that the
