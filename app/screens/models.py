@@ -120,8 +120,10 @@ class ModelsScreen(ModalScreen[Path | None]):
             yield Static(id="question", classes="line", markup=False)
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).can_focus = False
-        self.query_one(Input).focus()
+        # Looked up once: what comes late from the hub may find the screen closed.
+        self.options, self.field = self.query_one(OptionList), self.query_one(Input)
+        self.options.can_focus = False
+        self.field.focus()
         self.set_interval(POLL_S, self._watch_download)
         self._look()
 
@@ -147,7 +149,7 @@ class ModelsScreen(ModalScreen[Path | None]):
             matches = sorted((match for match in matches if match[0][0]), key=lambda match: -match[0][0])
             hits_of = {id(entry): tuple(hits) for (_, hits), entry in matches}
             self._shown = [*([typed] if typed else []), *(entry for _, entry in matches)]
-        options = self.query_one(OptionList)
+        options = self.options
         options.clear_options()
         options.add_options([Option(self._line(entry, hits_of.get(id(entry), ()))) for entry in self._shown])
         if self._shown:
@@ -189,7 +191,7 @@ class ModelsScreen(ModalScreen[Path | None]):
 
     @property
     def _chosen(self) -> Entry | None:
-        index = self.query_one(OptionList).highlighted
+        index = self.options.highlighted
         return self._shown[index] if index is not None and index < len(self._shown) else None
 
     @on(Input.Changed)
@@ -198,7 +200,7 @@ class ModelsScreen(ModalScreen[Path | None]):
         self._list()
 
     def action_move(self, step: int) -> None:
-        options = self.query_one(OptionList)
+        options = self.options
         if self._shown:
             options.highlighted = max(0, min(len(self._shown) - 1, (options.highlighted or 0) + step))
 
@@ -222,7 +224,7 @@ class ModelsScreen(ModalScreen[Path | None]):
             self._sizes[key] = f"size not known: {error.message}"
         if entry in self._shown:
             index = self._shown.index(entry)
-            self.query_one(OptionList).replace_option_prompt_at_index(index, self._line(entry))
+            self.options.replace_option_prompt_at_index(index, self._line(entry))
 
     # --- choosing and downloading -----------------------------------------------------------------------
 
@@ -310,16 +312,15 @@ class ModelsScreen(ModalScreen[Path | None]):
     def _ask(self, question: str, answer: Callable[[bool], None]) -> None:
         """Asks in the last line; the next key is the answer."""
         self._answer = answer
-        self.query_one(Input).disabled = True  # the answer is not a search
+        self.field.disabled = True  # the answer is not a search
         self._say(question)
 
     def on_key(self, event: events.Key) -> None:
         if self._answer is not None:
             event.stop()
             answer, self._answer = self._answer, None
-            field = self.query_one(Input)
-            field.disabled = False
-            field.focus()
+            self.field.disabled = False
+            self.field.focus()
             self._say("")
             answer(event.key == "y")
 
