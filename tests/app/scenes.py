@@ -81,10 +81,10 @@ class Scene:
 
 
 async def sees(pilot: Pilot[None], text: str) -> None:
-    for _ in range(500):
+    for _ in range(200):
         if text in "\n".join(strip.text for strip in drawn(pilot.app)):
             return
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.03)
     raise AssertionError(f"{text!r} did not come")
 
 

@@ -36,10 +36,10 @@ class Driver:
         self.app, self.pilot, self.engine = app, pilot, engine
 
     async def until(self, holds: Callable[[], object], what: str = "what was expected") -> None:
-        for _ in range(300):
+        for _ in range(200):
             if holds():
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.03)
         raise AssertionError(f"{what} did not come:\n{self.screen()}")
 
     def screen(self) -> str:
