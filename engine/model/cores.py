@@ -10,23 +10,25 @@ of calls. Prefill is the same with tiles of tokens in place of one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
+from engine.events import Step
 from engine.fixes import cpu_memory
 from engine.kernels.cpu.attention import attention, mask, scratch_size
-from engine.kernels.cpu.cores import Cores, usable_cpus
+from engine.kernels.cpu.cores import Cores, Walk, usable_cpus
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import inputs_of, product, shape_of
 from engine.kernels.cpu.program import register_lanes
 from engine.kernels.cpu.repack import repack
 from engine.kernels.cpu.rows import Heads, Prepared, embed, prepare, rotate
+from engine.measure.profile import Replay, Use
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -93,7 +95,14 @@ class CoreSteps:
         self._scratch: dict[tuple[str, int], Tensor] = {}
         self._logits = _zeros(self._head.packing.groups(config.vocab) * self._lanes)
         self._logits_view = _view(self._logits)[: config.vocab]
-        self._decode, self._prefill = self._step(1), self._step(self._lanes)
+
+    @functools.cached_property
+    def _decode(self) -> Walk:
+        return self._step(1)
+
+    @functools.cached_property
+    def _prefill(self) -> Walk:
+        return self._step(self._lanes)
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         self._tokens_view[: len(tokens)] = tokens
@@ -108,6 +117,32 @@ class CoreSteps:
 
     def logits(self) -> Logits:
         return self._logits_view
+
+    def replay(self, step: Step, position: int) -> Replay:
+        walk, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.chunk)
+        self._tokens_view[:] = 0
+        self._state_view[1:3] = position, ceil(tokens / self._lanes)
+        return Replay(walk.calls, self._uses(), tokens, walk, time=walk.seconds)
+
+    def _uses(self) -> dict[UOp, Use]:
+        """What the buffers of the weights and the cache are for."""
+        uses: dict[UOp, Use] = {}
+
+        def note(use: Use, *tensors: Tensor | None) -> None:
+            uses.update((tensor.uop.base, use) for tensor in tensors if tensor is not None)
+
+        note(Use("output head"), self._head.stream)
+        note(Use("embedding", "token", self._config.vocab), self._embedding.stream)
+        note(Use("attention", "token", self._heads.length), self._cos, self._sin)
+        note(Use("norm"), self._output_norm)
+        for layer in self._layers:
+            note(Use("QKV projection"), layer.bias, *(matrix.stream for matrix in layer.qkv))
+            note(Use("attention", "context", self._heads.length), layer.keys, layer.values)
+            note(Use("attention output"), layer.o.stream)
+            note(Use("FFN gate+up"), layer.gate.stream, layer.up.stream)
+            note(Use("FFN down"), layer.down.stream)
+            note(Use("norm"), *layer.norms, *layer.head_norms)
+        return uses
 
     # --- weights ---------------------------------------------------------------------------------------
 
@@ -151,7 +186,7 @@ class CoreSteps:
 
     # --- a step ----------------------------------------------------------------------------------------
 
-    def _step(self, tile: int) -> Callable[[], None]:
+    def _step(self, tile: int) -> Walk:
         """One token, with its logits, or with a tile of more than 1 as many tiles of tokens as the state says."""
         config, heads, cores, lanes = self._config, self._heads, self._cores.count, self._lanes
         dim, ffn, q_rows = config.dim, config.ffn, config.heads * config.head_dim

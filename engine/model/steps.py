@@ -89,17 +89,21 @@ class GraphSteps:
         return best, logits
 
 
-FUSED = ("CUDA", "NV")  # devices with quantized kernels of our own
+FUSED = ("CPU", "CUDA", "NV")  # devices with quantized kernels of our own
 
 
 def open_steps(weights: Weights, context_length: int, kernels: KernelPath = "auto") -> Steps:
-    """The steps that suit the default device: quantized kernels of our own on NVIDIA GPUs, else graphs; or
+    """The steps that suit the default device: quantized kernels of our own where there are some, else graphs; or
     those that `kernels` names. Raises UsageError for a device that does not have them."""
     device = Device.DEFAULT.split(":")[0]
     if kernels == "fused" and device not in FUSED:
         raise UsageError(
             f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
         )
+    if kernels != "graph" and device == "CPU":
+        from engine.model.cores import CoreSteps
+
+        return CoreSteps(weights, context_length)
     if kernels != "graph" and device in FUSED:
         from engine.model.fused import FusedSteps
 

@@ -16,8 +16,9 @@ import ctypes
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,24 +160,42 @@ class Launches:
         same kernel. The buffers are realized tensors, whole, and every one of them is used. With `any_size` the
         kernel is compiled once for buffers of all sizes."""
         shapes = tuple((_ANY if any_size else int(b.numel()), b.dtype) for b in buffers)
-        self._added.append((_program(kernel, shapes, self._cores.count), buffers))
+        # buffers are numbered from 1: the core's number comes first
+        self._added.append((_program(kernel, shapes, self._cores.count), (buffers[0], *buffers)))
 
-    def captured(self) -> Callable[[], None]:
-        """Compiles what is not compiled yet; what comes back runs the sequence and returns when it is done."""
+    def captured(self) -> Walk:
+        """Compiles what is not compiled yet."""
         calls = [sink.call(*(b.uop.base for b in buffers)) for sink, buffers in self._added]
-        linear = compile_linear(UOp(Ops.LINEAR, src=tuple(calls)))
+        calls = list(compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src)
         indices = []
-        for call, (_, buffers) in zip(linear.src, self._added, strict=True):
-            program = get_runtime("CPU", call.src[0])
-            addresses = [b.uop.base.buffer.ensure_allocated()._buf.va_addr for b in buffers]
-            info = call.src[0].arg
-            assert list(info.globals) == list(range(1, len(buffers) + 1)), f"{info.name} leaves a buffer unused"
+        for call, (_, buffers) in zip(calls, self._added, strict=True):
+            program, info = get_runtime("CPU", call.src[0]), call.src[0].arg
+            assert list(info.globals) == list(range(1, len(buffers))), f"{info.name} leaves a buffer unused"
             assert self._cores.count == 1 or info.vars, f"{info.name} is the same for all cores"
+            addresses = [b.uop.base.buffer.ensure_allocated()._buf.va_addr for b in buffers[1:]]
             indices.append(self._cores.add(program.addr, addresses, (program, buffers)))
-        return functools.partial(self._cores.run, indices[0], len(indices))
+        return Walk(self._cores, indices[0], calls)
 
     def __len__(self) -> int:
         return len(self._added)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A sequence of calls, compiled. Called, it runs and returns when it is done."""
+
+    cores: Cores
+    first: int
+    calls: Sequence[UOp]
+
+    def __call__(self) -> None:
+        self.cores.run(self.first, len(self.calls))
+
+    def seconds(self, i: int) -> float:
+        """Runs the i-th call alone, on all cores: how long it took."""
+        started = time.perf_counter()
+        self.cores.run(self.first + i, 1)
+        return time.perf_counter() - started
 
 
 @functools.cache
