@@ -138,8 +138,16 @@ def _converse(given: Namespace, engine_options: EngineOptions, sampling: Samplin
         if given.plain or os.environ.get("TERM") == "dumb":
             return _converse_in_lines(engine, history, terminal, chat)
         from app.chat_app import ChatApp
+        from app.setup import Setup
 
-        app = ChatApp(engine, history, **chat)
+        settings = _settings()
+        setup = Setup(
+            engine_options,
+            options.preset_name(given, settings),
+            context_length=given.context or settings.context,
+            sampling=options.sampling(given, settings, with_preset=False),
+        )
+        app = ChatApp(engine, history, setup=setup, **chat)
         app.run()
         return app.return_code or 0
     finally:
@@ -232,7 +240,14 @@ def _models(command: str, arguments: Sequence[str]) -> int:
     return models.show(given, own, sys.stdout)
 
 
+def _bench(arguments: Sequence[str]) -> int:
+    from app.bench_command import run
+
+    return run(arguments, _settings())
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "bench": (_bench, "how fast models are on this machine, also beside llama.cpp"),
     "models": (partial(_models, "models"), "the models on this machine, and those known by name"),
     "pull": (partial(_models, "pull"), "download a model, or verify and update it"),
     "rm": (partial(_models, "rm"), "delete a downloaded model"),

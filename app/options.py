@@ -76,15 +76,15 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--model", metavar="NAME", help="qwen3:0.6b, hf.co/user/repository, a GGUF file (the last one)")
     add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
     add("--backend", type=_backend, choices=BACKENDS, help="the device (auto takes the fastest there is)")
-    add("--context", type=_positive, metavar="N", help="context in tokens (the model's, within bounds)")
-    add("--beam", type=_count, metavar="N", help="width of the search for faster kernels (0)")
+    add("--context", type=positive, metavar="N", help="context in tokens (the model's, within bounds)")
+    add("--beam", type=count, metavar="N", help="width of the search for faster kernels (0)")
 
     add = parser.add_argument_group("chat").add_argument
     add("--system", metavar="TEXT", help="the system prompt")
     add("--no-think", action="store_true", help="ask a thinking model not to think")
     add("--plain", action="store_true", help="chat line by line, without the full screen")
     add("--continue", dest="resume", action="store_true", help="go on with the most recent chat")
-    add("--chat", type=_count, metavar="ID", help="go on with this past chat (--plain lists them: /chats)")
+    add("--chat", type=count, metavar="ID", help="go on with this past chat (--plain lists them: /chats)")
 
     add = parser.add_argument_group("sampling (settings.toml may change these defaults)").add_argument
     add("--temperature", type=float, metavar="T", help="0 always takes the most probable token (0.7)")
@@ -93,11 +93,11 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--min-p", type=float, metavar="P", help="only those P times as probable as the first (0.05)")
     add("--repeat-penalty", type=float, metavar="R", help="above 1, repetition is less probable (1.0)")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text (another each time)")
-    add("--max-tokens", type=_positive, metavar="N", help="the longest reply (what the context holds)")
+    add("--max-tokens", type=positive, metavar="N", help="the longest reply (what the context holds)")
 
     add = parser.add_argument_group("a single answer, for programs").add_argument
     add("--json", action="store_true", help="write each event as one line of JSON")
-    add("--logprobs", type=_positive, metavar="N", help="with --json: log-probabilities, and the N highest")
+    add("--logprobs", type=positive, metavar="N", help="with --json: log-probabilities, and the N highest")
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
     add("--prompt-ids", type=_token_ids, metavar="1,2,3", help="token ids instead of a prompt")
     add("--ignore-eos", action="store_true", help="go on past the end of the reply")
@@ -144,13 +144,13 @@ def prompt(options: argparse.Namespace) -> Chat | RawText | TokenIds:
     )
 
 
-def sampling(options: argparse.Namespace, settings: Settings) -> Sampling:
+def sampling(options: argparse.Namespace, settings: Settings, *, with_preset: bool = True) -> Sampling:
     """The settings' sampling, with what the preset and then the command line say. Raises UsageError."""
     from msgspec.structs import replace
 
     from app.settings import check_sampling
 
-    preset = _preset(options, settings)
+    preset = _preset(options, settings) if with_preset else None
     base: Sampling = settings.sampling if preset is None else preset.sampling.over(settings.sampling)
     given = {name: getattr(options, name, None) for name in base.__struct_fields__}
     chosen = replace(base, **{name: value for name, value in given.items() if value is not None})
@@ -261,18 +261,20 @@ def _backend(text: str) -> str:
     return text.lower() if text.lower() == "auto" else text.upper()
 
 
-def _count(text: str, least: int = 0) -> int:
+def count(text: str, least: int = 0) -> int:
+    """A whole number of `least` or more. Raises ArgumentTypeError."""
     if not text.isascii() or not text.isdigit() or int(text) < least or int(text) >= 2**31:
         raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, not {text!r}")
     return int(text)
 
 
-def _positive(text: str) -> int:
-    return _count(text, 1)
+def positive(text: str) -> int:
+    """A whole number of 1 or more. Raises ArgumentTypeError."""
+    return count(text, 1)
 
 
 def _token_ids(text: str) -> tuple[int, ...]:
-    return tuple(_count(part.strip()) for part in text.split(","))
+    return tuple(count(part.strip()) for part in text.split(","))
 
 
 class _Version(argparse.Action):

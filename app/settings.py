@@ -36,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     backend: str = "auto"
     context: int | None = None
     system: str = ""
+    llama_server: str = ""  # the program to compare with
     models: dict[str, str] = {}  # names of the user's own, for files and addresses
     sampling: SamplingSettings = SamplingSettings()
 
