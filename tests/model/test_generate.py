@@ -51,8 +51,8 @@ def test_greedy_tokens_and_logprobs_are_the_references(model, path):
         wanted = log_softmax(reference.logits(prompt)[-1])
         order = np.argsort(-wanted)[:5]
         assert token.id == order[0] == token.top[0].id
-        assert token.logprob == pytest.approx(wanted[token.id], abs=1e-3)
-        assert [t.logprob for t in token.top] == pytest.approx(wanted[order].tolist(), abs=1e-3)
+        assert token.logprob == pytest.approx(wanted[token.id], abs=2e-3)
+        assert [t.logprob for t in token.top] == pytest.approx(wanted[order].tolist(), abs=2e-3)
         prompt.append(token.id)
     assert (end.reason, end.prompt_n, end.predicted_n) == ("length", 40, 12)
 
