@@ -165,7 +165,9 @@ class EngineProcess(asyncio.Protocol):
         else:
             message = f"The engine process ended by itself (exit status {code})."
         hint = f"The next prompt starts it again. Its log: {self._log_path}"
-        if code == -signal.SIGKILL and not self._killed:
+        if code == -signal.SIGBUS:  # pages of the mapped file that are no longer there
+            hint = f"The model file was cut short or replaced while it was read. {hint}"
+        elif code == -signal.SIGKILL and not self._killed:
             hint = f"If memory ran out, a smaller model or context may help. {hint}"
         return Failed(kind="backend", message=message, hint=hint)
 

@@ -66,6 +66,21 @@ async def test_what_came_before_the_death_is_kept(engines):
     assert events[-1].message == "The engine process died (signal 9, SIGKILL)."
 
 
+async def test_a_model_file_that_is_cut_short_while_it_is_read(engines, tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(1 << 20))
+    code = f"""
+import mmap
+with open({str(file)!r}, "r+b") as file:
+    data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    file.truncate(100)
+bytes(data)
+"""
+    [end] = await collect(engines.add(scripted(code)).start())
+    assert end.message == "The engine process died (signal 7, SIGBUS)."
+    assert end.hint.startswith("The model file was cut short or replaced while it was read.")
+
+
 async def test_a_death_while_idle_is_noticed_by_the_next_prompt(engines):
     engine = engines(tokens=2)
     await collect(engine.start())
