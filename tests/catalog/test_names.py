@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.catalog.files import PREFERRED, choices, is_safe, pick, quantization_of
 from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
@@ -166,3 +168,15 @@ def test_what_is_picked():
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../b", "a//b", "a\\b", "a\0b", "."])
 def test_names_that_lead_elsewhere_are_not_safe(name):
     assert not is_safe(name)
+
+
+@given(st.text() | st.from_regex(r"(https?://|hf\.co/|~)?[\w./:\[\]@%#?-]*", fullmatch=True))
+def test_whatever_is_typed_means_something_or_nothing(text):
+    try:
+        source = parse(text, {"mine": "qwen3:4b", text[:3]: text})
+    except UsageError as error:
+        assert error.message and error.hint
+    else:
+        assert isinstance(source, Path | HubModel | WebFile)
+        if isinstance(source, WebFile):
+            assert "/" not in source.file and is_safe(source.file)
