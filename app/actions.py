@@ -26,6 +26,13 @@ ACTIONS = (
     Action("ctrl+n", "new_chat", "New chat", "Start an empty chat; this one stays in the past chats"),
     Action("ctrl+o", "past_chats", "Past chats", "Find, open, rename or delete earlier conversations"),
     Action("ctrl+s", "export", "Export chat", "Write the chat to a Markdown file in this folder"),
+    Action("f5", "dashboard", "Dashboard", "Show or hide what the machine does"),
+    Action("f6", "next_backend", "Next backend", "NV, CUDA, CPU: go over to the next one that works here"),
+    Action(
+        "f7", "next_beam", "Next search width", "Go over to the preset of this backend that searches wider"
+    ),
+    Action("f8", "presets", "Presets", "Choose or edit how the engine is set up"),
+    Action("f9", "zoom", "Whole pane", "Give the next pane of the dashboard the whole screen"),
     Action("f1", "help", "Help", "All keys"),
     Action("ctrl+q", "quit", "Quit", "Leave; the conversation is saved"),
 )

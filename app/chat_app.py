@@ -17,17 +17,22 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import TextSelected
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import Static
 
 from app.actions import ACTIONS, key_label
 from app.clipboard import copy_by_tmux, is_in_tmux
+from app.dashboard import Dashboard
 from app.export import ExportError, to_markdown, write_new_file
 from app.history import History, HistoryError
 from app.screens.chats import ChatsScreen
 from app.screens.help import HelpScreen
+from app.screens.presets import PresetsScreen
 from app.session import Session
+from app.setup import Setup
 from engine.client import Engine
-from engine.events import Message, Sampling
+from engine.errors import UsageError
+from engine.events import Counter, Message, Sampling
 from widgets.activity_line import ActivityLine, describe
 from widgets.engine_status import Phase
 from widgets.prompt import Prompt
@@ -43,6 +48,8 @@ PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · F1 keys"
 EDITING = "editing · Enter sends it in place of the old one and what follows · Esc leaves it"
 TINY_WIDTH = 40
 """Narrower terminals show the chat and the prompt only."""
+WIDE_WIDTH = 110
+"""Wider ones have room for the dashboard beside the chat; on others a key shows it in the chat's place."""
 NOTICE_S = 5.0
 SAVE_S = 1.0
 """How much of a reply a crash may cost."""
@@ -72,6 +79,16 @@ class ChatApp(App[None]):
     #queued { display: none; height: 1; padding: 0 2; color: $text-accent; }
     #queued.-waiting { display: block; }
     Prompt { margin: 0 1; }
+    #dashboard { display: none; }
+    .-wide #chat { width: 2fr; }
+    .-wide #dashboard { display: block; }
+    .-without-dashboard #dashboard { display: none; }
+    .-with-dashboard #dashboard { display: block; }
+    .-narrow.-with-dashboard #chat, .-whole-pane #chat { display: none; }
+    .-whole-pane #dashboard { display: block; }
+    .-tiny #dashboard { display: none; }
+    .-short MachinePanel, .-short KernelTable, .-medium MachinePanel { display: none; }
+    .-whole-pane .-whole { display: block; }
     .-tiny ActivityLine, .-tiny StatusLine { display: none; }
     .-tiny Prompt { margin: 0; }
     .-tiny Transcript { padding: 0; }
@@ -83,7 +100,8 @@ class ChatApp(App[None]):
         Binding("ctrl+home", "scroll_to_start", show=False, priority=True),
         Binding("ctrl+end", "scroll_to_end", show=False, priority=True),
     ]
-    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (TINY_WIDTH, "-narrow"), (100, "-wide")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (TINY_WIDTH, "-narrow"), (WIDE_WIDTH, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (24, "-medium"), (34, "-tall")]  # noqa: RUF012
 
     def __init__(
         self,
@@ -96,6 +114,8 @@ class ChatApp(App[None]):
         chat_id: int | None = None,
         initial_prompt: str = "",
         think: bool = True,
+        setup: Setup | None = None,
+        read_counters: Callable[[], tuple[Counter, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -112,6 +132,8 @@ class ChatApp(App[None]):
             think=think,
             clock=clock,
         )
+        self.setup = setup
+        self.dashboard = Dashboard(self.session, setup, read_counters)
         self._open_first = chat_id
         self._send_first = initial_prompt
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
@@ -122,12 +144,14 @@ class ChatApp(App[None]):
         self.animation_level = "none"
 
     def compose(self) -> ComposeResult:
-        with Horizontal(id="columns"), Vertical(id="chat"):
-            yield Welcome()
-            yield Transcript()
-            yield ActivityLine()
-            yield Static(id="queued", markup=False)
-            yield Prompt(PLACEHOLDER)
+        with Horizontal(id="columns"):
+            with Vertical(id="chat"):
+                yield Welcome()
+                yield Transcript()
+                yield ActivityLine()
+                yield Static(id="queued", markup=False)
+                yield Prompt(PLACEHOLDER)
+            yield self.dashboard
         yield StatusLine()
 
     async def on_mount(self) -> None:
@@ -292,7 +316,9 @@ class ChatApp(App[None]):
     # --- the user: the reply ----------------------------------------------------------------------------
 
     def action_stop(self) -> None:
-        if self._editing is not None:
+        if self.dashboard.whole is not None:
+            self._show_whole(None)
+        elif self._editing is not None:
             self._end_editing()
             self.prompt.put("")
         elif self.session.is_answering:
@@ -370,6 +396,64 @@ class ChatApp(App[None]):
             self.notice(f"Exported to {write_new_file(Path.cwd(), title, document)}")
         except (ExportError, OSError) as error:
             self.notice(str(error), warning=True)
+
+    # --- the user: the dashboard and the engine ---------------------------------------------------------
+
+    def action_dashboard(self) -> None:
+        screen = self.dashboard.screen
+        if self.size.width < TINY_WIDTH:
+            self.notice(f"The dashboard needs {TINY_WIDTH} columns")
+            return
+        if self.dashboard.whole is not None:
+            self._show_whole(None)
+        is_shown = self.dashboard.display and self.dashboard.size.width > 0
+        screen.set_class(not is_shown, "-with-dashboard")
+        screen.set_class(is_shown, "-without-dashboard")
+        if is_shown or self.size.width >= WIDE_WIDTH:
+            self.prompt.focus()
+
+    def action_zoom(self) -> None:
+        if self.size.width >= TINY_WIDTH:
+            self._show_whole(self.dashboard.next_pane)
+
+    def _show_whole(self, pane: Widget | None) -> None:
+        """Gives `pane` of the dashboard the screen; None: the chat is back."""
+        self.dashboard.screen.set_class(pane is not None, "-whole-pane")
+        self.dashboard.zoom(pane)
+        if pane is None:
+            self.prompt.focus()
+
+    def action_next_backend(self) -> None:
+        self._switch(lambda setup: setup.next_backend())
+
+    def action_next_beam(self) -> None:
+        self._switch(lambda setup: setup.next_beam())
+
+    @work(group="presets", exclusive=True)
+    async def action_presets(self) -> None:
+        if self.setup is None:
+            self.notice("This engine has no presets")
+        elif chosen := await self.push_screen_wait(PresetsScreen(self.setup)):
+            self._switch(lambda _: chosen)
+
+    def _switch(self, choose: Callable[[Setup], str]) -> None:
+        """Goes over to an engine under another preset, with the conversation kept."""
+        if (setup := self.setup) is None:
+            self.notice("This engine has no presets")
+            return
+        try:
+            name = choose(setup)
+            engine, options, sampling = setup.engine(name)
+        except UsageError as error:
+            self.notice(str(error), warning=True)
+            return
+
+        def adopt() -> None:
+            setup.adopt(name, options)
+            self.session.sampling = sampling
+            self.dashboard.show_presets()
+
+        self.session.switch(engine, name, adopt)
 
     # --- the user: the rest -----------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ def entries() -> dict[str, Entry]:
     """All presets by name: the built-in ones in the order of their names, then the user's own."""
     found: dict[str, Entry] = {}
     for folder in (BUILT_IN, own_folder()):
-        for path in sorted(folder.glob("*.toml")):
+        for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem):
             try:
                 found[path.stem] = Entry(path.stem, path, read(path))
             except UsageError as error:

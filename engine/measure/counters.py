@@ -1,8 +1,8 @@
 """What the machine's own counters say, for the dashboard: clocks, load, temperature, power, memory activity.
 
 A figure that cannot be had is there all the same and says why: it is never 0. On Jetson they come from sysfs
-and debugfs, on other NVIDIA GPUs from NVML (the package nvidia-ml-py), for the CPU from Linux' files. Files are
-sought below `root`, so that a test can stand in for a machine. Reading takes a few milliseconds.
+and debugfs, on other NVIDIA GPUs from NVML (the package nvidia-ml-py), for the CPU from Linux' files. They
+are sought below `root`, so that a test can stand in for a machine. Reading takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,8 +30,15 @@ class Source(Protocol):
 class Counters:
     """All sources of a machine. Not thread-safe; meant to be read at most once a second."""
 
-    def __init__(self, root: Path = Path("/"), *, nvml: str = "pynvml") -> None:
-        self._sources: list[Source] = [Cpu(root)]
+    def __init__(
+        self,
+        root: Path = Path("/"),
+        *,
+        own: Callable[[], Iterable[int]] = lambda: (),
+        nvml: str = "pynvml",
+    ) -> None:
+        """`own` gives the process ids whose load is not that of others."""
+        self._sources: list[Source] = [Cpu(root, own)]
         if is_jetson(root):
             self._sources.insert(0, Jetson(root))
         elif (root / "dev/nvidiactl").exists():
@@ -77,20 +84,23 @@ def _text(path: Path) -> str:
 
 
 class Cpu:
-    """Load since the last reading, mean frequency, hottest zone, memory in use."""
+    """Load since the last reading, all of it and that of other programs; mean frequency, hottest zone, memory
+    in use."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._before = self._ticks()
+    def __init__(self, root: Path, own: Callable[[], Iterable[int]]) -> None:
+        self._root, self._own = root, own
+        self._before, self._own_before = self._ticks(), self._own_ticks()
 
     def read(self) -> Iterator[Counter]:
-        now = self._ticks()
+        now, own = self._ticks(), self._own_ticks()
         busy, total = (a - b for a, b in zip(now, self._before, strict=True))
         if total > 0:
-            self._before = now
+            ours = sum(ticks - self._own_before.get(pid, ticks) for pid, ticks in own.items())
+            self._before, self._own_before = now, own
             yield Counter(name="CPU load", value=100 * busy / total, unit="%", most=100)
+            yield Counter(name="other load", value=100 * max(0, busy - ours) / total, unit="%", most=100)
         else:
-            yield Counter(name="CPU load", absent="" if any(now) else "there is no /proc/stat")
+            yield Counter(name="CPU load", absent="not yet known" if any(now) else "there is no /proc/stat")
         yield self._frequency()
         yield self._memory()
         if not is_jetson(self._root):
@@ -101,6 +111,16 @@ class Cpu:
         fields = _text(self._root / "proc/stat").partition("\n")[0].split()[1:9]
         ticks = [int(field) for field in fields]
         return (sum(ticks) - sum(ticks[3:5]), sum(ticks)) if len(ticks) >= 5 else (0, 0)
+
+    def _own_ticks(self) -> dict[int, int]:
+        """By process: utime and stime, fields 14 and 15 of proc(5)'s stat; the second, a name, may hold
+        spaces."""
+        found = {}
+        for pid in self._own():
+            fields = _text(self._root / f"proc/{pid}/stat").rpartition(")")[2].split()
+            if len(fields) > 12:
+                found[pid] = int(fields[11]) + int(fields[12])
+        return found
 
     def _frequency(self) -> Counter:
         cores = self._root / "sys/devices/system/cpu"

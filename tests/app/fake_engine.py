@@ -11,10 +11,14 @@ from engine.events import (
     Failed,
     Finished,
     Generate,
+    KernelProfile,
+    KernelTime,
     Loading,
+    Measured,
     ModelInfo,
     Prefilling,
     Ready,
+    Step,
     Thinking,
     Token,
     Warming,
@@ -29,7 +33,15 @@ MODEL = ModelInfo(
     trained_context=40_960,
     thinks=True,
 )
-READY = Ready(model=MODEL, backend="CUDA", device_name="NVIDIA H200", context_length=8192, load_ms=1234.0)
+READY = Ready(
+    model=MODEL,
+    backend="CUDA",
+    device_name="NVIDIA H200",
+    context_length=8192,
+    load_ms=1234.0,
+    weight_bytes_per_token=490_000_000,
+    kv_bytes_per_token=114_688,
+)
 STARTED: tuple[Event, ...] = (
     Loading(done_bytes=318_000_000, total_bytes=636_000_000),
     Warming(done=12, total=48),
@@ -139,6 +151,47 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed += 1
+
+
+class MeasuredEngine(FakeEngine):
+    """A FakeEngine that measures itself, always with the same figures."""
+
+    def __init__(self, *replies: Sequence[Event | None], **options: object) -> None:
+        super().__init__(*replies, **options)  # type: ignore[arg-type]
+        self.profiles: list[Step] = []
+
+    async def measure(self) -> Measured | Failed:
+        return Measured(request_id=0, copy_gbps=120.0, kernels_per_token=143, device_bytes=700_000_000)
+
+    async def profile(self, step: Step = "decode") -> KernelProfile | Failed:
+        self.profiles.append(step)
+        return profile(step)
+
+
+def profile(step: Step = "decode") -> KernelProfile:
+    """A profile of a step as an engine might give it."""
+    scale, tokens = (20.0, 1) if step == "decode" else (190.0, 512)
+    kernels = [
+        ("qkv_Q6_K_4096x1024", "QKV projection", 28, 62.0, 96_000_000),
+        ("attention_16x128", "attention", 28, 91.0, 21_000_000),
+        ("o_Q6_K_1024x2048", "attention output", 28, 41.0, 49_000_000),
+        ("gate_up_Q6_K_6144x1024", "FFN gate+up", 28, 101.0, 146_000_000),
+        ("down_Q6_K_1024x3072", "FFN down", 28, 66.0, 73_000_000),
+        ("head_Q6_K_151936x1024", "output head", 1, 44.0, 128_000_000),
+        ("embed_1024", "embedding", 1, 2.1, 9_000),
+        ("next_token", "sampling", 1, 2.4, 80_000),
+    ]
+    return KernelProfile(
+        request_id=0, step=step, position=400, tokens=tokens, wall_us=500 * scale, rounds=25,
+        kernels=tuple(
+            KernelTime(
+                name=name, role=role, calls=calls, total_us=us * scale, bytes=n_bytes,
+                source="void kernel(float* restrict data0) {\n  data0[0] = 1.0f;\n}\n",
+                options=("UPCAST axis 0, 4", "LOCAL axis 0, 32"),
+            )
+            for name, role, calls, us, n_bytes in kernels
+        ),
+    )  # fmt: skip
 
 
 DIED = Failed(

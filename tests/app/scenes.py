@@ -12,10 +12,11 @@ from textual.app import App
 from textual.pilot import Pilot
 from textual.strip import Strip
 
-from app.chat_app import FRAME_S, ChatApp
+from app.chat_app import FRAME_S, WIDE_WIDTH, ChatApp
 from app.history import History
-from engine.events import Event, Loading, Message
-from tests.app.fake_engine import DIED, STARTED, FakeEngine, reply
+from app.setup import Setup
+from engine.events import Counter, EngineOptions, Event, Loading, Message
+from tests.app.fake_engine import DIED, STARTED, MeasuredEngine, reply
 
 NOW = datetime(2026, 5, 7, 14, 5)
 QUESTION = "Why are there two tides a day, and can I compute them?"
@@ -48,6 +49,18 @@ Coasts *resonate*, so real tide tables are fitted to measurements with dozens of
 """
 
 
+COUNTERS = (
+    Counter(name="GPU load", value=97, unit="%", most=100),
+    Counter(name="memory activity", value=71, unit="%", most=100),
+    Counter(name="GPU clock", value=1755, unit="MHz", most=1980),
+    Counter(name="temperature", value=61, unit="°C"),
+    Counter(name="power", value=412.5, unit="W", most=700),
+    Counter(name="throttled", text="no"),
+    Counter(name="CPU load", value=12, unit="%", most=100),
+    Counter(name="CPU clock", absent="this machine does not tell"),
+)
+
+
 @dataclass(frozen=True)
 class Scene:
     """A chat of one size, what the engine says in it, and what the user does (`act`) until the picture."""
@@ -60,11 +73,27 @@ class Scene:
     act: Callable[[ChatApp, Pilot[None]], Awaitable[None]] | None = None
     theme: str = ""
     with_past_chats: bool = False
+    counters: Sequence[Counter] = COUNTERS
 
     def app(self) -> ChatApp:
-        engine = FakeEngine(*self.replies, start=self.start)
+        engine = MeasuredEngine(*self.replies, start=self.start)
         history = past_chats() if self.with_past_chats else History(":memory:")
-        app = ChatApp(engine, history, initial_prompt=self.prompt, clock=engine.clock)
+        flaws = {"NV": "there is no NVIDIA kernel driver (/dev/nvidiactl)"}
+        setup = Setup(
+            EngineOptions(model_path="/models/qwen3.gguf", backend="CUDA"),
+            "cuda",
+            make=lambda _: MeasuredEngine(),
+            flaw=lambda backend: flaws.get(backend, ""),
+        )
+        setup.note_speed = lambda decode, prefill: None  # type: ignore[method-assign]
+        app = ChatApp(
+            engine,
+            history,
+            initial_prompt=self.prompt,
+            setup=setup,
+            read_counters=lambda: tuple(self.counters),
+            clock=engine.clock,
+        )
         if self.theme:
             app.theme = self.theme
         return app
@@ -141,12 +170,47 @@ async def _past_chats(app: ChatApp, pilot: Pilot[None]) -> None:
     await sees(pilot, "Sourdough")
 
 
+async def _measured(app: ChatApp, pilot: Pilot[None]) -> None:
+    await sees(pilot, "kernels  sum")
+    await _sampled(app, pilot)
+
+
+async def _sampled(app: ChatApp, pilot: Pilot[None]) -> None:
+    await sees(pilot, "memory 71")
+
+
+async def _dashboard(app: ChatApp, pilot: Pilot[None]) -> None:
+    await pilot.press("f5")
+    await _measured(app, pilot)
+
+
+def _whole(presses: int, *keys: str) -> Callable[[ChatApp, Pilot[None]], Awaitable[None]]:
+    async def act(app: ChatApp, pilot: Pilot[None]) -> None:
+        if app.size.width < WIDE_WIDTH:
+            await pilot.press("f5")
+        await _measured(app, pilot)
+        await pilot.press(*["f9"] * presses, *keys)
+
+    return act
+
+
+async def _presets(app: ChatApp, pilot: Pilot[None]) -> None:
+    await pilot.press("f8")
+    await sees(pilot, "Enter chooses")
+
+
+async def _edit_preset(app: ChatApp, pilot: Pilot[None]) -> None:
+    await _presets(app, pilot)
+    await pilot.press("down", "f2")
+    await sees(pilot, "Ctrl+S saves")
+
+
 async def _help(app: ChatApp, pilot: Pilot[None]) -> None:
     await pilot.press("f1")
     await sees(pilot, "Esc closes")
 
 
-_whole = [reply(ANSWER, THOUGHT)]
+_all = [reply(ANSWER, THOUGHT)]
 _half = [[*reply(ANSWER[: ANSWER.index("moon +")], THOUGHT)[:-1], None]]
 _died = [[*reply(ANSWER, THOUGHT)[:140], DIED]]
 _loading = [Loading(done_bytes=done, total_bytes=636_000_000) for done in range(0, 404_000_000, 4_000_000)]
@@ -154,12 +218,22 @@ _loading = [Loading(done_bytes=done, total_bytes=636_000_000) for done in range(
 SCENES = {
     "welcome": Scene((80, 24), [], shows="ready"),
     "loading": Scene((60, 20), [], start=(*_loading, None), shows="63%"),
-    "reply": Scene((120, 40), _whole, QUESTION, shows="such terms"),
-    "reply-narrow": Scene((60, 20), _whole, QUESTION, shows="such terms"),
-    "reply-light": Scene((90, 36), _whole, QUESTION, shows="such terms", theme="textual-light"),
+    "reply": Scene((120, 40), _all, QUESTION, shows="such terms", act=_measured),
+    "reply-narrow": Scene((60, 20), _all, QUESTION, shows="such terms"),
+    "reply-light": Scene((90, 36), _all, QUESTION, shows="such terms", theme="textual-light"),
     "answering": Scene((100, 34), _half, QUESTION, shows="1.00 * sin", act=_queue_and_draft),
     "tiny": Scene((32, 12), [[*reply(ANSWER)[:40], None]], QUESTION, shows="Moon pulls"),
     "died-and-editing": Scene((90, 26), _died, QUESTION, shows="⚠ The engine", act=_edit),
     "past-chats": Scene((100, 26), [], act=_past_chats, shows="ready", with_past_chats=True),
+    "dashboard": Scene((160, 48), _all, QUESTION, shows="such terms", act=_measured),
+    "dashboard-light": Scene((130, 40), _half, QUESTION, shows="1.00 * sin", theme="textual-light", act=_sampled),
+    "dashboard-narrow": Scene((70, 40), _all, QUESTION, shows="such terms", act=_dashboard),
+    "dashboard-low": Scene((120, 20), _half, QUESTION, shows="1.00 * sin", act=_sampled),
+    "whole-throughput": Scene((100, 30), _all, QUESTION, shows="such terms", act=_whole(1)),
+    "whole-kernels": Scene((120, 30), _all, QUESTION, shows="such terms", act=_whole(2, "down", "s")),
+    "whole-machine": Scene((80, 24), _all, QUESTION, shows="such terms", act=_whole(3)),
+    "kernel": Scene((110, 30), _all, QUESTION, shows="such terms", act=_whole(2, "enter")),
+    "presets": Scene((100, 30), [], act=_presets, shows="ready"),
+    "edit-preset": Scene((100, 24), [], act=_edit_preset, shows="ready"),
     "help": Scene((80, 30), [], act=_help, shows="ready"),
 }  # fmt: skip

@@ -599,7 +599,7 @@ async def test_an_engine_that_raises_is_a_line_too(history):
 async def test_a_history_that_cannot_be_opened(tmp_path):
     path = tmp_path / "h.sqlite3"
     path.write_bytes(b"garbage, not a database" * 100)
-    async with chat(FakeEngine(), History.open(path), size=(160, 30)) as user:
+    async with chat(FakeEngine(), History.open(path), size=(240, 30)) as user:
         await user.sees("is damaged. Move it away")
         await user.sees("not saved")
         await user.say("Hi")
@@ -607,7 +607,7 @@ async def test_a_history_that_cannot_be_opened(tmp_path):
 
 
 async def test_a_history_that_fails_later_catches_up_when_it_works_again(history):
-    async with chat(FakeEngine(), history, size=(160, 30)) as user:
+    async with chat(FakeEngine(), history, size=(240, 30)) as user:
         await user.sees("ready")
         history._db.execute("PRAGMA query_only = ON")
         await user.say("one")

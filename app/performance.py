@@ -1,0 +1,183 @@
+"""From an engine's events to what the dashboard shows of its speed. No screen and no engine here: events and a
+clock."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+from engine.events import (
+    Counter,
+    Event,
+    Failed,
+    Finished,
+    KernelProfile,
+    Measured,
+    Prefilling,
+    Ready,
+    Token,
+    prefill_rate,
+)
+from widgets.kernel_table import Kernels
+from widgets.throughput_graph import GAP, Sample, Throughput
+
+SAMPLE_S = 0.25
+PREFILL_SAMPLE_S = 0.05
+KEPT = 600
+"""Samples: two and a half minutes of work, more than the widest graph shows."""
+_RECENT = 4  # samples that make the current speed
+_MEMORY_COUNTERS = ("EMC activity", "memory activity")
+
+
+class PerformanceObserver:
+    """Folds events into samples of speed. `changes` counts what has changed, so that a screen need not draw
+    what it has drawn before."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.changes = 0
+        self.kernels = Kernels()
+        self.ready: Ready | None = None
+        self.copy_gbps: float | None = None
+        self.last_end: Finished | None = None
+        self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._prefill: float | None = None
+        self._position = 0
+        self._tokens, self._since_s = 0, 0.0  # of the sample that is being taken
+        self._in_decode = False
+        self._prompt: tuple[int, float] | None = None  # tokens done, at what time
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case Token():
+                self._token(event)
+            case Prefilling():
+                self._prompt_progress(event)
+            case Finished():
+                self._end(event)
+            case Ready():
+                self._started(event)
+            case Measured(copy_gbps=copy_gbps):
+                self.copy_gbps = copy_gbps
+                self.kernels = replace(self.kernels, copy_gbps=copy_gbps)
+                self.changes += 1
+            case KernelProfile(step="decode"):
+                self.kernels = replace(self.kernels, note="", decode=event)
+                self.changes += 1
+            case KernelProfile():
+                self.kernels = replace(self.kernels, note="", prefill=event)
+                self.changes += 1
+            case Failed():
+                self._pause()
+
+    def note(self, text: str) -> None:
+        """What is to be said of the kernels."""
+        self.kernels = replace(self.kernels, note=text)
+        self.changes += 1
+
+    # --- figures ----------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Tokens in the context."""
+        return self._position
+
+    def bytes_per_token(self, position: int) -> int:
+        """What a decode step there must read, 0 where the engine does not tell."""
+        if self.ready is None or not self.ready.weight_bytes_per_token:
+            return 0
+        return self.ready.weight_bytes_per_token + position * self.ready.kv_bytes_per_token
+
+    @property
+    def decode_rates(self) -> list[float]:
+        """Tokens per second of the samples kept, oldest first."""
+        return [s.tokens_per_s for s in self._samples if s is not GAP and not s.is_prefill]
+
+    @property
+    def current(self) -> float | None:
+        """Tokens per second over the last second or so of decode."""
+        rates = self.decode_rates[-_RECENT:]
+        # The mean of speeds over equal times; samples are that, but for their last token.
+        return sum(rates) / len(rates) if rates else None
+
+    def throughput(self, counters: Sequence[Counter] = ()) -> Throughput:
+        rates, current = self.decode_rates, self.current
+        now = Sample(current or 0.0, self.bytes_per_token(self._position))
+        roofline = now.roofline(self.copy_gbps)
+        return Throughput(
+            samples=tuple(self._samples),
+            current=current,
+            median=median(rates) if rates else None,
+            best=max(rates, default=None),
+            prefill=self._prefill,
+            gbps=now.gbps if current else None,
+            copy_gbps=self.copy_gbps,
+            share=current / roofline if current and roofline else None,
+            memory=_memory_line(counters),
+        )
+
+    # --- events -----------------------------------------------------------------------------------------
+
+    def _started(self, ready: Ready) -> None:
+        self.ready, self.copy_gbps, self.last_end, self._prefill = ready, None, None, None
+        self._samples.clear()
+        self.kernels = Kernels()
+        self._position = 0
+        self._pause()
+
+    def _prompt_progress(self, event: Prefilling) -> None:
+        now = self._clock()
+        if self._in_decode or self._prompt is None or event.done < self._prompt[0]:
+            self._in_decode, self._prompt = False, (event.done, now)
+        done, since = self._prompt
+        if event.done > done and now - since >= PREFILL_SAMPLE_S:
+            self._add(Sample((event.done - done) / (now - since), is_prefill=True))
+            self._prompt = event.done, now
+        self._position = event.done
+
+    def _token(self, event: Token) -> None:
+        now = self._clock() if event.at_ms is None else event.at_ms / 1e3
+        self._position += 1
+        if not self._in_decode:
+            self._in_decode, self._prompt = True, None
+            self._tokens, self._since_s = 0, now
+            return
+        self._tokens += 1
+        if (taken := now - self._since_s) < SAMPLE_S:
+            return
+        rate = self._tokens / taken
+        self._add(Sample(rate, self.bytes_per_token(self._position)))
+        self._tokens, self._since_s = 0, now
+
+    def _end(self, end: Finished) -> None:
+        self.last_end = end
+        if end.prompt_n > end.cached_n and end.predicted_n:
+            self._prefill = prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+        self._position = end.context_used
+        self._pause()
+
+    def _pause(self) -> None:
+        self._in_decode, self._prompt = False, None
+        if self._samples and self._samples[-1] is not GAP:
+            self._samples.append(GAP)
+        self.changes += 1
+
+    def _add(self, sample: Sample) -> None:
+        self._samples.append(sample)
+        self.changes += 1
+
+
+def _memory_line(counters: Sequence[Counter]) -> str:
+    """What the memory controller itself measures, or why that is not known."""
+    if not counters:
+        return ""
+    found = next((counter for counter in counters if counter.name in _MEMORY_COUNTERS), None)
+    if found is None:
+        reason = next((c.absent for c in counters if c.name == "GPU" and c.absent), "")
+        return f"memory: not available: {reason or 'no counter here'}"
+    if found.value is None:
+        return f"memory: not available: {found.absent}"
+    return f"memory {found.value:.0f} % busy, measured"

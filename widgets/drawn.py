@@ -1,0 +1,78 @@
+"""The base of the dashboard's panes: lines drawn by hand from an immutable view, only when it has changed."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Size
+from textual.reactive import reactive
+from textual.strip import Strip
+from textual.widget import Widget
+
+View = TypeVar("View")
+Line = list[tuple[str, str]]
+"""Pieces of text, each with the name of a style: one of `Drawn.COMPONENT_CLASSES` without "drawn--", or "".
+Texts are printable and of characters one cell wide."""
+
+
+class Drawn(Widget, Generic[View]):
+    """`draw` makes the lines of a view; what is beyond the widget's size is cut off."""
+
+    COMPONENT_CLASSES = {  # noqa: RUF012 (declared so by Textual)
+        "drawn--strong", "drawn--dim", "drawn--value", "drawn--hatched", "drawn--line", "drawn--warning",
+        "drawn--selected",
+    }  # fmt: skip
+    DEFAULT_CSS = """
+    Drawn {
+        height: 1fr; padding: 0 1; border: round $foreground 20%; border-title-color: $text-muted;
+        &:focus { border: round $primary 60%; }
+        & > .drawn--strong { color: $text; text-style: bold; }
+        & > .drawn--dim { color: $text-muted; }
+        & > .drawn--value { color: $primary; }
+        & > .drawn--hatched { color: $secondary; }
+        & > .drawn--line { color: $accent; }
+        & > .drawn--warning { color: $text-warning; }
+        & > .drawn--selected { background: $primary 25%; text-style: bold; }
+    }
+    """
+    ALLOW_SELECT = False
+    can_focus = True
+
+    view: reactive[View | None] = reactive(None)
+
+    def draw(self, view: View, width: int, height: int) -> list[Line]:
+        raise NotImplementedError
+
+    def render_line(self, y: int) -> Strip:
+        lines = self._strips()
+        return lines[y] if y < len(lines) else Strip.blank(self.size.width, self._base)
+
+    def redraw(self) -> None:
+        """After a change of something else that `draw` looks at."""
+        self._drawn_for = None
+        self.refresh()
+
+    _drawn_for: tuple[View | None, Size, str] | None = None
+    _lines: tuple[Strip, ...] = ()
+    _base = Style()
+
+    def _strips(self) -> tuple[Strip, ...]:
+        wanted = (self.view, self.size, self.app.theme)
+        before = self._drawn_for
+        if before is None or wanted[0] is not before[0] or wanted[1:] != before[1:]:
+            self._drawn_for = wanted
+            self._base = self.rich_style
+            styles = {"": self._base}
+            lines = [] if self.view is None else self.draw(self.view, self.size.width, self.size.height)
+            self._lines = tuple(self._strip(line, styles) for line in lines[: self.size.height])
+        return self._lines
+
+    def _strip(self, line: Line, styles: dict[str, Style]) -> Strip:
+        segments = []
+        for text, name in line:
+            if name not in styles:
+                styles[name] = self.get_component_rich_style(f"drawn--{name}")
+            segments.append(Segment(text, styles[name]))
+        return Strip(segments).adjust_cell_length(self.size.width, self._base)

@@ -1,0 +1,272 @@
+"""A step kernel by kernel: a summary by what they are for, then each with its time and bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from textual.binding import Binding
+from textual.message import Message
+from textual.reactive import reactive
+
+from engine.events import KernelProfile, KernelRole, KernelTime, Step
+from widgets.drawn import Drawn, Line
+from widgets.plot import bar
+from widgets.text import one_line
+
+GROUPS: dict[str, tuple[KernelRole, ...]] = {
+    "dequantize + matmul": (
+        "QKV projection", "attention output", "FFN gate+up", "FFN down", "output head",
+    ),
+    "attention": ("attention",),
+    "norm, element-wise": ("norm", "element-wise", "embedding", "copy"),
+    "sampling": ("sampling",),
+}  # fmt: skip
+GAPS = "launch gaps"
+Sort = Literal["total", "GB/s", "calls", "role", "name"]
+SORTS: tuple[Sort, ...] = ("total", "GB/s", "calls", "role", "name")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The profiles there are. `copy_gbps` is the device's measured copy bandwidth (None: not known); `note`
+    says what is going on ("measuring", why there is none)."""
+
+    decode: KernelProfile | None = None
+    prefill: KernelProfile | None = None
+    copy_gbps: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class GroupShare:
+    name: str
+    us: float
+    share: float
+    gbps: float
+    calls: int
+
+
+def gbps(kernel: KernelTime) -> float:
+    """10^9 bytes a second that it must read and write."""
+    return kernel.bytes / kernel.total_us / 1e3 if kernel.total_us > 0 else 0.0
+
+
+def kernels_us(profile: KernelProfile) -> float:
+    return sum(kernel.total_us for kernel in profile.kernels)
+
+
+def summary(profile: KernelProfile) -> list[GroupShare]:
+    """Time by group; shares are of the wall time or, where kernels alone take longer than that (timed one by
+    one they do not overlap), of their sum."""
+    whole = max(profile.wall_us, kernels_us(profile)) or 1.0
+    shares = []
+    for name, roles in GROUPS.items():
+        members = [kernel for kernel in profile.kernels if kernel.role in roles]
+        us, moved = sum(k.total_us for k in members), sum(k.bytes for k in members)
+        shares.append(
+            GroupShare(name, us, us / whole, moved / us / 1e3 if us else 0.0, sum(k.calls for k in members))
+        )
+    gap = max(0.0, profile.wall_us - kernels_us(profile))
+    return [*shares, GroupShare(GAPS, gap, gap / whole, 0.0, 0)]
+
+
+def ordered(kernels: Sequence[KernelTime], sort: Sort) -> list[KernelTime]:
+    """Largest first; roles and names from A."""
+    match sort:
+        case "total":
+            return sorted(kernels, key=lambda k: -k.total_us)
+        case "GB/s":
+            return sorted(kernels, key=lambda k: -gbps(k))
+        case "calls":
+            return sorted(kernels, key=lambda k: (-k.calls, -k.total_us))
+        case "role":
+            return sorted(kernels, key=lambda k: (k.role, -k.total_us))
+        case "name":
+            return sorted(kernels, key=lambda k: (k.name, -k.total_us))
+
+
+class KernelTable(Drawn[Kernels]):
+    """Keys, while it has the focus: Up and Down choose a kernel, Enter asks for its details, s sorts, f
+    filters, d turns from decode to prefill, p holds what is shown, m measures again."""
+
+    BORDER_TITLE = "kernels"
+    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("enter", "detail", "Source and options", show=False),
+        Binding("s", "sort", "Sort", show=False),
+        Binding("f", "filter", "Filter", show=False),
+        Binding("d", "step", "Decode or prefill", show=False),
+        Binding("p", "pause", "Pause", show=False),
+        Binding("m", "measure", "Measure again", show=False),
+    ]
+
+    sort: reactive[Sort] = reactive("total")
+    group: reactive[str] = reactive("")  # of `GROUPS`; "": all
+    step: reactive[Step] = reactive("decode")
+    chosen: reactive[int] = reactive(0)
+
+    class Detail(Message):
+        """The user wants to see the source of a kernel."""
+
+        def __init__(self, kernel: KernelTime) -> None:
+            super().__init__()
+            self.kernel = kernel
+
+    class Wanted(Message):
+        """The user wants `step` to be measured."""
+
+        def __init__(self, step: Step) -> None:
+            super().__init__()
+            self.step = step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: Kernels | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return self._held is not None
+
+    @property
+    def profile(self) -> KernelProfile | None:
+        view = self._held or self.view
+        return None if view is None else view.decode if self.step == "decode" else view.prefill
+
+    @property
+    def rows(self) -> list[KernelTime]:
+        """What is listed, in its order."""
+        profile = self.profile
+        if profile is None:
+            return []
+        kernels = [k for k in profile.kernels if not self.group or k.role in GROUPS[self.group]]
+        return ordered(kernels, self.sort)
+
+    def draw(self, view: Kernels, width: int, height: int) -> list[Line]:
+        view = self._held or view
+        profile, rows = self.profile, self.rows
+        if profile is None:
+            return [[(one_line(view.note) or f"no profile of {self.step} yet · m measures", "dim")]]
+        head = header(profile, view, width, is_paused=self.is_paused)
+        room = height - len(head)
+        first = max(0, min(self.chosen - room // 2, len(rows) - room))
+        shown = [row(profile, kernel, view.copy_gbps, width) for kernel in rows[first : first + max(0, room)]]
+        if self.has_focus and 0 <= (i := self.chosen - first) < len(shown):
+            shown[i] = [("".join(text for text, _ in shown[i]), "selected")]
+        return head + shown
+
+    # --- keys -------------------------------------------------------------------------------------------
+
+    def action_move(self, rows: int) -> None:
+        self.chosen = max(0, min(self.chosen + rows, len(self.rows) - 1))
+
+    def action_detail(self) -> None:
+        if self.chosen < len(rows := self.rows):
+            self.post_message(self.Detail(rows[self.chosen]))
+
+    def action_sort(self) -> None:
+        self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
+
+    def action_filter(self) -> None:
+        names = ["", *GROUPS]
+        self.group, self.chosen = names[(names.index(self.group) + 1) % len(names)], 0
+
+    def action_step(self) -> None:
+        self.step, self.chosen = "prefill" if self.step == "decode" else "decode", 0
+        if self.profile is None:
+            self.action_measure()
+
+    def action_pause(self) -> None:
+        self._held = self.view if self._held is None else None
+        self.redraw()
+
+    def action_measure(self) -> None:
+        self.post_message(self.Wanted(self.step))
+
+    def on_mount(self) -> None:
+        self._watched()
+
+    def _watched(self) -> None:
+        what = f" · {self.group}" if self.group else ""
+        self.border_subtitle = f"{self.step} · by {self.sort}{what} · d s f p m ⏎"
+        self.redraw()
+
+    watch_sort = watch_group = watch_step = watch_chosen = _watched
+
+    def watch_has_focus(self, value: bool) -> None:
+        super().watch_has_focus(value)
+        self.redraw()
+
+
+# --- lines ---------------------------------------------------------------------------------------------
+
+_CALLS, _US, _SHARE, _GBPS, _ROOF = 6, 9, 5, 7, 6
+_FIXED = _CALLS + _US + _SHARE + _GBPS
+_BAR = 10
+_SHORT: dict[KernelRole, str] = {
+    "QKV projection": "QKV", "attention output": "attn out", "FFN gate+up": "gate+up", "FFN down": "down",
+    "output head": "head", "element-wise": "elementw", "embedding": "embed",
+}  # fmt: skip
+
+
+def header(profile: KernelProfile, view: Kernels, width: int, *, is_paused: bool = False) -> list[Line]:
+    """Sum, wall time and what lies between them, the summary, and the titles of the rows."""
+    calls, total = sum(k.calls for k in profile.kernels), kernels_us(profile)
+    gap = profile.wall_us - total
+    gaps = f"gap {gap:,.0f}" if gap >= 0 else f"overlap {-gap:,.0f}"
+    text = f"{calls} kernels  sum {total:,.0f}  wall {profile.wall_us:,.0f}  {gaps} µs"
+    if profile.tokens > 1:
+        text += f"  {profile.tokens} tokens"
+    state = "  paused" if is_paused else f"  {one_line(view.note)}" if view.note else ""
+    return [
+        [(text[:width], "strong"), (state[: max(0, width - len(text))], "warning")],
+        *(_summary_line(share, view.copy_gbps, width) for share in summary(profile)),
+        [(_titles(width), "strong")],
+    ]
+
+
+def _summary_line(share: GroupShare, copy_gbps: float | None, width: int) -> Line:
+    name = f"{share.name:<19}"
+    figures = f"{share.us:>8,.0f} {share.share:>4.0%}"
+    rest = width - len(name) - len(figures) - 1
+    bar_width = min(16, max(0, rest - (16 if rest >= 26 else 0)))
+    line: Line = [(name, ""), (figures + " ", ""), (bar(share.share, bar_width), "value")]
+    if rest >= 26 and share.gbps:
+        roof = f" {share.gbps / copy_gbps:>4.0%}" if copy_gbps else ""
+        line.append((f" {share.gbps:>5,.0f} GB/s{roof}", "dim"))
+    return line
+
+
+def _names(width: int) -> tuple[int, int, bool, bool]:
+    """Cells for role and name, and whether there is room for bars and for shares of the roofline."""
+    with_roof = width >= 58
+    with_bar = width >= 76
+    rest = width - _FIXED - (_ROOF if with_roof else 0) - (_BAR + 1 if with_bar else 0)
+    role = 17 if rest >= 36 else min(10, rest)
+    return role, max(0, rest - role), with_bar, with_roof
+
+
+def _titles(width: int) -> str:
+    role, name, with_bar, with_roof = _names(width)
+    text = "role".ljust(role) + "kernel".ljust(name)[:name]
+    text += f"{'calls':>{_CALLS}}{'µs':>{_US}}{'%':>{_SHARE}}" + (" " * (_BAR + 1) if with_bar else "")
+    return text + f"{'GB/s':>{_GBPS}}" + (f"{'roof':>{_ROOF}}" if with_roof else "")
+
+
+def row(profile: KernelProfile, kernel: KernelTime, copy_gbps: float | None, width: int) -> Line:
+    share = kernel.total_us / (max(profile.wall_us, kernels_us(profile)) or 1.0)
+    role, name, with_bar, with_roof = _names(width)
+    name_of_role = kernel.role if role > 10 else _SHORT.get(kernel.role, kernel.role)
+    line: Line = [(name_of_role[: max(0, role - 1)].ljust(role), "dim")]
+    line.append((one_line(kernel.name)[: max(0, name - 1)].ljust(name), ""))
+    figures = f"{kernel.calls:>{_CALLS}}{kernel.total_us:>{_US},.1f}{share:>{_SHARE}.0%}"
+    line.append((figures, ""))
+    if with_bar:
+        line.append((f" {bar(share, _BAR)}", "value"))
+    line.append((f"{gbps(kernel):>{_GBPS},.{0 if gbps(kernel) >= 99.95 else 1}f}", ""))
+    if with_roof:
+        roof = f"{gbps(kernel) / copy_gbps:.0%}" if copy_gbps else "–"
+        line.append((f"{roof:>{_ROOF}}", "dim"))
+    return line

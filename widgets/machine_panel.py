@@ -1,0 +1,69 @@
+"""What the machine's counters say, and in one line what slows it down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.geometry import Size
+
+from engine.events import Counter
+from widgets.drawn import Drawn, Line
+from widgets.plot import bar
+from widgets.text import one_line
+
+_NAME, _FIGURE, _BAR = 16, 19, 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`verdict` is a sentence, "" while there is nothing to say."""
+
+    counters: tuple[Counter, ...] = ()
+    verdict: str = ""
+
+
+class MachinePanel(Drawn[Machine]):
+    BORDER_TITLE = "machine"
+
+    def draw(self, view: Machine, width: int, height: int) -> list[Line]:
+        return lines(view, width)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return 0 if self.view is None else len(lines(self.view, width))
+
+    def watch_view(self, before: Machine | None, view: Machine | None) -> None:
+        def rows(view: Machine | None) -> int:
+            return 0 if view is None else len(view.counters) + bool(view.verdict)
+
+        if rows(before) != rows(view):
+            self.refresh(layout=True)
+
+
+def lines(view: Machine, width: int) -> list[Line]:
+    """What is there comes first: where the room is short, what is absent goes."""
+    there = [counter for counter in view.counters if not counter.absent]
+    absent = [counter for counter in view.counters if counter.absent]
+    said: list[Line] = [[(f"⚠ {one_line(view.verdict)}"[:width], "warning")]] if view.verdict else []
+    return said + [_line(counter, width) for counter in (*there, *absent)]
+
+
+def _line(counter: Counter, width: int) -> Line:
+    name = f"{one_line(counter.name)[: _NAME - 1]:<{_NAME}}"
+    if counter.absent:
+        return [(name, "dim"), (f"not available: {one_line(counter.absent)}"[: width - _NAME], "dim")]
+    if counter.value is None:
+        return [(name, "dim"), (one_line(counter.text)[: width - _NAME], "")]
+    value = _figure(counter.value, counter.unit)
+    if counter.most and counter.unit != "%":
+        value += f" of {_figure(counter.most, '').strip()}"
+    line: Line = [(name, "dim"), (f"{value} {counter.unit}"[:_FIGURE].ljust(_FIGURE), "")]
+    rest = width - _NAME - _FIGURE
+    if counter.most and rest >= _BAR:
+        line.append((bar(counter.value / counter.most, _BAR), "value"))
+    elif counter.parts and rest >= _BAR:
+        line.append((one_line(", ".join(counter.parts))[:rest], "dim"))
+    return line
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:.1f}" if unit in ("GB", "W") and value < 100 else f"{value:,.0f}"

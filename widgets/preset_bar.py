@@ -1,0 +1,74 @@
+"""How the engine is set up, and what else there is to choose: backends and the width of the search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+from widgets.text import one_line
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`label` is short ("CUDA", "2"). `problem` says why this machine cannot have it ("" where it can)."""
+
+    label: str
+    is_active: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Presets:
+    """`name` of the preset in use ("" for none); `evidence` its last measured speeds, in words."""
+
+    name: str = ""
+    backends: tuple[Choice, ...] = ()
+    beams: tuple[Choice, ...] = ()
+    evidence: str = ""
+
+
+class PresetBar(Widget):
+    """Two lines: the preset with its evidence, and what one key each switches."""
+
+    DEFAULT_CSS = """
+    PresetBar.-absent { display: none; }
+    PresetBar { height: 4; padding: 0 1; border: round $foreground 20%; border-title-color: $text-muted; }
+    """
+    BORDER_TITLE = "preset"
+    ALLOW_SELECT = False
+
+    view: reactive[Presets] = reactive(Presets())
+
+    def __init__(self, backend_key: str, beam_key: str) -> None:
+        super().__init__()
+        self._keys = backend_key, beam_key
+
+    def render(self) -> Content:
+        view, width = self.view, self.size.width
+        first = Content.assemble(
+            (one_line(view.name) or "no preset", "bold $text"),
+            (f"  {one_line(view.evidence)}", "$text-muted"),
+        )
+        second = _choices(self._keys[0], view.backends).append(Content("   "))
+        second = second.append(_choices(f"{self._keys[1]} BEAM", view.beams))
+        problem = next((f"{c.label}: {c.problem}" for c in view.backends if c.problem), "")
+        if problem and second.cell_length + 8 < width:
+            second = second.append(Content.styled(f"   {one_line(problem)}", "$foreground 40%"))
+        return Content("\n").join(line.truncate(width, ellipsis=True) for line in (first, second))
+
+
+def _choices(key: str, choices: tuple[Choice, ...]) -> Content:
+    """The one in use between marks, those that cannot be had in grey and struck through."""
+    parts: list[Content] = [Content.styled(key, "$text-muted")]
+    for choice in choices:
+        label = one_line(choice.label)
+        if choice.is_active:
+            parts.append(Content.styled(f"‹{label}›", "bold $text-primary"))
+        elif choice.problem:
+            parts.append(Content.styled(label, "$foreground 40% strike"))
+        else:
+            parts.append(Content(label))
+    return Content(" ").join(parts)
