@@ -131,6 +131,10 @@ def _fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = Fals
         _say(messages, f"Downloading {source}.")
     try:
         return download(source, report)
+    except KeyboardInterrupt:
+        line.clear()
+        _say(messages, "Stopped: what arrived is kept, and the next try goes on with it.")
+        raise
     finally:
         line.clear()
 

@@ -46,7 +46,8 @@ def model_line(entry: Entry, *, is_current: bool, room: str, hits: tuple[int, ..
         room,
         "in use" if is_current else "",
     ]
-    where = entry.problem or (str(entry.path) if entry.path else f"not here · {entry.source}")
+    place = "not here" if entry.path is None else entry.path.name
+    where = entry.problem or (str(entry.path) if entry.path == entry.source else f"{place} · {entry.source}")
     return Content.assemble(
         name,
         ("  " + one_line(" · ".join(fact for fact in facts if fact)), "$foreground 60%"),

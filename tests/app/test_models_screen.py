@@ -93,7 +93,7 @@ async def test_what_is_here_and_what_is_known(hub, home):
         first, work, other = user.rows()
         size = as_bytes(len(hub.files["model-Q8_0.gguf"]))
         assert first.startswith(f"noise:q8_0  Q8_0 · {size} · ")
-        assert " · 2,048 tokens · 42 tok/s · in use\n" in first and str(path) in first
+        assert " · 2,048 tokens · 42 tok/s · in use\n" in first and f"model-Q8_0.gguf · {NAME}" in first
         assert work.startswith("work  Q8_0 · ") and str(mine) in work
         assert other.startswith("noise:f16  F16") and "not here · hf.co/user/model-GGUF:F16" in other
         assert user.chosen == "noise:q8_0"
