@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -692,6 +693,17 @@ async def test_a_tiny_terminal_shows_the_chat_and_the_prompt(history):
         await user.sees("Hello")
         assert "CUDA" not in user.screen()
         await user.sees("answering")
+
+
+async def test_without_colour_everything_is_still_said(history, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    engine = FakeEngine([*reply("**So** far `code`")[:-1], DIED])
+    async with chat(engine, history, initial_prompt="Hi") as user:
+        await user.sees("⚠ The engine process died")
+        await user.sees("⚠ the engine has stopped")
+        colours = set(re.findall(r"#[0-9a-f]{6}", user.app.export_screenshot()))
+    of_the_frame = {"#ff5f57", "#febc2e", "#28c840", "#c5c8c6"}  # its buttons and its default
+    assert all(colour[1:3] == colour[3:5] == colour[5:7] for colour in colours - of_the_frame)
 
 
 async def test_code_is_plain_until_its_end_has_arrived(history):
