@@ -25,6 +25,7 @@ ACTIONS = (
     Action("ctrl+t", "toggle_thinking", "Show or fold thinking", "Unfold what the model thought, or fold it"),
     Action("ctrl+n", "new_chat", "New chat", "Start an empty chat; this one stays in the past chats"),
     Action("ctrl+o", "past_chats", "Past chats", "Find, open, rename or delete earlier conversations"),
+    Action("ctrl+l", "models", "Models", "Choose, find, download or delete models; the chat goes on"),
     Action("ctrl+s", "export", "Export chat", "Write the chat to a Markdown file in this folder"),
     Action("f5", "dashboard", "Dashboard", "Show or hide what the machine does"),
     Action("f6", "next_backend", "Next backend", "NV, CUDA, CPU: go over to the next one that works here"),

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from textual import on, work
 from textual.app import App, ComposeResult, SystemCommand
@@ -16,7 +17,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import TextSelected
-from textual.screen import Screen
+from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -29,10 +30,11 @@ from app.screens.chats import ChatsScreen
 from app.screens.help import HelpScreen
 from app.screens.presets import PresetsScreen
 from app.session import Session
+from app.settings import remember_model
 from app.setup import Setup
 from engine.client import Engine
-from engine.errors import UsageError
-from engine.events import Counter, Message, Sampling
+from engine.errors import OrinError, UsageError
+from engine.events import Chat, Counter, Message, Sampling
 from widgets.activity_line import ActivityLine, describe
 from widgets.engine_status import Phase
 from widgets.prompt import Prompt
@@ -44,6 +46,11 @@ from widgets.turn import Turn
 from widgets.turn_view import TurnView
 from widgets.welcome import Welcome
 
+if TYPE_CHECKING:
+    from app.downloading import Download
+
+OVER_PROMPT = ("next_backend", "next_beam")
+"""Actions whose keys mean something else in a box of text: there, and in no other screen, they come first."""
 PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · F1 keys"
 EDITING = "editing · Enter sends it in place of the old one and what follows · Esc leaves it"
 TINY_WIDTH = 40
@@ -94,7 +101,10 @@ class ChatApp(App[None]):
     .-tiny Transcript { padding: 0; }
     """
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
-        *(Binding(action.key, action.name, action.title, show=False) for action in ACTIONS),
+        *(
+            Binding(action.key, action.name, action.title, show=False, priority=action.name in OVER_PROMPT)
+            for action in ACTIONS
+        ),
         Binding("pageup", "scroll(-1)", show=False, priority=True),
         Binding("pagedown", "scroll(1)", show=False, priority=True),
         Binding("ctrl+home", "scroll_to_start", show=False, priority=True),
@@ -141,6 +151,7 @@ class ChatApp(App[None]):
         self._frame_at = self._frame_cpu = self._save_at = self._notice_until = 0.0
         self._draft = self._title = ""
         self._problem: HistoryError | None = None
+        self._download: Download | None = None  # of a model, which goes on beside the chat
         self.animation_level = "none"
 
     def compose(self) -> ComposeResult:
@@ -241,6 +252,7 @@ class ChatApp(App[None]):
         if now - self._frame_at < min(MAX_FRAME_S, (cpu - self._frame_cpu) / MAX_SHARE):
             return
         self._frame_at, self._frame_cpu = now, cpu
+        self._tell_of_download()
         reply = self.session.reply
         if reply is not None:
             await self.transcript.sync(reply)
@@ -423,6 +435,11 @@ class ChatApp(App[None]):
         if pane is None:
             self.prompt.focus()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action in OVER_PROMPT and isinstance(self.screen, ModalScreen):
+            return False
+        return super().check_action(action, parameters)
+
     def action_next_backend(self) -> None:
         self._switch(lambda setup: setup.next_backend())
 
@@ -435,6 +452,54 @@ class ChatApp(App[None]):
             self.notice("This engine has no presets")
         elif chosen := await self.push_screen_wait(PresetsScreen(self.setup)):
             self._switch(lambda _: chosen)
+
+    @work(group="models", exclusive=True)
+    async def action_models(self) -> None:
+        """Goes over to another model, with the conversation kept."""
+        if (setup := self.setup) is None:
+            self.notice("This engine has no other models")
+            return
+        from app.screens.models import ModelsScreen  # and numpy: not before they are needed
+
+        backend = setup.options.backend
+        screen = ModelsScreen(setup.models, setup.model_path, backend=backend, download=self._download)
+        chosen = await self.push_screen_wait(screen)
+        self._download = screen.download
+        if chosen is None or chosen.path is None or chosen.path == setup.model_path:
+            return
+        path, name = chosen.path, one_line(chosen.name)
+        engine, options = setup.with_model(path, chosen.context_length)
+
+        def adopt() -> None:
+            setup.adopt(setup.name, options)
+            remember_model(str(path) if isinstance(chosen.source, Path) else chosen.name)
+            self.dashboard.show_presets()
+            self._count_tokens(path)
+
+        self.session.switch(engine, name, adopt)
+
+    @work(group="count", exclusive=True)
+    async def _count_tokens(self, model: Path) -> None:
+        """How much of the context the conversation takes, in the words and the template of another model."""
+        session = self.session
+        if not session.conversation.turns:
+            return
+        from engine.formats.prompt import tokens_in
+
+        prompt = Chat(messages=session.conversation.messages(), think=session.think)
+        with contextlib.suppress(OrinError):  # the next prompt will say it better
+            tokens = await asyncio.to_thread(tokens_in, prompt, model)
+            if not session.is_busy and self.setup and self.setup.model_path == model:
+                session.status.new_conversation(context_used=tokens)
+
+    def _tell_of_download(self) -> None:
+        """That a download has come to its end, which the screen of models left going on."""
+        if self._download is not None and self._download.is_over and len(self.screen_stack) == 1:
+            download, self._download = self._download, None
+            if download.error is not None:
+                self.notice(f"{download.name}: {download.error}", warning=True)
+            elif download.path is not None:
+                self.notice(f"{download.name} is here · Ctrl+L chooses it", seconds=60)
 
     def _switch(self, choose: Callable[[Setup], str]) -> None:
         """Goes over to an engine under another preset, with the conversation kept."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from app.history import History
     from app.settings import Settings
-    from engine.client import LocalEngine
-    from engine.events import EngineOptions, Sampling
+    from engine.client import Engine
+    from engine.events import Sampling
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -80,10 +80,29 @@ def _chat(arguments: Sequence[str]) -> int:
     given = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
     settings = _settings()
     sampling = options.sampling(given, settings)
-    engine_options = options.engine_options(given, settings)
+    engine = _engine(given, settings)
     if given.system is None and not given.raw:
         given.system = settings.system
-    return (_answer if given.one_shot else _converse)(given, engine_options, sampling)
+    return (_answer if given.one_shot else _converse)(given, engine, sampling)
+
+
+def _engine(given: Namespace, settings: Settings) -> Engine:
+    """Who answers: the engine of ours, perhaps beside llama.cpp, or a server. Raises OrinError."""
+    from app.speeds import recorded
+
+    if given.engine is not None:
+        from engine.peers.openai_api import OpenAIEngine
+
+        return OpenAIEngine(given.engine, api_key=options.key(given), model=given.model or "")
+    engine = recorded(options.engine_options(given, settings))
+    if not given.compare:
+        return engine
+    from app.compare import with_llama_server
+
+    where, key = given.llama_server or settings.llama_server, options.key(given)
+    if where.startswith(("http://", "https://")):
+        return with_llama_server(engine, url=where, api_key=key)
+    return with_llama_server(engine, where)
 
 
 def _settings() -> Settings:
@@ -97,11 +116,10 @@ def _settings() -> Settings:
         return Settings()
 
 
-def _answer(given: Namespace, engine_options: EngineOptions, sampling: Sampling) -> int:
+def _answer(given: Namespace, engine: Engine, sampling: Sampling) -> int:
     import asyncio
 
     from app.oneshot import JsonOutput, TextOutput, run
-    from app.speeds import recorded
     from engine.events import Generate
 
     request = Generate(
@@ -115,12 +133,18 @@ def _answer(given: Namespace, engine_options: EngineOptions, sampling: Sampling)
     output = (
         JsonOutput(sys.stdout) if given.json else TextOutput(sys.stdout, sys.stderr, verbose=given.verbose)
     )
-    return asyncio.run(run(recorded(engine_options), request, output))
+    code = asyncio.run(run(engine, request, output))
+    if given.compare:
+        from app.compare import Comparison
+        from app.compared import report
+
+        assert isinstance(engine, Comparison)
+        sys.stdout.write(report(engine.view(), as_json=given.json))
+    return code
 
 
-def _converse(given: Namespace, engine_options: EngineOptions, sampling: Sampling) -> int:
+def _converse(given: Namespace, engine: Engine, sampling: Sampling) -> int:
     from app.history import History
-    from app.speeds import recorded
 
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not terminal and not given.plain:
@@ -134,7 +158,6 @@ def _converse(given: Namespace, engine_options: EngineOptions, sampling: Samplin
             think=not given.no_think,
             chat_id=_past_chat(given, history),
         )
-        engine = recorded(engine_options)
         if given.plain or os.environ.get("TERM") == "dumb":
             return _converse_in_lines(engine, history, terminal, chat)
         from app.chat_app import ChatApp
@@ -146,6 +169,7 @@ def _converse(given: Namespace, engine_options: EngineOptions, sampling: Samplin
             options.preset_name(given, settings),
             context_length=given.context or settings.context,
             sampling=options.sampling(given, settings, with_preset=False),
+            models=settings.models,
         )
         app = ChatApp(engine, history, setup=setup, **chat)
         app.run()
@@ -177,7 +201,7 @@ def _past_chat(given: Namespace, history: History) -> int | None:
     return chat_id
 
 
-def _converse_in_lines(engine: LocalEngine, history: History, terminal: bool, chat: _ChatArguments) -> int:
+def _converse_in_lines(engine: Engine, history: History, terminal: bool, chat: _ChatArguments) -> int:
     import asyncio
 
     from app.line_input import FileLines, TerminalLines

@@ -49,7 +49,7 @@ def on_this_machine(own: Mapping[str, str] = {}) -> list[Entry]:
         if path.resolve() not in known and path.is_file():
             known.add(path.resolve())
             sources[path] = path
-    found = [entry(source, path, own, used.get(path.resolve())) for path, source in sources.items()]
+    found = [read_entry(source, path, own, used.get(path.resolve())) for path, source in sources.items()]
     return sorted(found, key=lambda entry: entry.name.lower())
 
 
@@ -67,7 +67,7 @@ def not_here(here: list[Entry], own: Mapping[str, str] = {}) -> list[Entry]:
     return list(missing.values())
 
 
-def entry(source: Source, path: Path, own: Mapping[str, str] = {}, use: Use | None = None) -> Entry:
+def read_entry(source: Source, path: Path, own: Mapping[str, str] = {}, use: Use | None = None) -> Entry:
     """What the head of the file at `path` tells."""
     name = short_name(source, own)
     try:

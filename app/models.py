@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from app.downloading import describe
-from app.model_list import Entry, entry, not_here, on_this_machine, source_of
+from app.model_list import Entry, not_here, on_this_machine, read_entry, source_of
 from app.progress import StatusLine
 from app.speeds import uses
 from engine.catalog import cache
@@ -105,7 +105,7 @@ def pull(given: Namespace, own: Mapping[str, str], out: TextIO, messages: TextIO
     if isinstance(source, Path):
         raise UsageError(f"{source} is a file: there is nothing to download.")
     path = _fetch(source, out if given.json else messages, as_json=given.json)
-    found = entry(source, path, own, uses().get(path.resolve()))
+    found = read_entry(source, path, own, uses().get(path.resolve()))
     if given.json:
         _write_json(out, {"event": "finished", **_as_json(found)})
     else:
@@ -189,7 +189,7 @@ def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
             f"{source} is not on this machine.",
             "Check the path for a typing error." if isinstance(source, Path) else f"orin-chat pull {source}",
         )
-    found = entry(source, path, own, uses().get(path.resolve()))
+    found = read_entry(source, path, own, uses().get(path.resolve()))
     with GGUF(path) as file:
         metadata = {key: _plain(value) for key, value in file.metadata.items()}
         types: dict[str, dict[str, int]] = {}

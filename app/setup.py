@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from app import evidence
 from app.speeds import recorded
@@ -33,8 +35,8 @@ class Offer:
 
 class Setup:
     """`options` are what the engine in use was started with, under the preset `name` ("" for none). `sampling`
-    is what the settings and the command line say, without the preset's. `make` starts nothing: it makes an
-    engine of options."""
+    is what the settings and the command line say, without the preset's. `models` are the user's own names of
+    models. `make` starts nothing: it makes an engine of options."""
 
     def __init__(
         self,
@@ -43,11 +45,13 @@ class Setup:
         *,
         context_length: int | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+        models: Mapping[str, str] = {},
         make: Callable[[EngineOptions], Engine] = recorded,
         flaw: Callable[[str], str] = flaw,
     ) -> None:
         self.options, self.name = options, name
         self.sampling = sampling
+        self.models = models
         self.backend = ""  # the one in use, as the engine told
         self._context_length = context_length
         self._make, self._flaw = make, flaw
@@ -67,6 +71,15 @@ class Setup:
             raise UsageError(f"{name} cannot be had here: {problem}.")
         options = found.options(self.options.model_path, self._context_length)
         return self._make(options), options, found.sampling.over(self.sampling)
+
+    def with_model(self, path: Path, trained_context: int = 0) -> tuple[Engine, EngineOptions]:
+        """An engine set up as this one for another model, and what it is started with. A context that is
+        longer than the model was trained for (0: not known) is as long as that."""
+        length = self.options.context_length
+        if length and trained_context:
+            length = min(length, trained_context)
+        options = replace(self.options, model_path=str(path), context_length=length)
+        return self._make(options), options
 
     def adopt(self, name: str, options: EngineOptions) -> None:
         """The engine in use is another one now."""

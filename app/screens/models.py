@@ -17,10 +17,10 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.downloading import Download, describe
-from app.model_list import Entry, not_here, on_this_machine
+from app.model_list import Entry, not_here, on_this_machine, read_entry
 from engine.catalog import cache
 from engine.catalog.downloads import offer
-from engine.catalog.names import HubModel, parse
+from engine.catalog.names import HubModel, Source, parse
 from engine.catalog.room import fits, memory_bytes
 from engine.errors import OrinError, UsageError
 from widgets.text import as_bytes, as_count, one_line
@@ -56,9 +56,9 @@ def model_line(entry: Entry, *, is_current: bool, room: str, hits: tuple[int, ..
     )
 
 
-class ModelsScreen(ModalScreen[Path | None]):
-    """Dismissed with the file of the model to use, or None. `download` is the one in progress: it goes on when
-    the screen is closed, and may be given to the next one."""
+class ModelsScreen(ModalScreen[Entry | None]):
+    """Dismissed with the model to use, whose `path` is set, or None. `download` is the one in progress: it
+    goes on when the screen is closed, and may be given to the next one."""
 
     DEFAULT_CSS = """
     ModelsScreen { align: center middle; background: $background 60%; }
@@ -254,7 +254,7 @@ class ModelsScreen(ModalScreen[Path | None]):
 
     def _use_or_download(self, entry: Entry) -> None:
         if entry.path is not None:
-            self.dismiss(entry.path)
+            self.dismiss(entry)
         elif self.download is not None and not self.download.is_over:
             self._say(f"One at a time: Delete at {self.download.name} stops that download")
         elif not isinstance(entry.source, Path):
@@ -276,8 +276,18 @@ class ModelsScreen(ModalScreen[Path | None]):
         elif download.path is None:
             self._say(f"Stopped: what came of {download.name} is kept, and Enter goes on with it")
         elif self._use_when_here:
-            self.dismiss(download.path)
+            self._use(download.source, download.path)
+            return
         self._look()
+
+    @work(group="use")
+    async def _use(self, source: Source, path: Path) -> None:
+        chosen = await asyncio.to_thread(read_entry, source, path, self.own)
+        if chosen.problem:
+            self._say(chosen.problem)
+            self._look()
+        else:
+            self.dismiss(chosen)
 
     def action_back(self) -> None:
         self.dismiss(None)

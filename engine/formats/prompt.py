@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from engine.errors import UsageError
 from engine.events import Chat, RawText, TokenIds
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.tokenizer import Tokenizer
+
+
+def tokens_in(prompt: Chat | RawText | TokenIds, model: Path) -> int:
+    """How many tokens `prompt` has for a model file, whether it is loaded or not: takes about a second.
+    Raises ModelFileError, UsageError, TemplateError."""
+    with GGUF(model) as file:
+        encoder = PromptEncoder(file)
+    return len(encoder.encode(prompt).ids)
 
 
 class PromptEncoder:

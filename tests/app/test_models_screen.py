@@ -79,7 +79,7 @@ async def opened(own=None, current=None, **options):
     async with app.run_test(size=(120, 40)) as pilot:
         results = []
         screen = ModelsScreen(own or {}, current, **options)
-        app.push_screen(screen, results.append)
+        app.push_screen(screen, lambda chosen: results.append(chosen and chosen.path))
         user = User(app, pilot, screen, results)
         await user.until(lambda: screen._entries and screen._memory_bytes)
         yield user
