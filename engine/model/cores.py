@@ -10,23 +10,22 @@ of calls. Prefill is the same with tiles of tokens in place of one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from engine.events import Step
-from engine.fixes import cpu_memory
+from engine.kernels.cpu import memory
 from engine.kernels.cpu.attention import attention, mask, scratch_size
 from engine.kernels.cpu.cores import Cores, Walk, usable_cpus
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import inputs_of, product, shape_of
 from engine.kernels.cpu.program import register_lanes
-from engine.kernels.cpu.repack import repack
+from engine.kernels.cpu.repack import half_split, repack
 from engine.kernels.cpu.rows import Heads, Prepared, embed, prepare, rotate
 from engine.measure.profile import Replay, Use
 from engine.model.sampling import Logits
@@ -76,7 +75,6 @@ class CoreSteps:
     chunk = _CHUNK
 
     def __init__(self, weights: Weights, context_length: int) -> None:
-        cpu_memory.apply()
         self._config = config = weights.config
         self._lanes = register_lanes()
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
@@ -86,15 +84,16 @@ class CoreSteps:
         eps = config.norm_eps if self._layers[0].head_norms else None
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, self._lanes, eps)
         for layer in self._layers:
-            layer.keys, layer.values = (_zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
+            layer.keys, layer.values = (memory.zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
         angles = np.arange(length)[:, None] * config.rope_frequencies
-        self._cos, self._sin = (_tensor(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
-        self._mask = _tensor(mask(self._lanes))
-        self._state, self._tokens = _zeros(4, dtypes.int32), _zeros(_CHUNK, dtypes.int32)
-        self._state_view, self._tokens_view = _view(self._state), _view(self._tokens)
+        self._cos, self._sin = (memory.array(f(angles), dtypes.float32) for f in (np.cos, np.sin))
+        self._mask = memory.array(mask(self._lanes), dtypes.float32)
+        self._state, self._tokens = memory.zeros(4, dtypes.int32), memory.zeros(_CHUNK, dtypes.int32)
+        self._state_view, self._tokens_view = memory.view(self._state), memory.view(self._tokens)
         self._scratch: dict[tuple[str, int], Tensor] = {}
-        self._logits = _zeros(self._head.packing.groups(config.vocab) * self._lanes)
-        self._logits_view = _view(self._logits)[: config.vocab]
+        self._nothing = memory.zeros(max(self._head.rows + self._lanes, config.ffn, self._heads.rows), dtypes.float32)
+        self._logits = memory.zeros(self._head.packing.groups(config.vocab) * self._lanes, dtypes.float32)
+        self._logits_view = memory.view(self._logits)[: config.vocab]
 
     @functools.cached_property
     def _decode(self) -> Walk:
@@ -151,38 +150,50 @@ class CoreSteps:
         dim, ffn = config.dim, config.ffn
         q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
-        def matrix(name: str, rows: int, cols: int, first: int = 0, out_rows: int = 0) -> Matrix:
-            raw, ggml_type = weights.stored(f"{name}.weight", rows, cols)
+        def matrix(
+            name: str, rows: int, cols: int, first: int = 0, out_rows: int = 0, added: bool = False
+        ) -> Matrix:
+            raw, ggml_type, interleaved = weights.stored_bytes(f"{name}.weight", rows, cols)
+            places = half_split(rows, config.head_dim) if interleaved else np.arange(rows, dtype=np.int32)
             packing = Packing(ggml_type, self._lanes)
-            shape = self._sizes(*shape_of(rows, cols, packing, first, out_rows))
-            return Matrix(packing, rows, cols, shape, repack(self._cores, raw, packing, rows, cols))
+            shape = self._sizes(*shape_of(rows, cols, packing, added, first, out_rows))
+            return Matrix(packing, rows, cols, shape, repack(self._cores, raw, packing, places, cols))
+
+        def vector(name: str, n: int) -> Tensor:
+            return memory.array(weights.floats(name, n), dtypes.float32)
+
+        def has(name: str) -> bool:
+            return name in weights.file.tensors
+
+        def bias(parts: list[tuple[str, int]]) -> Tensor:
+            values = [weights.floats(name, n) if has(name) else np.zeros(n, np.float32) for name, n in parts]
+            return memory.array(np.concatenate(values), dtypes.float32)
 
         layers = []
         for i in range(config.layers):
             prefix = f"blk.{i}."
             sizes = {"q": q_rows, "k": kv_rows, "v": kv_rows}
             firsts = {"q": 0, "k": q_rows, "v": q_rows + kv_rows}
-            biases = [weights.vector(f"{prefix}attn_{x}.bias", n) for x, n in sizes.items()]
-            norms = [weights.vector(f"{prefix}attn_{x}_norm.weight", config.head_dim) for x in "qk"]
+            biases = [(f"{prefix}attn_{x}.bias", n) for x, n in sizes.items()]
+            norms = [f"{prefix}attn_{x}_norm.weight" for x in "qk"]
             layers.append(
                 Layer(
                     norms=(
-                        weights.required_vector(f"{prefix}attn_norm.weight", dim),
-                        weights.required_vector(f"{prefix}ffn_norm.weight", dim),
+                        vector(f"{prefix}attn_norm.weight", dim),
+                        vector(f"{prefix}ffn_norm.weight", dim),
                     ),
                     qkv=[matrix(f"{prefix}attn_{x}", n, dim, firsts[x], q_rows + 2 * kv_rows) for x, n in sizes.items()],
-                    bias=_joined(biases, sizes.values()),
-                    head_norms=[n for n in norms if n is not None],
-                    o=matrix(f"{prefix}attn_output", dim, q_rows),
+                    bias=bias(biases) if any(has(name) for name, _ in biases) else None,
+                    head_norms=[vector(name, config.head_dim) for name in norms if has(name)],
+                    o=matrix(f"{prefix}attn_output", dim, q_rows, added=True),
                     gate=matrix(f"{prefix}ffn_gate", ffn, dim),
                     up=matrix(f"{prefix}ffn_up", ffn, dim),
-                    down=matrix(f"{prefix}ffn_down", dim, ffn),
+                    down=matrix(f"{prefix}ffn_down", dim, ffn, added=True),
                 )
             )
         embedding = matrix("token_embd", config.vocab, dim)
-        tied = "output.weight" not in weights.file.tensors
-        head = embedding if tied else matrix("output", config.vocab, dim)
-        return layers, embedding, head, weights.required_vector("output_norm.weight", dim)
+        head = matrix("output", config.vocab, dim) if has("output.weight") else embedding
+        return layers, embedding, head, vector("output_norm.weight", dim)
 
     # --- a step ----------------------------------------------------------------------------------------
 
@@ -192,12 +203,12 @@ class CoreSteps:
         dim, ffn, q_rows = config.dim, config.ffn, config.heads * config.head_dim
         tokens = 1 if tile == 1 else _CHUNK
         step = self._cores.launches()
-        add = functools.partial(step.add, any_size=True)
+        add = step.add
         state = [] if tile == 1 else [self._state]
 
         def buffer(name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
             if (name, tile) not in self._scratch:
-                self._scratch[name, tile] = _zeros(n, dtype)
+                self._scratch[name, tile] = memory.zeros(n, dtype)
             return self._scratch[name, tile]
 
         def ready(
@@ -212,13 +223,10 @@ class CoreSteps:
             add(prepare(what, lanes, cores, tile), *outs.values(), self._sizes(cols // UNIT), *state, rows, *other)
             return outs
 
-        def multiply(
-            out: Tensor, matrix: Matrix, inputs: dict[str, Tensor], before: Tensor | None = None, bias: Tensor | None = None
-        ) -> None:
-            kernel = product(matrix.packing, cores, tile, bias is not None, before is not None)
+        def multiply(out: Tensor, matrix: Matrix, inputs: dict[str, Tensor], added: Tensor | None = None) -> None:
             read = [inputs[name] for name in inputs_of([matrix.packing])]
-            extra = [t for t in (before, bias) if t is not None]
-            add(kernel, out, matrix.shape, *state, *read, *extra, matrix.stream)
+            added = self._nothing if added is None else added
+            add(product(matrix.packing, cores, tile), out, matrix.shape, *state, *read, added, matrix.stream)
 
         x, y = buffer("x", tokens * dim), buffer("y", tokens * dim)
         rows, queries, attended = (
@@ -231,15 +239,15 @@ class CoreSteps:
         for layer in self._layers:
             inputs = ready(x, layer.qkv, layer.norms[0])
             for matrix in layer.qkv:
-                multiply(rows, matrix, inputs, bias=layer.bias)
+                multiply(rows, matrix, inputs, added=layer.bias)
             cached = [layer.keys, layer.values, self._state]
             add(rotate(heads, cores, tile), queries, *cached, rows, self._cos, self._sin, *layer.head_norms)
             add(attention(heads, cores, tile), attended, scores, *cached, queries, self._mask)
-            multiply(y, layer.o, ready(attended, [layer.o]), before=x)
+            multiply(y, layer.o, ready(attended, [layer.o]), added=x)
             inputs = ready(y, [layer.gate, layer.up], layer.norms[1])
             multiply(gate, layer.gate, inputs)
             multiply(up, layer.up, inputs)
-            multiply(x, layer.down, ready(gate, [layer.down], gated_by=up), before=y)
+            multiply(x, layer.down, ready(gate, [layer.down], gated_by=up), added=y)
         if tile == 1:
             multiply(self._logits, self._head, ready(x, [self._head], self._output_norm))
         return step.captured()
@@ -247,26 +255,5 @@ class CoreSteps:
     def _sizes(self, *values: int) -> Tensor:
         """int32 that kernels read."""
         if values not in self._known_sizes:
-            self._known_sizes[values] = Tensor(list(values), dtype=dtypes.int32, device="CPU").realize()
+            self._known_sizes[values] = memory.array(np.array(values), dtypes.int32)
         return self._known_sizes[values]
-
-
-def _zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
-    return Tensor.zeros(n, dtype=dtype, device="CPU").contiguous().realize()
-
-
-def _tensor(values: NDArray[np.float32]) -> Tensor:
-    return Tensor(values, device="CPU").contiguous().realize()
-
-
-def _view(tensor: Tensor) -> NDArray[np.generic]:
-    """A CPU tensor's own memory."""
-    return np.frombuffer(tensor.uop.base.buffer.as_memoryview(force_zero_copy=True), tensor.dtype.fmt)
-
-
-def _joined(vectors: Sequence[Tensor | None], sizes: Iterable[int]) -> Tensor | None:
-    """Vectors one after the other, zeros where there is none; None where there is none at all."""
-    if all(v is None for v in vectors):
-        return None
-    parts = [np.zeros(n, np.float32) if v is None else v.numpy() for v, n in zip(vectors, sizes, strict=True)]
-    return _tensor(np.concatenate(parts))

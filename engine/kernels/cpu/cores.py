@@ -18,22 +18,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.codegen import do_to_program
+from tinygrad.codegen import to_program
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.engine.realize import compile_linear, get_runtime
-from tinygrad.helpers import Context
-from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from engine.fixes import cpu_vectors
+from engine.kernels.cpu import memory
 
 Kernel = Callable[..., UOp]
 
@@ -94,7 +93,8 @@ class Cores:
         self.count = count
         self._calls = _words(_MAX_CALLS * _WORDS)
         self._counts, self._job = _words(count * _LINE), _words(_LINE)
-        self._n_calls = self._n_done = 0
+        self._programs: dict[tuple[Kernel, tuple[DType, ...]], UOp] = {}
+        self._n_calls = self._n_done = 0  # call 0 is `run_once`'s
         self._libc = ctypes.CDLL(None)
         nothing = _compiled(UOp.sink, "nothing")  # what most polls call in place of the scheduler
         functions = _words(_LINE)
@@ -129,6 +129,29 @@ class Cores:
     def launches(self) -> Launches:
         return Launches(self)
 
+    def compiled(self, kernels: Sequence[tuple[Kernel, tuple[DType, ...]]]) -> list[UOp]:
+        """The programs of kernels for buffers of these types. What is not compiled yet is, several at a time."""
+        new = [kind for kind in dict.fromkeys(kernels) if kind not in self._programs]
+        if new:
+            anything = UOp.new_buffer("CPU", 1, dtypes.uint8)
+            sinks = [self._sink(*kind) for kind in new]
+            linear = compile_linear(UOp(Ops.LINEAR, src=tuple(sink.call(anything) for sink in sinks)))
+            self._programs.update(zip(new, (call.src[0] for call in linear.src), strict=True))
+        for kind in new:
+            info, types = self._programs[kind].arg, kind[1]
+            assert list(info.globals) == list(range(1, len(types) + 1)), f"{info.name} leaves a buffer unused"
+            assert self.count == 1 or info.vars, f"{info.name} is the same for all cores"
+        return [self._programs[kind] for kind in kernels]
+
+    def _sink(self, kernel: Kernel, types: tuple[DType, ...]) -> UOp:
+        buffers = (UOp.placeholder((_ANY,), dtype, slot=i + 1) for i, dtype in enumerate(types))
+        return kernel(core_number(self.count), *buffers)
+
+    def run_once(self, program: UOp, buffers: Sequence[int]) -> None:
+        """Runs a program on buffers at these addresses, on all cores."""
+        self._write(0, get_runtime("CPU", program).addr, buffers)
+        self.run(0, 1)
+
     def run(self, first: int, count: int) -> None:
         """Runs `count` calls from `first` on, on all cores, and returns when all are done."""
         self._job[:3] = first, count, self._n_done
@@ -138,14 +161,16 @@ class Cores:
         self._walk.fxn(*self._arguments, ctypes.c_uint64(0))
 
     def add(self, address: int, buffers: Sequence[int], keep: Any) -> int:
-        """Adds a call of the kernel at `address`; returns its index."""
+        """Adds a call of the kernel at `address`, to `run`; returns its index."""
+        self._n_calls += 1
+        self._write(self._n_calls, address, buffers)
+        self._keep.append(keep)
+        return self._n_calls
+
+    def _write(self, call: int, address: int, buffers: Sequence[int]) -> None:
         if len(buffers) >= _WORDS:
             raise ValueError(f"a kernel takes up to {_WORDS - 1} buffers, not {len(buffers)}")
-        at = self._n_calls * _WORDS
-        self._calls[at : at + 1 + len(buffers)] = [address, *buffers]
-        self._keep.append(keep)
-        self._n_calls += 1
-        return self._n_calls - 1
+        self._calls[call * _WORDS : call * _WORDS + 1 + len(buffers)] = [address, *buffers]
 
 
 class Launches:
@@ -153,55 +178,45 @@ class Launches:
 
     def __init__(self, cores: Cores) -> None:
         self._cores = cores
-        self._added: list[tuple[UOp, tuple[Tensor, ...]]] = []
+        self._added: list[tuple[Kernel, tuple[Tensor, ...]]] = []
 
-    def add(self, kernel: Kernel, *buffers: Tensor, any_size: bool = False) -> None:
-        """`kernel` is called with the core's number and a placeholder for each buffer; the same function means the
-        same kernel. The buffers are realized tensors, whole, and every one of them is used. With `any_size` the
-        kernel is compiled once for buffers of all sizes."""
-        shapes = tuple((_ANY if any_size else int(b.numel()), b.dtype) for b in buffers)
-        # buffers are numbered from 1: the core's number comes first
-        self._added.append((_program(kernel, shapes, self._cores.count), (buffers[0], *buffers)))
+    def add(self, kernel: Kernel, *buffers: Tensor) -> None:
+        """`kernel` is called with the core's number and a placeholder for each buffer, which may be of any size;
+        the same function means the same kernel. Buffers are `memory`'s, and every one of them is used."""
+        self._added.append((kernel, buffers))
 
     def captured(self) -> Walk:
         """Compiles what is not compiled yet."""
-        calls = [sink.call(*(b.uop.base for b in buffers)) for sink, buffers in self._added]
-        calls = list(compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src)
-        indices = []
-        for call, (_, buffers) in zip(calls, self._added, strict=True):
-            program, info = get_runtime("CPU", call.src[0]), call.src[0].arg
-            assert list(info.globals) == list(range(1, len(buffers))), f"{info.name} leaves a buffer unused"
-            assert self._cores.count == 1 or info.vars, f"{info.name} is the same for all cores"
-            addresses = [b.uop.base.buffer.ensure_allocated()._buf.va_addr for b in buffers[1:]]
-            indices.append(self._cores.add(program.addr, addresses, (program, buffers)))
-        return Walk(self._cores, indices[0], calls)
-
-    def __len__(self) -> int:
-        return len(self._added)
+        kinds = [(kernel, tuple(b.dtype for b in buffers)) for kernel, buffers in self._added]
+        steps, indices = [], []
+        for program, (_, buffers) in zip(self._cores.compiled(kinds), self._added, strict=True):
+            address = get_runtime("CPU", program).addr
+            indices.append(self._cores.add(address, [memory.address(b) for b in buffers], buffers))
+            steps.append((program, buffers))
+        return Walk(self._cores, indices[0], steps)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A sequence of calls, compiled. Called, it runs and returns when it is done."""
+    """A sequence of programs and what they work on. Called, it runs and returns when it is done."""
 
     cores: Cores
     first: int
-    calls: Sequence[UOp]
+    steps: Sequence[tuple[UOp, tuple[Tensor, ...]]]
 
     def __call__(self) -> None:
-        self.cores.run(self.first, len(self.calls))
+        self.cores.run(self.first, len(self.steps))
 
     def seconds(self, i: int) -> float:
-        """Runs the i-th call alone, on all cores: how long it took."""
+        """Runs the i-th step alone, on all cores: how long it took."""
         started = time.perf_counter()
         self.cores.run(self.first + i, 1)
         return time.perf_counter() - started
 
-
-@functools.cache
-def _program(kernel: Kernel, shapes: tuple[tuple[int, DType], ...], cores: int) -> UOp:
-    buffers = (UOp.placeholder((n,), dtype, slot=i + 1) for i, (n, dtype) in enumerate(shapes))
-    return kernel(core_number(cores), *buffers)
+    @functools.cached_property
+    def calls(self) -> list[UOp]:
+        """The steps as tinygrad writes them. Buffers are numbered from 1, since the core's number comes first."""
+        return [program.call(buffers[0].uop.base, *(b.uop.base for b in buffers)) for program, buffers in self.steps]
 
 
 # --- the walk, in UOps ---------------------------------------------------------------------------------
@@ -273,7 +288,5 @@ def _address(function: Any) -> int:
 
 def _compiled(body: Callable[[], UOp], name: str) -> CPUProgram:
     device = Device["CPU"]
-    with Context(EMULATED_DTYPES="", TRACK_MATCH_STATS=0):
-        renderer = ClangRenderer(replace(device.renderer.target, renderer="CLANG"))
-        program = do_to_program(body().sink(arg=KernelInfo(name), tag=1), renderer)
-    return CPUProgram(device, program.to_elf())
+    sink = body().sink(arg=KernelInfo(name), tag=1)  # the tag: nothing in it to optimize
+    return CPUProgram(device, to_program(sink, device.renderer).to_elf())

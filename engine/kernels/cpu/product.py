@@ -24,12 +24,14 @@ _L2_SHARE = 256 << 10  # bytes of weights that tiles of tokens take turns on, to
 TILES = 2  # where the state says how many tiles of tokens there are
 
 
-def shape_of(rows: int, cols: int, packing: Packing, first: int = 0, out_rows: int = 0) -> list[int]:
+def shape_of(rows: int, cols: int, packing: Packing, added: bool, first: int = 0, out_rows: int = 0) -> list[int]:
     """What a product reads of its sizes, int32: groups of rows; blocks of a row; the row of the output that the
-    first row of the matrix is; rows of the output; groups that fit the share of the cache."""
+    first row of the matrix is; rows of the output; of what is `added` to it, or 0 where each token's is the same;
+    groups that fit the share of the cache."""
     groups = packing.groups(rows)
     together = max(1, _L2_SHARE // (packing.row_words(cols) * packing.dtype.itemsize))
-    return [groups, cols // packing.block, first, out_rows or groups * packing.lanes, together]
+    out_rows = out_rows or groups * packing.lanes
+    return [groups, cols // packing.block, first, out_rows, out_rows * added, together]
 
 
 @dataclass(frozen=True)
@@ -88,19 +90,17 @@ def inputs_of(packings: Sequence[Packing]) -> tuple[str, ...]:
 
 
 @functools.cache
-def product(packing: Packing, cores: int, tile: int, bias: bool = False, residual: bool = False) -> Kernel:
-    """Products of activations with a matrix. Buffers: out, float32 (tokens, out_rows); the sizes (`shape_of`); with
-    a tile of more than 1 the state (`TILES`); the activations that `inputs_of` names; if `residual`, what is added,
-    as out; if `bias`, what is added to each token's, float32 (out_rows,); the matrix's stream."""
+def product(packing: Packing, cores: int, tile: int) -> Kernel:
+    """Products of activations with a matrix, plus what is added to them: a residual stream, a bias, zeros. Buffers:
+    out, float32 (tokens, out_rows); the sizes (`shape_of`); with a tile of more than 1 the state (`TILES`); the
+    activations that `inputs_of` names; what is added, float32 (tokens or 1, out_rows); the matrix's stream."""
 
     def kernel(core: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k, rest = Program(packing.lanes), list(buffers)
-        groups, blocks, offset, out_rows, together = (k.index(shape, i) for i in range(5))
+        groups, blocks, offset, out_rows, added_rows, together = (k.index(shape, i) for i in range(6))
         tiles: Index = k.index(rest.pop(0), TILES) if tile > 1 else 1
         inputs = {name: rest.pop(0) for name in inputs_of([packing])}
-        before = rest.pop(0) if residual else None
-        added = rest.pop(0) if bias else None
-        (stream,) = rest
+        added, stream = rest
         first, count = share(groups, cores, core)
         chunks: Index = (count + together - 1) // together if tile > 1 else 1
         with k.loop(chunks) as chunk, k.loop(tiles) as turn, k.loop(together if tile > 1 else count) as i:
@@ -108,15 +108,11 @@ def product(packing: Packing, cores: int, tile: int, bias: bool = False, residua
             if tile > 1:  # past the end of the last chunk, the last group again
                 group = first + (chunk * together + i).minimum(count - 1)
             x = Activations(tile, blocks * packing.block, turn, **inputs)
-            for token, total in enumerate(_totals(k, packing, stream, group, blocks, x)):
-                row = offset + group * packing.lanes
-                at = (turn * tile + token) * out_rows + row
-                if added is not None:
-                    total = total + k.vector(added, row)
-                if before is not None:
-                    total = total + k.vector(before, at)
-                k.store(out, at, total)
-        return k.finish("_".join(["product", packing.name, "biased" * bias, "added" * residual, str(tile)]))
+            row = offset + group * packing.lanes
+            for t, total in enumerate(_totals(k, packing, stream, group, blocks, x)):
+                token = turn * tile + t
+                k.store(out, token * out_rows + row, total + k.vector(added, token * added_rows + row))
+        return k.finish(f"product_{packing.name}_{tile}")
 
     return kernel
 

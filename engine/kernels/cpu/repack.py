@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor, UOp, dtypes
 
-from engine.formats.quantization import FLOATS, Format
+from engine.formats.quantization import Format
+from engine.kernels.cpu import memory
 from engine.kernels.cpu.cores import Cores, Kernel
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.program import U8, U16, Index, Program, share, shift_left, shift_right
@@ -34,36 +37,41 @@ _COLUMNS: dict[str, tuple[Callable[[UOp], Place], ...]] = {
 }
 
 
-def repack(cores: Cores, raw: Tensor, packing: Packing, rows: int, cols: int) -> Tensor:
-    """`raw`: the matrix as the file holds it, uint8 (bytes,), on the CPU. Returns its stream."""
-    if not raw.uop.has_buffer_identity():
-        raw = raw.contiguous()
-    if packing.format is None:
-        raw = raw.bitcast(FLOATS[packing.ggml_type])
-    out = Tensor.empty(packing.size(rows, cols), dtype=packing.dtype, device="CPU").realize()
-    shape = Tensor([rows, cols // packing.block, packing.groups(rows)], dtype=dtypes.int32, device="CPU")
-    step = cores.launches()
-    step.add(_kernel(packing, cores.count), out, raw.realize(), shape.realize(), any_size=True)
-    step.captured()()
+def repack(cores: Cores, raw: NDArray[np.uint8], packing: Packing, places: NDArray[np.int32], cols: int) -> Tensor:
+    """The stream of a matrix. `raw`: as the file holds it, uint8 (bytes,). `places`: for each row of the stream's
+    matrix, which of the file's it is."""
+    lanes = packing.lanes
+    out = memory.zeros(packing.size(len(places), cols), packing.dtype)
+    source = np.full(packing.groups(len(places)) * lanes, places[-1], np.int32)  # the last again, to fill its group
+    source[: len(places)] = places
+    shape = np.array([cols // packing.block, len(source) // lanes], np.int32)
+    types = (packing.dtype, dtypes.uint8 if packing.format else packing.dtype, dtypes.int32, dtypes.int32)
+    (program,) = cores.compiled([(_kernel(packing, cores.count), types)])
+    cores.run_once(program, [memory.address(out), *(a.ctypes.data for a in (raw, source, shape))])
     return out
+
+
+def half_split(rows: int, head_dim: int) -> NDArray[np.int32]:
+    """Where rows of queries or keys are in a file that keeps rotated pairs of a head side by side, if each head's
+    first halves of pairs are to come first: undoes the permutation of llama.cpp's convert_hf_to_gguf."""
+    pairs = np.arange(rows, dtype=np.int32).reshape(rows // head_dim, head_dim // 2, 2)
+    return np.ascontiguousarray(pairs.transpose(0, 2, 1)).reshape(-1)
 
 
 @functools.cache
 def _kernel(packing: Packing, cores: int) -> Kernel:
     lanes, format = packing.lanes, packing.format
 
-    def kernel(core: UOp, out: UOp, raw: UOp, shape: UOp) -> UOp:
+    def kernel(core: UOp, out: UOp, raw: UOp, places: UOp, shape: UOp) -> UOp:
         k = Program(lanes)
-        rows, blocks, groups = (k.index(shape, i) for i in range(3))
+        blocks, groups = (k.index(shape, i) for i in range(2))
         first, count = share(groups, cores, core)
         block_bytes = format.block_bytes if format else 1
         taken = k.registers(block_bytes * lanes, raw.dtype)
         with k.loop(count) as i, k.loop(blocks) as block:
             group = first + i
-            source = [
-                ((group * lanes + lane).minimum(rows - 1) * blocks + block) * block_bytes
-                for lane in range(lanes)
-            ]
+            rows = [k.index(places, group * lanes + lane) for lane in range(lanes)]
+            source = [(row * blocks + block) * block_bytes for row in rows]
             with k.loop(block_bytes) as byte:
                 k.store(taken, byte * lanes, UOp.stack(*(k.load(raw, at + byte) for at in source)))
             at = (group * blocks + block) * packing.block_words
