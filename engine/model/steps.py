@@ -11,6 +11,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.errors import UsageError
 from engine.events import KernelPath, Step
+from engine.fixes import matvec_heuristic
 from engine.measure.profile import Replay
 from engine.model.cache import KVCache
 from engine.model.sampling import Logits
@@ -48,6 +49,7 @@ class GraphSteps:
     chunk = 32  # a prompt's last chunk is padded to this: one captured step serves every length
 
     def __init__(self, weights: Weights, context_length: int) -> None:
+        matvec_heuristic.apply()
         # Padding is stored too, beyond the prompt, and overwritten before any token sees it.
         self._transformer = Transformer(weights, KVCache(weights.config, context_length + self.chunk))
         self._position = UOp.variable("position", 0, context_length - 1)
