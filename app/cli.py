@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from app import options
 from engine.errors import OrinError, UsageError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from app.history import History
     from app.settings import Settings
     from engine.client import Engine
-    from engine.events import Sampling
+    from engine.events import EngineOptions, Sampling
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -80,29 +80,32 @@ def _chat(arguments: Sequence[str]) -> int:
     given = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
     settings = _settings()
     sampling = options.sampling(given, settings)
-    engine = _engine(given, settings)
+    make = _maker(given, settings)
+    engine_options = None if given.engine is not None else options.engine_options(given, settings)
     if given.system is None and not given.raw:
         given.system = settings.system
-    return (_answer if given.one_shot else _converse)(given, engine, sampling)
+    return (_answer if given.one_shot else _converse)(given, engine_options, make, sampling)
 
 
-def _engine(given: Namespace, settings: Settings) -> Engine:
-    """Who answers: the engine of ours, perhaps beside llama.cpp, or a server. Raises OrinError."""
-    from app.speeds import recorded
+Make = Callable[["EngineOptions | None"], "Engine"]
 
+
+def _maker(given: Namespace, settings: Settings) -> Make:
+    """What makes who answers: the engine of ours, perhaps beside llama.cpp, or a server, which is set up
+    elsewhere. Raises UsageError."""
     if given.engine is not None:
         from engine.peers.openai_api import OpenAIEngine
 
-        return OpenAIEngine(given.engine, api_key=options.key(given), model=given.model or "")
-    engine = recorded(options.engine_options(given, settings))
+        url, key, model = given.engine, options.key(given), given.model or ""
+        return lambda _: OpenAIEngine(url, api_key=key, model=model)
+    from app.speeds import recorded
+
     if not given.compare:
-        return engine
+        return cast(Make, recorded)
     from app.compare import with_llama_server
 
     where, key = given.llama_server or settings.llama_server, options.key(given)
-    if where.startswith(("http://", "https://")):
-        return with_llama_server(engine, url=where, api_key=key)
-    return with_llama_server(engine, where)
+    return lambda chosen: with_llama_server(recorded(cast("EngineOptions", chosen)), where, api_key=key)
 
 
 def _settings() -> Settings:
@@ -116,7 +119,7 @@ def _settings() -> Settings:
         return Settings()
 
 
-def _answer(given: Namespace, engine: Engine, sampling: Sampling) -> int:
+def _answer(given: Namespace, engine_options: EngineOptions | None, make: Make, sampling: Sampling) -> int:
     import asyncio
 
     from app.oneshot import JsonOutput, TextOutput, run
@@ -133,6 +136,7 @@ def _answer(given: Namespace, engine: Engine, sampling: Sampling) -> int:
     output = (
         JsonOutput(sys.stdout) if given.json else TextOutput(sys.stdout, sys.stderr, verbose=given.verbose)
     )
+    engine = make(engine_options)
     code = asyncio.run(run(engine, request, output))
     if given.compare:
         from app.compare import Comparison
@@ -143,7 +147,7 @@ def _answer(given: Namespace, engine: Engine, sampling: Sampling) -> int:
     return code
 
 
-def _converse(given: Namespace, engine: Engine, sampling: Sampling) -> int:
+def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make, sampling: Sampling) -> int:
     from app.history import History
 
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -158,19 +162,23 @@ def _converse(given: Namespace, engine: Engine, sampling: Sampling) -> int:
             think=not given.no_think,
             chat_id=_past_chat(given, history),
         )
+        engine = make(engine_options)
         if given.plain or os.environ.get("TERM") == "dumb":
             return _converse_in_lines(engine, history, terminal, chat)
         from app.chat_app import ChatApp
         from app.setup import Setup
 
         settings = _settings()
-        setup = Setup(
-            engine_options,
-            options.preset_name(given, settings),
-            context_length=given.context or settings.context,
-            sampling=options.sampling(given, settings, with_preset=False),
-            models=settings.models,
-        )
+        setup = None
+        if engine_options:
+            setup = Setup(
+                engine_options,
+                options.preset_name(given, settings),
+                context_length=given.context or settings.context,
+                sampling=options.sampling(given, settings, with_preset=False),
+                models=settings.models,
+                make=make,
+            )
         app = ChatApp(engine, history, setup=setup, **chat)
         app.run()
         return app.return_code or 0

@@ -54,16 +54,22 @@ class Rival(Engine, Protocol):
 
 
 def with_llama_server(
-    ours: LocalEngine, binary: str | None = None, *, url: str | None = None, api_key: str = ""
+    ours: LocalEngine, where: str = "", *, api_key: str = "", together: bool = False
 ) -> Comparison:
-    """`ours` and llama.cpp on the same file, context and kind of device: a llama-server that is started
-    (`binary`, else the one that is found), or the one that runs at `url`."""
+    """`ours` and llama.cpp on the same file, context and kind of device. `where` is the llama-server to start
+    (its path; empty: the one that is found), or the address of one that runs and wants `api_key`."""
 
     def rival(ready: Ready) -> LlamaServer:
         options = replace(ours.options, backend=ready.backend, context_length=ready.context_length)
-        return LlamaServer(options, binary, url=url, api_key=api_key)
+        if where.startswith(("http://", "https://")):
+            return LlamaServer(options, url=where, api_key=api_key)
+        return LlamaServer(options, where)
 
-    return Comparison(ours, rival, lambda: PromptEncoder(GGUF(ours.options.model_path)).encode)
+    def encoder() -> Encode:
+        with GGUF(ours.options.model_path) as file:
+            return PromptEncoder(file).encode
+
+    return Comparison(ours, rival, encoder, together=together)
 
 
 Encode = Callable[[Chat | RawText | TokenIds], Prompt]
@@ -150,6 +156,7 @@ class Comparison:
                 await self._follow_rival(asked)
             await self._ask_for_odds(prompt.ids)
             self._is_complete = True
+            self.view()  # notes how much memory they hold, which cannot be seen later
             yield end
         finally:
             if other:

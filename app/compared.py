@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+
+from msgspec import to_builtins
 
 from app.progress import describe
 from engine.events import (
@@ -18,7 +21,8 @@ from engine.events import (
     prefill_rate,
 )
 from engine.measure.memory import resident
-from widgets.comparison_view import Column
+from widgets.comparison_view import Column, ComparisonView, mode, rows, times, verdict
+from widgets.text import clean, one_line
 
 
 class Side:
@@ -139,3 +143,21 @@ class Agreement:
 def _text(tokens: Sequence[Token]) -> str:
     """Without U+FFFD: how many of them stand for damaged characters is a matter of taste."""
     return "".join(token.text for token in tokens).replace("\N{REPLACEMENT CHARACTER}", "")
+
+
+def report(view: ComparisonView, *, as_json: bool = False) -> str:
+    """A comparison that is complete, for a terminal or a file: the other engine's text where it is another, the
+    figures of both, and the verdict. As JSON it is one object on a line."""
+    if as_json:
+        return json.dumps({"event": "comparison"} | to_builtins(view)).replace("\x7f", "\\u007f") + "\n"
+    left, right = view.left, view.right
+    lines = [""]
+    for column in (left, right):
+        if column.problem:
+            lines += [one_line(f"{column.name}: {column.problem}"), ""]
+    if view.difference:
+        lines += [f"{one_line(right.name)} says:", clean(right.text).strip("\n"), ""]
+    lines.append(f"{'':<20}  {one_line(left.name):>24}  {'':<9}  {one_line(right.name):<24}".rstrip())
+    for one, label, ratio, other in rows(view):
+        lines.append(f"{label:<20}  {one:>24}  {times(ratio):^9}  {other:<24}".rstrip())
+    return "\n".join([*lines, f"{verdict(view)} ({mode(view)})", ""])

@@ -79,6 +79,12 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--context", type=positive, metavar="N", help="context in tokens (the model's, within bounds)")
     add("--beam", type=count, metavar="N", help="width of the search for faster kernels (0)")
 
+    add = parser.add_argument_group("other engines").add_argument
+    add("--engine", metavar="URL", help="a server with OpenAI's protocol, http://host:8000/v1, answers")
+    add("--api-key-env", metavar="NAME", help="the environment variable that holds the server's key")
+    add("--compare", action="store_true", help="llama.cpp answers too, on the same file, beside it")
+    add("--llama-server", metavar="PATH", help="its llama-server, or the address of one that runs")
+
     add = parser.add_argument_group("chat").add_argument
     add("--system", metavar="TEXT", help="the system prompt")
     add("--no-think", action="store_true", help="ask a thinking model not to think")
@@ -110,6 +116,8 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
     by_ids = options.prompt_ids is not None
     resumed = options.resume or options.chat is not None
     for_programs = options.raw or options.json or options.ignore_eos
+    set_up = options.preset or options.backend or options.context or options.beam is not None
+    keyed = options.engine or options.llama_server
     for refused, sentence in (
         (by_ids and (templated or options.raw or options.prompt), "--prompt-ids are the whole prompt."),
         (options.raw and templated, "--raw leaves no place for --system or --no-think."),
@@ -118,6 +126,12 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
         (options.one_shot and options.plain, "--plain is a chat and takes no PROMPT."),
         (options.one_shot and resumed, "--continue and --chat are for a chat and take no PROMPT."),
         (for_programs and not options.one_shot, "--raw, --json and --ignore-eos need a PROMPT."),
+        (options.engine and set_up, "--engine is set up where it runs, not by --preset and the like."),
+        (options.engine and options.compare, "--compare is for the engine of orin-chat, not for --engine."),
+        (options.api_key_env and not keyed, "--api-key-env is for the server of --engine."),
+        (options.llama_server and not options.compare, "--llama-server is for --compare."),
+        (options.compare and options.plain, "--compare is for the full screen, or for a PROMPT."),
+        (options.compare and options.logprobs, "--compare leaves no place for --logprobs."),
     ):
         if refused:
             raise UsageError(sentence, "orin-chat --help says what the options do.")
@@ -177,6 +191,16 @@ def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOpt
         chosen = preset.options(str(path), settings.context)
     given = {"backend": options.backend, "context_length": options.context, "beam": options.beam}
     return replace(chosen, **{name: value for name, value in given.items() if value is not None})
+
+
+def key(options: argparse.Namespace) -> str:
+    """The key of the server that is asked for; "" for none. Raises UsageError where its variable is not set."""
+    name = options.api_key_env
+    if name is None:
+        return ""
+    if value := os.environ.get(name, "").strip():
+        return value
+    raise UsageError(f"The environment variable {name} is not set.", f"Set it to the key: export {name}=…")
 
 
 def preset_name(options: argparse.Namespace, settings: Settings) -> str:
