@@ -27,10 +27,11 @@ def describe(event: Event) -> str:
         case Warming(done=done, total=total):
             return f"preparing kernels, {done}" + (f" of about {total}" if total else "")
         case Ready(model=model):
-            return one_line(
-                f"{model.name}, {model.quantization}, on {event.backend} ({event.device_name}), "
-                f"context {event.context_length} tokens, ready in {event.load_ms / 1e3:.1f} s"
-            )
+            parts = [model.name, model.quantization, f"on {event.backend} ({event.device_name})"]
+            if event.context_length:
+                parts.append(f"context {event.context_length} tokens")
+            parts.append(f"ready in {event.load_ms / 1e3:.1f} s")
+            return one_line(", ".join(part for part in parts if part))
         case Prefilling(done=done, total=total):
             return f"reading the prompt, {done} of {total} tokens"
         case Thinking():
