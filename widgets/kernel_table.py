@@ -216,9 +216,9 @@ def header(profile: KernelProfile, view: Kernels, width: int, *, is_paused: bool
     calls, total = sum(k.calls for k in profile.kernels), kernels_us(profile)
     gap = profile.wall_us - total
     gaps = f"gap {gap:,.0f}" if gap >= 0 else f"overlap {-gap:,.0f}"
-    text = f"{calls} kernels  sum {total:,.0f}  wall {profile.wall_us:,.0f}  {gaps} µs"
-    if profile.tokens > 1:
-        text += f"  {profile.tokens} tokens"
+    text = f"{calls} kernels · sum {total:,.0f} · wall {profile.wall_us:,.0f} µs"
+    for more in (f" · {profile.tokens} tokens" if profile.tokens > 1 else "", f" · {gaps}"):
+        text += more if len(text + more) <= width else ""
     state = "  paused" if is_paused else f"  {one_line(view.note)}" if view.note else ""
     return [
         [(text[:width], "strong"), (state[: max(0, width - len(text))], "warning")],
@@ -250,7 +250,7 @@ def _names(width: int) -> tuple[int, int, bool, bool]:
 
 def _titles(width: int) -> str:
     role, name, with_bar, with_roof = _names(width)
-    text = "role".ljust(role) + "kernel".ljust(name)[:name]
+    text = "role".ljust(role)[:role] + "kernel".ljust(name)[:name]
     text += f"{'calls':>{_CALLS}}{'µs':>{_US}}{'%':>{_SHARE}}" + (" " * (_BAR + 1) if with_bar else "")
     return text + f"{'GB/s':>{_GBPS}}" + (f"{'roof':>{_ROOF}}" if with_roof else "")
 

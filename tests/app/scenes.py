@@ -171,7 +171,7 @@ async def _past_chats(app: ChatApp, pilot: Pilot[None]) -> None:
 
 
 async def _measured(app: ChatApp, pilot: Pilot[None]) -> None:
-    await sees(pilot, "kernels  sum")
+    await sees(pilot, "kernels · sum")
     await _sampled(app, pilot)
 
 
