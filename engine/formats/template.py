@@ -24,7 +24,7 @@ import msgspec
 from engine.errors import TemplateError
 from engine.events import Message
 from engine.formats.gguf import GGUF, shown
-from engine.formats.thinking import OPEN
+from engine.formats.thinking import CLOSE, OPEN
 from engine.formats.tokenizer import Tokenizer
 
 START_S = 30.0  # for the process; a busy machine may take seconds
@@ -104,7 +104,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, think: bool = True, add_generation_prompt: bool = True
     ) -> Prompt:
         """The conversation as a prompt, ready for the model to answer with `add_generation_prompt`. `think`
-        asks a thinking model to think or not.
+        asks a thinking model to think or not. Where the last message is the model's own, the prompt ends in
+        it, so that the model goes on with it.
 
         Where the template refuses the conversation, it is given a simpler one: the system text in the first
         user turn, turns of the same role joined. Where it does not work at all, the family's format is used.
@@ -112,6 +113,9 @@ class ChatTemplate:
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
+        begun = None
+        if add_generation_prompt and len(messages) > 1 and messages[-1].role == "assistant":
+            *messages, begun = messages
         disguise = self._disguise(messages)
         text = self._render(
             {
@@ -127,11 +131,16 @@ class ChatTemplate:
             },
             [_translated(message, disguise) for message in messages],
         )
-        ids = self._tokenizer.encode_segments(_segments(text, disguise))
+        opens_thinking = add_generation_prompt and text.rstrip().endswith(OPEN)
+        segments = [*_segments(text, disguise)]
+        if begun:
+            segments += _as_it_was_said(begun, text)
+            opens_thinking = not begun.content and bool(begun.thinking or opens_thinking)
+        ids = self._tokenizer.encode_segments(segments)
         bos = self._tokenizer.bos_id
         if self._tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
-        return Prompt(ids, opens_thinking=add_generation_prompt and text.rstrip().endswith(OPEN))
+        return Prompt(ids, opens_thinking)
 
     def _render(self, variables: dict[str, Any], messages: list[Message]) -> str:
         simpler = _simplified(messages)
@@ -180,6 +189,17 @@ def _segments(text: str, disguise: dict[int, str]) -> Iterable[tuple[str, bool]]
     private = re.compile(f"([{''.join(map(chr, back))}]+)" if back else "((?!))")
     for i, part in enumerate(private.split(text)):
         yield part.translate(back), i % 2 == 0
+
+
+def _as_it_was_said(reply: Message, prompt: str) -> Iterable[tuple[str, bool]]:
+    """The segments of a reply that was broken off, as the model wrote them after `prompt`."""
+    if reply.thinking and not prompt.rstrip().endswith(CLOSE):
+        if not prompt.rstrip().endswith(OPEN):
+            yield OPEN + "\n", True
+        yield reply.thinking, False
+        if reply.content:
+            yield f"\n{CLOSE}\n\n", True
+    yield reply.content, False
 
 
 def _simplified(messages: list[Message]) -> list[Message]:

@@ -185,6 +185,24 @@ def test_a_prompt_opens_thinking_only_if_the_template_does(template):
 # --- what templates expect ------------------------------------------------------------------------------
 
 
+def test_a_reply_that_was_broken_off_is_gone_on_with(template, real):
+    plain = template(ECHO + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    asked, begun = user("Count."), assistant("One, two, <|im_end|>")
+    prompt = plain.encode([asked, begun])
+    assert text_of(plain, [asked, begun]) == text_of(plain, [asked]) + "One, two, <|im_end|>"
+    assert prompt.ids[: len(plain.encode([asked]).ids)] == plain.encode([asked]).ids
+    assert prompt.ids.count(plain._tokenizer.special_tokens["<|im_end|>"]) == 1  # the user's turn's
+    start = text_of(plain, [asked])
+    assert text_of(plain, [asked, assistant("", "hm")]) == start + "<think>\nhm"
+    assert plain.encode([asked, assistant("", "hm")]).opens_thinking
+    assert text_of(plain, [asked, assistant("One", "hm")]) == start + "<think>\nhm\n</think>\n\nOne"
+    assert not plain.encode([asked, assistant("One", "hm")]).opens_thinking
+    opening = template(ECHO + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
+    assert text_of(opening, [asked, assistant("One", "hm")]).endswith(
+        "assistant\n<think>\nhm\n</think>\n\nOne"
+    )
+
+
 def test_helpers(template):
     def rendered(source: str, *messages: Message) -> str:
         made = template(source)
@@ -229,7 +247,7 @@ NO_SYSTEM = (
 
 def test_a_template_without_system_role_gets_it_in_the_first_user_turn(template):
     t = template(NO_SYSTEM)
-    assert text_of(t, [system("S"), user("U"), assistant("A")]) == "u:S\n\nU;a:A;"
+    assert text_of(t, [system("S"), user("U"), assistant("A"), user("V")]) == "u:S\n\nU;a:A;u:V;"
     assert text_of(t, [user("U"), user("V")]) == "u:U\n\nV;"  # the reply to U was stopped at once
     assert text_of(t, [system("S")]) == "u:S;" and t.warning == ""
 
