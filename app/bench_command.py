@@ -6,6 +6,7 @@ import asyncio
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -15,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from app import bench_report as report
 from app import options
 from app.bench import Bench, Case
-from app.bench_report import PEER, Result
+from app.bench_report import OURS, PEER, Result
+from app.evidence import LEAST_TOKENS, note
 from app.oneshot import EXIT_CODES
 from app.settings import Settings
 from engine.errors import UsageError
@@ -172,8 +174,20 @@ def _measure(
         with progress:
             asyncio.run(bench.run())
     finally:  # also what was measured before Ctrl-C
-        results += bench.results()
+        found = bench.results()
+        results += found
+        if preset in (given.preset or ()):
+            _note_evidence(found)
     return [subject.failed for subject in bench.subjects if subject.failed]
+
+
+def _note_evidence(results: Sequence[Result]) -> None:
+    """Keeps what a preset reached, for where presets are chosen."""
+    ours = [r for r in results if r.engine == OURS and not r.n_depth]
+    decode = max((r for r in ours if r.n_gen >= LEAST_TOKENS), key=lambda r: r.n_gen, default=None)
+    prefill = max((r for r in ours if r.n_prompt >= LEAST_TOKENS), key=lambda r: r.n_prompt, default=None)
+    for tg, pp in zip_longest(decode.samples_ts if decode else (), prefill.samples_ts if prefill else ()):
+        note(Path(ours[0].model_filename), ours[0].preset, decode=tg, prefill=pp)
 
 
 def _is_known(test: Case, model_path: str, earlier: Sequence[Result]) -> bool:

@@ -17,6 +17,7 @@ from app import bench_report as report
 from app.bench import Bench, Case, Run
 from app.bench_command import run as run_command
 from app.bench_report import OURS, PEER, Result
+from app.evidence import recall
 from app.settings import Settings
 from engine.client import LocalEngine
 from engine.errors import ModelFileError, UsageError
@@ -175,6 +176,18 @@ def test_several_models_and_presets(engines, model, tmp_path, capsys):
         *(("other.gguf", preset, 8) for preset in ("cpu", "safe")),
     ]
     assert "other.gguf has a context of 64 tokens, so these are left out: pp100." in err
+
+
+def test_what_a_preset_reached_is_kept_for_where_presets_are_chosen(engines, model, capsys):
+    engines()
+    arguments = ("--model", model, "-p", "8,64", "-n", "64", "-d", "0,16", "-r", "2")
+    assert bench(capsys, *arguments, "--beam", "2")[0] == 0
+    assert not recall(Path(model))
+    assert bench(capsys, *arguments, "--preset", "cpu")[0] == 0
+    [(preset, evidence)] = recall(Path(model)).items()
+    assert preset == "cpu"
+    assert len(evidence.runs) == 2
+    assert all(run.decode and run.prefill for run in evidence.runs)
 
 
 def test_the_context_is_as_long_as_the_tests_need(model):
