@@ -345,7 +345,13 @@ EVIL = b'{"id": "a/b", "sha": "../../../../evil", "siblings": []}'
 
 
 def test_what_is_no_hub(fake_hub, model):
-    for answer in (b"<html>Log in</html>", b"[]", b'{"siblings": 5}', b'{"sha": null, "siblings": [{}]}', EVIL):
+    for answer in (
+        b"<html>Log in</html>",
+        b"[]",
+        b'{"siblings": 5}',
+        b'{"sha": null, "siblings": [{}]}',
+        EVIL,
+    ):
         fake_hub.info = lambda answer=answer: answer
         with pytest.raises(DownloadError, match="does not answer as the hub does"):
             download(model)
