@@ -23,7 +23,7 @@ from engine.kernels.cpu import memory
 from engine.kernels.cpu.attention import attention, mask, scratch_size
 from engine.kernels.cpu.cores import Cores, Walk, usable_cpus
 from engine.kernels.cpu.packing import UNIT, Packing
-from engine.kernels.cpu.product import inputs_of, product, shape_of
+from engine.kernels.cpu.product import MAX_TILES, inputs_of, product, shape_of, span_of
 from engine.kernels.cpu.program import register_lanes
 from engine.kernels.cpu.repack import half_split, repack
 from engine.kernels.cpu.rows import Heads, Prepared, embed, prepare, rotate
@@ -31,7 +31,6 @@ from engine.measure.profile import Replay, Use
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
-_CHUNK = 128  # tokens of prompt at a time
 # of the forms that activations take, how many columns share an element, and its type
 _SHARED = {
     "values": (1, dtypes.int16),
@@ -72,15 +71,14 @@ class Layer:
 class CoreSteps:
     """The protocol `Steps` on a CPU."""
 
-    chunk = _CHUNK
-
     def __init__(self, weights: Weights, context_length: int) -> None:
         self._config = config = weights.config
         self._lanes = register_lanes()
+        self.chunk = MAX_TILES * self._lanes
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
         self._cores = Cores(len(usable_cpus()))
         self._layers, self._embedding, self._head, self._output_norm = self._load(weights)
-        length = ceil((context_length + _CHUNK) / self._lanes) * self._lanes
+        length = ceil((context_length + self.chunk) / self._lanes) * self._lanes
         eps = config.norm_eps if self._layers[0].head_norms else None
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, self._lanes, eps)
         for layer in self._layers:
@@ -88,7 +86,7 @@ class CoreSteps:
         angles = np.arange(length)[:, None] * config.rope_frequencies
         self._cos, self._sin = (memory.array(f(angles), dtypes.float32) for f in (np.cos, np.sin))
         self._mask = memory.array(mask(self._lanes), dtypes.float32)
-        self._state, self._tokens = memory.zeros(4, dtypes.int32), memory.zeros(_CHUNK, dtypes.int32)
+        self._state, self._tokens = memory.zeros(4, dtypes.int32), memory.zeros(self.chunk, dtypes.int32)
         self._state_view, self._tokens_view = memory.view(self._state), memory.view(self._tokens)
         self._scratch: dict[tuple[str, int], Tensor] = {}
         self._nothing = memory.zeros(max(self._head.rows + self._lanes, config.ffn, self._heads.rows), dtypes.float32)
@@ -201,7 +199,7 @@ class CoreSteps:
         """One token, with its logits, or with a tile of more than 1 as many tiles of tokens as the state says."""
         config, heads, cores, lanes = self._config, self._heads, self._cores.count, self._lanes
         dim, ffn, q_rows = config.dim, config.ffn, config.heads * config.head_dim
-        tokens = 1 if tile == 1 else _CHUNK
+        tokens = 1 if tile == 1 else self.chunk
         step = self._cores.launches()
         add = step.add
         state = [] if tile == 1 else [self._state]
@@ -216,7 +214,7 @@ class CoreSteps:
         ) -> dict[str, Tensor]:
             """Adds the step that makes rows ready for products with the matrices."""
             cols = matrices[0].cols
-            names = inputs_of([m.packing for m in matrices])
+            names = inputs_of([m.packing for m in matrices], tile)
             outs = {name: buffer(f"{name}{cols}", tokens * cols // _SHARED[name][0], _SHARED[name][1]) for name in names}
             what = Prepared(names, config.norm_eps if norm is not None else None, gated_by is not None)
             other = [t for t in (norm, gated_by) if t is not None]
@@ -224,9 +222,10 @@ class CoreSteps:
             return outs
 
         def multiply(out: Tensor, matrix: Matrix, inputs: dict[str, Tensor], added: Tensor | None = None) -> None:
-            read = [inputs[name] for name in inputs_of([matrix.packing])]
+            read = [inputs[name] for name in inputs_of([matrix.packing], tile)]
             added = self._nothing if added is None else added
-            add(product(matrix.packing, cores, tile), out, matrix.shape, *state, *read, added, matrix.stream)
+            kernel = product(matrix.packing, cores, tile, span_of(matrix.cols) if tile > 1 else 1)
+            add(kernel, out, matrix.shape, *state, *read, added, matrix.stream)
 
         x, y = buffer("x", tokens * dim), buffer("y", tokens * dim)
         rows, queries, attended = (

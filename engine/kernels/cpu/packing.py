@@ -95,12 +95,26 @@ class Packing:
         """`lanes` float16 of the stream, as float32."""
         return k.vector(stream, at).bitcast(F16).cast(F32)
 
-    def small_scale(self, k: Program, stream: UOp, unit: UOp, n: Index) -> UOp:
-        """The first (n = 0) or second (n = 1) small scale of a unit, float32 (lanes,)."""
+    def scales(self, k: Program, stream: UOp, block: UOp, unit: UOp, run: Index | None) -> tuple[UOp, UOp | None]:
+        """What integers of a run of columns (see `small_integer`) are multiplied with, and what is subtracted for
+        each activation, float32 (lanes,) each; with a run of None, without the small scale."""
+        assert self.format
+        scale, minimum = self.half(k, stream, block), None
+        if self.small_scales and run is not None:
+            scale = scale * self.small_integer(k, stream, unit, run).cast(F32)
+        if "m" in self.format.scales:
+            minimum = self.half(k, stream, block + self.lanes)
+            if self.small_scales:
+                minimum = minimum * self.small_integer(k, stream, unit, 1).cast(F32)
+        return scale, minimum
+
+    def small_integer(self, k: Program, stream: UOp, unit: UOp, n: Index) -> UOp:
+        """The first (n = 0) or second (n = 1) small scale of a unit, int16 (lanes,): scale and minimum, or the
+        scales of the first and second run of 16 columns."""
         words = k.vector(stream, unit)
         if self.format and "minimum" in self.format.scales:
-            return (shift_right(words, n * 8) & 255).cast(F32)
-        return shift_right(shift_left(words.bitcast(I16), 8 - n * 8), 8).cast(F32)
+            return (shift_right(words, n * 8) & 255).cast(I16)
+        return shift_right(shift_left(words.bitcast(I16), 8 - n * 8), 8)
 
     def pairs(self, k: Program, stream: UOp, unit: UOp, start: Index, n: int) -> list[UOp]:
         """The integers of pairs start to start + n - 1 of a unit (of 16): int16 (2 * lanes,) each. start and n are

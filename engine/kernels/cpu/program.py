@@ -171,6 +171,10 @@ class Program:
         """A vector of two elements -> (2 * lanes,), the two in turn."""
         return _pick(pair, [0, 1] * self.lanes)
 
+    def repeat_each(self, v: UOp) -> UOp:
+        """A vector -> each of its elements twice."""
+        return _pick(v, [i // 2 for i in range(2 * v.max_numel())])
+
     def across(self, v: UOp, op: Ops) -> UOp:
         """A vector's elements joined into one, by Ops.ADD or Ops.MAX: halves first, as vectors."""
         while (n := v.max_numel()) > 2:

@@ -15,7 +15,9 @@ from engine.kernels.cpu.product import TILES, silu
 from engine.kernels.cpu.program import F16, F32, I16, I32, Index, Program, share
 
 POSITION = 1  # where the state says how many tokens came before
-_LARGEST = 32767.0
+# The largest activations as integers. With several tokens, scales of 8 bits go into weights of 6 (Q6_K), and sums of
+# 32 products must fit 32 bits: 32 * 128 * 16383 * 32 < 2**31.
+_LARGEST_ALONE, _LARGEST = 32767, 16383
 
 
 def tokens_of(k: Program, state: UOp, tile: int) -> Index:
@@ -123,8 +125,9 @@ def _store_unit(
     if "values" not in outs:
         return
     largest = k.across(functools.reduce(lambda a, b: a.maximum(b), [v.maximum(v * -1.0) for v in values]), Ops.MAX)
-    scale = largest * (1 / _LARGEST)
-    inverse = (largest.maximum(UOp.const(1e-30, F32))).reciprocal() * _LARGEST
+    limit = _LARGEST_ALONE if tile == 1 else _LARGEST
+    scale = largest * (1 / limit)
+    inverse = (largest.maximum(UOp.const(1e-30, F32))).reciprocal() * float(limit)
     integers = [(v * inverse + 32768.5).cast(I32) - 32768 for v in values]  # to the nearest: a cast drops fractions
     for part, q in enumerate(integers):
         at = place * UNIT + part * k.lanes * tile + t * 2
@@ -141,7 +144,7 @@ def _store_unit(
     ]
     if "sums" in outs:
         for i, s in enumerate(sums):
-            k.store(outs["sums"], (place * (UNIT // PAIRS)) + i * tile + t, s)
+            k.store(outs["sums"], unit * (UNIT // PAIRS) + i, s)
     if "scaled_sums" in outs:
         k.store(outs["scaled_sums"], place + t, (sums[0] + sums[1]).cast(F32) * scale)
 
