@@ -91,7 +91,7 @@ class Dashboard(Vertical):
         if isinstance(event, Ready):
             self._best, self._wanted = None, ["decode"]
             if self.setup is not None:
-                self.setup.backend = event.backend
+                self.setup.started(event.backend)
                 self.show_presets()
         elif isinstance(event, Finished):
             self._wanted = ["decode", *(step for step in self._wanted if step != "decode")]

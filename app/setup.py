@@ -81,6 +81,13 @@ class Setup:
         options = replace(self.options, model_path=str(path), context_length=length)
         return self._make(options), options
 
+    def started(self, backend: str) -> None:
+        """The engine in use runs on `backend`. Without a preset it is set up as the one called after that."""
+        self.backend = backend
+        usual, plain = EngineOptions(model_path=""), replace(self.options, model_path="", backend="auto")
+        if not self.name and replace(plain, context_length=None) == usual and backend.lower() in entries():
+            self.name = backend.lower()
+
     def adopt(self, name: str, options: EngineOptions) -> None:
         """The engine in use is another one now."""
         self.name, self.options = name, options
