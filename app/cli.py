@@ -84,6 +84,10 @@ def _chat(arguments: Sequence[str]) -> int:
     engine_options = None if given.engine is not None else options.engine_options(given, settings)
     if given.system is None and not given.raw:
         given.system = settings.system
+    if given.once:
+        from app.once import main as print_dashboard
+
+        return print_dashboard(make(engine_options), sys.stdout, sys.stderr)
     return (_answer if given.one_shot else _converse)(given, engine_options, make, sampling)
 
 

@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
             parser.error(f"the command comes first: orin-chat {options.prompt[0]} ...")
         parser.error("the prompt is one argument: put it in quotes")
     asked = bool(options.prompt) or options.prompt_ids is not None
-    options.one_shot = asked or (not options.plain and _stdin_has_text())
+    options.one_shot = asked or (not options.plain and not options.once and _stdin_has_text())
     _refuse_contradictions(options)
     return options
 
@@ -88,6 +88,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     add = parser.add_argument_group("chat").add_argument
     add("--system", metavar="TEXT", help="the system prompt")
     add("--no-think", action="store_true", help="ask a thinking model not to think")
+    add("--once", action="store_true", help="measure the engine, print the dashboard as text, and leave")
     add("--plain", action="store_true", help="chat line by line, without the full screen")
     add("--continue", dest="resume", action="store_true", help="go on with the most recent chat")
     add("--chat", type=count, metavar="ID", help="go on with this past chat (--plain lists them: /chats)")
@@ -115,6 +116,7 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
     templated = options.system is not None or options.no_think
     by_ids = options.prompt_ids is not None
     resumed = options.resume or options.chat is not None
+    asked_of_chat = options.one_shot or resumed
     for_programs = options.raw or options.json or options.ignore_eos
     set_up = options.preset or options.backend or options.context or options.beam is not None
     keyed = options.engine or options.llama_server
@@ -123,6 +125,7 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
         (options.raw and templated, "--raw leaves no place for --system or --no-think."),
         (options.logprobs and not options.json, "--logprobs are written with --json alone."),
         (options.resume and options.chat is not None, "--continue and --chat exclude each other."),
+        (options.once and (options.plain or asked_of_chat), "--once is no chat: it measures and leaves."),
         (options.one_shot and options.plain, "--plain is a chat and takes no PROMPT."),
         (options.one_shot and resumed, "--continue and --chat are for a chat and take no PROMPT."),
         (for_programs and not options.one_shot, "--raw, --json and --ignore-eos need a PROMPT."),

@@ -19,6 +19,7 @@ from engine.events import (
     Prefilling,
     Ready,
     Token,
+    decode_rate,
     prefill_rate,
 )
 from widgets.kernel_table import Kernels
@@ -47,7 +48,7 @@ class PerformanceObserver:
         self._prefill: float | None = None
         self._position = 0
         self._tokens, self._since_s = 0, 0.0  # of the sample that is being taken
-        self._in_decode = False
+        self._in_decode = self._sampled = False  # the second: since decode began
         self._prompt: tuple[int, float] | None = None  # tokens done, at what time
 
     def observe(self, event: Event) -> None:
@@ -142,7 +143,7 @@ class PerformanceObserver:
         now = self._clock() if event.at_ms is None else event.at_ms / 1e3
         self._position += 1
         if not self._in_decode:
-            self._in_decode, self._prompt = True, None
+            self._in_decode, self._prompt, self._sampled = True, None, False
             self._tokens, self._since_s = 0, now
             return
         self._tokens += 1
@@ -150,10 +151,13 @@ class PerformanceObserver:
             return
         rate = self._tokens / taken
         self._add(Sample(rate, self.bytes_per_token(self._position)))
-        self._tokens, self._since_s = 0, now
+        self._tokens, self._since_s, self._sampled = 0, now, True
 
     def _end(self, end: Finished) -> None:
         self.last_end = end
+        speed = decode_rate(end.predicted_n, end.predicted_ms)
+        if self._in_decode and not self._sampled and speed:  # too short an answer for a sample
+            self._add(Sample(speed, self.bytes_per_token(self._position)))
         if end.prompt_n > end.cached_n and end.predicted_n:
             self._prefill = prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
         self._position = end.context_used

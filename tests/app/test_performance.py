@@ -51,6 +51,12 @@ def test_slow_tokens_are_samples_of_their_own(performance):
     assert [s.tokens_per_s for s in performance.throughput().samples if s is not GAP] == [2.0] * 4
 
 
+def test_an_answer_too_short_for_a_sample_is_one(performance):
+    for event in reply("a few words"):
+        performance.observe(event)
+    assert performance.current == pytest.approx(100)
+
+
 def test_the_roofline_falls_as_the_context_grows(performance):
     performance.observe(Prefilling(request_id=1, done=1000, total=1000, cached=0))
     decode(performance, 100, 100.0)

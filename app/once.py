@@ -1,0 +1,100 @@
+"""The dashboard once, as text: an engine is started, answers a little, is measured, and what the panes would
+show is printed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TextIO
+
+from app.oneshot import EXIT_CODES
+from app.performance import PerformanceObserver
+from app.progress import StatusLine, describe, figures
+from engine.client import Engine, Measurable
+from engine.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
+from engine.measure.counters import Counters
+from widgets import kernel_table, machine_panel, throughput_graph
+from widgets.drawn import Line
+from widgets.kernel_table import Kernels
+from widgets.machine_panel import Machine
+from widgets.text import one_line
+
+WIDTH = 100
+GRAPH_ROWS = 14
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 12
+TOKENS = 64
+
+
+async def run(engine: Engine, out: TextIO, messages: TextIO) -> int:
+    """Prints the dashboard of `engine` on `out`, progress and what went wrong on `messages`; closes it and
+    returns the exit code."""
+    performance, status = PerformanceObserver(), StatusLine(messages)
+    counters = Counters(own=lambda: [os.getpid(), *filter(None, [getattr(engine, "pid", None)])])
+    request = Generate(
+        request_id=1,
+        prompt=RawText(text=PROMPT),
+        sampling=Sampling(temperature=0),
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        fresh=True,
+    )
+    try:
+        for stream in (engine.start(), engine.generate(request), engine.generate(request)):
+            counters.read()  # loads are of the time since
+            async for event in stream:
+                performance.observe(event)
+                status.show(describe(event))
+                if isinstance(event, Failed):
+                    return _complain(event, status, messages)
+        read = counters.read()  # of the time of the last answer
+        if isinstance(engine, Measurable):
+            status.show("measuring")
+            asked: list[Event] = [
+                await engine.measure(),
+                await engine.profile(),
+                await engine.profile("prefill"),
+            ]
+            for event in asked:
+                performance.observe(event)
+            failed = [event.message for event in asked if isinstance(event, Failed)]
+        else:
+            failed = [f"{engine.name} does not tell of its kernels."]
+        status.clear()
+        _print(performance, machine_panel.lines(Machine(read), WIDTH), failed, out)
+        return 0
+    finally:
+        status.clear()
+        await engine.close()
+
+
+def _complain(failure: Failed, status: StatusLine, messages: TextIO) -> int:
+    status.clear()
+    print("orin-chat:", one_line(f"{failure.message} {failure.hint}"), file=messages)
+    return EXIT_CODES[failure.kind]
+
+
+def _print(performance: PerformanceObserver, machine: list[Line], failed: list[str], out: TextIO) -> None:
+    assert isinstance(performance.ready, Ready) and isinstance(performance.last_end, Finished)
+    print(describe(performance.ready), figures(performance.last_end), sep="\n", file=out)
+    _section("throughput", throughput_graph.lines(performance.throughput(), WIDTH, GRAPH_ROWS), out)
+    for profile in (performance.kernels.decode, performance.kernels.prefill):
+        if profile is not None:
+            view = Kernels(copy_gbps=performance.copy_gbps)
+            rows = [
+                kernel_table.row(profile, kernel, view.copy_gbps, WIDTH)
+                for kernel in kernel_table.ordered(profile.kernels, "total")
+            ]
+            _section(f"kernels, {profile.step}", kernel_table.header(profile, view, WIDTH) + rows, out)
+    for sentence in failed:
+        print("", one_line(sentence), sep="\n", file=out)
+    _section("machine", machine, out)
+
+
+def _section(title: str, lines: list[Line], out: TextIO) -> None:
+    print(f"\n{title}\n{'─' * len(title)}", file=out)
+    for line in lines:
+        print("".join(text for text, _ in line).rstrip(), file=out)
+
+
+def main(engine: Engine, out: TextIO, messages: TextIO) -> int:
+    return asyncio.run(run(engine, out, messages))

@@ -1,0 +1,39 @@
+"""The dashboard as text: everything that the panes show, and nothing that only a terminal understands."""
+
+import io
+
+from app.once import run
+from engine.events import Failed
+from tests.app.fake_engine import FakeEngine, MeasuredEngine, reply
+
+
+async def once(engine):
+    out, messages = io.StringIO(), io.StringIO()
+    return await run(engine, out, messages), out.getvalue(), messages.getvalue()
+
+
+async def test_it_prints_all_panes():
+    engine = MeasuredEngine(reply("word " * 80))
+    code, out, messages = await once(engine)
+    assert (code, messages, engine.closed) == (0, "", 1)
+    for said in (
+        "Qwen3 0.6B, Q6_K, on CUDA (NVIDIA H200)", "100 tok/s  43% of roofline", "143 kernels · sum 8,190",
+        "512 tokens", "launch gaps", "FFN gate+up", "CPU load",
+    ):  # fmt: skip
+        assert said in out, said
+    assert "\x1b" not in out and max(map(len, out.splitlines())) <= 130
+    assert engine.profiles == ["decode", "prefill"]
+    assert all(request.fresh and request.ignore_eos for request in engine.requests)
+
+
+async def test_an_engine_that_does_not_measure_itself():
+    code, out, _ = await once(FakeEngine(reply("word " * 80)))
+    assert code == 0 and "fake does not tell of its kernels." in out and "100 tok/s" in out
+
+
+async def test_an_engine_that_does_not_start():
+    failed = Failed(kind="backend", message="There is no driver.", hint="Choose CPU.")
+    engine = FakeEngine(start=[failed])
+    code, out, messages = await once(engine)
+    assert (code, out, engine.closed) == (4, "", 1)
+    assert messages == "orin-chat: There is no driver. Choose CPU.\n"
