@@ -56,7 +56,13 @@ def _lower_and_compile(linear: UOp) -> UOp:
 
 def _name(key: tuple[Any, ...]) -> str:
     ast_key, renderer, target, *settings = key
-    parts = (ast_key, renderer.__qualname__, [getattr(target, f.name) for f in fields(target)], settings, _version())
+    parts = (
+        ast_key,
+        renderer.__qualname__,
+        [getattr(target, f.name) for f in fields(target)],
+        settings,
+        _version(),
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -1,10 +1,12 @@
 """Decode and prefill of a model on a CPU: kernels of our own, all cores on each.
 
-    embed · (ready · qkv · rotate · attend · ready · o · ready · gate+up · ready · down) for each layer · ready · head
+    embed · (ready · qkv · rotate · attend · ready · o · ready · gate+up · ready · down) for each layer ·
+    ready · head
 
-"ready" (`rows.prepare`) norms activations and makes them the whole numbers that products take. All that changes
-from step to step (tokens, position, how many there are) lies in memory, so that a step is one walk through a list
-of calls. Prefill is the same with tiles of tokens in place of one.
+"ready" (`rows.prepare`) norms activations and makes them the whole numbers that products take. All that
+changes
+from step to step (tokens, position, how many there are) lies in memory, so that a step is one walk through a
+list of calls. Prefill is the same with tiles of tokens in place of one.
 """
 
 from __future__ import annotations
@@ -82,14 +84,18 @@ class CoreSteps:
         eps = config.norm_eps if self._layers[0].head_norms else None
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, self._lanes, eps)
         for layer in self._layers:
-            layer.keys, layer.values = (memory.zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
+            layer.keys, layer.values = (
+                memory.zeros(self._heads.cache_size, dtypes.float16) for _ in range(2)
+            )
         angles = np.arange(length)[:, None] * config.rope_frequencies
         self._cos, self._sin = (memory.array(f(angles), dtypes.float32) for f in (np.cos, np.sin))
         self._mask = memory.array(mask(self._lanes), dtypes.float32)
         self._state, self._tokens = memory.zeros(4, dtypes.int32), memory.zeros(self.chunk, dtypes.int32)
         self._state_view, self._tokens_view = memory.view(self._state), memory.view(self._tokens)
         self._scratch: dict[tuple[str, int], Tensor] = {}
-        self._nothing = memory.zeros(max(self._head.rows + self._lanes, config.ffn, self._heads.rows), dtypes.float32)
+        self._nothing = memory.zeros(
+            max(self._head.rows + self._lanes, config.ffn, self._heads.rows), dtypes.float32
+        )
         self._logits = memory.zeros(self._head.packing.groups(config.vocab) * self._lanes, dtypes.float32)
         self._logits_view = memory.view(self._logits)[: config.vocab]
 
@@ -180,7 +186,10 @@ class CoreSteps:
                         vector(f"{prefix}attn_norm.weight", dim),
                         vector(f"{prefix}ffn_norm.weight", dim),
                     ),
-                    qkv=[matrix(f"{prefix}attn_{x}", n, dim, firsts[x], q_rows + 2 * kv_rows) for x, n in sizes.items()],
+                    qkv=[
+                        matrix(f"{prefix}attn_{x}", n, dim, firsts[x], q_rows + 2 * kv_rows)
+                        for x, n in sizes.items()
+                    ],
                     bias=bias(biases) if any(has(name) for name, _ in biases) else None,
                     head_norms=[vector(name, config.head_dim) for name in norms if has(name)],
                     o=matrix(f"{prefix}attn_output", dim, q_rows, added=True),
@@ -196,7 +205,8 @@ class CoreSteps:
     # --- a step ----------------------------------------------------------------------------------------
 
     def _step(self, tile: int) -> Walk:
-        """One token, with its logits, or with a tile of more than 1 as many tiles of tokens as the state says."""
+        """One token, with its logits, or with a tile of more than 1 as many tiles of tokens as the state
+        says."""
         config, heads, cores, lanes = self._config, self._heads, self._cores.count, self._lanes
         dim, ffn, q_rows = config.dim, config.ffn, config.heads * config.head_dim
         tokens = 1 if tile == 1 else self.chunk
@@ -215,13 +225,25 @@ class CoreSteps:
             """Adds the step that makes rows ready for products with the matrices."""
             cols = matrices[0].cols
             names = inputs_of([m.packing for m in matrices], tile)
-            outs = {name: buffer(f"{name}{cols}", tokens * cols // _SHARED[name][0], _SHARED[name][1]) for name in names}
+            outs = {
+                name: buffer(f"{name}{cols}", tokens * cols // _SHARED[name][0], _SHARED[name][1])
+                for name in names
+            }
             what = Prepared(names, config.norm_eps if norm is not None else None, gated_by is not None)
             other = [t for t in (norm, gated_by) if t is not None]
-            add(prepare(what, lanes, cores, tile), *outs.values(), self._sizes(cols // UNIT), *state, rows, *other)
+            add(
+                prepare(what, lanes, cores, tile),
+                *outs.values(),
+                self._sizes(cols // UNIT),
+                *state,
+                rows,
+                *other,
+            )
             return outs
 
-        def multiply(out: Tensor, matrix: Matrix, inputs: dict[str, Tensor], added: Tensor | None = None) -> None:
+        def multiply(
+            out: Tensor, matrix: Matrix, inputs: dict[str, Tensor], added: Tensor | None = None
+        ) -> None:
             read = [inputs[name] for name in inputs_of([matrix.packing], tile)]
             added = self._nothing if added is None else added
             kernel = product(matrix.packing, cores, tile, span_of(matrix.cols) if tile > 1 else 1)
@@ -229,12 +251,20 @@ class CoreSteps:
 
         x, y = buffer("x", tokens * dim), buffer("y", tokens * dim)
         rows, queries, attended = (
-            buffer(name, tokens * n) for name, n in (("rows", heads.rows), ("queries", q_rows), ("attended", q_rows))
+            buffer(name, tokens * n)
+            for name, n in (("rows", heads.rows), ("queries", q_rows), ("attended", q_rows))
         )
         gate, up = buffer("gate", tokens * ffn), buffer("up", tokens * ffn)
         scores = buffer("scores", scratch_size(heads, cores, tile))
         embedding = self._embedding
-        add(embed(embedding.packing, cores, tile), x, self._sizes(embedding.rows, embedding.cols // embedding.packing.block), *state, self._tokens, embedding.stream)
+        add(
+            embed(embedding.packing, cores, tile),
+            x,
+            self._sizes(embedding.rows, embedding.cols // embedding.packing.block),
+            *state,
+            self._tokens,
+            embedding.stream,
+        )
         for layer in self._layers:
             inputs = ready(x, layer.qkv, layer.norms[0])
             for matrix in layer.qkv:

@@ -12,7 +12,6 @@ from tinygrad import Tensor, dtypes
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, TensorInfo
 from engine.formats.quantization import FLOATS, QUANTIZED, Matrix
-from engine.kernels.product import preferred_lanes
 from engine.model.config import ModelConfig
 
 
@@ -26,7 +25,7 @@ class Weights:
     def matrix(self, name: str, rows: int, cols: int) -> Matrix:
         """The matrix `name` (rows, cols), repacked on the device. Raises ModelFileError."""
         raw, ggml_type = self.stored(name, rows, cols)
-        return Matrix(raw, ggml_type, rows, cols, preferred_lanes()).realize()
+        return Matrix(raw, ggml_type, rows, cols).realize()
 
     def type_of(self, name: str) -> int | None:
         """The ggml type of a tensor, None where the file has none of that name."""

@@ -12,60 +12,66 @@ from tinygrad.uop.ops import Ops
 import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import cpu_vectors
-from engine.formats.quantization import QUANTIZED
-from engine.kernels.lanes import lane_product
+from engine.kernels.cpu.packing import Packing
+from engine.kernels.cpu.product import inputs_of, product
 
-ROWS, COLS, Q4_K = 64, 512, QUANTIZED[12]
+Q4_K = 12
+X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
+KINDS = {"values": dtypes.int16, "sums": dtypes.int32}
 
 
-@pytest.fixture(scope="module")
-def source() -> str:
-    """The C source of a product of one token with a Q4_K matrix."""
+def source_of(lanes: int, tile: int) -> str:
+    """The C source of products with a Q4_K matrix."""
     cpu_vectors.apply()
-    n = ROWS * COLS
-    arguments = [
-        (ROWS, dtypes.float32),
-        (COLS, dtypes.float32),
-        (COLS // 32, dtypes.float32),
-        (n // 2, dtypes.uint8),
-    ]
-    arguments += [(n // 256, dtypes.float16), (n // 32, dtypes.uint8)] * 2
-    buffers = [UOp.placeholder((size,), dtype, slot=i) for i, (size, dtype) in enumerate(arguments)]
-    sink = lane_product(Q4_K, 1, ROWS, COLS, 16)(*buffers)
-    program = to_program(sink, Device["CPU"].renderer)
+    packing = Packing(Q4_K, lanes)
+    types = [dtypes.float32, dtypes.int32] + [dtypes.int32] * (tile > 1)
+    types += [KINDS.get(name, dtypes.float32) for name in inputs_of([packing], tile)]
+    types += [dtypes.float32, dtypes.uint16]
+    buffers = [UOp.placeholder((1 << 40,), dtype, slot=i) for i, dtype in enumerate(types)]
+    program = to_program(product(packing, 1, tile, 8)(UOp.const(0), *buffers), Device["CPU"].renderer)
     return str(next(u for u in program.src if u.op is Ops.SOURCE).arg)
 
 
-def assembly(source: str, *target: str) -> str:
-    compiler = os.environ.get("CC", "clang")
+def assembly(source: str, *target: str) -> list[str]:
     flags = ["-S", "-x", "c", "-O2", "-ffreestanding", "-fno-math-errno", "-nostdlib", "-", "-o", "-"]
-    return subprocess.run(
-        [compiler, *target, *flags], input=source, capture_output=True, text=True, check=True
-    ).stdout
+    command = [os.environ.get("CC", "clang"), *target, *flags]
+    run = subprocess.run(command, input=source, capture_output=True, text=True, check=True)
+    return [line.split("#")[0] for line in run.stdout.splitlines()]
 
 
-def test_vectors_reach_the_compiler_whole(source: str) -> None:
+def test_vectors_reach_the_compiler_whole() -> None:
+    source = source_of(16, 1)
     loop = source[source.index("for") :]
     assert "*((float16*)(" in loop
+    assert "*((unsigned_short32*)(" in loop
     assert "__builtin_convertvector" in loop
-    assert "*((unsigned_char16*)(" in loop
-    assert "__fp16*)" not in loop.replace("__fp1616*)", "")  # no scale is loaded alone
+    assert "*((float*)" not in loop and "unsigned short val" not in loop  # nothing is taken apart
 
 
+@pytest.mark.parametrize("tile", [1, 16])
 @pytest.mark.parametrize(
-    "target, multiply_add",
+    "target, instruction",
     [
-        (("--target=x86_64-none-unknown-elf", "-march=skylake-avx512"), "zmm"),
-        (("--target=x86_64-none-unknown-elf", "-march=haswell"), "ymm"),
-        (("--target=aarch64-none-unknown-elf", "-mcpu=cortex-a78ae"), ".4s"),
+        ("znver4", "vpdpwssd"),
+        ("skylake-avx512", "vpmaddwd"),
     ],
-    ids=["AVX-512", "AVX2", "NEON"],
 )
-def test_multiply_adds_fill_the_registers(source: str, target: tuple[str, ...], multiply_add: str) -> None:
-    instructions = [line.split("#")[0] for line in assembly(source, *target).splitlines()]
-    adds = [line for line in instructions if "vfmadd" in line or "fmla" in line]
-    assert adds
-    assert all(multiply_add in line for line in adds)
+def test_pair_products_are_one_instruction_of_512_bits(target: str, instruction: str, tile: int) -> None:
+    lines = assembly(source_of(16, tile), X86, f"-march={target}")
+    products = [line for line in lines if instruction in line]
+    assert products and all("zmm" in line for line in products)
+    assert not [line for line in lines if "vpmulld" in line or "vpmuludq" in line]
+
+
+@pytest.mark.parametrize("tile", [1, 8])
+def test_pair_products_on_narrower_machines(tile: int) -> None:
+    lines = assembly(source_of(8, tile), X86, "-march=haswell")
+    products = [line for line in lines if "vpmaddwd" in line]
+    assert products and all("ymm" in line for line in products)
+    assert not [line for line in lines if "vpmulld" in line]
+    lines = assembly(source_of(8, tile), ARM, "-mcpu=cortex-a78ae")
+    assert [line for line in lines if "smull" in line or "smlal" in line]
+    assert not [line for line in lines if "\tmul\tv" in line]  # of 32-bit elements: twice the work
 
 
 def test_other_versions_of_tinygrad_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,19 +82,24 @@ def test_other_versions_of_tinygrad_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_compiler_processes_apply_it_too() -> None:
     script = """
-from engine.fixes import cpu_vectors; cpu_vectors.apply()
-from tinygrad import Tensor
-from engine.kernels.lanes import lane_product
+import numpy as np
+from tinygrad import dtypes
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.cores import Cores
+from engine.kernels.cpu.packing import Packing
+from engine.kernels.cpu.product import product, shape_of
 if __name__ == "__main__":
-    ws = [Tensor.ones(1, c, 16).contiguous().realize() for c in (64, 128)]
-    xs = [Tensor.arange(c).float().contiguous().realize() for c in (64, 128)]
-    outs = [Tensor.custom_kernel(Tensor.empty(1, 16), x, w, fxn=lane_product(None, 1, 16, c, 16))[0]
-            for c, x, w in zip((64, 128), xs, ws)]
-    Tensor.realize(*outs)
+    cores, packings = Cores(1), [Packing(kind, 16) for kind in (0, 1)]
+    w = [memory.array(np.ones((64, 16)), packing.dtype) for packing in packings]
+    x, zeros, out = memory.array(np.arange(64), dtypes.float32), *(memory.zeros(16, dtypes.float32) for _ in
+    range(2)) shape = memory.array(np.array(shape_of(16, 64, packings[0], True)), dtypes.int32) step =
+    cores.launches() for packing, stream in zip(packings, w):
+        step.add(product(packing, 1, 1), out, shape, x, out, stream)
+    step.captured()()
     import tinygrad.engine.worker as worker
     assert worker.worker_pool is not None
-    print(*[o.numpy().max() for o in outs])
+    print(memory.view(out).max(), memory.view(out).min())
 """
     environment = os.environ | {"PARALLEL": "2"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert run.stdout.split() == ["2016.0", "8128.0"], run.stderr
+    assert run.stdout.split() == ["4032.0", "4032.0"], run.stderr

@@ -1,8 +1,8 @@
 """Attention over the cached keys and values, for one token or a tile of them.
 
-A core takes a head of keys and values at a time, with `queries` rows that share it: the query heads of the group,
-of as many tokens as fit registers. First the scores of all tokens, `lanes` of them side by side; then their
-exponentials; then the weighted sum of values, `lanes` elements side by side.
+A core takes a head of keys and values at a time, with `queries` rows that share it: the query heads of the
+group, of as many tokens as fit registers. First the scores of all tokens, `lanes` of them side by side; then
+their exponentials; then the weighted sum of values, `lanes` elements side by side.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MASKED = -1e30
 
 
 def queries_together(heads: Heads, cores: int, tile: int) -> tuple[int, int]:
-    """(query heads, tokens) that a task takes: heads of one group, fewer of them where there are more cores than
-    tasks, and as many tokens as keep registers busy."""
+    """(query heads, tokens) that a task takes: heads of one group, fewer of them where there are more cores
+    than tasks, and as many tokens as keep registers busy."""
     shared_by = heads.query // heads.kv
     together = shared_by
     while tile == 1 and together > 1 and heads.query // together < cores:
@@ -47,8 +47,8 @@ def mask(lanes: int) -> NDArray[np.float32]:
 
 @functools.cache
 def attention(heads: Heads, cores: int, tile: int) -> Kernel:
-    """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); keys, values; the state;
-    queries, float32 (tokens, query * dim), normed, rotated and scaled; `mask`."""
+    """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); keys, values; the
+    state; queries, float32 (tokens, query * dim), normed, rotated and scaled; `mask`."""
     h, lanes = heads, heads.lanes
     together, tokens = queries_together(heads, cores, tile)
     n = together * tokens
@@ -56,12 +56,16 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
     at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _REGISTERS))
     width = h.query * h.dim
 
-    def kernel(core: UOp, out: UOp, scores: UOp, keys: UOp, values: UOp, state: UOp, queries: UOp, hidden: UOp) -> UOp:
+    def kernel(
+        core: UOp, out: UOp, scores: UOp, keys: UOp, values: UOp, state: UOp, queries: UOp, hidden: UOp
+    ) -> UOp:
         k = Program(lanes)
         k.scratch(scores)
         start = k.index(state, POSITION)
         every = tokens_of(k, state, tile)
-        end = start + every  # a loop's length must not depend on the loop around: all tasks go as far as the last
+        end = (
+            start + every
+        )  # a loop's length must not depend on the loop around: all tasks go as far as the last
         blocks = (end + (lanes - 1)) // lanes
         tasks = every // tokens * (h.query // together)
         mine = (tasks + (cores - 1) - core) // cores
@@ -71,7 +75,11 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
             block, part = task // (h.query // together), task % (h.query // together)
             kv = part // (h.query // h.kv // together)
             token = block * tokens  # the first of the task's
-            rows = [(token + t) * width + (part * together + q) * h.dim for t in range(tokens) for q in range(together)]
+            rows = [
+                (token + t) * width + (part * together + q) * h.dim
+                for t in range(tokens)
+                for q in range(together)
+            ]
 
             def score_at(b: Index, q: int) -> Index:
                 return base + (b * n + q) * lanes

@@ -1,13 +1,14 @@
-"""Threads, one a core, that run a sequence of kernels together: the CPU's counterpart of a GPU's graph launch.
+"""Threads, one a core, that run a sequence of kernels together: the CPU's counterpart of a GPU's graph
+launch.
 
-tinygrad 0.14.0 runs a kernel's threads one after another, and every kernel costs it some 12 µs. Here each core
-has a thread that walks the same list of kernels. A kernel is called on every core at the same time, with the
-number of the core as its first argument, and all cores meet before the next one. The walk is a UOp program as
-kernels are; between two kernels there is no Python, and with nothing to do the threads sleep.
+tinygrad 0.14.0 runs a kernel's threads one after another, and every kernel costs it some 12 µs. Here each
+core has a thread that walks the same list of kernels. A kernel is called on every core at the same time, with
+the number of the core as its first argument, and all cores meet before the next one. The walk is a UOp
+program as kernels are; between two kernels there is no Python, and with nothing to do the threads sleep.
 
-Meeting: a core counts the kernels it has done in a cache line of its own, and waits until all counts are there.
-A fence before a core's count makes its results visible to those who see the count; one after the wait keeps
-loads of the next kernel from going ahead of it. Both are needed on Arm, where neither order is given.
+Meeting: a core counts the kernels it has done in a cache line of its own, and waits until all counts are
+there. A fence before a core's count makes its results visible to those who see the count; one after the wait
+keeps loads of the next kernel from going ahead of it. Both are needed on Arm, where neither order is given.
 """
 
 from __future__ import annotations
@@ -45,29 +46,28 @@ _POLLS = 1 << 12  # looks at another core's count before the scheduler is asked 
 
 @functools.cache  # asked before threads are given CPUs of their own
 def usable_cpus() -> list[int]:
-    """CPUs that this process may keep busy: those it is allowed on (taskset, cpusets), one hardware thread of each
-    core, and no more of them than its control group has CPU time for."""
+    """CPUs that this process may keep busy: those it is allowed on (taskset, cpusets), one hardware thread of
+    each core, and no more of them than its control group has CPU time for."""
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))
-    cores = {}
+    cores: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
-        siblings = _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
         cores.setdefault(siblings or str(cpu), cpu)
-    return list(cores.values())[: max(1, int(min(_quota(), len(cores))))]
+    return list(cores.values())[: max(1, int(min(share_of_time(), len(cores))))]
 
 
-def _quota() -> float:
-    """CPU time a second that the control group grants, in cores (cgroup v2 cpu.max, v1 cfs_quota_us)."""
-    quota, period = (_read("/sys/fs/cgroup/cpu.max") or "max 1").split()
+def share_of_time(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPU time a second that the control group grants, in cores (cgroup v2 cpu.max, v1 cpu.cfs_quota_us)."""
+    quota, period = (_read(cgroup / "cpu.max") or "max 1").split()
     if quota == "max":
-        v1 = "/sys/fs/cgroup/cpu/cpu.cfs_"
-        quota, period = _read(f"{v1}quota_us") or "-1", _read(f"{v1}period_us") or "1"
+        quota, period = (_read(cgroup / f"cpu/cpu.cfs_{what}_us") for what in ("quota", "period"))
     return int(quota) / int(period) if quota.isdecimal() else float("inf")
 
 
-def _read(path: str) -> str:
+def _read(path: Path) -> str:
     try:
-        return Path(path).read_text().strip()
+        return path.read_text().strip()
     except OSError:
         return ""
 
@@ -85,8 +85,8 @@ _sleeping: list[Cores] = []  # threads never end, so what they look at must not 
 class Cores:
     """`count` threads, the caller's own among them. Not to be used from two threads at a time.
 
-    With as many CPUs as threads each gets its own, and the caller what is left, or else the scheduler may put two
-    of them on one CPU, where they wait for each other."""
+    With as many CPUs as threads each gets its own, and the caller what is left, or else the scheduler may put
+    two of them on one CPU, where they wait for each other."""
 
     def __init__(self, count: int) -> None:
         cpu_vectors.apply()
@@ -130,7 +130,8 @@ class Cores:
         return Launches(self)
 
     def compiled(self, kernels: Sequence[tuple[Kernel, tuple[DType, ...]]]) -> list[UOp]:
-        """The programs of kernels for buffers of these types. What is not compiled yet is, several at a time."""
+        """The programs of kernels for buffers of these types. What is not compiled yet is, several at a
+        time."""
         new = [kind for kind in dict.fromkeys(kernels) if kind not in self._programs]
         if new:
             anything = UOp.new_buffer("CPU", 1, dtypes.uint8)
@@ -181,8 +182,9 @@ class Launches:
         self._added: list[tuple[Kernel, tuple[Tensor, ...]]] = []
 
     def add(self, kernel: Kernel, *buffers: Tensor) -> None:
-        """`kernel` is called with the core's number and a placeholder for each buffer, which may be of any size;
-        the same function means the same kernel. Buffers are `memory`'s, and every one of them is used."""
+        """`kernel` is called with the core's number and a placeholder for each buffer, which may be of any
+        size; the same function means the same kernel. Buffers are `memory`'s, and every one of them is
+        used."""
         self._added.append((kernel, buffers))
 
     def captured(self) -> Walk:
@@ -215,8 +217,12 @@ class Walk:
 
     @functools.cached_property
     def calls(self) -> list[UOp]:
-        """The steps as tinygrad writes them. Buffers are numbered from 1, since the core's number comes first."""
-        return [program.call(buffers[0].uop.base, *(b.uop.base for b in buffers)) for program, buffers in self.steps]
+        """The steps as tinygrad writes them. Buffers are numbered from 1, since the core's number comes
+        first."""
+        return [
+            program.call(buffers[0].uop.base, *(b.uop.base for b in buffers))
+            for program, buffers in self.steps
+        ]
 
 
 # --- the walk, in UOps ---------------------------------------------------------------------------------
@@ -241,7 +247,12 @@ def _walk_forever(cores: int) -> UOp:
     core = core_number(cores, 5)
     turn = UOp.range(2**64 - 1, 10, dtype=dtypes.uint64)
     asleep = UOp.loop(11)
-    woken = functions.after(asleep, turn).index(0).load().call(semaphore.after(turn).index(0), ret_dtype=dtypes.int)
+    woken = (
+        functions.after(asleep, turn)
+        .index(0)
+        .load()
+        .call(semaphore.after(turn).index(0), ret_dtype=dtypes.int)
+    )
     ready = woken.end(asleep, woken.ne(0))  # a signal may interrupt the wait
     return _job(cores, calls, counts, job.after(ready), functions, core).end(turn)
 

@@ -1,7 +1,7 @@
 """Arrays that kernels and numpy share, cleared, and in huge pages where they are large.
 
-tinygrad's own allocator keeps to pages of 4 KiB: a walk through a gigabyte of weights would look up a quarter of
-a million of them. Memory that is not touched yet takes no room.
+tinygrad's own allocator keeps to pages of 4 KiB: a walk through a gigabyte of weights would look up a quarter
+of a million of them. Memory that is not touched yet takes no room.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def array(values: NDArray[Any], dtype: DType) -> Tensor:
 
 
 def view(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a tensor that `zeros` or `array` made, as an array (n,); a bfloat16 is seen as its bits."""
+    """The memory of a tensor that `zeros` or `array` made, as an array (n,); a bfloat16 is seen as its
+    bits."""
     return _memory[tensor.uop.base.buffer].view(np.dtype(tensor.dtype.fmt or "H"))
 
 

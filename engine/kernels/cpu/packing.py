@@ -1,22 +1,22 @@
 """Quantized matrices as a CPU reads them: one stream of 16-bit words, `lanes` rows side by side.
 
-A vector is 2 * lanes words, two for each row. Bits of a plane of b bits (see `Format.bits`) of 32 columns make b
-vectors; in the i-th one, the two words of a row hold the columns
+A vector is 2 * lanes words, two for each row. Bits of a plane of b bits (see `Format.bits`) of 32 columns
+make b vectors; in the i-th one, the two words of a row hold the columns
 
     32 / b * i + 2 * f      in bits b * f to b * f + b - 1 of the first word,
     32 / b * i + 2 * f + 1  in the same bits of the second.
 
-So one shift and one mask give the integers of two neighbouring columns of all rows side by side, as 16-bit pairs,
-which is what a multiply-add of pairs takes (`Program.multiply_pairs`).
+So one shift and one mask give the integers of two neighbouring columns of all rows side by side, as 16-bit
+pairs, which is what a multiply-add of pairs takes (`Program.multiply_pairs`).
 
 The stream of `lanes` rows is a sequence of blocks:
 
     d, m (lanes float16 each, m where the type has one)
     for each 32 columns: (lanes words: two small scales, where the type has them), the vectors of each plane
 
-The two small scales are scale and minimum (Q4_K, Q5_K), or the scales of the first and last 16 columns (Q6_K).
-Bytes per weight are the file's; Q4_K and Q5_K take 4 bytes more a block of 256, 2.8 % and 2.3 %. A float matrix
-is a stream of `lanes` values a column.
+The two small scales are scale and minimum (Q4_K, Q5_K), or the scales of the first and last 16 columns
+(Q6_K). Bytes per weight are the file's; Q4_K and Q5_K take 4 bytes more a block of 256, 2.8 % and 2.3 %. A
+float matrix is a stream of `lanes` values a column.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from engine.kernels.cpu.program import F16, F32, I8, I16, U8, U16, Index, Progra
 
 UNIT = 32  # columns that share a scale, or two
 PAIRS = UNIT // 2
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -95,9 +96,11 @@ class Packing:
         """`lanes` float16 of the stream, as float32."""
         return k.vector(stream, at).bitcast(F16).cast(F32)
 
-    def scales(self, k: Program, stream: UOp, block: UOp, unit: UOp, run: Index | None) -> tuple[UOp, UOp | None]:
-        """What integers of a run of columns (see `small_integer`) are multiplied with, and what is subtracted for
-        each activation, float32 (lanes,) each; with a run of None, without the small scale."""
+    def scales(
+        self, k: Program, stream: UOp, block: UOp, unit: UOp, run: Index | None
+    ) -> tuple[UOp, UOp | None]:
+        """What integers of a run of columns (see `small_integer`) are multiplied with, and what is subtracted
+        for each activation, float32 (lanes,) each; with a run of None, without the small scale."""
         assert self.format
         scale, minimum = self.half(k, stream, block), None
         if self.small_scales and run is not None:
@@ -109,16 +112,16 @@ class Packing:
         return scale, minimum
 
     def small_integer(self, k: Program, stream: UOp, unit: UOp, n: Index) -> UOp:
-        """The first (n = 0) or second (n = 1) small scale of a unit, int16 (lanes,): scale and minimum, or the
-        scales of the first and second run of 16 columns."""
+        """The first (n = 0) or second (n = 1) small scale of a unit, int16 (lanes,): scale and minimum, or
+        the scales of the first and second run of 16 columns."""
         words = k.vector(stream, unit)
         if self.format and "minimum" in self.format.scales:
             return (shift_right(words, n * 8) & 255).cast(I16)
         return shift_right(shift_left(words.bitcast(I16), 8 - n * 8), 8)
 
     def pairs(self, k: Program, stream: UOp, unit: UOp, start: Index, n: int) -> list[UOp]:
-        """The integers of pairs start to start + n - 1 of a unit (of 16): int16 (2 * lanes,) each. start and n are
-        multiples of `pairs_together`."""
+        """The integers of pairs start to start + n - 1 of a unit (of 16): int16 (2 * lanes,) each. start and
+        n are multiples of `pairs_together`."""
         assert self.format
         found: list[UOp | None] = [None] * n
         at, low = unit + self.lanes * self.small_scales, 0
@@ -143,7 +146,8 @@ class Packing:
         return max(16 // bits for bits in self.format.bits if bits > 1)
 
     def columns(self, k: Program, stream: UOp, group: UOp, blocks: Index, unit: UOp, lane: UOp) -> list[UOp]:
-        """One row's weights of a unit of columns (of one column in a float matrix), float32. A row has `blocks`."""
+        """One row's weights of a unit of columns (of one column in a float matrix), float32. A row has
+        `blocks`."""
         if self.format is None:
             return [as_float(k.load(stream, (group * blocks + unit) * self.lanes + lane))]
         units = self.block // UNIT

@@ -1,12 +1,12 @@
 """Products of activations with packed matrices.
 
-Activations are integers of 16 bits with a scale for each 32 (`rows.prepare`), so that a product is whole-numbered
-within a group of columns: `lanes` rows side by side, two columns at a time, scaled once a group. Rounding them
-costs some 1e-5 of a result. Float matrices take float32 activations.
+Activations are integers of 16 bits with a scale for each 32 (`rows.prepare`), so that a product is
+whole-numbered within a group of columns: `lanes` rows side by side, two columns at a time, scaled once a
+group. Rounding them costs some 1e-5 of a result. Float matrices take float32 activations.
 
-With one token, taking weights apart and memory are all there is: integers are multiplied as they are stored, and
-offsets are applied to sums of activations. With tiles of tokens, weights are taken apart once for all tokens, a
-span of columns at a time that stays in the first cache.
+With one token, taking weights apart and memory are all there is: integers are multiplied as they are stored,
+and offsets are applied to sums of activations. With tiles of tokens, weights are taken apart once for all
+tokens, a span of columns at a time that stays in the first cache.
 
 A kernel is for a type of matrices, not for a shape: sizes are read from a buffer.
 """
@@ -28,9 +28,12 @@ TILES = 2  # where the state says how many tiles of tokens there are
 _TOGETHER = 2  # pairs of columns that a step with tiles takes
 
 
-def shape_of(rows: int, cols: int, packing: Packing, added: bool, first: int = 0, out_rows: int = 0) -> list[int]:
-    """What a product reads of its sizes, int32: groups of rows; blocks of a row; the row of the output that the
-    first row of the matrix is; rows of the output; of what is `added` to it, or 0 where each token's is the same."""
+def shape_of(
+    rows: int, cols: int, packing: Packing, added: bool, first: int = 0, out_rows: int = 0
+) -> list[int]:
+    """What a product reads of its sizes, int32: groups of rows; blocks of a row; the row of the output that
+    the first row of the matrix is; rows of the output; of what is `added` to it, or 0 where each token's is
+    the same."""
     groups = packing.groups(rows)
     out_rows = out_rows or groups * packing.lanes
     return [groups, cols // packing.block, first, out_rows, out_rows * added]
@@ -44,9 +47,9 @@ def span_of(cols: int) -> int:
 @dataclass(frozen=True)
 class Activations:
     """What a product reads, `tile` tokens side by side. For quantized matrices: `values` int16
-    (tiles, cols / 2, tile, 2) with `scales` float32 (tiles, cols / 32, tile), and of their sums, with one token,
-    `sums` int32 (cols / 16,) for types with an offset, `scaled_sums` float32 (tiles, cols / 32, tile) for those
-    with minima. For float matrices `floats`, float32 (tiles, cols, tile)."""
+    (tiles, cols / 2, tile, 2) with `scales` float32 (tiles, cols / 32, tile), and of their sums, with one
+    token, `sums` int32 (cols / 16,) for types with an offset, `scaled_sums` float32 (tiles, cols / 32, tile)
+    for those with minima. For float matrices `floats`, float32 (tiles, cols, tile)."""
 
     tile: int
     cols: Index
@@ -96,10 +99,10 @@ def inputs_of(packings: Sequence[Packing], tile: int) -> tuple[str, ...]:
 
 @functools.cache
 def product(packing: Packing, cores: int, tile: int, span: int = 1) -> Kernel:
-    """Products of activations with a matrix, plus what is added to them: a residual stream, a bias, zeros. Buffers:
-    out, float32 (tokens, out_rows); the sizes (`shape_of`); with a tile of more than 1 the state (`TILES`); the
-    activations that `inputs_of` names; what is added, float32 (tokens or 1, out_rows); the matrix's stream. `span`:
-    see `span_of`; with a tile of 1 it does not matter."""
+    """Products of activations with a matrix, plus what is added to them: a residual stream, a bias, zeros.
+    Buffers: out, float32 (tokens, out_rows); the sizes (`shape_of`); with a tile of more than 1 the state
+    (`TILES`); the activations that `inputs_of` names; what is added, float32 (tokens or 1, out_rows); the
+    matrix's stream. `span`: see `span_of`; with a tile of 1 it does not matter."""
 
     def kernel(core: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k, rest = Program(packing.lanes), list(buffers)
@@ -194,7 +197,14 @@ def _one_token(k: Program, packing: Packing, stream: UOp, group: UOp, blocks: UO
 
 
 def _tiles(
-    k: Program, packing: Packing, stream: UOp, group: UOp, blocks: UOp, x: Activations, tiles: Index, span: int
+    k: Program,
+    packing: Packing,
+    stream: UOp,
+    group: UOp,
+    blocks: UOp,
+    x: Activations,
+    tiles: Index,
+    span: int,
 ) -> UOp:
     """The products of a group of rows with each token, in memory: float32 (tokens, lanes)."""
     lanes, tile, format = k.lanes, x.tile, packing.format
@@ -227,7 +237,9 @@ def _tiles(
                     pair = step * _TOGETHER + p
                     w = k.vector(weights, (i * PAIRS + pair) * (2 * lanes), 2 * lanes)
                     for two in range(tile // 2):
-                        tokens = (k.repeat_pair(x.pair(k, turn, unit * PAIRS + pair, 2 * two + t)) for t in range(2))
+                        tokens = (
+                            k.repeat_pair(x.pair(k, turn, unit * PAIRS + pair, 2 * two + t)) for t in range(2)
+                        )
                         dots = (k.multiply_pairs(w, token) for token in tokens)
                         values[two] = values[two] + k.concat(*dots)
                 for both, value in zip(sums, values, strict=True):
@@ -259,4 +271,6 @@ def _take_apart(k: Program, packing: Packing, stream: UOp, words: UOp, out: UOp,
             scale = k.repeat_each(packing.small_integer(k, stream, words, run))
         for i, pair in enumerate(packing.pairs(k, stream, words, step * together, together)):
             value = pair - format.offset if format.offset else pair
-            k.store(out, at + (step * together + i) * (2 * lanes), value * scale if scale is not None else value)
+            k.store(
+                out, at + (step * together + i) * (2 * lanes), value * scale if scale is not None else value
+            )

@@ -1,7 +1,7 @@
 """Writing a kernel for one core: loops, vectors, registers.
 
-A `Program` is written in the order in which it runs. What it stores, in registers or in memory, later loads see:
-it keeps for every buffer that it writes the store that its next load has to come after.
+A `Program` is written in the order in which it runs. What it stores, in registers or in memory, later loads
+see: it keeps for every buffer that it writes the store that its next load has to come after.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import TypeAlias
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -24,7 +25,7 @@ F32, F16, I32, I16, I8, U16, U8 = (
     dtypes.uint16,
     dtypes.uint8,
 )
-Index = UOp | int
+Index: TypeAlias = UOp | int
 _LOG2_E = 1.4426950408889634
 # 2**f for f within a half, to 1e-7: a polynomial fitted at Chebyshev nodes
 _EXP2 = (1.0000001192, 0.6931471825, 0.2402210683, 0.05550327152, 0.009676037356, 0.001340043265)
@@ -122,7 +123,9 @@ class Program:
     def _write(self, buffer: UOp, at: Index, n: int, value: UOp) -> None:
         reads = [r for scope in self._scopes for r in scope.reads.pop(buffer, ())]
         if reads and not set(reads) <= value.backward_slice_with_self.keys():
-            raise ValueError("A load may happen as late as its value is used: by then this store has overwritten it.")
+            raise ValueError(
+                "A load may happen as late as its value is used: by then this store has overwritten it."
+            )
         store = self._place(buffer, at, n).store(value)
         scope = self._scopes[-1]
         scope.effects.append(store)
@@ -160,9 +163,9 @@ class Program:
     def multiply_pairs(self, a: UOp, b: UOp) -> UOp:
         """Products of 16-bit integers, neighbours added: int16 (2 * lanes,) each -> int32 (lanes,).
 
-        Compilers know it as one instruction where there is one (pmaddwd), if its sum stays a sum of two. Added to
-        a running total they would take it apart and add each half on its own; `concat` of two results first, as
-        the operand of one longer addition, keeps it whole."""
+        Compilers know it as one instruction where there is one (pmaddwd), if its sum stays a sum of two.
+        Added to a running total they would take it apart and add each half on its own; `concat` of two
+        results first, as the operand of one longer addition, keeps it whole."""
         products = a.cast(I32) * b.cast(I32)
         even, odd = (_pick(products, range(p, 2 * self.lanes, 2)) for p in range(2))
         return even + odd
@@ -188,8 +191,8 @@ class Program:
             self.store(buffer, at + i // together * stride, part)
 
     def exp(self, x: UOp) -> UOp:
-        """e to the x, float32, clamped to what floats hold: 1e-38 to 1e38. Relative error 3e-7 and what rounding
-        makes of x log2(e) = n + f, f within a half."""
+        """e to the x, float32, clamped to what floats hold: 1e-38 to 1e38. Relative error 3e-7 and what
+        rounding makes of x log2(e) = n + f, f within a half."""
         t = (x * _LOG2_E).maximum(UOp.const(-126.0, F32)).minimum(UOp.const(127.0, F32))
         biased = (t + 127.5).cast(I32)  # n + 127, the exponent's bits: a cast drops the fraction
         f = t - (biased - 127).cast(F32)

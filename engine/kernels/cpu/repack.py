@@ -1,7 +1,7 @@
 """From a file's blocks to packed streams, on all cores.
 
-Where the bits of a column lie in a block: block_q4_0 to block_q6_K of ggml/src/ggml-common.h and the functions
-dequantize_row_* of ggml/src/ggml-quants.c, both of llama.cpp.
+Where the bits of a column lie in a block: block_q4_0 to block_q6_K of ggml/src/ggml-common.h and the
+functions dequantize_row_* of ggml/src/ggml-quants.c, both of llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.formats.quantization import Format
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.cores import Cores, Kernel
 from engine.kernels.cpu.packing import UNIT, Packing
-from engine.kernels.cpu.program import U8, U16, Index, Program, share, shift_left, shift_right
+from engine.kernels.cpu.program import U16, Index, Program, share, shift_left, shift_right
 
 Place = tuple[Index, Index]  # a byte of a block and the lowest bit in it
 
@@ -37,12 +37,16 @@ _COLUMNS: dict[str, tuple[Callable[[UOp], Place], ...]] = {
 }
 
 
-def repack(cores: Cores, raw: NDArray[np.uint8], packing: Packing, places: NDArray[np.int32], cols: int) -> Tensor:
-    """The stream of a matrix. `raw`: as the file holds it, uint8 (bytes,). `places`: for each row of the stream's
-    matrix, which of the file's it is."""
+def repack(
+    cores: Cores, raw: NDArray[np.uint8], packing: Packing, places: NDArray[np.int32], cols: int
+) -> Tensor:
+    """The stream of a matrix. `raw`: as the file holds it, uint8 (bytes,). `places`: for each row of the
+    stream's matrix, which of the file's it is."""
     lanes = packing.lanes
     out = memory.zeros(packing.size(len(places), cols), packing.dtype)
-    source = np.full(packing.groups(len(places)) * lanes, places[-1], np.int32)  # the last again, to fill its group
+    source = np.full(
+        packing.groups(len(places)) * lanes, places[-1], np.int32
+    )  # the last again, to fill its group
     source[: len(places)] = places
     shape = np.array([cols // packing.block, len(source) // lanes], np.int32)
     types = (packing.dtype, dtypes.uint8 if packing.format else packing.dtype, dtypes.int32, dtypes.int32)
@@ -52,8 +56,9 @@ def repack(cores: Cores, raw: NDArray[np.uint8], packing: Packing, places: NDArr
 
 
 def half_split(rows: int, head_dim: int) -> NDArray[np.int32]:
-    """Where rows of queries or keys are in a file that keeps rotated pairs of a head side by side, if each head's
-    first halves of pairs are to come first: undoes the permutation of llama.cpp's convert_hf_to_gguf."""
+    """Where rows of queries or keys are in a file that keeps rotated pairs of a head side by side, if each
+    head's first halves of pairs are to come first: undoes the permutation of llama.cpp's
+    convert_hf_to_gguf."""
     pairs = np.arange(rows, dtype=np.int32).reshape(rows // head_dim, head_dim // 2, 2)
     return np.ascontiguousarray(pairs.transpose(0, 2, 1)).reshape(-1)
 
@@ -101,7 +106,9 @@ def _block(k: Program, packing: Packing, format: Format, out: UOp, at: UOp, take
     units = at + packing.head
     if packing.small_scales:
         for u in range(format.block // UNIT):
-            k.store(out, units + u * packing.unit, word(192 + 2 * u) if format.group == 16 else _k_scales(byte, u))
+            k.store(
+                out, units + u * packing.unit, word(192 + 2 * u) if format.group == 16 else _k_scales(byte, u)
+            )
         units = units + lanes
     with k.loop(format.block // UNIT) as u:
         low = units + u * packing.unit

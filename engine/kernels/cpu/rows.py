@@ -1,4 +1,5 @@
-"""Steps between products: a token's embedding, activations made ready for products, queries and keys rotated."""
+"""Steps between products: a token's embedding, activations made ready for products, queries and keys
+rotated."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def tokens_of(k: Program, state: UOp, tile: int) -> Index:
 
 @functools.cache
 def embed(packing: Packing, cores: int, tile: int) -> Kernel:
-    """Rows of the embedding. Buffers: out, float32 (tokens, cols); the sizes (rows, blocks of a row), int32; with a
-    tile of more than 1 the state; the tokens, int32; the stream."""
+    """Rows of the embedding. Buffers: out, float32 (tokens, cols); the sizes (rows, blocks of a row), int32;
+    with a tile of more than 1 the state; the tokens, int32; the stream."""
 
     def kernel(core: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = Program(packing.lanes)
@@ -48,9 +49,9 @@ def embed(packing: Packing, cores: int, tile: int) -> Kernel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` makes of the rows (tokens, cols) it is given, for products that read `outputs` (names of the
-    fields of `product.Activations`): the rows themselves; or `eps` says that they are to be normed (root mean
-    square) and multiplied by a weight; or `gated`, that each is silu of one row times another."""
+    """What `prepare` makes of the rows (tokens, cols) it is given, for products that read `outputs` (names of
+    the fields of `product.Activations`): the rows themselves; or `eps` says that they are to be normed (root
+    mean square) and multiplied by a weight; or `gated`, that each is silu of one row times another."""
 
     outputs: tuple[str, ...]
     eps: float | None = None
@@ -59,8 +60,9 @@ class Prepared:
 
 @functools.cache
 def prepare(what: Prepared, lanes: int, cores: int, tile: int) -> Kernel:
-    """Activations made ready for products. Buffers: the outputs in their order; the size (units of 32 columns),
-    int32; with a tile of more than 1 the state; rows; the other rows, if gated, or the norm's weight, if normed."""
+    """Activations made ready for products. Buffers: the outputs in their order; the size (units of 32
+    columns), int32; with a tile of more than 1 the state; rows; the other rows, if gated, or the norm's
+    weight, if normed."""
     parts = UNIT // lanes
 
     def kernel(core: UOp, *buffers: UOp) -> UOp:
@@ -111,7 +113,14 @@ def _sum_of_squares(k: Program, rows: UOp, at: Index, n: Index, lanes: int = 0) 
 
 
 def _store_unit(
-    k: Program, outs: dict[str, UOp], values: list[UOp], turn: Index, units: Index, unit: UOp, tile: int, t: Index
+    k: Program,
+    outs: dict[str, UOp],
+    values: list[UOp],
+    turn: Index,
+    units: Index,
+    unit: UOp,
+    tile: int,
+    t: Index,
 ) -> None:
     """Stores 32 columns of a token in the forms that `outs` names."""
     place = (turn * units + unit) * tile
@@ -124,11 +133,15 @@ def _store_unit(
                 k.store_elements(outs["floats"], at, tile, value)
     if "values" not in outs:
         return
-    largest = k.across(functools.reduce(lambda a, b: a.maximum(b), [v.maximum(v * -1.0) for v in values]), Ops.MAX)
+    largest = k.across(
+        functools.reduce(lambda a, b: a.maximum(b), [v.maximum(v * -1.0) for v in values]), Ops.MAX
+    )
     limit = _LARGEST_ALONE if tile == 1 else _LARGEST
     scale = largest * (1 / limit)
     inverse = (largest.maximum(UOp.const(1e-30, F32))).reciprocal() * float(limit)
-    integers = [(v * inverse + 32768.5).cast(I32) - 32768 for v in values]  # to the nearest: a cast drops fractions
+    integers = [
+        (v * inverse + 32768.5).cast(I32) - 32768 for v in values
+    ]  # to the nearest: a cast drops fractions
     for part, q in enumerate(integers):
         at = place * UNIT + part * k.lanes * tile + t * 2
         if tile == 1:
@@ -154,9 +167,9 @@ def _store_unit(
 
 @dataclass(frozen=True)
 class Heads:
-    """A model's attention: `query` heads share `kv` heads of keys and values, of `dim` elements each; `norm_eps`
-    where queries and keys are normed. The cache of a layer has room for `length` tokens, a multiple of `lanes`:
-    keys as (kv, length / lanes, dim, lanes), values as (kv, length, dim), float16."""
+    """A model's attention: `query` heads share `kv` heads of keys and values, of `dim` elements each;
+    `norm_eps` where queries and keys are normed. The cache of a layer has room for `length` tokens, a
+    multiple of `lanes`: keys as (kv, length / lanes, dim, lanes), values as (kv, length, dim), float16."""
 
     query: int
     kv: int
@@ -186,20 +199,36 @@ class Heads:
 @functools.cache
 def rotate(heads: Heads, cores: int, tile: int) -> Kernel:
     """Norms and rotates queries and keys and puts keys and values into the cache. Buffers: queries, float32
-    (tokens, query * dim), scaled; keys and values, the caches; the state; rows, float32 (tokens, heads.rows); cos and
-    sin, float32 (length, dim / 2); the norms' weights for queries and keys, float32 (dim,), where there are norms."""
+    (tokens, query * dim), scaled; keys and values, the caches; the state; rows, float32 (tokens, heads.rows);
+    cos and sin, float32 (length, dim / 2); the norms' weights for queries and keys, float32 (dim,), where
+    there are norms."""
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
-    def kernel(core: UOp, queries: UOp, keys: UOp, values: UOp, state: UOp, rows: UOp, cos: UOp, sin: UOp, *norms: UOp) -> UOp:
+    def kernel(
+        core: UOp,
+        queries: UOp,
+        keys: UOp,
+        values: UOp,
+        state: UOp,
+        rows: UOp,
+        cos: UOp,
+        sin: UOp,
+        *norms: UOp,
+    ) -> UOp:
         k = Program(h.lanes)
         start = k.index(state, POSITION)
 
-        def turned(at: Index, token: Index, j: UOp, weight: UOp | None, factor: UOp | None) -> tuple[UOp, UOp]:
+        def turned(
+            at: Index, token: Index, j: UOp, weight: UOp | None, factor: UOp | None
+        ) -> tuple[UOp, UOp]:
             """Elements j and j + half on of a head, n each."""
             a, b = (k.vector(rows, at + offset + j, n) for offset in (0, half))
             if weight is not None and factor is not None:
-                a, b = (v * k.load(factor, 0) * k.vector(weight, offset + j, n) for v, offset in ((a, 0), (b, half)))
+                a, b = (
+                    v * k.load(factor, 0) * k.vector(weight, offset + j, n)
+                    for v, offset in ((a, 0), (b, half))
+                )
             c, s = (k.vector(table, (start + token) * half + j, n) for table in (cos, sin))
             return a * c - b * s, b * c + a * s
 
@@ -229,7 +258,9 @@ def rotate(heads: Heads, cores: int, tile: int) -> Kernel:
                 at = t * h.rows + (h.query + head) * h.dim
                 factor = norm_factor(at)
                 with k.loop(half // n) as j:
-                    for v, offset in zip(turned(at, t, j * n, norms[1] if norms else None, factor), (0, half), strict=True):
+                    for v, offset in zip(
+                        turned(at, t, j * n, norms[1] if norms else None, factor), (0, half), strict=True
+                    ):
                         to = h.key_at(head, token // h.lanes, j * n + offset) + token % h.lanes
                         k.store_elements(keys, to, h.lanes, v.cast(F16))
                 with k.loop(h.dim // n) as j:

@@ -1,0 +1,117 @@
+"""Packing and products, for every type, against what the gguf package says the weights are."""
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from tinygrad import dtypes
+
+from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.cores import Cores
+from engine.kernels.cpu.packing import UNIT, Packing
+from engine.kernels.cpu.product import inputs_of, product, shape_of, span_of
+from engine.kernels.cpu.repack import half_split, repack
+from engine.kernels.cpu.rows import Prepared, embed, prepare
+from tests.formats.test_quantization import random_blocks
+
+LANES = 16
+TYPES = [*FLOATS, *QUANTIZED]
+KINDS = {"values": dtypes.int16, "sums": dtypes.int32}
+
+
+def blocks_of(kind: Type, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks as a file holds them, and the weights, float64 (rows, cols); no infinite scales."""
+    blocks = random_blocks(kind, rows, cols)
+    finite = np.isfinite(gguf.dequantize(blocks, kind)).all(1, keepdims=True)
+    blocks = np.ascontiguousarray(np.where(finite, blocks, 0), np.uint8)
+    return blocks.reshape(-1), gguf.dequantize(blocks, kind).reshape(rows, cols).astype(np.float64)
+
+
+def packed(cores: Cores, kind: Type, rows: int, cols: int, lanes: int = LANES):
+    blocks, weights = blocks_of(kind, rows, cols)
+    packing = Packing(kind, lanes)
+    return packing, repack(cores, blocks, packing, np.arange(rows, dtype=np.int32), cols), weights
+
+
+def ints(*values: int):
+    return memory.array(np.array(values), dtypes.int32)
+
+
+def multiply(
+    cores: Cores, kind: Type, rows: int, cols: int, tokens: int, tile: int, lanes: int = LANES
+) -> float:
+    """The error of products of random activations plus a bias, relative to the largest."""
+    packing, stream, weights = packed(cores, kind, rows, cols, lanes)
+    x = np.random.default_rng(1).standard_normal((tokens, cols)).astype(np.float32)
+    bias = np.random.default_rng(2).standard_normal(packing.groups(rows) * lanes).astype(np.float32)
+    out = memory.zeros(tokens * bias.size, dtypes.float32)
+    state = [ints(0, 0, tokens // tile)] if tile > 1 else []
+    names = inputs_of([packing], tile)
+    inputs = [memory.zeros(2 * tokens * cols, KINDS.get(name, dtypes.float32)) for name in names]
+    rows_in, added = memory.array(x, dtypes.float32), memory.array(bias, dtypes.float32)
+    step = cores.launches()
+    step.add(prepare(Prepared(names), lanes, cores.count, tile), *inputs, ints(cols // UNIT), *state, rows_in)
+    kernel = product(packing, cores.count, tile, span_of(cols) if tile > 1 else 1)
+    step.add(kernel, out, ints(*shape_of(rows, cols, packing, False)), *state, *inputs, added, stream)
+    step.captured()()
+    wanted = x.astype(np.float64) @ weights.T + bias[:rows]
+    return float(np.abs(memory.view(out).reshape(tokens, -1)[:, :rows] - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
+def test_one_token(cores: Cores, kind: int) -> None:
+    assert multiply(cores, Type(kind), 40, 512, 1, 1) < (5e-5 if kind in QUANTIZED else 2e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", [Type.F16, Type.Q5_0, Type.Q4_K, Type.Q6_K, Type.Q8_0], ids=lambda kind: kind.name
+)
+def test_tiles_of_tokens(cores: Cores, kind: Type) -> None:
+    assert multiply(cores, kind, 40, 512, 8, 4) < (1e-4 if kind in QUANTIZED else 2e-6)
+
+
+@pytest.mark.parametrize("lanes", [4, 8])
+def test_narrower_vectors(cores: Cores, lanes: int) -> None:
+    assert multiply(cores, Type.Q6_K, 24, 256, 1, 1, lanes) < 5e-5
+
+
+def test_columns_that_make_no_whole_spans(cores: Cores) -> None:
+    assert multiply(cores, Type.Q8_0, 16, 96, 4, 4) < 1e-4
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
+def test_rows_of_the_embedding(cores: Cores, kind: int) -> None:
+    packing, stream, weights = packed(cores, Type(kind), 40, 512)
+    out, token = memory.zeros(512, dtypes.float32), ints(0)
+    step = cores.launches()
+    step.add(embed(packing, cores.count, 1), out, ints(40, 512 // packing.block), token, stream)
+    walk = step.captured()
+    for row in (0, 17, 39):
+        memory.view(token)[:] = row
+        walk()
+        np.testing.assert_allclose(
+            memory.view(out), weights[row], rtol=2e-6, atol=1e-6 * np.abs(weights[row]).max()
+        )
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: Type(kind).name)
+def test_bytes_are_the_files(kind: int) -> None:
+    block, block_bytes = gguf.GGML_QUANT_SIZES[Type(kind)]
+    in_file = 64 * 1024 // block * block_bytes
+    assert in_file <= Packing(kind, LANES).size(64, 1024) * 2 <= 1.03 * in_file
+
+
+def test_rows_of_rotated_pairs_are_split_in_halves() -> None:
+    np.testing.assert_array_equal(half_split(8, 4), [0, 2, 1, 3, 4, 6, 5, 7])
+
+
+def test_a_matrix_of_zeros_and_activations_of_zeros(cores: Cores) -> None:
+    names = inputs_of([Packing(8, LANES)], 1)
+    outs = [memory.zeros(64, KINDS.get(name, dtypes.float32)) for name in names]
+    step = cores.launches()
+    step.add(
+        prepare(Prepared(names), LANES, cores.count, 1), *outs, ints(2), memory.zeros(64, dtypes.float32)
+    )
+    step.captured()()
+    assert all(np.all(memory.view(out) == 0) for out in outs)
