@@ -18,7 +18,14 @@ from engine.client import LocalEngine
 from engine.events import EngineOptions
 from tests.app.scenes import QUESTION, SCENES
 
-PICTURES = {"chat-120x40": "reply", "chat-60x20": "reply-narrow"}
+PICTURES = {
+    "chat-120x40": "reply",
+    "chat-60x20": "reply-narrow",
+    "dashboard-160x48": "dashboard",
+    "dashboard-light-130x40": "dashboard-light",
+    "kernels-120x30": "whole-kernels",
+    "presets-100x30": "presets",
+}
 
 
 async def picture_of_scene(name: str) -> str:
