@@ -91,9 +91,10 @@ from engine.kernels.cpu.product import product, shape_of
 if __name__ == "__main__":
     cores, packings = Cores(1), [Packing(kind, 16) for kind in (0, 1)]
     w = [memory.array(np.ones((64, 16)), packing.dtype) for packing in packings]
-    x, zeros, out = memory.array(np.arange(64), dtypes.float32), *(memory.zeros(16, dtypes.float32) for _ in
-    range(2)) shape = memory.array(np.array(shape_of(16, 64, packings[0], True)), dtypes.int32) step =
-    cores.launches() for packing, stream in zip(packings, w):
+    x, out = memory.array(np.arange(64), dtypes.float32), memory.zeros(16, dtypes.float32)
+    shape = memory.array(np.array(shape_of(16, 64, packings[0], True)), dtypes.int32)
+    step = cores.launches()
+    for packing, stream in zip(packings, w):
         step.add(product(packing, 1, 1), out, shape, x, out, stream)
     step.captured()()
     import tinygrad.engine.worker as worker
