@@ -38,7 +38,7 @@ class Drawn(Widget, Generic[View]):
     }
     """
     ALLOW_SELECT = False
-    can_focus = True
+    FOCUS_ON_CLICK = False  # what is typed next is meant for the prompt
 
     view: reactive[View | None] = reactive(None)
 

@@ -92,6 +92,7 @@ class KernelTable(Drawn[Kernels]):
     filters, d turns from decode to prefill, p holds what is shown, m measures again."""
 
     BORDER_TITLE = "kernels"
+    can_focus = True
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
         Binding("up", "move(-1)", show=False),
         Binding("down", "move(1)", show=False),

@@ -214,3 +214,39 @@ async def test_on_a_tiny_terminal_there_is_only_the_chat():
         await pilot.pause()
         assert app.dashboard.size.width == 0
         assert app.column.size.width == 36
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "name"),
+    [
+        ({}, "CPU", "cpu"),
+        ({"backend": "CUDA", "context_length": 512}, "CUDA", "cuda"),
+        ({"beam": 2}, "CUDA", ""),
+        ({"kernels": "graph"}, "CPU", ""),
+    ],
+)
+def test_without_a_preset_it_is_that_of_the_backend_if_it_is_set_up_alike(options, backend, name):
+    setup = Setup(EngineOptions(model_path="m", **options))
+    setup.started(backend)
+    assert setup.name == name
+
+
+async def test_what_is_not_seen_costs_nothing():
+    engine = MeasuredEngine()
+    async with dashboard(engine) as (app, pilot, _):
+        await pilot.press("f5")
+        await until(lambda: not app.dashboard.is_seen)
+        app.dashboard._read = lambda: pytest.fail("the counters are read")
+        engine.profiles.clear()
+        app.dashboard._wanted = ["decode"]
+        await asyncio.sleep(1.5)
+        assert engine.profiles == []
+
+
+async def test_tab_goes_to_the_kernels_and_back():
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("tab")
+        assert app.focused is app.dashboard.table
+        await pilot.press("escape", "tab")
+        await pilot.click("ThroughputGraph")
+        assert app.focused is app.prompt
