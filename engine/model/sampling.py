@@ -39,10 +39,9 @@ class Sampler:
             logits[seen] = np.where(x > 0, x / s.repeat_penalty, x * s.repeat_penalty)
         if s.temperature == 0:
             return int(logits.argmax())
+        ids = np.arange(logits.size)
         if 0 < s.top_k < logits.size:
             ids = np.argpartition(logits, -s.top_k)[-s.top_k :]
-        else:
-            ids = np.arange(logits.size)
         ids = ids[np.argsort(-logits[ids], kind="stable")]  # most probable first
         x = logits[ids].astype(np.float64)
         if s.top_p < 1:  # the fewest tokens whose probabilities add up to top_p
