@@ -106,7 +106,9 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
     h, n_threads, group = heads, split.threads, split.group
     dim, half = h.dim, h.dim // 2
     cuts, slices = split.cuts(dim), 1 << ((n_threads // dim).bit_length() - 1)
-    run, tile_tokens, step_quads = dim // cuts, n_threads // cuts, slices * split.ahead
+    run, tile_tokens = dim // cuts, n_threads // cuts
+    ahead = min(split.ahead, n_threads // (slices * 4))  # a step's tokens all have weights: see `tiles`
+    step_quads = slices * ahead
     assert n_threads >= dim and h.shared_by % group == 0 and n_threads % (32 * cuts) == 0 and dim % 8 == 0
 
     def kernel(*buffers: UOp) -> UOp:
@@ -139,14 +141,14 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             return [load(keys, h.key_index(kv, token, cut * run + j)) for j in range(run)]
 
         def value_step(step: UOp | int) -> list[UOp]:
-            quads = [start // 4 + step * step_quads + j * slices + slice_ for j in range(split.ahead)]
+            quads = [start // 4 + step * step_quads + j * slices + slice_ for j in range(ahead)]
             return [
                 load(values, ((kv * (h.length // 4) + quad) * dim + column) * 4 + i)
                 for quad in quads
                 for i in range(4)
             ]
 
-        next_keys, next_values = registers(run, 0, F16), registers(split.ahead * 4, 1, F16)
+        next_keys, next_values = registers(run, 0, F16), registers(ahead * 4, 1, F16)
         first_loads = [at(next_keys, j).store(x) for j, x in enumerate(key_tile(0))]
         first_loads += [at(next_values, j).store(x) for j, x in enumerate(value_step(0))]
 
@@ -160,7 +162,9 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             head, d, is_key = (e // dim).minimum(group), e % dim, e >= group * dim
             first_row = is_key.where((h.query + kv) * dim, block * (group * dim) + head * dim)
             partner = (d < half).where(d + half, d - half)
-            loaded_rows.append((head, d, is_key, partner, load(rows, first_row + d), load(rows, first_row + partner)))
+            loaded_rows.append(
+                (head, d, is_key, partner, load(rows, first_row + d), load(rows, first_row + partner))
+            )
         if h.norm_eps is not None:
             raw = [at(unnormed, e).store(own) for e, (*_, own, _) in zip(mine_of, loaded_rows, strict=True)]
             unnormed = unnormed.after(UOp.group(*raw, *first_loads))
@@ -236,7 +240,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         # their sums of values: a thread takes a dimension and every `slices`-th quad of tokens
         step = UOp.range((count + (step_quads * 4 - 1)) // (step_quads * 4), 3, AxisType.LOOP)
         loaded = next_values.after(step, weights)
-        value = [load(loaded, j).cast(F32) for j in range(split.ahead * 4)]
+        value = [load(loaded, j).cast(F32) for j in range(ahead * 4)]
         sums = registers(group * 2, 2)
         sums = sums.after(UOp.group(*(at(sums, i).store(f32(0)) for i in range(group * 2))))
         so_far = sums.after(step)
@@ -244,7 +248,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         for g in range(group):
             w = [
                 load(weights, g * stride + (step * step_quads + j * slices + slice_) * 4 + i)
-                for j in range(split.ahead)
+                for j in range(ahead)
                 for i in range(4)
             ]
             stores.append(

@@ -50,8 +50,8 @@ class Tiles:
 def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
     """Tiles that give every multiprocessor two blocks, by cutting the common dimension where there are too few;
     `paired` products, whose gate and up must be whole, are not cut."""
-    down = 2 if tokens >= 128 else 1
-    tiles = Tiles(4 if tokens >= 64 else 2, 4, down, 2, 1)
+    # Tall tiles: each weight is made a half-precision number once for 128 tokens.
+    tiles = Tiles(min(8, tokens // 16), 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
     parts = 1
     while not paired and parts < 8 and blocks * parts < 2 * multiprocessors and units_of(cols) // parts >= 8:
@@ -111,7 +111,8 @@ def matmul(
         bound = (column_block * tiles.tokens < n).where(todo, 0)
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
         unit = part * steps + step
-        sums = [[load(acc.after(step) if steps > 1 else acc, j * 4 + i) for i in range(4)] for j in range(tiles.rows * tiles.cols)]
+        so_far = acc.after(step) if steps > 1 else acc
+        sums = [[load(so_far, j * 4 + i) for i in range(4)] for j in range(tiles.rows * tiles.cols)]
         weights = []
         for j in range(tiles.cols):
             row = first_row + j * 8 + thread // 4

@@ -79,6 +79,8 @@ class Epilogue(Protocol):
 
     def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]: ...
 
+    def __hash__(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Store:

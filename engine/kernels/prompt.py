@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
@@ -178,17 +178,20 @@ def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp
 
 
 @functools.cache
-def attend_prompt(heads: Heads, tokens: int, warps: int = 4) -> Kernel:
+def attend_prompt(heads: Heads, tokens: int, warps: int = 2, parts: int = 2, at_once: int = 2) -> Kernel:
     """Causal attention of a prompt over the cache, scores never leaving registers: a first pass over the keys
     finds each query's largest score, a second sums up values. Threads of a warp share queries and differ in
-    keys, so that they need to compare notes only after a pass. Buffers: the output, float16 fragments of (tokens,
-    query heads * dim); queries as `rotate_prompt` leaves them; the cache's keys; its values; the prompt."""
+    keys, so that they need to compare notes only after a pass. `warps` of a block have queries of their own;
+    `parts` as many again share these and take turns with the keys, `at_once` times sixteen. Buffers: the output,
+    float16 fragments of (tokens, query heads * dim); queries as `rotate_prompt` leaves them; the cache's keys;
+    its values; the prompt."""
     h, dim = heads, heads.dim
     chunks = dim // 16
     assert dim % 16 == 0 and tokens % (16 * warps) == 0
 
     def kernel(out: UOp, queries: UOp, keys: UOp, values: UOp, prompt: UOp) -> UOp:
         thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
+        part = UOp.special(parts, "lidx2") if parts > 1 else UOp.const(0)
         block, head = UOp.special(tokens // 16 // warps, "gidx0"), UOp.special(h.query, "gidx1")
         kv = head // h.shared_by
         g, t = thread // 4, thread % 4
@@ -223,44 +226,66 @@ def attend_prompt(heads: Heads, tokens: int, warps: int = 4) -> Kernel:
                 result.append(acc)
             return result
 
-        step = UOp.range(steps, 0, AxisType.REDUCE)
-        s = scores(step)
-        notes = shared(warps * 32 * 2, slot=0)
-        best = [maximum([s[0][2 * r], s[0][2 * r + 1], s[1][2 * r], s[1][2 * r + 1]]) for r in (0, 1)]
-        best = [b.reduce(step, arg=Ops.MAX) for b in best]
-        mine = (warp * 32 + thread) * 2
-        notes = notes.after(UOp.group(*(at(notes, mine + r).store(b) for r, b in enumerate(best))))
-        row = (warp * 32 + g * 4) * 2
-        top = [maximum([load(notes, row + k * 2 + r) for k in range(4)]) for r in (0, 1)]
+        turn = parts * at_once
+        turns = (steps - part + (turn - 1)) // turn
+        lanes = warps * 32
+
+        def steps_of(loop: UOp) -> list[UOp]:
+            return [(loop * at_once + k) * parts + part for k in range(at_once)]
+
+        def together(mine: Sequence[UOp], slot: int, join: Callable[[Sequence[UOp]], UOp]) -> list[UOp]:
+            """Of a number for row g and one for row g + 8, those of all threads that have keys of these rows."""
+            notes = shared(parts * lanes * 2, slot)
+            place = ((part * warps + warp) * 32 + thread) * 2
+            notes = notes.after(UOp.group(*(at(notes, place + r).store(x) for r, x in enumerate(mine))))
+            rows = [((k * warps + warp) * 32 + g * 4) * 2 for k in range(parts)]
+            return [join([load(notes, row + k * 2 + r) for row in rows for k in range(4)]) for r in (0, 1)]
+
+        loop = UOp.range(turns, 0, AxisType.REDUCE)
+        seen_scores = [scores(step) for step in steps_of(loop)]
+        best = [
+            maximum([s[i][2 * r + k] for s in seen_scores for i in (0, 1) for k in (0, 1)]) for r in (0, 1)
+        ]
+        top = together([b.reduce(loop, arg=Ops.MAX) for b in best], 0, maximum)
 
         n_acc = dim // 8 * 4
         acc = registers(n_acc + 2, 1)
         acc = acc.after(UOp.group(*(at(acc, i).store(f32(0)) for i in range(n_acc + 2))))
-        step = UOp.range(steps, 1, AxisType.REDUCE)
-        so_far = acc.after(step)
-        s = scores(step)
-        p = [[(s[half][i] - top[i // 2]).exp2() for i in range(4)] for half in (0, 1)]
-        weights = [x.cast(F16) for half in (0, 1) for x in p[half]]
-        stores = []
-        for j in range(dim // 8):
-            place = ((kv * (h.length // 4) + step * 4 + t) * dim + j * 8 + g) * 4
-            value = [load(values, place + i) for i in range(4)]
-            total = wmma(weights, value, [load(so_far, j * 4 + i) for i in range(4)])
-            stores += [at(acc, j * 4 + i).store(x) for i, x in enumerate(total)]
-        for r in (0, 1):
-            terms = [weights[half * 4 + 2 * r + i].cast(F32) for half in (0, 1) for i in (0, 1)]
-            stores.append(at(acc, n_acc + r).store(chain([load(so_far, n_acc + r), *terms])))
-        acc = acc.after(UOp.group(*stores).end(step))
-        totals = shared(warps * 32 * 2, slot=2)
-        totals = totals.after(UOp.group(*(at(totals, mine + r).store(load(acc, n_acc + r)) for r in (0, 1))))
-        factor = [tree([load(totals, row + k * 2 + r) for k in range(4)]).reciprocal() for r in (0, 1)]
+        loop = UOp.range(turns, 1, AxisType.REDUCE)
+        sums = [load(acc.after(loop), i) for i in range(n_acc + 2)]
+        for step in steps_of(loop):
+            s = scores(step)
+            weights = [(s[half][i] - top[i // 2]).exp2().cast(F16) for half in (0, 1) for i in range(4)]
+            for j in range(dim // 8):
+                place = ((kv * (h.length // 4) + step * 4 + t) * dim + j * 8 + g) * 4
+                sums[j * 4 : j * 4 + 4] = wmma(
+                    weights, [load(values, place + i) for i in range(4)], sums[j * 4 : j * 4 + 4]
+                )
+            for r in (0, 1):
+                terms = [weights[half * 4 + 2 * r + i].cast(F32) for half in (0, 1) for i in (0, 1)]
+                sums[n_acc + r] = chain([sums[n_acc + r], *terms])
+        acc = acc.after(UOp.group(*(at(acc, i).store(x) for i, x in enumerate(sums))).end(loop))
+        factor = [x.reciprocal() for x in together([load(acc, n_acc + r) for r in (0, 1)], 2, tree)]
+        result = [load(acc, i) for i in range(n_acc)]
+        if parts > 1:
+            others = shared((parts - 1) * n_acc * lanes, slot=3)
+            place = ((part - 1) * n_acc) * lanes + warp * 32 + thread
+            others = others.after(
+                UOp.group(*(at(others, place + i * lanes, part > 0).store(x) for i, x in enumerate(result)))
+            )
+            place = warp * 32 + thread
+            result = [
+                chain([x, *(load(others, (k * n_acc + i) * lanes + place) for k in range(parts - 1))])
+                for i, x in enumerate(result)
+            ]
         results = []
         for j in range(dim // 8):
             for i in range(4):
                 r, token = i // 2, first + g + 8 * (i // 2)
                 column = head * dim + j * 8 + t * 2 + i % 2
                 place = fragment_index(token, column, h.query * dim)
-                results.append(at(out, place, token < n).store((load(acc, j * 4 + i) * factor[r]).cast(F16)))
+                ok = token < n if parts == 1 else (token < n) & part.eq(0)
+                results.append(at(out, place, ok).store((result[j * 4 + i] * factor[r]).cast(F16)))
         return finish(f"prefill_attend_{h.query}_{h.kv}_{dim}_{tokens}", results)
 
     return kernel

@@ -32,7 +32,7 @@ def repack(
     are their bytes, writable."""
     plan = _plan(packing, rows, cols, in_turn)
     for source, there in zip(sources, plan.sources, strict=True):
-        here = Buffer("PYTHON", source.size, dtypes.uint8, opaque=memoryview(source))
+        here = Buffer("PYTHON", source.size, dtypes.uint8, opaque=source.data)
         there.copy_from(here)
     return plan.run()
 

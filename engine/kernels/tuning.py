@@ -154,7 +154,8 @@ class _Bench:
     def result(self, schedule: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         self.out.assign(Tensor.zeros(self.case.rows)).realize()
         self.chain(schedule, 1).captured()()
-        return (self.other if self.case.kind == "gate_up" else self.out).numpy()
+        out = self.other if self.case.kind == "gate_up" else self.out
+        return np.asarray(out.numpy(), np.float32)
 
     def time(self, schedule: Schedule) -> float:
         """Seconds a product takes within a chain."""

@@ -39,7 +39,8 @@ from engine.model.weights import Weights
 Floats = NDArray[np.float32]
 _CHUNKS = (64, 512)  # prompts are done in pieces of up to these sizes
 _FEW = 8  # tokens that are done one by one
-_SHORT, _MEDIUM = 512, 8192  # tokens that one block a head, and 32, attend to
+_SCORES_BYTES = 36 << 10  # of a block's shared memory
+_SHORT, _MEDIUM = 256, 8192  # tokens that one block a head, and 32, attend to
 
 
 @dataclass
@@ -133,9 +134,7 @@ class FusedSteps:
         size = next(size for size in _CHUNKS if len(tokens) <= size)
         send(self._prompt, np.asarray([position, len(tokens)], np.int32))
         send(self._ids, np.asarray([*tokens, *[0] * (_CHUNKS[-1] - len(tokens))], np.int32))
-        if size not in self._prefills:
-            self._prefills[size] = self._prefill_step(size).captured()
-        self._prefills[size]()
+        self._launch_prefill(size)
 
     def decode(self, token: int, position: int, ahead: bool = False) -> int:
         """As `Steps.decode`. With `ahead`, the step after it is launched too, for a caller who is going to ask
@@ -154,6 +153,11 @@ class FusedSteps:
         self._expected = (best, position + 1)
         return best
 
+    def _launch_prefill(self, size: int) -> None:
+        if size not in self._prefills:
+            self._prefills[size] = self._prefill_step(size).captured()
+        self._prefills[size]()
+
     def _settle(self) -> None:
         """Waits for a step that ran ahead and is not wanted, or it would answer for one launched later."""
         if self._ahead >= 0:
@@ -164,9 +168,9 @@ class FusedSteps:
         return np.asarray(self._logits.numpy(), np.float32)
 
     def replay(self, step: Step, position: int) -> Replay:
-        if step == "prefill":
-            raise UsageError("Only decode steps of fused kernels are measured yet.")
         self._ahead, self._expected = -1, (-1, -1)
+        if step == "prefill":
+            return self._replay_prefill(position)
 
         def reset() -> None:
             Device[Device.DEFAULT].synchronize()
@@ -174,6 +178,19 @@ class FusedSteps:
 
         launches = self._decode_step(self._split(self._limit(position)))
         return Replay(launches.compiled().src, self._uses(), 1, lambda: self._launch(position), reset=reset)
+
+    def _replay_prefill(self, position: int) -> Replay:
+        if not self._tensor_cores:
+            raise UsageError("This GPU takes prompts token by token: its steps are those of decode.")
+        size, count = self.chunk, min(self.chunk, self._context - position)
+
+        def reset() -> None:
+            Device[Device.DEFAULT].synchronize()
+            send(self._prompt, np.asarray([position, count], np.int32))
+            send(self._ids, np.zeros(size, np.int32))
+
+        calls = self._prefill_step(size).compiled().src
+        return Replay(calls, self._uses(), count, lambda: self._launch_prefill(size), reset=reset)
 
     def _uses(self) -> dict[UOp, Use]:
         """What the buffers of the weights and the cache are for."""
@@ -295,14 +312,15 @@ class FusedSteps:
         self._partial = _zeros(most * q_rows), _zeros(most * config.heads * 2)
 
     def _split(self, limit: int) -> Split:
-        """While the context is short a block takes a head; then there is a block for each multiprocessor."""
+        """While the context is short a block takes a head; then there are blocks for each multiprocessor."""
         config = self._config
+        threads = max(256, -(-config.head_dim // 64) * 64)
         if limit <= _SHORT:
-            return Split(limit, 1, 1, max(256, -(-config.head_dim // 64) * 64))
-        group = next(g for g in (4, 3, 2, 1) if config.heads // config.kv_heads % g == 0)
-        blocks = config.heads // group
-        splits = max(2, multiprocessors() // blocks, limit // 1024)
-        return Split(limit, splits, group, 512, ahead=8)
+            return Split(limit, 1, 1, threads)
+        group = 2 if config.heads // config.kv_heads % 2 == 0 else 1
+        scores_bytes = limit * group * Split(limit, 2, group, threads).cuts(config.head_dim) * 4
+        splits = max(2, multiprocessors() // config.kv_heads, -(-scores_bytes // _SCORES_BYTES))
+        return Split(limit, splits, group, threads, ahead=8)
 
     def _decode_step(self, split: Split) -> Launches:
         step = Launches()

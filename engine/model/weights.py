@@ -88,7 +88,7 @@ class Weights:
         self._bytes_read += info.n_bytes
         # tinygrad's CUDA device copies only from memory that may be written, even though it just reads it
         place = (ctypes.c_uint8 * info.n_bytes).from_address(info.data.ctypes.data)
-        return np.frombuffer(place, np.uint8)
+        return np.ctypeslib.as_array(place)
 
     def _half_split(self, raw: Tensor, rows: int) -> Tensor:
         """Reorders the rows of a query or key matrix from interleaved pairs to halves kept apart, so that the
