@@ -177,11 +177,10 @@ class Bench:
             for test in self.tests:
                 for repetition in range(self.repetitions + 1):  # the first is the warm-up
                     await self._repeat(test, repetition)
+        finally:
             for subject in self.subjects:
                 memory = resident(subject.engine.pid)
                 subject.peak_resident_bytes = memory.peak if memory else None
-        finally:
-            for subject in self.subjects:
                 await subject.engine.close()
 
     async def _start(self) -> None:

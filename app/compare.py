@@ -26,10 +26,12 @@ from engine.events import (
     Failed,
     Finished,
     Generate,
+    KernelProfile,
     Measured,
     RawText,
     Ready,
     Sampling,
+    Step,
     Token,
     TokenIds,
 )
@@ -169,6 +171,14 @@ class Comparison:
 
     async def close(self) -> None:
         await asyncio.gather(self.release(), self.ours.close())
+
+    async def measure(self) -> Measured | Failed:
+        """As ours does."""
+        return await self.ours.measure()
+
+    async def profile(self, step: Step = "decode") -> KernelProfile | Failed:
+        """As ours does."""
+        return await self.ours.profile(step)
 
     async def release(self) -> LocalEngine:
         """Ends the comparison: the other engine is closed, ours goes on."""
