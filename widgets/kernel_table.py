@@ -203,7 +203,7 @@ class KernelTable(Drawn[Kernels]):
 
 # --- lines ---------------------------------------------------------------------------------------------
 
-_CALLS, _US, _SHARE, _GBPS, _ROOF = 6, 9, 5, 7, 6
+_CALLS, _US, _SHARE, _GBPS, _ROOF = 6, 10, 5, 7, 6
 _FIXED = _CALLS + _US + _SHARE + _GBPS
 _BAR = 10
 _SHORT: dict[KernelRole, str] = {
@@ -242,8 +242,8 @@ def _summary_line(share: GroupShare, copy_gbps: float | None, width: int) -> Lin
 
 def _names(width: int) -> tuple[int, int, bool, bool]:
     """Cells for role and name, and whether there is room for bars and for shares of the roofline."""
-    with_roof = width >= 58
-    with_bar = width >= 76
+    with_roof = width >= 60
+    with_bar = width >= 78
     rest = width - _FIXED - (_ROOF if with_roof else 0) - (_BAR + 1 if with_bar else 0)
     role = 17 if rest >= 36 else min(10, rest)
     return role, max(0, rest - role), with_bar, with_roof
