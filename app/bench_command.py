@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 from rich.console import Console
@@ -18,7 +20,7 @@ from app import options
 from app.bench import Bench, Case
 from app.bench_report import OURS, PEER, Result
 from app.evidence import LEAST_TOKENS, note
-from app.oneshot import EXIT_CODES
+from app.oneshot import EXIT_CODES, on_signals
 from app.settings import Settings
 from engine.errors import UsageError
 from engine.events import EngineOptions, Failed
@@ -172,13 +174,27 @@ def _measure(
     progress.update(task, total=bench.steps)
     try:
         with progress:
-            asyncio.run(bench.run())
-    finally:  # also what was measured before Ctrl-C
+            asyncio.run(_until_terminated(bench.run()))
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+    finally:  # also what was measured before it was interrupted
         found = bench.results()
         results += found
         if preset in (given.preset or ()):
             _note_evidence(found)
     return [subject.failed for subject in bench.subjects if subject.failed]
+
+
+async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
+    """Does `work`; SIGTERM cancels it."""
+    task = asyncio.current_task()
+    assert task
+
+    def terminate(_: int) -> None:
+        task.cancel()
+
+    with on_signals(terminate, signal.SIGTERM):
+        await work
 
 
 def _note_evidence(results: Sequence[Result]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -147,11 +148,12 @@ class Comparison:
                 await self._follow_rival(asked)
             end: Finished | Failed = _stopped_before(request)
             if not self._stopped.is_set():
-                async for event in self._answer_of_ours(asked, request, prompt):
-                    if isinstance(event, Finished | Failed):
-                        end = event
-                    else:
-                        yield event
+                async with aclosing(self._answer_of_ours(asked, request, prompt)) as events:
+                    async for event in events:
+                        if isinstance(event, Finished | Failed):
+                            end = event
+                        else:
+                            yield event
             if other:
                 await other
             elif not rival_first:
@@ -250,13 +252,15 @@ class Comparison:
     ) -> AsyncGenerator[Event, None]:
         """The answer to the bare ids, told as the one to the chat that they stand for."""
         splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
-        async for event in told_apart(self._observed(asked), splitter):
-            yield event
+        async with aclosing(told_apart(self._observed(asked), splitter)) as events:
+            async for event in events:
+                yield event
 
     async def _observed(self, asked: Generate) -> AsyncGenerator[Event, None]:
-        async for event in self.ours.generate(asked):
-            self._left.observe(event)
-            yield event
+        async with aclosing(self.ours.generate(asked)) as events:
+            async for event in events:
+                self._left.observe(event)
+                yield event
 
     async def _follow_rival(self, asked: Generate) -> None:
         if self._stopped.is_set() or not self._rival or not self._right.ready:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -93,7 +93,7 @@ async def get(
 
 async def events(
     server: httpx.AsyncClient, path: str, request: Json, kind: type[R], name: str
-) -> AsyncIterator[R]:
+) -> AsyncGenerator[R, None]:
     """Posts `request`, and gives what the server streams back: the objects of server-sent events, up to
     `[DONE]` or the end. Raises OrinError, also for an object that tells of an error."""
     async with (

@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -196,28 +197,30 @@ class LlamaServer(Peer):
 
         tally.prompt_n, tally.seed = len(ids), _seed(request.sampling)
         asked = _completion(request, ids, tally.seed)
-        async for chunk in http.events(self._server, "completion", asked, _Chunk, self.name):
-            timings = chunk.timings
-            tally.cached_n, tally.prompt_ms = timings.cache_n, timings.prompt_ms
-            tally.predicted_ms = timings.predicted_ms
-            if progress := chunk.prompt_progress:  # what such a chunk has for a token is none
-                yield Prefilling(
-                    request_id=request.request_id,
-                    done=progress.processed,
-                    total=progress.total,
-                    cached=progress.cache,
-                )
-                continue
-            at_ms = timings.prompt_ms + timings.predicted_ms
-            # A token whose text ends within a character is not sent: the text comes with a later one's.
-            for _ in range(chunk.tokens_predicted - (not chunk.stop) - tally.predicted_n):
-                yield token(-1, "", at_ms=at_ms)
-            if chunk.stop:
-                tally.reason = "length" if chunk.stop_type == "limit" else "stop"
-                return
-            id = chunk.tokens[0] if chunk.tokens else -1
-            logprob, top = _log_probabilities(chunk)
-            yield token(id, chunk.content, at_ms=at_ms, logprob=logprob, top=top)
+        chunks = http.events(self._server, "completion", asked, _Chunk, self.name)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                timings = chunk.timings
+                tally.cached_n, tally.prompt_ms = timings.cache_n, timings.prompt_ms
+                tally.predicted_ms = timings.predicted_ms
+                if progress := chunk.prompt_progress:  # what such a chunk has for a token is none
+                    yield Prefilling(
+                        request_id=request.request_id,
+                        done=progress.processed,
+                        total=progress.total,
+                        cached=progress.cache,
+                    )
+                    continue
+                at_ms = timings.prompt_ms + timings.predicted_ms
+                # A token whose text ends within a character is not sent: the text comes with a later one's.
+                for _ in range(chunk.tokens_predicted - (not chunk.stop) - tally.predicted_n):
+                    yield token(-1, "", at_ms=at_ms)
+                if chunk.stop:
+                    tally.reason = "length" if chunk.stop_type == "limit" else "stop"
+                    return
+                id = chunk.tokens[0] if chunk.tokens else -1
+                logprob, top = _log_probabilities(chunk)
+                yield token(id, chunk.content, at_ms=at_ms, logprob=logprob, top=top)
         raise BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
 
 

@@ -3,7 +3,9 @@ run."""
 
 import json
 import re
+import signal
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -390,6 +392,38 @@ def test_a_peer_that_fails_leaves_ours_unharmed(engines, model, capsys):
     code, out, err = bench(capsys, *arguments)
     assert code == 1
     assert [(r["engine"], r["n_gen"]) for r in json.loads(out)] == [(OURS, 0), (PEER, 0), (OURS, 4)]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_was_measured_before_it_was_interrupted_is_not_lost(model, number, code):
+    script = """if True:
+        import sys
+        import app.bench
+        from app.cli import main
+        from tests import synthetic
+        app.bench.LocalEngine = lambda options: synthetic.engine(load_s=0.0, prefill_s=0.01, rate=0)
+        run = app.bench.Subject.run
+
+        async def told(self, *arguments, **options):
+            print("a run", file=sys.stderr, flush=True)
+            return await run(self, *arguments, **options)
+
+        app.bench.Subject.run = told
+        sys.exit(main(["bench", *sys.argv[1:]]))"""
+    arguments = ("--model", model, "-p", "8", "-n", "0", "-d", "0", "-r", "100000")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    for _ in range(5):
+        assert process.stderr.readline() == b"a run\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert set(err.splitlines()) <= {b"a run"}
+    assert b"pp8" in out
 
 
 def test_ours_that_fails(engines, model, capsys):
