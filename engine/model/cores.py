@@ -77,6 +77,7 @@ class CoreSteps:
         self._config = config = weights.config
         self._lanes = register_lanes()
         self.chunk = MAX_TILES * self._lanes
+        self.chunks, self.depths = (self.chunk,), (0,)
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
         self._cores = Cores(len(usable_cpus()))
         self._layers, self._embedding, self._head, self._output_norm = self._load(weights)

@@ -81,7 +81,7 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
                 for q in range(together)
             ]
 
-            def score_at(b: Index, q: int) -> Index:
+            def score_at(b: Index, q: Index) -> Index:
                 return base + (b * n + q) * lanes
 
             # scores
@@ -104,18 +104,17 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
                     k.store(largest[q], 0, k.vector(largest[q], 0).maximum(score))
 
             # their exponentials
-            totals, peaks = ([k.registers(size) for _ in range(n)] for size in (lanes, 1))
+            totals, peaks, inverses = k.registers(n * lanes), k.registers(n), k.registers(n)
             for q in range(n):
-                k.store(peaks[q], 0, k.across(k.vector(largest[q], 0), Ops.MAX))
-                k.fill(totals[q], 0, UOp.const(0.0, F32))
-            with k.loop(blocks) as b:
-                for q in range(n):
-                    weight = k.exp(k.vector(scores, score_at(b, q)) + k.load(peaks[q], 0) * -1.0)
-                    k.store(scores, score_at(b, q), weight)
-                    k.store(totals[q], 0, k.vector(totals[q], 0) + weight)
-            inverses = [k.registers(1) for _ in range(n)]
-            for q in range(n):
-                k.store(inverses[q], 0, k.across(k.vector(totals[q], 0), Ops.ADD).reciprocal())
+                k.store(peaks, q, k.across(k.vector(largest[q], 0), Ops.MAX))
+            with k.loop(n) as q:
+                k.fill(totals, q * lanes, UOp.const(0.0, F32))
+            with k.loop(blocks) as b, k.loop(n) as q:
+                weight = k.exp(k.vector(scores, score_at(b, q)) + k.load(peaks, q) * -1.0)
+                k.store(scores, score_at(b, q), weight)
+                k.store(totals, q * lanes, k.vector(totals, q * lanes) + weight)
+            with k.loop(n) as q:
+                k.store(inverses, q, k.across(k.vector(totals, q * lanes), Ops.ADD).reciprocal())
 
             # the weighted sum of values
             with k.loop(vectors // at_once) as j:
@@ -131,7 +130,7 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
                             k.store(s, 0, k.vector(s, 0) + value * weight)
                 for v in range(at_once):
                     for q in range(n):
-                        result = k.vector(sums[v * n + q], 0) * k.load(inverses[q], 0)
+                        result = k.vector(sums[v * n + q], 0) * k.load(inverses, q)
                         k.store(out, rows[q] + (j * at_once + v) * lanes, result)
         return k.finish(f"attention_{h.query}_{h.kv}_{h.dim}_{tile}")
 

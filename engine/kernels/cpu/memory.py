@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import mmap
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor
 from tinygrad.device import Buffer
 from tinygrad.dtype import DType
+from tinygrad.helpers import GlobalCounters
 
 _HUGE = 2 << 20
 _memory: WeakKeyDictionary[Buffer, NDArray[np.uint8]] = WeakKeyDictionary()
@@ -32,7 +33,15 @@ def zeros(n: int, dtype: DType) -> Tensor:
     memory = whole[start : start + size]
     tensor = Tensor.from_blob(memory.ctypes.data, (n,), dtype=dtype, device="CPU")
     _memory[tensor.uop.base.buffer] = memory
+    _count(size)
+    finalize(tensor.uop.base.buffer, _count, -size)
     return tensor
+
+
+def _count(n_bytes: int) -> None:
+    """Adds to what tinygrad says it holds."""
+    GlobalCounters.mem_used += n_bytes
+    GlobalCounters.mem_used_per_device["CPU"] += n_bytes
 
 
 def array(values: NDArray[Any], dtype: DType) -> Tensor:
