@@ -125,6 +125,14 @@ class FusedSteps:
 
     # ---- the protocol ----
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return tuple(size for size in _CHUNKS if size <= self._context)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return (0, *(limit for limit in self._limits if limit < self._context))
+
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         if len(tokens) <= _FEW or not self._tensor_cores:
             for i, token in enumerate(tokens):

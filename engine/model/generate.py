@@ -182,10 +182,13 @@ class TextModel:
         return True
 
     def _warm_up(self) -> None:
-        """Runs each step twice: tinygrad captures, then replays."""
+        """Runs each captured step twice: tinygrad captures, then replays. What was left for later would stop
+        the first long prompt, or a reply in its middle, for seconds."""
         for _ in range(2):
-            self._steps.prefill([0], 0)
-            self._steps.decode(0, 0)
+            for smaller in (0, *self._steps.chunks[:-1]):
+                self._steps.prefill([0] * (smaller + 1), 0)
+            for depth in self._steps.depths:
+                self._steps.decode(0, depth)
             self._steps.logits()
 
 

@@ -24,6 +24,8 @@ class Steps(Protocol):
     cache before `position` must be those of the tokens before."""
 
     chunk: int
+    chunks: tuple[int, ...]  # the sizes that have a captured step of their own
+    depths: tuple[int, ...]  # the positions from which on decode is another captured step
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         """Stores the keys and values of 1 to `chunk` tokens from `position` on."""
@@ -46,6 +48,7 @@ class Steps(Protocol):
 class GraphSteps:
     """The transformer as plain tensor graphs, scheduled by tinygrad."""
 
+    chunks, depths = (32,), (0,)
     chunk = 32  # a prompt's last chunk is padded to this: one captured step serves every length
 
     def __init__(self, weights: Weights, context_length: int) -> None:

@@ -83,3 +83,11 @@ def test_log_probabilities():
     assert [t.id for t in top] == [1, 2]
     assert [t.logprob for t in top] == pytest.approx(np.log([0.6, 0.3]).tolist(), abs=1e-6)
     assert len(log_probabilities(np.log(p).astype(np.float32), 0, 99)[1]) == 3
+
+
+@pytest.mark.parametrize("size", [500, 32_003, 151_936])
+def test_top_k_of_a_large_vocabulary(size):
+    logits = np.random.default_rng(3).permutation(size).astype(np.float32)  # no two alike
+    logits[-3:] = size + np.arange(3)  # in the last block, which may not be whole
+    p = drawn(logits / 1e4, top_k=5, temperature=50.0, n=200)
+    assert set(np.flatnonzero(p)) == set(np.argsort(-logits)[:5])
