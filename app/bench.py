@@ -6,9 +6,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -293,5 +294,7 @@ class Bench:
 
 def _build(subject: Subject) -> str:
     if subject.name == OURS:
-        return version("orin-chat")
+        with suppress(PackageNotFoundError):  # a checkout that was not installed has no version
+            return version("orin-chat")
+        return "checkout"
     return subject.ready.device_name if subject.ready else ""
