@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -30,6 +31,7 @@ from engine.peers.llama_server import LlamaServer
 from widgets.text import one_line
 
 REGRESSION = 1
+BUSY_SHARE = 0.3  # of all cores
 CONTEXT_STEP = 256  # llama.cpp rounds contexts up to it
 EPILOG = """\
 pp512 is a prompt of 512 tokens: tokens a second up to the first token. tg128 is the
@@ -145,6 +147,8 @@ def _measure(
         raise UsageError("There is nothing to measure.", "Choose shorter prompts and depths.")
     if earlier and not any(_is_known(test, chosen.model_path, earlier) for test in tests):
         raise UsageError(f"{given.against} has none of these tests of {Path(chosen.model_path).name}.")
+    if busy := _busy():
+        messages.print(one_line(f"orin-chat: {busy}"), markup=False)
     needed = max(test.context for test in tests)
     context = min(-(-needed // CONTEXT_STEP) * CONTEXT_STEP, trained_context)
     chosen = replace(chosen, context_length=context)
@@ -195,6 +199,17 @@ async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
 
     with on_signals(terminate, signal.SIGTERM):
         await work
+
+
+def _busy() -> str:
+    """A sentence, where other programs use this machine's processors."""
+    used, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if used < BUSY_SHARE * cores:
+        return ""
+    return (
+        f"Other programs have kept {used:.1f} of {cores} cores busy in the last minute: all figures will be low, "
+        "and those of engines whose threads wait for each other by turning in circles, as llama.cpp's do, lowest."
+    )
 
 
 def _note_evidence(results: Sequence[Result]) -> None:
