@@ -30,6 +30,7 @@ from engine.kernels.uops import (
     chain,
     f32,
     finish,
+    half_registers,
     load,
     load_index,
     maximum,
@@ -148,9 +149,10 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
                 for i in range(4)
             ]
 
-        next_keys, next_values = registers(run, 0, F16), registers(ahead * 4, 1, F16)
-        first_loads = [at(next_keys, j).store(x) for j, x in enumerate(key_tile(0))]
-        first_loads += [at(next_values, j).store(x) for j, x in enumerate(value_step(0))]
+        kept = half_registers()
+        next_keys, next_values = registers(run, 0, kept), registers(ahead * 4, 1, kept)
+        first_loads = [at(next_keys, j).store(x.cast(kept)) for j, x in enumerate(key_tile(0))]
+        first_loads += [at(next_values, j).store(x.cast(kept)) for j, x in enumerate(value_step(0))]
 
         # the block's queries and the new key, rotated: (group + 1, dim)
         elements = (group + 1) * dim
@@ -200,7 +202,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         at_cut = [(cut * group + g) * stride for g in range(group)]
         token = tile * tile_tokens + lane
         now = UOp.group(*(at(scores, at_cut[g] + token).store(_dot(key, queries[g])) for g in range(group)))
-        then = [at(next_keys.after(now), j).store(x) for j, x in enumerate(key_tile(tile + 1))]
+        then = [at(next_keys.after(now), j).store(x.cast(kept)) for j, x in enumerate(key_tile(tile + 1))]
         news = [
             at(scores, at_cut[g] + split.room, lane.eq(0)).store(_dot(queries[-1], queries[g]))
             for g in range(group)
@@ -258,7 +260,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             )
             stores.append(at(sums, 2 * g + 1).store(chain([load(so_far, 2 * g + 1), *w])))
         now = UOp.group(*stores)
-        then = [at(next_values.after(now), j).store(x) for j, x in enumerate(value_step(step + 1))]
+        then = [at(next_values.after(now), j).store(x.cast(kept)) for j, x in enumerate(value_step(step + 1))]
         sums = sums.after(UOp.group(now, *then).end(step))
         width = dim + 1
         partial = shared(slices * group * width, slot=5)

@@ -24,6 +24,7 @@ def embed(
     for each copy; the matrix's planes."""
     units = units_of(cols)
     quarters = UNIT // QUARTER
+    assert n_parts >= quarters
     threads = min(units, 256)
     steps = -(-units // threads)
 
@@ -62,7 +63,7 @@ def embed(
         each = -(-n_parts // quarters)  # this block's: the total, then zeros
         for i in range(-(-each // threads)):
             k = thread + i * threads
-            place = quarter * each + k
+            place = k * quarters + quarter
             ok = (k < each) & (place < n_parts)
             stores.append(at(parts, place, ok).store(k.eq(0).where(total, f32(0))))
         return finish(f"embed_{packing.name}_{cols}", stores)

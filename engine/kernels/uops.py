@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from tinygrad import UOp, dtypes
+from tinygrad import Device, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
@@ -78,6 +78,13 @@ def load_index(buffer: UOp, index: int, limit: int) -> UOp:
 def shared(size: int, slot: int, dtype: DType = F32) -> UOp:
     """Memory that the threads of a block share. `slot` tells arrays of one kernel apart."""
     return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
+
+
+def half_registers() -> DType:
+    """What registers hold half-precision numbers as: themselves, or float32 on a device that does not know them,
+    like the emulator of tests."""
+    known = Device[Device.DEFAULT].renderer.supported_dtypes()
+    return F16 if F16 in known else F32
 
 
 def registers(size: int, slot: int, dtype: DType = F32) -> UOp:

@@ -27,7 +27,7 @@ from engine.kernels.launch import Launches
 from engine.kernels.mailbox import Mailbox, send
 from engine.kernels.matmul import fragments_size, matmul, tiles_for
 from engine.kernels.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
-from engine.kernels.packing import UNIT, Packing, permuted_size, prescale
+from engine.kernels.packing import QUARTER, UNIT, Packing, permuted_size, prescale
 from engine.kernels.prompt import activate_prompt, attend_prompt, embed_prompt, norm_prompt, rotate_prompt
 from engine.kernels.repack import Rows, forget_plans, repack
 from engine.kernels.schedules import matvec_schedule
@@ -333,7 +333,7 @@ class FusedSteps:
     def _decode_step(self, split: Split) -> Launches:
         step = Launches()
         inputs = self._layers[0].qkv
-        stream = self._stream(self._layers[0].down.n_blocks, inputs, 0)
+        stream = self._stream(max(self._layers[0].down.n_blocks, UNIT // QUARTER), inputs, 0)
         kernel = embed(
             self._embedding.packing,
             self._config.vocab,
@@ -380,9 +380,7 @@ class FusedSteps:
         blocks = self._head.n_blocks
         best = _zeros(blocks), _zeros(blocks, dtypes.int32)
         self._normed(step, self._head, stream, Best(), [self._logits, *best], [], "head")
-        step.add(
-            next_token(blocks, self._context), self._state, self._mailbox.tensor, *best
-        )
+        step.add(next_token(blocks, self._context), self._state, self._mailbox.tensor, *best)
         return step
 
     def _attention(self, step: Launches, layer: Layer, split: Split) -> None:

@@ -1,0 +1,76 @@
+"""What the changes to tinygrad for GPUs do, each checked against tinygrad without it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine.fixes
+from engine.errors import BackendError
+from engine.fixes import launch_bounds, program_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code, **env):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PARALLEL": "0", **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+RENDER = """
+import tinygrad.renderer.cstyle as cstyle
+from engine.fixes import launch_bounds
+cstyle.CStyleLanguage.render_kernel = lambda *a, **k: "__launch_bounds__(64) kernel"
+class Renderer(cstyle.CUDARenderer):
+    def __init__(self): pass
+print(Renderer().render_kernel("t_mb5", [], [], []))
+launch_bounds.apply()
+launch_bounds.apply()
+for name in ("t_mb5", "t_mb", "t"):
+    print(Renderer().render_kernel(name, [], [], []))
+"""
+
+
+def test_a_name_asks_for_blocks_per_multiprocessor():
+    stock, asked, *others = (line.split(")")[0] for line in python(RENDER).splitlines() if "bounds" in line)
+    assert stock == "__launch_bounds__(64"
+    assert asked == "__launch_bounds__(64, 5"
+    assert others == ["__launch_bounds__(64"] * 2
+
+
+KEPT = """
+import sys
+import tinygrad.codegen as codegen, tinygrad.engine.realize as realize
+from engine.fixes import program_cache
+made, stock = [], codegen.do_to_program
+codegen.do_to_program = lambda *a: made.append(a) or stock(*a)
+if sys.argv[1:] != ["without"]:
+    program_cache.apply()
+from tinygrad import Tensor
+out = (Tensor(list(range(40))).contiguous().realize() * 3 + 1).tolist()
+assert out == [3 * i + 1 for i in range(40)]
+print(len(made))
+"""
+
+
+def test_programs_are_kept_from_one_run_to_the_next(tmp_path):
+    env = {"DEV": "PYTHON", "CACHEDB": str(tmp_path / "cache.db")}
+    assert int(python(KEPT, **env)) > 0
+    assert int(python(KEPT, **env)) == 0
+    assert int(python("import sys; sys.argv.append('without')\n" + KEPT, **env)) > 0
+
+
+@pytest.mark.parametrize("fix", [launch_bounds, program_cache])
+def test_another_tinygrad_is_refused(fix, monkeypatch):
+    monkeypatch.setattr(engine.fixes, "TINYGRAD", "0.13.0")
+    with pytest.raises(BackendError):
+        fix.apply()
