@@ -31,23 +31,25 @@ MEASURED: dict[str, dict[tuple[str, int, int], Schedule]] = {
 }
 
 
-def matvec_schedule(packing: Packing, rows: int, cols: int, capability: str = "") -> Schedule:
-    """The schedule of a product on a GPU of a compute capability ("sm_87")."""
+def matvec_schedule(
+    packing: Packing, rows: int, cols: int, capability: str = "", multiprocessors: int = 64
+) -> Schedule:
+    """The schedule of a product on a GPU of a compute capability ("sm_87") and a number of multiprocessors."""
     measured = MEASURED.get(capability, {}).get((packing.name, rows, cols))
-    return measured or _by_rule(rows, units_of(cols))
+    return measured or _by_rule(rows, units_of(cols), multiprocessors)
 
 
-def _by_rule(rows: int, units: int) -> Schedule:
+def _by_rule(rows: int, units: int, multiprocessors: int) -> Schedule:
     """Fits any shape. Threads for a row: all its units if they are few, else a divisor of them, so that none
     idles. Rows for a thread: the more, the more often a load of activations is used, as long as there are
-    blocks for every multiprocessor."""
+    three blocks for two multiprocessors (measured on an H200; assumed of others)."""
     most = 32 if units <= 64 else 64
     threads = min(units, most)
     if units > most:
         threads = next((t for t in range(most, most // 2, -1) if units % t == 0), most)
     groups = max(1, min(8, 256 // threads))
     thread_rows = 1
-    while thread_rows < min(8, threads) and rows // (groups * thread_rows * 2) >= 192:
+    while thread_rows < min(8, threads) and rows // (groups * thread_rows * 2) >= 1.5 * multiprocessors:
         thread_rows *= 2
     if groups * thread_rows % 2:  # gate and up stay together
         groups = 2

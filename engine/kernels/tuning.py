@@ -12,6 +12,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.engine.realize import compile_linear
 from tinygrad.uop.ops import Ops
 
+from engine.kernels.gpu import multiprocessors
 from engine.kernels.launch import Launches
 from engine.kernels.matvec import Best, Epilogue, GateUp, Residual, Schedule, Store, matvec
 from engine.kernels.packing import UNIT, Packing, permuted_size, prescale, units_of
@@ -65,7 +66,7 @@ def tune(case: Case, seconds: float, pick: Callable[[Schedule], bool] = lambda _
     """The candidates that give right results, fastest first, as far as `seconds` allow."""
     deadline = time.monotonic() + seconds
     bench = _Bench(case)
-    baseline = matvec_schedule(case.packing, case.rows, case.cols)
+    baseline = matvec_schedule(case.packing, case.rows, case.cols, multiprocessors=multiprocessors())
     wanted = bench.result(baseline)
     todo = [baseline, *(s for s in dict.fromkeys(candidates(case)) if s != baseline and pick(s))]
     todo = todo[:1] + [todo[i] for i in np.random.default_rng(0).permutation(range(1, len(todo)))]

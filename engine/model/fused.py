@@ -56,7 +56,7 @@ class Product:
     row: int = 0
 
     def __post_init__(self) -> None:
-        self.schedule = matvec_schedule(self.packing, self.rows, self.cols, capability())
+        self.schedule = matvec_schedule(self.packing, self.rows, self.cols, capability(), multiprocessors())
 
     @property
     def n_blocks(self) -> int:
