@@ -40,7 +40,7 @@ Floats = NDArray[np.float32]
 _CHUNKS = (64, 512)  # prompts are done in pieces of up to these sizes
 _FEW = 8  # tokens that are done one by one
 _SCORES_BYTES = 36 << 10  # of a block's shared memory
-_SHORT, _MEDIUM = 256, 8192  # tokens that one block a head, and 32, attend to
+_SHORT, _MEDIUM = 256, 8192  # tokens that a block a head, and blocks for each multiprocessor, attend to
 
 
 @dataclass
