@@ -50,15 +50,14 @@ def test_vectors_reach_the_compiler_whole() -> None:
 
 @pytest.mark.parametrize("tile", [1, 16])
 @pytest.mark.parametrize(
-    "target, instruction",
-    [
-        ("znver4", "vpdpwssd"),
-        ("skylake-avx512", "vpmaddwd"),
-    ],
+    "target, instructions",
+    [("icelake-server", ("vpdpwssd", "vpmaddwd")), ("skylake-avx512", ("vpmaddwd",))],
 )
-def test_pair_products_are_one_instruction_of_512_bits(target: str, instruction: str, tile: int) -> None:
+def test_pair_products_are_one_instruction_of_512_bits(
+    target: str, instructions: tuple[str, ...], tile: int
+) -> None:
     lines = assembly(source_of(16, tile), X86, f"-march={target}")
-    products = [line for line in lines if instruction in line]
+    products = [line for line in lines if any(i in line for i in instructions)]
     assert products and all("zmm" in line for line in products)
     assert not [line for line in lines if "vpmulld" in line or "vpmuludq" in line]
 
@@ -69,7 +68,7 @@ def test_pair_products_on_narrower_machines(tile: int) -> None:
     products = [line for line in lines if "vpmaddwd" in line]
     assert products and all("ymm" in line for line in products)
     assert not [line for line in lines if "vpmulld" in line]
-    lines = assembly(source_of(8, tile), ARM, "-mcpu=cortex-a78ae")
+    lines = assembly(source_of(8, tile), ARM, "-mcpu=cortex-a78")
     assert [line for line in lines if "smull" in line or "smlal" in line]
     assert not [line for line in lines if "\tmul\tv" in line]  # of 32-bit elements: twice the work
 
