@@ -77,7 +77,8 @@ class CoreSteps:
         self._config = config = weights.config
         self._lanes = register_lanes()
         self.chunk = MAX_TILES * self._lanes
-        self.chunks, self.depths = (self.chunk,), (0,)
+        self.chunks: tuple[int, ...] = (self.chunk,)
+        self.depths: tuple[int, ...] = (0,)
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
         self._cores = Cores(len(usable_cpus()))
         self._layers, self._embedding, self._head, self._output_norm = self._load(weights)
@@ -113,7 +114,7 @@ class CoreSteps:
         self._state_view[1:3] = position, ceil(len(tokens) / self._lanes)
         self._prefill()
 
-    def decode(self, token: int, position: int) -> int:
+    def decode(self, token: int, position: int, ahead: bool = False) -> int:
         self._tokens_view[0] = token
         self._state_view[1:3] = position, 1
         self._decode()

@@ -104,7 +104,9 @@ class TextModel:
             if cancelled():
                 reason = "cancelled"
                 break
-            token = self._steps.decode(tokens[-1], len(tokens) - 1)
+            more = produced < limit - 1
+            ahead = more and sampler.greedy and not request.logprobs
+            token = self._steps.decode(tokens[-1], len(tokens) - 1, ahead)
             if not sampler.greedy:
                 token = sampler.draw(self._steps.logits(), tokens)
             last_token = time.perf_counter()
@@ -114,7 +116,7 @@ class TextModel:
             tokens.append(token)
             self._cached = tokens[:-1]
             ended = token in self.tokenizer.eos_ids and not request.ignore_eos
-            speaker.say(token, self._steps, last=ended or produced == limit - 1)
+            speaker.say(token, self._steps, last=ended or not more)
             if ended:
                 reason = "stop"
                 break
@@ -182,14 +184,13 @@ class TextModel:
         return True
 
     def _warm_up(self) -> None:
-        """Runs each captured step twice: tinygrad captures, then replays. What was left for later would stop
-        the first long prompt, or a reply in its middle, for seconds."""
-        for _ in range(2):
-            for smaller in (0, *self._steps.chunks[:-1]):
-                self._steps.prefill([0] * (smaller + 1), 0)
-            for depth in self._steps.depths:
-                self._steps.decode(0, depth)
-            self._steps.logits()
+        """Runs, and so captures, each step that there is. What was left for later would stop the first long
+        prompt, or a reply in its middle, for seconds."""
+        for size in self._steps.chunks:
+            self._steps.prefill([0] * (size // 2 + 1), 0)
+        for depth in self._steps.depths:
+            self._steps.decode(0, depth)
+        self._steps.logits()
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,24 @@ class Steps(Protocol):
     cache before `position` must be those of the tokens before."""
 
     chunk: int
-    chunks: tuple[int, ...]  # the sizes that have a captured step of their own
-    depths: tuple[int, ...]  # the positions from which on decode is another captured step
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The sizes of prefill that have a captured step of their own."""
+        ...
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The positions from which on decode is another captured step."""
+        ...
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         """Stores the keys and values of 1 to `chunk` tokens from `position` on."""
         ...
 
-    def decode(self, token: int, position: int) -> int:
-        """Runs `token` at `position` and returns the most probable next token."""
+    def decode(self, token: int, position: int, ahead: bool = False) -> int:
+        """Runs `token` at `position` and returns the most probable next token. `ahead` says that the caller is
+        going to ask for that token's step next, and does not need logits: it may be started now."""
         ...
 
     def logits(self) -> Logits:
@@ -48,7 +57,8 @@ class Steps(Protocol):
 class GraphSteps:
     """The transformer as plain tensor graphs, scheduled by tinygrad."""
 
-    chunks, depths = (32,), (0,)
+    chunks: tuple[int, ...] = (32,)
+    depths: tuple[int, ...] = (0,)
     chunk = 32  # a prompt's last chunk is padded to this: one captured step serves every length
 
     def __init__(self, weights: Weights, context_length: int) -> None:
@@ -64,7 +74,7 @@ class GraphSteps:
         padded = [*tokens, *[0] * (self.chunk - len(tokens))]
         self._prefill(_ids(padded), self._position.bind(position))
 
-    def decode(self, token: int, position: int) -> int:
+    def decode(self, token: int, position: int, ahead: bool = False) -> int:
         best, self._logits = self._decode(_ids([token]), self._position.bind(position))
         return int(best.item())
 

@@ -131,7 +131,7 @@ class Scripted:
         self.chunk, self.prefill, self.logits = steps.chunk, steps.prefill, steps.logits
         self._script = iter(script)
 
-    def decode(self, token, position):
+    def decode(self, token, position, ahead=False):
         return next(self._script)
 
 
