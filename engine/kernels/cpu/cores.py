@@ -230,7 +230,7 @@ class Walk:
 
 def _shared() -> list[UOp]:
     """calls, job (first call, how many, kernels done before), counts, functions (see `Cores`)."""
-    sizes = ((_MAX_CALLS * _WORDS, False), (_LINE, True), (_LINE, True), (_LINE, False))
+    sizes = ((_MAX_CALLS * _WORDS, True), (_LINE, True), (_LINE, True), (_LINE, False))
     return [UOp.param(i, dtypes.uint64, (n,), volatile=v) for i, (n, v) in enumerate(sizes)]
 
 

@@ -1,0 +1,129 @@
+"""The kernels compiled for Arm and run on an emulated CPU: the same results as here. (What an emulator of one core
+cannot show is that fences suffice between cores.)"""
+
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+from tinygrad.runtime.support.elf import jit_loader
+from tinygrad.uop.ops import Ops
+
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.attention import attention, mask, scratch_size
+from engine.kernels.cpu.cores import Cores
+from engine.kernels.cpu.packing import UNIT, Packing
+from engine.kernels.cpu.product import inputs_of, product, shape_of, span_of
+from engine.kernels.cpu.repack import repack
+from engine.kernels.cpu.rows import Heads, Prepared, prepare, rotate
+from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
+
+unicorn = pytest.importorskip("unicorn", reason="the emulator unicorn is not installed")
+LANES = 8
+
+
+class ArmCore:
+    """An emulated core with a compiled kernel in its memory."""
+
+    CODE, STACK, DATA, END = 0x100000, 0x800000, 0x1000000, 0xFFFF0
+
+    def __init__(self, program: UOp) -> None:
+        from unicorn import arm64_const as arm
+
+        self._arm = arm
+        source = next(u.arg for u in program.src if u.op is Ops.SOURCE)
+        code = jit_loader(ClangCompiler(["arm64", "cortex-a78"]).compile(source), base=self.CODE)
+        self._cpu = unicorn.Uc(unicorn.UC_ARCH_ARM64, unicorn.UC_MODE_ARM)
+        self._cpu.ctl_set_cpu_model(arm.UC_CPU_ARM64_MAX)
+        self._cpu.mem_map(0, 64 << 20)
+        self._cpu.mem_write(self.CODE, code)
+        self._cpu.reg_write(arm.UC_ARM64_REG_CPACR_EL1, 3 << 20)  # floating point allowed
+
+    def run(self, core: int, buffers: Sequence[np.ndarray]) -> None:
+        """Calls the kernel; its arguments go to registers, then to the stack (AAPCS64)."""
+        places, at = [], self.DATA
+        for buffer in buffers:
+            self._cpu.mem_write(at, buffer.tobytes())
+            places.append(at)
+            at += -(-buffer.nbytes // 64) * 64 + 64
+        arguments = [core, *places]
+        for register, value in zip(range(8), arguments, strict=False):
+            self._cpu.reg_write(getattr(self._arm, f"UC_ARM64_REG_X{register}"), value)
+        self._cpu.mem_write(self.STACK, struct.pack(f"<{len(arguments)}Q", *arguments[8:], *arguments[:8]))
+        self._cpu.reg_write(self._arm.UC_ARM64_REG_SP, self.STACK)
+        self._cpu.reg_write(self._arm.UC_ARM64_REG_LR, self.END)
+        self._cpu.emu_start(self.CODE, self.END)
+        for place, buffer in zip(places, buffers, strict=True):
+            buffer[:] = np.frombuffer(self._cpu.mem_read(place, buffer.nbytes), buffer.dtype)
+
+
+def on_arm(cores: Cores, kernel: Callable[..., UOp], outs: Sequence[Tensor], ins: Sequence[Tensor]) -> float:
+    """Runs the kernel here and there; the largest difference of what they store, relative to the largest value."""
+    everything = [*outs, *ins]
+    before = [memory.view(b).copy() for b in everything]
+    step = cores.launches()
+    step.add(kernel, *everything)
+    walk = step.captured()
+    walk()
+    arm = ArmCore(walk.steps[0][0])
+    for core in range(cores.count):
+        arm.run(core, before)
+    here, there = (np.concatenate([b[: o.numel()].astype(np.float64) for b, o in zip(s, outs, strict=False)])
+                   for s in ([memory.view(o) for o in outs], before))  # fmt: skip
+    assert np.abs(here).max() > 0
+    return float(np.abs(here - there).max() / np.abs(here).max())
+
+
+def random(n: int, dtype=dtypes.float32, scale: float = 1.0) -> Tensor:
+    values = np.random.default_rng(n).standard_normal(n) * scale
+    return memory.array(values if dtype in dtypes.floats else values.astype(np.int64), dtype)
+
+
+@pytest.mark.parametrize(
+    "kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q5_1, Type.Q4_K, Type.Q6_K], ids=lambda k: k.name
+)
+@pytest.mark.parametrize("tile", [1, LANES])
+def test_products(cores: Cores, kind: Type, tile: int) -> None:
+    rows, cols, packing = 24, 256, Packing(kind, LANES)
+    stream = repack(cores, blocks_of(kind, rows, cols)[0], packing, np.arange(rows, dtype=np.int32), cols)
+    inputs = []
+    for name in inputs_of([packing], tile):
+        kept = KINDS.get(name, dtypes.float32)
+        inputs.append(random(tile * cols, kept, 1.0 if kept == dtypes.float32 else 1000.0))
+    state = [ints(0, 0, 1)] if tile > 1 else []
+    ins = [ints(*shape_of(rows, cols, packing, False)), *state, *inputs, random(rows), stream]
+    kernel = product(packing, cores.count, tile, span_of(cols) if tile > 1 else 1)
+    assert on_arm(cores, kernel, [memory.zeros(tile * rows, dtypes.float32)], ins) < 1e-6
+
+
+@pytest.mark.parametrize("tile", [1, LANES])
+@pytest.mark.parametrize("kind", ["plain", "normed", "gated"])
+def test_activations(cores: Cores, kind: str, tile: int) -> None:
+    cols = 128
+    names = ("values", "scales", *(("sums",) if tile == 1 else ()), "scaled_sums", "floats")
+    outs = [memory.zeros(tile * cols, KINDS.get(name, dtypes.float32)) for name in names]
+    state = [ints(0, 0, 1)] if tile > 1 else []
+    other = {"plain": [], "normed": [random(cols)], "gated": [random(tile * cols + 1)]}[kind]
+    what = Prepared(names, 1e-5 if kind == "normed" else None, kind == "gated")
+    ins = [ints(cols // UNIT), *state, random(tile * cols), *other]
+    assert on_arm(cores, prepare(what, LANES, cores.count, tile), outs, ins) < 1e-4  # a rounding, of 16 bits
+
+
+@pytest.mark.parametrize("tile", [1, LANES])
+def test_attention(cores: Cores, tile: int) -> None:
+    heads = Heads(query=4, kv=2, dim=32, length=32, lanes=LANES, norm_eps=1e-6)
+    state, rows = ints(0, 13, 1), random(tile * heads.rows)
+    keys, values = (random(heads.cache_size, dtypes.float16) for _ in range(2))
+    cos, sin, norms = random(32 * 16), random(32 * 16 + 1), [random(32), random(32)]
+    queries = memory.zeros(tile * 128, dtypes.float32)
+    kernel = rotate(heads, cores.count, tile)
+    assert on_arm(cores, kernel, [queries, keys, values], [state, rows, cos, sin, *norms]) < 1e-5
+    out, scores = (
+        memory.zeros(tile * 128, dtypes.float32),
+        memory.zeros(scratch_size(heads, cores.count, tile), dtypes.float32),
+    )
+    ins = [scores, keys, values, state, queries, memory.array(mask(LANES), dtypes.float32)]
+    assert on_arm(cores, attention(heads, cores.count, tile), [out], ins) < 1e-5
