@@ -18,7 +18,8 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,17 @@ _POLLS = 1 << 12  # looks at another core's count before the scheduler is asked 
 
 
 @functools.cache  # asked before threads are given CPUs of their own
+def allowed_cpus() -> frozenset[int]:
+    """CPUs that this process is allowed on (taskset, cpusets); none where the system does not say."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
+
+
+@functools.cache
 def usable_cpus() -> list[int]:
-    """CPUs that this process may keep busy: those it is allowed on (taskset, cpusets), one hardware thread of
-    each core, and no more of them than its control group has CPU time for."""
-    if not hasattr(os, "sched_getaffinity"):
-        return list(range(os.cpu_count() or 1))
+    """CPUs to keep busy: one hardware thread of each core that this process is allowed on, and no more of them
+    than its control group has CPU time for."""
     cores: dict[str, int] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
+    for cpu in sorted(allowed_cpus()) or range(os.cpu_count() or 1):
         siblings = _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
         cores.setdefault(siblings or str(cpu), cpu)
     return list(cores.values())[: max(1, int(min(share_of_time(), len(cores))))]
@@ -93,6 +98,7 @@ class Cores:
         self.count = count
         self._calls = _words(_MAX_CALLS * _WORDS)
         self._counts, self._job = _words(count * _LINE), _words(_LINE)
+        self._left: frozenset[int] = frozenset()  # the calling thread's CPUs, if others have theirs
         self._programs: dict[tuple[Kernel, tuple[DType, ...]], UOp] = {}
         self._n_calls = self._n_done = 0  # call 0 is `run_once`'s
         self._libc = ctypes.CDLL(None)
@@ -112,7 +118,7 @@ class Cores:
         walk = _compiled(functools.partial(_walk_forever, self.count), "walk_forever")
         self._keep.append(walk)
         cpus = usable_cpus()
-        own = cpus[1:] if len(cpus) == self.count and hasattr(os, "sched_setaffinity") else []
+        own = cpus[1:] if allowed_cpus() and len(cpus) == self.count else []
 
         def work(core: int) -> None:
             if own:
@@ -124,7 +130,8 @@ class Cores:
                 raise OSError(ctypes.get_errno(), "sem_init")
             threading.Thread(target=work, args=[core], daemon=True, name=f"core {core}").start()
         if own:
-            os.sched_setaffinity(0, os.sched_getaffinity(0) - set(own))
+            self._left = allowed_cpus() - set(own)
+            os.sched_setaffinity(0, self._left)
 
     def launches(self) -> Launches:
         return Launches(self)
@@ -136,13 +143,23 @@ class Cores:
         if new:
             anything = UOp.new_buffer("CPU", 1, dtypes.uint8)
             sinks = [self._sink(*kind) for kind in new]
-            linear = compile_linear(UOp(Ops.LINEAR, src=tuple(sink.call(anything) for sink in sinks)))
+            with self._anywhere():
+                linear = compile_linear(UOp(Ops.LINEAR, src=tuple(sink.call(anything) for sink in sinks)))
             self._programs.update(zip(new, (call.src[0] for call in linear.src), strict=True))
         for kind in new:
             info, types = self._programs[kind].arg, kind[1]
             assert list(info.globals) == list(range(1, len(types) + 1)), f"{info.name} leaves a buffer unused"
             assert self.count == 1 or info.vars, f"{info.name} is the same for all cores"
         return [self._programs[kind] for kind in kernels]
+
+    @contextmanager
+    def _anywhere(self) -> Iterator[None]:
+        """Gives the calling thread all CPUs back, and with it the compilers that it starts."""
+        if self._left:
+            os.sched_setaffinity(0, allowed_cpus())
+        yield
+        if self._left:
+            os.sched_setaffinity(0, self._left)
 
     def _sink(self, kernel: Kernel, types: tuple[DType, ...]) -> UOp:
         buffers = (UOp.placeholder((_ANY,), dtype, slot=i + 1) for i, dtype in enumerate(types))
