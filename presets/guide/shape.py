@@ -1,0 +1,44 @@
+"""The size of orin-guide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A llama-architecture transformer with tied embeddings. `dim` and `ffn` are multiples of 256, so that the
+    K types of quantization fit as well; `context` in tokens."""
+
+    layers: int = 8
+    dim: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 1024
+    vocab: int = 3072
+    context: int = 2048
+    rope_base: float = 10_000.0
+    epsilon: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def weights(self) -> int:
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
+        layer = attention + 3 * self.dim * self.ffn + 2 * self.dim
+        return self.vocab * self.dim + self.layers * layer + self.dim
+
+    def figures(self) -> dict[str, str]:
+        """What the guide says of itself."""
+        return {
+            "weights": f"{self.weights / 1e6:.0f}",
+            "layers": str(self.layers),
+            "vocab": str(self.vocab),
+            "context": str(self.context),
+            "file_mb": f"{self.weights * 34 / 32 / 1e6:.0f}",
+        }
+
+
+SHAPE = Shape()

@@ -1,0 +1,205 @@
+"""Questions in many words: patterns expanded at random, and the noise of real typing laid over them."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_INNERMOST = re.compile(r"\(([^()\[\]]*)\)|\[([^()\[\]]*)\]")
+_GROUP = re.compile(r"\$([a-z_]+)")
+_SLOT = re.compile(r"\{([a-z_]+)\}")
+_WORD = re.compile(r"[A-Za-z]+")
+_NEIGHBOURS = {
+    "a": "sqw", "b": "vgn", "c": "xdv", "d": "sfe", "e": "wrd", "f": "dgr", "g": "fht", "h": "gjy", "i": "uok",
+    "j": "hku", "k": "jli", "l": "kop", "m": "nj", "n": "bmh", "o": "ipl", "p": "ol", "q": "wa", "r": "etf",
+    "s": "adw", "t": "ryg", "u": "yij", "v": "cbf", "w": "qes", "x": "zcs", "y": "tuh", "z": "xa",
+}  # fmt: skip
+_CONTRACTIONS = {
+    "what is": "what's",
+    "how is": "how's",
+    "where is": "where's",
+    "that is": "that's",
+    "who is": "who's",
+}
+_DOUBLED = {
+    "stop",
+    "quit",
+    "get",
+    "cut",
+    "put",
+    "set",
+    "let",
+    "run",
+    "begin",
+    "shut",
+    "drop",
+    "sum",
+    "cap",
+    "log",
+}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What grammar.toml says: `groups` of words that patterns name as $group, the `noise` of typing, and
+    `rewrites`: other ways to put a question that begins in a certain way."""
+
+    groups: Mapping[str, str]
+    noise: Mapping[str, Any]
+    rewrites: Sequence[tuple[re.Pattern[str], Sequence[str]]] = ()
+
+    def phrase(
+        self, pattern: str, rng: random.Random, slots: Mapping[str, Sequence[str]] | None = None
+    ) -> str:
+        """One of the texts that `pattern` stands for; `slots` are the choices for each {slot}, themselves
+        patterns. Raises KeyError for a group or a slot that is not known."""
+        text = self._choose(pattern, rng)
+        if rng.random() < 0.5:
+            text = self._synonyms(text, rng)
+
+        def fill(match: re.Match[str]) -> str:
+            name = match[1]
+            if name == "number":
+                return str(
+                    rng.choice((rng.randrange(2, 20), rng.randrange(2, 1000), rng.randrange(2, 100_000)))
+                )
+            if name == "doing":
+                return gerund(self.phrase(rng.choice((slots or {})["do"]), rng, slots))
+            return self.phrase(rng.choice((slots or {})[name]), rng, slots)
+
+        return _tidy(_SLOT.sub(fill, text))
+
+    def _choose(self, pattern: str, rng: random.Random) -> str:
+        text = _GROUP.sub(lambda match: f"({self.groups[match[1]]})", pattern)
+        while True:
+            text, count = _INNERMOST.subn(
+                lambda match: (
+                    rng.choice(match[1].split("|"))
+                    if match[1] is not None
+                    else rng.choice(match[2].split("|")) * (rng.random() < 0.4)
+                ),
+                text,
+            )
+            if not count:
+                return text
+
+    def _synonyms(self, text: str, rng: random.Random) -> str:
+        synonyms = self.noise["synonyms"]
+
+        def other(match: re.Match[str]) -> str:
+            word = match[0]
+            return rng.choice(synonyms[word]) if word in synonyms and rng.random() < 0.35 else word
+
+        # Slots, and what looks like a name, an option or a command, stay as they are.
+        return re.sub(r"(?<![\w{/<-])[a-z]+(?![\w}-])", other, text)
+
+    def reworded(self, question: str, rng: random.Random) -> str:
+        """The same question, perhaps put in another way."""
+        for pattern, ways in self.rewrites:
+            if found := pattern.fullmatch(question):
+                return re.sub(r"\$(\d)", lambda ref: found[int(ref[1])], rng.choice(ways))
+        return question
+
+    def typed(self, question: str, rng: random.Random, *, plain: bool = False) -> str:
+        """`question` as somebody may type it: with or without capitals and signs, fillers, slips of the keys.
+        `plain` leaves the words as they are."""
+        text = question
+        if not plain:
+            if rng.random() < 0.35:
+                text = self.reworded(text, rng)
+            style = rng.random()
+            if style < 0.14:
+                text = self._keywords(text, rng)
+            elif style < 0.75:
+                text = self._fillers(text, rng)
+            if rng.random() < 0.13:
+                text = _slip(text, rng)
+        if rng.random() < 0.2:
+            for full, short in _CONTRACTIONS.items():
+                text = text.replace(full, short)
+        if rng.random() < 0.2:
+            text = text.replace("'", "")
+        return _signs(text, rng)
+
+    def _keywords(self, text: str, rng: random.Random) -> str:
+        """As into a search box: without the small words, sometimes out of order."""
+        dropped = set(self.noise["dropped"])
+        words = [
+            word for word in text.split() if word.strip(",.?!:").lower() not in dropped or rng.random() < 0.2
+        ]
+        if len(words) > 3 and rng.random() < 0.4:
+            words.pop(rng.randrange(len(words)))
+        if rng.random() < 0.4:
+            rng.shuffle(words)
+        return " ".join(words) if len(words) > 1 else text
+
+    def _fillers(self, text: str, rng: random.Random) -> str:
+        for kind, chance in (("after", 0.15), ("before", 0.2)):
+            if rng.random() < chance:
+                text = rng.choice(self.noise[kind]).replace("{q}", text)
+        if rng.random() < 0.07:
+            words = text.split(" ")
+            words.insert(rng.randrange(len(words) + 1), rng.choice(self.noise["adverbs"]))
+            text = " ".join(words)
+        return text
+
+
+def gerund(phrase: str) -> str:
+    """`stop the reply` -> `stopping the reply`."""
+    verb, _, rest = phrase.partition(" ")
+    if verb.endswith("e") and not verb.endswith(("ee", "oe", "ye")):
+        stem = verb[:-1]
+    elif verb in _DOUBLED:
+        stem = verb + verb[-1]
+    else:
+        stem = verb
+    return f"{stem}ing {rest}".strip()
+
+
+def normalized(question: str) -> str:
+    """What makes two questions the same: their letters and digits."""
+    return " ".join(re.findall(r"[^\W_]+", question.lower()))
+
+
+def _tidy(text: str) -> str:
+    text = re.sub(r"\b(?:the|a|an|my) (it|that|this)\b", r"\1", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return re.sub(r" ([,.?!:])", r"\1", text).removesuffix(",")
+
+
+def _slip(text: str, rng: random.Random) -> str:
+    """One or two slips of the keys, in words of four letters and more."""
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        words = [match for match in _WORD.finditer(text) if len(match[0]) >= 4]
+        if not words:
+            return text
+        word = rng.choice(words)
+        at = rng.randrange(word.start(), word.end() - 1)
+        kind = rng.randrange(4)
+        near = _NEIGHBOURS.get(text[at].lower(), text[at])
+        slips = (
+            text[at + 1] + text[at],  # the wrong order
+            text[at + 1],  # one left out
+            text[at] + text[at] + text[at + 1],  # one twice
+            rng.choice(near) + text[at + 1],  # a key beside it
+        )
+        text = text[:at] + slips[kind] + text[at + 2 :]
+    return text
+
+
+def _signs(text: str, rng: random.Random) -> str:
+    """Capitals and the sign at the end."""
+    style = rng.random()
+    if style < 0.42:
+        text = re.sub(r"\bi\b", "I", text)
+        text = text[:1].upper() + text[1:]
+    elif style < 0.72:
+        text = text.lower()
+    elif style < 0.74:
+        text = text.upper()
+    if text[-1:] not in "?.!":
+        text += rng.choice(("?", "?", "?", "?", "", "", "", ".", " ?", "??", "!"))
+    return text
