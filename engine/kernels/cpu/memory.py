@@ -25,7 +25,7 @@ def zeros(n: int, dtype: DType) -> Tensor:
     """A tensor (n,) on the CPU, in memory of its own."""
     size = max(1, n * dtype.itemsize)
     align = _HUGE if size >= _HUGE else mmap.PAGESIZE
-    pages = mmap.mmap(-1, size + align)
+    pages = mmap.mmap(-1, size + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones stay small
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(pages, np.uint8)
