@@ -47,9 +47,9 @@ def prepare(options: EngineOptions) -> str:
             "Install it from your system's packages, or run: pip install ziglang",
         )
     os.environ["DEV"] = backend
-    # tinygrad's compile processes live for 16 kernels and take a second to start: two cores gain nothing by
-    # them, and changes to its code generation (engine/fixes) would have to be carried into each.
-    os.environ.setdefault("PARALLEL", "0")
+    # Compilers beside the engine make a search shorter, but on a CPU they would spoil what it times.
+    searching = device.upper() != "CPU" and (options.beam or options.jitbeam)
+    os.environ.setdefault("PARALLEL", str((os.cpu_count() or 1) - 1 if searching else 0))
     os.environ.update(_search(options))
     return backend
 

@@ -291,8 +291,9 @@ def _die() -> Never:
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import prepare
+    from engine.fixes import install
 
-    prepare(options)  # sets the environment that tinygrad reads when it is imported
+    install(prepare(options))  # sets the environment that tinygrad reads when it is imported
     from engine.model.generate import TextModel
 
     model: Model = TextModel(options, report)

@@ -3,8 +3,6 @@
 The compiler gives a kernel as many registers as it likes; too many, and too few blocks fit on a multiprocessor
 to hide the latency of memory. CUDA's second launch bound says how many blocks must fit, but tinygrad writes the
 first alone. With this fix a kernel whose name ends in `_mbN` is bound to N blocks.
-
-Kernels are compiled in processes of their own as well; those apply the fix when they start.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import tinygrad.engine.worker as compile_workers
 from tinygrad.renderer.cstyle import CUDARenderer
 
 from engine.fixes import require_tinygrad
@@ -23,23 +20,12 @@ _applied = False
 
 def apply() -> None:
     """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied, _stock_init_worker
+    global _applied
     require_tinygrad("Blocks per multiprocessor")
     if _applied:
         return
     _applied = True
     CUDARenderer.render_kernel = _render
-    _stock_init_worker = compile_workers._init_worker
-    compile_workers._init_worker = _init_worker
-
-
-def _stock_init_worker() -> None:
-    """Replaced by what `apply` finds: another fix's, perhaps."""
-
-
-def _init_worker() -> None:
-    apply()
-    _stock_init_worker()
 
 
 def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -> str:

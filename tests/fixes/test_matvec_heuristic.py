@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.codegen.opt import OptOps, heuristic
 from tinygrad.codegen.opt.postrange import Scheduler
-from tinygrad.helpers import Target
+from tinygrad.helpers import Target, getenv
 from tinygrad.renderer.cstyle import CStyleLanguage
 
 from engine.fixes import matvec_heuristic
@@ -46,6 +46,7 @@ FORMS = {
     "half precision, summed in float": lambda w, x, n: x.half().matmul(w.T, dtype=dtypes.float32),
     "a norm's weight inside": lambda w, x, n: (x * n) @ w.T.float(),
     "scaled weights": lambda w, x, n: x @ (w.float() * w.flip(0).float()).T,
+    "loads three products and casts down": lambda w, x, n: (x * (n * (n * x)).half().float()) @ w.T.float(),
 }
 
 
@@ -56,7 +57,22 @@ def test_products_of_models_get_a_warp_a_row(form, weights, monkeypatch):
     monkeypatch.setattr(heuristic, "hand_coded_optimizations", matvec_heuristic._stock)  # restored afterwards
     matvec_heuristic.apply()
     assert schedule(result) == {OptOps.GROUP: 32, OptOps.LOCAL: 4, OptOps.UPCAST: 4}
+    assert schedule(result, "NV")[OptOps.GROUP] == 32
     assert schedule(result, "AMD")[OptOps.GROUP] == 8
+    monkeypatch.setenv("MV_THREADS_PER_ROW", "16")  # the user's word counts
+    getenv.cache_clear()
+    assert schedule(result)[OptOps.GROUP] == 16
+    getenv.cache_clear()
+
+
+def test_loads_beyond_the_depth_are_not_looked_for():
+    x = UOp.placeholder((8,), dtypes.float32, slot=0).index(UOp.const(0))
+    product = x * x
+    for _ in range(matvec_heuristic.DEPTH):
+        product = (product.cast(dtypes.float16).cast(dtypes.float32)) * x
+    assert len(matvec_heuristic._loads(product, matvec_heuristic.DEPTH + 1)) == matvec_heuristic.DEPTH + 2
+    deeper = matvec_heuristic._loads(product * x, matvec_heuristic.DEPTH + 1)
+    assert len(deeper) == matvec_heuristic.DEPTH + 1  # the innermost two are out of reach
 
 
 def test_other_kernels_are_left_to_tinygrad(weights, monkeypatch):

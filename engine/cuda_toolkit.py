@@ -1,0 +1,100 @@
+"""Where CUDA's runtime compiler (NVRTC) and its headers lie on this machine, without loading either.
+
+tinygrad looks for the library in the linker's folders and /usr/local/cuda, and for headers in $CUDA_PATH/include,
+or else in /usr/local/cuda/include, /usr/include and /opt/cuda/include. A toolkit may lie elsewhere: under its
+version (/usr/local/cuda-12.6), in Python's packages (nvidia-cuda-nvrtc, nvidia-cuda-runtime), in a Nix store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import site
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+HEADER = "cuda_fp16.h"  # what kernels in half precision include
+_LIBRARY = re.compile(r"libnvrtc\.so(\.\d+)*")
+
+
+def runtime_compilers(root: Path = Path("/")) -> list[Path]:
+    """All libnvrtc there are, the ones that tinygrad itself would load first."""
+    named = [Path(path)] if (path := os.environ.get("NVRTC_PATH")) else []
+    folders = [*_library_path(), *_system_libraries(root), *_of_toolkits(root, "lib64", "lib")]
+    folders += [folder / "lib" for folder in _packages()]
+    found = [path for folder in folders for path in _libraries(folder)]
+    return _unique(path for path in (*named, *found) if path.is_file())
+
+
+def headers(root: Path = Path("/")) -> list[Path]:
+    """All folders that have CUDA's headers: the user's own word first, then what tinygrad looks through, then what
+    belongs to a runtime compiler, then any other."""
+    return _unique(folder for folder in _header_folders(root) if (folder / HEADER).is_file())
+
+
+def stock_headers(root: Path = Path("/")) -> list[Path]:
+    """The folders that tinygrad 0.14.0 tells the compiler of."""
+    if path := os.environ.get("CUDA_PATH"):
+        return [Path(path) / "include"]
+    return [root / "usr/local/cuda/include", root / "usr/include", root / "opt/cuda/include"]
+
+
+def _header_folders(root: Path) -> Iterator[Path]:
+    if own := os.environ.get("CUDA_INCLUDE_PATH"):
+        yield from map(Path, own.split(os.pathsep))
+    yield from stock_headers(root)
+    if home := os.environ.get("CUDA_HOME"):
+        yield Path(home) / "include"
+    for library in runtime_compilers(root):
+        for parent in list(library.resolve().parents)[:5]:
+            yield parent / "include"
+    if nvcc := shutil.which("nvcc"):
+        yield Path(nvcc).resolve().parents[1] / "include"
+    yield from _of_toolkits(root, "include")
+    for package in _packages():
+        yield package / "include"
+
+
+def _of_toolkits(root: Path, *names: str) -> Iterator[Path]:
+    """Folders of toolkits that are installed whole, the newest first."""
+    toolkits = [root / "usr/local/cuda", root / "opt/cuda", root / "usr/lib/cuda"]
+    toolkits += sorted((root / "usr/local").glob("cuda-*"), key=_version, reverse=True)
+    for toolkit in toolkits:
+        for name in names:
+            yield toolkit / name
+        for name in names:
+            yield from sorted((toolkit / "targets").glob(f"*/{name}"))
+
+
+def _version(path: Path) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", path.name)]
+
+
+def _packages() -> list[Path]:
+    """Folders of NVIDIA's packages for Python: nvidia/cuda_nvrtc, nvidia/cu13 and the like."""
+    folders = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
+    return _unique(path for folder in folders for path in sorted((Path(folder) / "nvidia").glob("cu*")))
+
+
+def _library_path() -> list[Path]:
+    return [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if p]
+
+
+def _system_libraries(root: Path) -> Iterator[Path]:
+    for name in ("usr/lib64", "usr/lib", "usr/local/lib", "lib", "lib64"):
+        yield root / name
+    yield from sorted((root / "usr/lib").glob("*-linux-gnu"))
+
+
+def _libraries(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if _LIBRARY.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+def _unique(paths: Iterable[Path]) -> list[Path]:
+    """Without repetitions, also under other names."""
+    return list({path.resolve(): path for path in reversed(list(paths))}.values())[::-1]

@@ -1,0 +1,198 @@
+"""What the changes to tinygrad for whole platforms do, each checked against tinygrad without it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine.fixes
+from engine import cuda_toolkit
+from engine.errors import BackendError
+from engine.fixes import compiler_processes, cuda_headers, nv_windows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code, *arguments, stdin=False, **env):
+    """What `code` prints, in a process of its own; from standard input as from `-c`."""
+    command = [sys.executable, "-", *arguments] if stdin else [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(
+        command,
+        input=code if stdin else None,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.split()
+
+
+# --- processes that compile ------------------------------------------------------------------------------
+
+POOL = """
+import os, sys
+if "main ran again" in os.environ:
+    print("main ran again")
+os.environ["main ran again"] = ""
+from tinygrad.codegen.opt import heuristic
+import tinygrad.engine.worker as compile_workers
+from engine.fixes import compiler_processes, matvec_heuristic
+matvec_heuristic.apply()
+if sys.argv[-1] == "with":
+    compiler_processes.apply()
+pool = compile_workers.get_worker_pool()
+ask = "__import__('tinygrad.codegen.opt.heuristic').codegen.opt.heuristic.hand_coded_optimizations.__module__"
+print(pool.apply(eval, [ask]))
+print(pool.apply(eval, ["__import__('os').getppid()"]) == os.getpid())
+print(pool.apply(eval, ["__import__('tinygrad').helpers.ALLOW_DEVICE_USAGE.value"]))
+pool.terminate()
+"""
+
+
+@pytest.mark.parametrize("stdin", [False, True])
+def test_compilers_are_forked_from_a_clean_process_and_know_the_changes(stdin):
+    env = {"PARALLEL": "2", "DEV": "CPU"}
+    stock = python(POOL, "without", stdin=stdin, **env)
+    fixed = python(POOL, "with", stdin=stdin, **env)
+    assert stock == ["tinygrad.codegen.opt.heuristic", "True", "0"]
+    assert fixed == ["engine.fixes.matvec_heuristic", "False", "0"]
+
+
+SEARCH = """
+from engine.fixes import compiler_processes
+compiler_processes.apply()
+import tinygrad.engine.worker as compile_workers
+from tinygrad import Tensor
+a, b = (Tensor([[float(i + j) for i in range(16)] for j in range(16)]).contiguous().realize() for _ in "ab")
+print((a @ b)[0, 0].item(), compile_workers.worker_pool is not None)
+"""
+
+
+def test_a_search_finds_its_kernels_with_them():
+    env = {"BEAM": "1", "PARALLEL": "2", "DEV": "CPU", "IGNORE_BEAM_CACHE": "1", "BEAM_UPCAST_MAX": "4"}
+    assert python(SEARCH, **env) == ["1240.0", "True"]
+
+
+# --- CUDA's headers --------------------------------------------------------------------------------------
+
+COMPILER = """
+import sys
+from tinygrad.runtime.autogen import nvrtc
+nvrtc.dll._loaded_.add("nvrtc")
+nvrtc.nvrtcVersion = lambda major, minor: 0
+from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
+if sys.argv[1] == "with":
+    from engine.fixes import cuda_headers
+    cuda_headers.apply()
+print(*[option for option in NVRTCCompiler("sm_87").compile_options if option.startswith("-I")])
+"""
+
+
+def test_the_compiler_is_told_of_headers_that_lie_elsewhere(tmp_path):
+    stray, own = tmp_path / "cuda-12.6/targets/aarch64-linux/include", tmp_path / "own"
+    for folder in (stray, own):
+        folder.mkdir(parents=True)
+        (folder / "cuda_fp16.h").touch()
+    env = {"CUDA_PATH": str(tmp_path / "nowhere"), "CUDA_HOME": str(stray.parent)}
+    assert f"-I{stray}" not in python(COMPILER, "without", **env)
+    assert python(COMPILER, "with", **env) == [f"-I{stray}", f"-I{tmp_path}/nowhere/include"]
+    named = python(COMPILER, "with", CUDA_INCLUDE_PATH=str(own), **env)
+    assert named[0] == f"-I{own}"
+
+
+def test_headers_that_tinygrad_finds_are_left_to_it(tmp_path):
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/cuda_fp16.h").touch()
+    env = {"CUDA_PATH": str(tmp_path)}
+    assert python(COMPILER, "with", **env) == python(COMPILER, "without", **env) == [f"-I{tmp_path}/include"]
+
+
+def test_a_library_among_packages_is_found(tmp_path, monkeypatch):
+    for name in ("CUDA_PATH", "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cuda_toolkit.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    package = tmp_path / "site/nvidia/cuda_nvrtc"
+    (package / "lib").mkdir(parents=True)
+    (package / "lib/libnvrtc.so.12").touch()
+    (package / "lib/libnvrtc-builtins.so.12.6").touch()
+    assert cuda_toolkit.runtime_compilers(tmp_path) == [package / "lib/libnvrtc.so.12"]
+    jetson = tmp_path / "usr/local/cuda-12.6/targets/aarch64-linux"
+    for path in ("lib/libnvrtc.so.12", "include/cuda_fp16.h"):
+        (jetson / path).parent.mkdir(parents=True)
+        (jetson / path).touch()
+    assert cuda_toolkit.runtime_compilers(tmp_path)[0] == jetson / "lib/libnvrtc.so.12"
+    assert cuda_toolkit.headers(tmp_path) == [jetson / "include"]
+
+
+# --- NV's windows ----------------------------------------------------------------------------------------
+
+BUFFERS = """
+import sys
+from tinygrad.runtime.ops_nv import NVKIface
+from engine.fixes import nv_windows
+if sys.argv[1] == "with":
+    nv_windows.apply()
+n = 0
+try:
+    while True:
+        at = NVKIface._alloc_gpu_vaddr(None, 1 << 40, alignment=2 << 20)
+        n += 1
+        if nv_windows.meets(at, 1 << 40):
+            print("meets a window")
+            break
+except RuntimeError as error:
+    print("none meets")
+print(n > 100)
+"""
+
+
+def test_buffers_of_nv_never_meet_a_window():
+    assert python(BUFFERS, "without") == ["meets", "a", "window", "True"]
+    assert python(BUFFERS, "with") == ["none", "meets", "True"]
+
+
+HOST = """
+import ctypes, mmap, sys
+from engine.fixes import nv_windows
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+if sys.argv[1] == "with":
+    nv_windows.apply()
+middle, flags = nv_windows.WINDOWS[len(nv_windows.WINDOWS) // 2], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+print(nv_windows.meets(libc.mmap(middle, 4096, 3, flags, -1, 0), 4096))
+"""
+
+
+def test_memory_of_the_cpu_is_kept_out_of_the_windows():
+    assert python(HOST, "without") == ["True"]
+    assert python(HOST, "with") == ["False"]
+
+
+def test_memory_that_is_there_already_is_not_mapped(monkeypatch):
+    monkeypatch.setattr(nv_windows, "_stock_alloc", lambda self, size, **options: options["cpu_addr"])
+    assert nv_windows._alloc(None, 4096, cpu_addr=None) is None
+    assert nv_windows._alloc(None, 4096, cpu_addr=nv_windows.WINDOWS.stop) == nv_windows.WINDOWS.stop
+    with pytest.raises(BackendError, match="windows"):
+        nv_windows._alloc(None, 8192, cpu_addr=nv_windows.WINDOWS.start - 4096)
+
+
+@pytest.mark.parametrize("fix", [compiler_processes, cuda_headers, nv_windows])
+def test_another_tinygrad_is_refused(fix, monkeypatch):
+    monkeypatch.setattr(engine.fixes, "TINYGRAD", "0.13.0")
+    with pytest.raises(BackendError):
+        fix.apply()
+
+
+@pytest.mark.parametrize("dev, wanted", [("CPU", 1), ("CUDA", 2), ("TEGRA+NV:CUDA", 3), ("NV;CPU", 3)])
+def test_a_device_gets_the_changes_that_are_for_it(dev, wanted):
+    found = python(
+        "import sys; from engine import fixes; fixes.install(sys.argv[1]); print(*fixes.applied())", dev
+    )
+    names = ["compiler_processes", "cuda_headers", "nv_windows"]
+    assert found == [f"engine.fixes.{name}" for name in names[:wanted]]
