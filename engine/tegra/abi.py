@@ -1,0 +1,316 @@
+"""The binary interface of the drivers nvmap and nvgpu: requests (`ioctl`) and their structures.
+
+Source: the headers include/uapi/linux/nvgpu*.h and nvmap.h of L4T r36.4.4. All fields have fixed widths, so that the
+layout is the same on every machine; tests hold it against a table made by a C compiler from these headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_int16, c_int32, c_uint8, c_uint16, c_uint32, c_uint64, sizeof
+from dataclasses import dataclass
+
+L4T = "r36.4"
+NVMAP, CTRL = "/dev/nvmap", "/dev/nvgpu/igpu0/ctrl"
+
+_WRITE, _READ = 1, 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """One `ioctl`: its name in the headers, the number that the kernel knows it by, and its argument."""
+
+    name: str
+    number: int
+    argument: type[Structure] | None
+
+
+def _request(
+    name: str, magic: str, nr: int, argument: type[Structure] | None, direction: int = _READ | _WRITE
+) -> Request:
+    """As the macro _IOC of linux/ioctl.h: direction 31:30, size 29:16, magic 15:8, nr 7:0."""
+    size = sizeof(argument) if argument is not None else 0
+    return Request(name, direction << 30 | size << 16 | ord(magic) << 8 | nr, argument)
+
+
+# ---- nvmap: buffers ----
+
+
+class NvmapCreate(Structure):
+    """In: the size in bytes; out: the handle, in the second word."""
+
+    _fields_ = (("size", c_uint32), ("handle", c_uint32))
+
+
+class NvmapCreate64(Structure):
+    """In: the size in bytes; out: the handle, in the lower word. For 4 GiB and more."""
+
+    _fields_ = (("size_or_handle", c_uint64),)
+
+
+class NvmapAlloc(Structure):
+    _fields_ = (
+        ("handle", c_uint32),
+        ("heap_mask", c_uint32),
+        ("flags", c_uint32),
+        ("align", c_uint32),
+        ("numa_nid", c_int32),
+    )
+
+
+class NvmapGetFd(Structure):
+    _fields_ = (("fd", c_int32), ("handle", c_uint32))
+
+
+NVMAP_CREATE = _request("NVMAP_IOC_CREATE", "N", 0, NvmapCreate)
+NVMAP_CREATE_64 = _request("NVMAP_IOC_CREATE_64", "N", 1, NvmapCreate64)
+NVMAP_ALLOC = _request("NVMAP_IOC_ALLOC", "N", 3, NvmapAlloc, _WRITE)
+NVMAP_FREE = _request("NVMAP_IOC_FREE", "N", 4, None, 0)  # the argument is the handle itself
+NVMAP_GET_FD = _request("NVMAP_IOC_GET_FD", "N", 15, NvmapGetFd)
+
+HEAP_IOVMM = 1 << 30  # any pages, behind the SMMU
+WRITE_COMBINE, INNER_CACHEABLE = 1, 2  # bits 1:0 of the flags
+ZEROED = 1 << 5
+TAG_SHIFT = 16  # of the flags; a buffer without a tag makes the kernel warn
+
+
+# ---- nvgpu's control node ----
+
+
+class GetCharacteristics(Structure):
+    """In: the size and address of a `Characteristics`; out: the size that the kernel's has."""
+
+    _fields_ = (("size", c_uint64), ("address", c_uint64))
+
+
+class Characteristics(Structure):
+    """struct nvgpu_gpu_characteristics, without what is of no use here."""
+
+    _fields_ = (
+        ("arch", c_uint32),
+        ("impl", c_uint32),
+        ("_rev", c_uint32),
+        ("num_gpc", c_uint32),
+        ("_numa", c_uint8 * 8),
+        ("l2_cache_size", c_uint64),
+        ("_memory", c_uint8 * 8),
+        ("num_tpc_per_gpc", c_uint32),
+        ("_bus", c_uint32),
+        ("big_page_size", c_uint32),
+        ("_pages", c_uint8 * 12),
+        ("flags", c_uint64),
+        ("_classes", c_uint8 * 8),
+        ("compute_class", c_uint32),
+        ("gpfifo_class", c_uint32),
+        ("_copy", c_uint32),
+        ("dma_copy_class", c_uint32),
+        ("gpc_mask", c_uint32),
+        ("sm_version", c_uint32),
+        ("_spa", c_uint32),
+        ("warp_count", c_uint32),
+        ("_ioctls", c_uint8 * 10),
+        ("gpu_va_bit_count", c_uint8),
+        ("_reserved", c_uint8 * 37),
+        ("chipname", ctypes.c_char * 8),
+        ("_clocks", c_uint8 * 32),
+        ("max_freq", c_uint64),
+        ("_more", c_uint8 * 100),
+        ("max_gpfifo_entries", c_uint32),
+        ("_last", c_uint8 * 16),
+    )
+
+
+IO_COHERENCE, TSG_SUBCONTEXTS, USERMODE_SUBMIT = 1 << 20, 1 << 22, 1 << 30  # of `Characteristics.flags`
+
+
+class AllocAs(Structure):
+    _fields_ = (
+        ("big_page_size", c_uint32),
+        ("as_fd", c_int32),
+        ("flags", c_uint32),
+        ("reserved", c_uint32),
+        ("va_range_start", c_uint64),
+        ("va_range_end", c_uint64),
+        ("va_range_split", c_uint64),
+        ("padding", c_uint32 * 6),
+    )
+
+
+class OpenTsg(Structure):
+    _fields_ = (
+        ("tsg_fd", c_int32),
+        ("flags", c_uint32),
+        ("source_device_instance_id", c_uint64),
+        ("share_token", c_uint64),
+    )
+
+
+class OpenChannel(Structure):
+    """A union: in the runlist, out the descriptor."""
+
+    _fields_ = (("runlist_id_or_fd", c_int32),)
+
+
+class FlushL2(Structure):
+    """Packed: five bytes, and so is the size in the request's number."""
+
+    _pack_ = 1
+    _fields_ = (("flags", c_uint8), ("reserved", c_uint32))
+
+
+class NumVsms(Structure):
+    _fields_ = (("num_vsms", c_uint32), ("reserved", c_uint32))
+
+
+class MemoryState(Structure):
+    _fields_ = (("total_free_bytes", c_uint64), ("reserved", c_uint64 * 4))
+
+
+GET_CHARACTERISTICS = _request("NVGPU_GPU_IOCTL_GET_CHARACTERISTICS", "G", 5, GetCharacteristics)
+ALLOC_AS = _request("NVGPU_GPU_IOCTL_ALLOC_AS", "G", 8, AllocAs)
+OPEN_TSG = _request("NVGPU_GPU_IOCTL_OPEN_TSG", "G", 9, OpenTsg)
+OPEN_CHANNEL = _request("NVGPU_GPU_IOCTL_OPEN_CHANNEL", "G", 11, OpenChannel)
+FLUSH_L2 = _request("NVGPU_GPU_IOCTL_FLUSH_L2", "G", 12, FlushL2)
+NUM_VSMS = _request("NVGPU_GPU_IOCTL_NUM_VSMS", "G", 18, NumVsms)
+GET_MEMORY_STATE = _request("NVGPU_GPU_IOCTL_GET_MEMORY_STATE", "G", 33, MemoryState)
+
+AS_UNIFIED_VA = 2
+RUNLIST_GR = -1
+L2_FLUSH, L2_INVALIDATE = 1, 2
+DOORBELL_BYTES, DOORBELL = 0x10000, 0x90  # the node's mapping, and where a channel's token is written in it
+
+
+# ---- address space ----
+
+
+class BindChannel(Structure):
+    _fields_ = (("channel_fd", c_int32),)
+
+
+class AllocSpace(Structure):
+    _fields_ = (
+        ("pages", c_uint64),
+        ("page_size", c_uint32),
+        ("flags", c_uint32),
+        ("offset", c_uint64),
+        ("padding", c_uint32 * 2),
+    )
+
+
+class MapBufferEx(Structure):
+    _fields_ = (
+        ("flags", c_uint32),
+        ("compr_kind", c_int16),
+        ("incompr_kind", c_int16),
+        ("dmabuf_fd", c_int32),
+        ("page_size", c_uint32),
+        ("buffer_offset", c_uint64),
+        ("mapping_size", c_uint64),
+        ("offset", c_uint64),
+    )
+
+
+class UnmapBuffer(Structure):
+    _fields_ = (("offset", c_uint64),)
+
+
+class VaRegion(Structure):
+    _fields_ = (("offset", c_uint64), ("page_size", c_uint32), ("reserved", c_uint32), ("pages", c_uint64))
+
+
+class GetVaRegions(Structure):
+    _fields_ = (("address", c_uint64), ("size", c_uint32), ("reserved", c_uint32))
+
+
+AS_BIND_CHANNEL = _request("NVGPU_AS_IOCTL_BIND_CHANNEL", "A", 1, BindChannel)
+AS_UNMAP_BUFFER = _request("NVGPU_AS_IOCTL_UNMAP_BUFFER", "A", 5, UnmapBuffer)
+AS_ALLOC_SPACE = _request("NVGPU_AS_IOCTL_ALLOC_SPACE", "A", 6, AllocSpace)
+AS_MAP_BUFFER_EX = _request("NVGPU_AS_IOCTL_MAP_BUFFER_EX", "A", 7, MapBufferEx)
+AS_GET_VA_REGIONS = _request("NVGPU_AS_IOCTL_GET_VA_REGIONS", "A", 8, GetVaRegions)
+
+SPACE_FIXED_OFFSET = 1
+NOT_COMPRESSIBLE = -1
+PAGE = 4096  # the only size of the GPU's pages here: big_page_size is 0
+
+
+# ---- time slice group, channel ----
+
+
+class CreateSubcontext(Structure):
+    _fields_ = (("type", c_uint32), ("as_fd", c_int32), ("veid", c_uint32), ("reserved", c_uint32))
+
+
+class TsgBindChannelEx(Structure):
+    _fields_ = (("channel_fd", c_int32), ("subcontext_id", c_uint32), ("reserved", c_uint8 * 16))
+
+
+class ReadSmErrors(Structure):
+    """`num_sm` must be the GPU's; the buffer gets a `SmError` for each."""
+
+    _fields_ = (("num_sm", c_uint32), ("reserved", c_uint32), ("address", c_uint64), ("size", c_uint64))
+
+
+class SmError(Structure):
+    """struct nvgpu_tsg_sm_error_state_record; the two masks at the end are not used here."""
+
+    _fields_ = (
+        ("global_esr", c_uint32),
+        ("warp_esr", c_uint32),
+        ("warp_pc", c_uint64),
+        ("global_report_mask", c_uint32),
+        ("warp_report_mask", c_uint32),
+    )
+
+
+class ChannelWdt(Structure):
+    _fields_ = (("wdt_status", c_uint32), ("timeout_ms", c_uint32))
+
+
+class SetupBind(Structure):
+    _fields_ = (
+        ("num_gpfifo_entries", c_uint32),
+        ("num_inflight_jobs", c_uint32),
+        ("flags", c_uint32),
+        ("userd_dmabuf_fd", c_int32),
+        ("gpfifo_dmabuf_fd", c_int32),
+        ("work_submit_token", c_uint32),
+        ("userd_dmabuf_offset", c_uint64),
+        ("gpfifo_dmabuf_offset", c_uint64),
+        ("gpfifo_gpu_va", c_uint64),
+        ("userd_gpu_va", c_uint64),
+        ("usermode_mmio_gpu_va", c_uint64),
+        ("reserved", c_uint32 * 9),
+        ("_padding", c_uint32),
+    )
+
+
+class AllocObjCtx(Structure):
+    _fields_ = (("class_num", c_uint32), ("flags", c_uint32), ("obj_id", c_uint64))
+
+
+class SetErrorNotifier(Structure):
+    _fields_ = (("offset", c_uint64), ("size", c_uint64), ("dmabuf_fd", c_uint32), ("padding", c_uint32))
+
+
+class Notification(Structure):
+    """What the driver writes into the error notifier's buffer (16 bytes, no request)."""
+
+    _fields_ = (("time_ns", c_uint64), ("info32", c_uint32), ("info16", c_uint16), ("status", c_uint16))
+
+
+TSG_BIND_CHANNEL_EX = _request("NVGPU_TSG_IOCTL_BIND_CHANNEL_EX", "T", 11, TsgBindChannelEx)
+TSG_READ_SM_ERRORS = _request("NVGPU_TSG_IOCTL_READ_ALL_SM_ERROR_STATES", "T", 17, ReadSmErrors)
+TSG_CREATE_SUBCONTEXT = _request("NVGPU_TSG_IOCTL_CREATE_SUBCONTEXT", "T", 18, CreateSubcontext)
+CHANNEL_ALLOC_OBJ_CTX = _request("NVGPU_IOCTL_CHANNEL_ALLOC_OBJ_CTX", "H", 108, AllocObjCtx)
+CHANNEL_SET_ERROR_NOTIFIER = _request("NVGPU_IOCTL_CHANNEL_SET_ERROR_NOTIFIER", "H", 111, SetErrorNotifier)
+CHANNEL_WDT = _request("NVGPU_IOCTL_CHANNEL_WDT", "H", 119, ChannelWdt, _WRITE)
+CHANNEL_SETUP_BIND = _request("NVGPU_IOCTL_CHANNEL_SETUP_BIND", "H", 128, SetupBind)
+
+SUBCONTEXT_ASYNC = 1  # compute and copies only
+WDT_DISABLE = 1
+SETUP_DETERMINISTIC, SETUP_USERMODE = 1 << 1, 1 << 3
+USERD_GP_GET, USERD_GP_PUT = 0x88, 0x8C  # u32, in entries: how far the GPU and how far we are
+
+REQUESTS: tuple[Request, ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Request)
+)

@@ -1,0 +1,37 @@
+"""tinygrad's allocator on unified memory: every buffer has an address for the CPU, and copies are memmove."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from tinygrad.device import BufferSpec
+from tinygrad.helpers import from_mv, to_mv
+from tinygrad.runtime.ops_nv import NVAllocator
+from tinygrad.runtime.support.hcq import HCQBuffer
+
+
+class TegraAllocator(NVAllocator):  # type: ignore[misc]
+    """No staging buffers and no copy queue. What is freed after the device was closed is gone already."""
+
+    def __init__(self, dev: Any) -> None:
+        super().__init__(dev, batch_cnt=0, supports_copy_from_disk=False, supports_transfer=False)
+
+    def _copyin(self, dest: HCQBuffer, src: memoryview) -> None:
+        self.dev.synchronize()
+        ctypes.memmove(dest.cpu_view().addr, from_mv(src), src.nbytes)
+
+    def _copyout(self, dest: memoryview, src: HCQBuffer) -> None:
+        self.dev.synchronize()
+        ctypes.memmove(from_mv(dest), src.cpu_view().addr, dest.nbytes)
+
+    def _as_buffer(self, src: HCQBuffer) -> memoryview:
+        view: memoryview = to_mv(src.cpu_view().addr, src.size)
+        return view
+
+    def _do_map(self, buf: HCQBuffer) -> HCQBuffer:
+        raise RuntimeError("A Tegra GPU cannot map a buffer of another device.")
+
+    def _free(self, opaque: HCQBuffer, options: BufferSpec | None = None) -> None:
+        if not self.dev.closed:
+            super()._free(opaque, options)

@@ -1,0 +1,63 @@
+"""What the driver's refusals mean, in words."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from engine.errors import BackendError
+from engine.tegra.abi import L4T
+
+# Both bases matter: the application shows a BackendError's sentences, tinygrad handles a RuntimeError or MemoryError.
+
+
+class DriverError(BackendError, RuntimeError):
+    """A call to nvmap or nvgpu failed. `errno` is the kernel's number."""
+
+    errno = 0
+
+
+class DriverMemoryError(DriverError, MemoryError):
+    """The kernel has no memory, address space or descriptors left: freeing some may help."""
+
+
+class HangError(DriverError):
+    """The GPU stopped; the message says why, as far as the driver knows. Only a new process can go on."""
+
+
+_ACCESS = "Add yourself to the groups that own it (sudo usermod -aG video,render $USER) and log in again."
+_NO_NODE = (
+    "NV needs a Jetson whose GPU belongs to the driver nvgpu (L4T r36); a container needs "
+    "--device /dev/nvmap --device /dev/nvgpu/igpu0/ctrl."
+)
+_OTHER_ABI = (
+    f"The driver speaks another version of its interface than {L4T}: see `orin-chat doctor`, or take CUDA."
+)
+_MEMORY = "Close other programs, or take a smaller model or context."
+_FILES = "Raise the limit on open files (ulimit -n)."
+_GONE = "Restart the engine; the kernel's log (sudo dmesg) has the driver's own words."
+_REPORT = "Please send the report of `orin-chat doctor --report`, or take the CUDA backend."
+
+_ADVICE = {
+    errno.EACCES: _ACCESS,
+    errno.EPERM: _ACCESS,
+    errno.ENOENT: _NO_NODE,
+    errno.ENXIO: _NO_NODE,
+    errno.ENODEV: _NO_NODE,
+    errno.ENOTTY: _OTHER_ABI,
+    errno.ENOMEM: _MEMORY,
+    errno.EMFILE: _FILES,
+    errno.ENFILE: _FILES,
+    errno.ETIMEDOUT: _GONE,
+    errno.EIO: _GONE,
+}
+
+
+def refused(what: str, error: OSError) -> DriverError:
+    """`what` is the call's name, as in "NVMAP_IOC_ALLOC" or "open of /dev/nvmap"."""
+    number = error.errno or 0
+    name = errno.errorcode.get(number, str(number))
+    kind = DriverMemoryError if number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE) else DriverError
+    made = kind(f"{what} failed: {name} ({os.strerror(number)}).", _ADVICE.get(number, _REPORT))
+    made.errno = number
+    return made

@@ -1,0 +1,53 @@
+"""The ring of commands, and tinygrad's compute queue on it.
+
+Two things differ from a desktop GPU's. Signals are semaphores in the command stream that wait for idle, never the
+release in a launch descriptor (QMD): on an Orin, with that one, of 200 increments by dependent kernels 2 got lost.
+And a submission waits while the ring is full, which tinygrad never looks at.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tinygrad.helpers import getenv
+from tinygrad.runtime.ops_nv import GPFifo, NVComputeQueue
+from tinygrad.runtime.support.hcq import HCQSignal, MMIOInterface
+
+ENTRIES = (
+    1024  # and so many submissions at most are under way, which bounds the memory for commands and arguments
+)
+
+
+@dataclass
+class Ring(GPFifo):  # type: ignore[misc]
+    """tinygrad's ring, with the place where the GPU tells how far it is."""
+
+    gpget: MMIOInterface = None
+
+    @property
+    def full(self) -> bool:
+        return bool(self.gpget[0] == (self.put_value + 1) % self.entries_count)
+
+    def wait_for_room(self, device: Any) -> None:
+        """A signal later than the oldest entry frees the ring too: whether the GPU writes its position back in
+        time was not seen on a board. The device's last value but one is that of a submission that was made."""
+        deadline = 0.0
+        while self.full and device.timeline_signal.value < device.timeline_value - 2:
+            now = time.monotonic()
+            deadline = deadline or now + getenv("HCQDEV_WAIT_TIMEOUT_MS", 30000) / 1e3
+            device.iface.sleep(0)
+            if now > deadline:
+                device.on_device_hang()
+
+
+class TegraComputeQueue(NVComputeQueue):  # type: ignore[misc]
+    def signal(self, signal: HCQSignal, value: Any = 0) -> TegraComputeQueue:
+        self.active_qmd = None  # or the base class would put the signal into the launch descriptor
+        super().signal(signal, value)
+        return self
+
+    def _submit_to_gpfifo(self, dev: Any, gpfifo: Ring) -> None:
+        gpfifo.wait_for_room(dev)
+        super()._submit_to_gpfifo(dev, gpfifo)
