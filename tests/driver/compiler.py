@@ -1,0 +1,139 @@
+"""A compiler for the simulated GPU: CUDA C in, a cubin out whose machine code is this CPU's.
+
+It takes the source that tinygrad would give to NVIDIA's compiler, unchanged but for pointers, which become checked
+ones, and the parameters, which are read from the constant bank (cuda.hpp has the rest). The cubin has the sections
+that tinygrad's loader looks at; the code stands where a GPU's would, and is fetched from the GPU's memory to be run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+from tinygrad.codegen.opt import tc
+from tinygrad.device import CompileError, Compiler
+from tinygrad.helpers import Target
+from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
+from tinygrad.runtime.support.elf import elf_loader, jit_loader
+
+PARAMETERS = 0x160  # where they begin in the constant bank, on compute capability 8
+RESERVED_SHARED = 1024  # bytes of shared memory that belong to the system there
+REGISTERS = 40  # a usual number; this CPU's do not count
+MAGIC, HEADER = b"CPUCUBIN", struct.Struct("<8s4I")  # bytes of code, its entry, of constants and of shared memory
+CODE_AT = 128  # from the header
+
+_PRELUDE = Path(__file__).with_name("cuda.hpp")
+_ENTRY = ".entry"
+_KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\((.*?)\) \{\n', re.DOTALL)
+_SHARED = re.compile(r"__shared__ __align__\(16\) ([\w ]+?) (\w+)\[(\d+)\];")
+_SIZES = {"half": 2, "float": 4, "int": 4, "uint": 4, "unsigned int": 4, "long": 8, "unsigned long": 8}
+_SIZES |= {"bool": 1, "unsigned char": 1, "signed char": 1, "char": 1, "short": 2, "unsigned short": 2}
+
+
+class SimulatedCompiler(Compiler):
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def compile(self, src: str) -> bytes:
+        found = _KERNEL.search(src)
+        assert found, src
+        name, parameters = found[1], [p for p in found[2].split(", ") if p]
+        body, shared_bytes = _shared(src[found.end() :])
+        before = re.sub(r"#include <cuda_\w+\.h>\n", "", src[: found.start()])
+        signature, arguments, end = _parameters(parameters)
+        waits = "__syncthreads" in body
+        body = re.sub(r"\(\(([\w ]+?)\*\)\(", r"(pointer_cast<\1>(", body[: body.rindex("}")])
+        code = _machine_code(
+            f"{_PRELUDE.read_text()}\n// ---- the kernel ----\n{before}\n"
+            f"static {'Thread' if waits else 'inline void'} {name}"
+            f"(Context *context, dim3 threadIdx, dim3 blockIdx{signature}) {{\n{body}"
+            f"{'co_return;' if waits else ''}\n}}\n"
+            f'extern "C" __attribute__((section("{_ENTRY}"))) void start(Context *context) {{\n'
+            f"  {'launch' if waits else 'launch_without_barriers'}(context, [&](dim3 thread, dim3 block) "
+            f"{{ return {name}(context, thread, block{arguments}); }});\n}}\n"
+        )
+        return _cubin(name, code, end, shared_bytes)
+
+
+class SimulatedCUDARenderer(CUDARenderer):
+    def __init__(self, target: Target) -> None:
+        CStyleLanguage.__init__(self, target)
+        self.compiler, self.tensor_cores = SimulatedCompiler(), tc.get_cuda(target.arch)
+
+
+def _shared(body: str) -> tuple[str, int]:
+    """Shared arrays as places in the block's memory, and how much there is of it."""
+    end = 0
+
+    def place(array: re.Match[str]) -> str:
+        nonlocal end
+        kind, name, n = array[1], array[2], int(array[3])
+        at = -(-end // 16) * 16
+        end = at + _SIZES[kind] * n
+        return f"local<{kind}> {name}{{context, {at}}};"
+
+    return _SHARED.sub(place, body), end
+
+
+def _parameters(parameters: list[str]) -> tuple[str, str, int]:
+    """The kernel's own signature, the arguments read from constants, and where these end. As in C structures."""
+    signature = arguments = ""
+    at = PARAMETERS
+    for parameter in parameters:
+        kind, name = parameter.rsplit(" ", 1)
+        kind = kind.removeprefix("volatile ").removeprefix("const ")
+        pointed = kind.removesuffix("*")
+        size = 8 if kind.endswith("*") else _SIZES[kind]
+        at = -(-at // size) * size
+        form = f"global<{pointed}>" if kind.endswith("*") else kind
+        read = "pointer_parameter" if kind.endswith("*") else "value_parameter"
+        signature += f", {form} {name}"
+        arguments += f", {read}<{pointed}>(context, {at})"
+        at += size
+    return signature, arguments, at
+
+
+def _machine_code(source: str) -> tuple[bytes, int]:
+    """Code that runs wherever it lies, and its entry."""
+    options = ["-std=c++20", "-O1", "-fPIC", "-ffreestanding", "-nostdlib", "-fno-exceptions", "-fno-rtti"]
+    options += ["-fno-builtin", "-fno-math-errno", "-fno-asynchronous-unwind-tables", "-fno-stack-protector"]
+    options += ["-fno-ident", "-march=native" if os.uname().machine == "x86_64" else "-mcpu=native", "-w"]
+    options += ["-fno-jump-tables", "-fvisibility=hidden", "-ffp-contract=on"]
+    command = [os.environ.get("CC", "clang"), "-x", "c++", "-c", *options, "-", "-o", "-"]
+    made = subprocess.run(command, input=source.encode(), capture_output=True)
+    if made.returncode:
+        kernel = source[source.rindex("// ---- the kernel") :]
+        raise CompileError(f"{made.stderr.decode()}\n{kernel}")
+    _, sections, _ = elf_loader(made.stdout)
+    return jit_loader(made.stdout), next(s.header.sh_addr for s in sections if s.name == _ENTRY)
+
+
+def _cubin(name: str, code: tuple[bytes, int], constant_end: int, shared_bytes: int) -> bytes:
+    """An ELF file with what the loader reads: code, constants, shared memory, and facts (.nv.info) on them."""
+    image, entry = code
+    text = HEADER.pack(MAGIC, len(image), entry, constant_end, shared_bytes).ljust(CODE_AT, b"\0") + image
+    progbits, nobits, info, strings = 1, 8, 0x70000000, 3
+    facts = struct.pack("<BBHII", 4, 0x2F, 8, 0, REGISTERS) + struct.pack("<BBHII", 4, 0x12, 8, 0, 0)
+    bank = struct.pack("<BBHIHH", 4, 0x0A, 8, 0, PARAMETERS, constant_end - PARAMETERS)
+    sections = [
+        (f".text.{name}", progbits, text, len(text)),
+        (".nv.info", info, facts, len(facts)),
+        (f".nv.info.{name}", info, bank, len(bank)),
+        (f".nv.constant0.{name}", progbits, bytes(constant_end), constant_end),
+    ]
+    if shared_bytes:
+        sections.append((f".nv.shared.{name}", nobits, b"", shared_bytes))
+    names = b"\0" + b"".join(s[0].encode() + b"\0" for s in sections) + b".shstrtab\0"
+    sections.append((".shstrtab", strings, names, len(names)))
+    body, headers, at = b"", [bytes(64)], 64
+    for title, kind, content, size in sections:
+        at_name = names.index(title.encode() + b"\0")
+        headers.append(struct.pack("<IIQQQQIIQQ", at_name, kind, 0, 0, at + len(body), size, 0, 0, 128, 0))
+        body += content + bytes(-len(content) % 8)
+    ident = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
+    cuda = 190  # EM_CUDA
+    start = struct.pack("<HHIQQQIHHHHHH", 2, cuda, 1, 0, 0, at + len(body), 0, 64, 0, 0, 64, len(headers), len(sections))
+    return ident + start + body + b"".join(headers)

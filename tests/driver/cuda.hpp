@@ -1,0 +1,204 @@
+// CUDA C as tinygrad writes it, on a CPU: what a kernel's text is compiled with (see compiler.py). Freestanding: no
+// headers, no libraries, no data of its own, so that the code can lie anywhere.
+//
+// A thread of a block is a coroutine: it runs until a barrier, and goes on when all of its block have come that far.
+// Every access to global or shared memory goes through the GPU's page table, windows and bounds, and is checked for
+// alignment, as the hardware does. A fault is noted once, and the kernel goes on in a scrap of memory until it ends.
+
+#define __device__ static inline
+#define __forceinline__
+#define __align__(n) alignas(n)
+#define MEMBER inline __attribute__((always_inline))
+#define INLINE static MEMBER
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long u64;
+typedef decltype(sizeof 0) size_t;
+typedef _Float16 half;
+
+struct dim3 { u32 x, y, z; };
+struct Functions { float (*exp2)(float), (*log2)(float), (*sin)(float); };
+enum { OK, UNMAPPED, WINDOW, MISALIGNED, SHARED_RANGE, DIVERGENT, NO_ROOM };
+
+struct Context {  // as in program.py
+  const u64 *pages; u64 n_pages;                  // address in this process of each page, or 0
+  u64 local_window, shared_window, window_bytes;
+  const u8 *constants; u8 *shared; u64 shared_bytes;
+  u8 *heap; u64 heap_bytes;                       // for coroutines
+  dim3 grid, block;
+  Functions functions;
+  u64 fault, fault_address, loads_and_stores, unused;
+  u8 scrap[64];
+};
+
+extern "C" __attribute__((used)) void *memcpy(void *to, const void *from, size_t n) {
+  for (size_t i = 0; i < n; i++) ((volatile u8 *)to)[i] = ((const volatile u8 *)from)[i];
+  return to;
+}
+extern "C" __attribute__((used)) void *memset(void *to, int value, size_t n) {
+  for (size_t i = 0; i < n; i++) ((volatile u8 *)to)[i] = (u8)value;
+  return to;
+}
+
+// ---- memory ----
+
+__attribute__((noinline)) static u8 *fault(Context *c, u64 kind, u64 address) {
+  if (!c->fault) c->fault = kind, c->fault_address = address;
+  return c->scrap;
+}
+INLINE u8 *at_global(Context *c, u64 va, u64 size) {
+  c->loads_and_stores++;
+  if (va % size) return fault(c, MISALIGNED, va);
+  if (va - c->local_window < c->window_bytes || va - c->shared_window < c->window_bytes) return fault(c, WINDOW, va);
+  u64 page = va >> 12;
+  if (page >= c->n_pages || !c->pages[page]) return fault(c, UNMAPPED, va);
+  return (u8 *)c->pages[page] + (va & 4095);
+}
+INLINE u8 *at_shared(Context *c, u64 offset, u64 size) {
+  if (offset % size) return fault(c, MISALIGNED, offset);
+  if (offset + size > c->shared_bytes) return fault(c, SHARED_RANGE, offset);
+  return c->shared + offset;
+}
+constexpr u64 access_bytes(u64 size) { u64 n = 1; while (n < size) n *= 2; return n > 16 ? 16 : n; }
+
+template <class T> struct global {
+  Context *c; u64 va;
+  MEMBER global operator+(long i) const { return {c, va + (u64)i * sizeof(T)}; }
+  MEMBER T &operator*() const { return *(T *)at_global(c, va, access_bytes(sizeof(T))); }
+};
+template <class T> struct local {
+  Context *c; u64 offset;
+  MEMBER local operator+(long i) const { return {c, offset + (u64)i * sizeof(T)}; }
+  MEMBER T &operator*() const { return *(T *)at_shared(c, offset, access_bytes(sizeof(T))); }
+};
+template <class U, class T> INLINE global<U> pointer_cast(global<T> p) { return {p.c, p.va}; }
+template <class U, class T> INLINE local<U> pointer_cast(local<T> p) { return {p.c, p.offset}; }
+template <class U, class T> INLINE U *pointer_cast(T *p) { return (U *)p; }
+
+template <class T> INLINE T value_parameter(Context *c, u32 offset) { return *(const T *)(c->constants + offset); }
+template <class T> INLINE global<T> pointer_parameter(Context *c, u32 offset) {
+  return {c, *(const u64 *)(c->constants + offset)};
+}
+
+// ---- vectors, numbers ----
+
+#define VECTORS(T, name)                                                                                              \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                                                  \
+  struct alignas(4 * sizeof(T) > 16 ? 16 : 4 * sizeof(T)) name##4 { T x, y, z, w; };                                  \
+  INLINE name##2 make_##name##2(T x, T y) { return {x, y}; }                                                          \
+  INLINE name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+VECTORS(float, float)
+VECTORS(int, int)
+VECTORS(unsigned int, uint)
+VECTORS(long, long)
+VECTORS(unsigned char, unsigned_char)
+VECTORS(signed char, signed_char)
+struct alignas(4) half2 { half x, y; };
+INLINE half2 make_half2(half x, half y) { return {x, y}; }
+
+INLINE float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
+#define sqrt(x) __builtin_sqrtf(x)
+#define trunc(x) __builtin_truncf(x)
+#define exp2(x) context->functions.exp2(x)
+#define log2(x) context->functions.log2(x)
+#define sin(x) context->functions.sin(x)
+#define hsqrt(x) ((half)__builtin_sqrtf((float)(x)))
+#define htrunc(x) ((half)__builtin_truncf((float)(x)))
+#define hexp2(x) ((half)context->functions.exp2((float)(x)))
+#define hlog2(x) ((half)context->functions.log2((float)(x)))
+#define hsin(x) ((half)context->functions.sin((float)(x)))
+#define hrcp(x) ((half)(1.0f / (float)(x)))
+
+// ---- threads ----
+
+namespace std {  // the names that the language looks up
+template <class P = void> struct coroutine_handle;
+template <> struct coroutine_handle<void> {
+  void *frame;
+  static coroutine_handle from_address(void *a) { return {a}; }
+  void *address() const { return frame; }
+};
+template <class P> struct coroutine_handle {
+  void *frame;
+  static coroutine_handle from_address(void *a) { return {a}; }
+  static coroutine_handle from_promise(P &p) { return {__builtin_coro_promise(&p, alignof(P), true)}; }
+  operator coroutine_handle<>() const { return {frame}; }
+  void *address() const { return frame; }
+  P &promise() const { return *(P *)__builtin_coro_promise(frame, alignof(P), false); }
+};
+template <class R, class... A> struct coroutine_traits { using promise_type = typename R::promise_type; };
+struct suspend_always {
+  bool await_ready() const noexcept { return false; }
+  void await_suspend(coroutine_handle<>) const noexcept {}
+  void await_resume() const noexcept {}
+};
+}  // namespace std
+
+struct Thread {
+  struct promise_type {
+    u32 line = 0;  // of the barrier that the thread waits at
+    template <class... A> static void *operator new(size_t n, Context *c, A...) {
+      n = (n + 63) & ~63ul;
+      if (n > c->heap_bytes) return fault(c, NO_ROOM, n), nullptr;
+      c->heap_bytes -= n;
+      return c->heap + c->heap_bytes;
+    }
+    static void operator delete(void *, size_t) {}
+    static Thread get_return_object_on_allocation_failure() { return {{nullptr}}; }
+    Thread get_return_object() { return {std::coroutine_handle<promise_type>::from_promise(*this)}; }
+    std::suspend_always initial_suspend() noexcept { return {}; }
+    std::suspend_always final_suspend() noexcept { return {}; }
+    void return_void() {}
+    void unhandled_exception() {}
+  };
+  std::coroutine_handle<promise_type> handle;
+};
+struct Barrier {
+  u32 line;
+  bool await_ready() const noexcept { return false; }
+  void await_suspend(std::coroutine_handle<Thread::promise_type> h) const noexcept { h.promise().line = line; }
+  void await_resume() const noexcept {}
+};
+#define __syncthreads() co_await Barrier { __LINE__ }
+
+template <class Start> INLINE void for_blocks(Context *c, Start block) {
+  for (u32 z = 0; z < c->grid.z; z++)
+    for (u32 y = 0; y < c->grid.y; y++)
+      for (u32 x = 0; x < c->grid.x && !c->fault; x++) block(dim3{x, y, z});
+}
+template <class Kernel> INLINE void launch_without_barriers(Context *c, Kernel kernel) {
+  for_blocks(c, [&](dim3 block) {
+    for (u32 z = 0; z < c->block.z; z++)
+      for (u32 y = 0; y < c->block.y; y++)
+        for (u32 x = 0; x < c->block.x; x++) kernel(dim3{x, y, z}, block);
+  });
+}
+template <class Kernel> INLINE void launch(Context *c, Kernel kernel) {
+  u64 heap_bytes = c->heap_bytes;
+  u32 n = c->block.x * c->block.y * c->block.z;
+  Thread *threads = (Thread *)c->heap;
+  for_blocks(c, [&](dim3 block) {
+    for (u64 i = 0; i < c->shared_bytes; i++) c->shared[i] = 0xA5;  // whatever was there before
+    c->heap_bytes = heap_bytes;
+    for (u32 i = 0; i < n; i++) {
+      threads[i] = kernel(dim3{i % c->block.x, i / c->block.x % c->block.y, i / c->block.x / c->block.y}, block);
+      if (!threads[i].handle.frame) return;
+    }
+    for (bool some = true; some && !c->fault;) {
+      some = false;
+      u32 line = 0;
+      for (u32 i = 0; i < n; i++) {
+        void *frame = threads[i].handle.frame;
+        if (__builtin_coro_done(frame)) continue;
+        __builtin_coro_resume(frame);
+        if (__builtin_coro_done(frame)) continue;
+        some = true;
+        u32 here = threads[i].handle.promise().line;
+        if (line && here != line) fault(c, DIVERGENT, here);  // threads of a block at two barriers
+        line = here;
+      }
+    }
+  });
+  c->heap_bytes = heap_bytes;
+}

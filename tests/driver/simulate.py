@@ -1,0 +1,31 @@
+"""The simulated kernel, GPU and compiler in the place of the real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from tinygrad.runtime.support.system import System as TinySystem
+
+from engine.tegra import device, driver
+from tests.driver.compiler import SimulatedCUDARenderer
+from tests.driver.kernel import SimulatedKernel
+
+
+@contextlib.contextmanager
+def simulated(kernel: SimulatedKernel | None = None) -> Iterator[SimulatedKernel]:
+    """The GPU is a thread: Python is to switch to it and back more often than each 5 ms."""
+    kernel = kernel or SimulatedKernel()
+    before = driver.system, device.renderers, sys.getswitchinterval()
+    driver.system, device.renderers = kernel, [SimulatedCUDARenderer]
+    sys.setswitchinterval(2e-5)
+    try:
+        TinySystem.memory_barrier()
+    except AttributeError:  # without libatomic; x86 keeps the order of stores
+        type(TinySystem).memory_barrier = lambda self: None
+    try:
+        yield kernel
+    finally:
+        driver.system, device.renderers = before[:2]
+        sys.setswitchinterval(before[2])
