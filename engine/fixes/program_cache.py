@@ -1,86 +1,68 @@
-"""tinygrad 0.14.0: programs made once are kept from one run to the next.
+"""tinygrad 0.14.0: programs and schedules made once are kept from one run to the next.
 
-Making a kernel's source takes tinygrad seconds a model, in Python; its own cache on disk holds only what the
-compiler makes of the source afterwards. With this fix whole programs are kept there (`diskcache_put`, in the
-user's cache folder), under the key that tinygrad itself knows them by in memory, so that a model's second start
-compiles nothing. Of a program's steps only what a launch needs is kept: names, sizes, parameters, binary.
+tinygrad works its way from tensors to code anew in every process, which takes seconds a model, in Python; its own
+cache on disk holds only what the compiler makes of the source afterwards. Both of its tables that hold results of
+this work are keyed by the content that they were made of. With this fix they are kept in `engine.kernels.kept`
+too, so that a model's second start compiles nothing.
+
+Of a program's steps only what a launch and a profile need is kept: names, sizes, parameters, source, binary.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
+import tinygrad.codegen as codegen
 import tinygrad.engine.realize as realize
+import tinygrad.schedule as schedule
 from tinygrad.dtype import AddrSpace
-from tinygrad.helpers import diskcache_get, diskcache_put
 from tinygrad.uop.ops import Ops, UOp
 
-from engine.fixes import TINYGRAD, require_tinygrad
+from engine.fixes import require_tinygrad
+from engine.kernels.kept import Kept, store
 
-_TABLE = "orin_chat_programs"
-_stock = realize.lower_and_compile
-_applied = False
+_CANDIDATE = "test"  # what tinygrad's search calls a kernel that it tries
 
 
 def apply() -> None:
     """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied
     require_tinygrad("Programs kept on disk")
-    if _applied:
+    if isinstance(codegen.to_program_cache, Table):
         return
-    _applied = True
-    realize.lower_and_compile = _lower_and_compile
+    codegen.to_program_cache = realize.to_program_cache = Table(store(), "programs", codegen.to_program_cache)
+    schedule.schedule_cache = Table(store(), "schedules", schedule.schedule_cache)
 
 
-def _lower_and_compile(linear: UOp) -> UOp:
-    missing = {}
-    for call in linear.toposort():
-        if call.op is Ops.CALL and (found := realize._get_call_to_compile(call)) is not None:
-            key = realize.to_program_key(*found)
-            if key in realize.to_program_cache or key in missing:
-                continue
-            if (program := diskcache_get(_TABLE, _name(key))) is not None:
-                realize.to_program_cache[key] = program
-            else:
-                missing[key] = _name(key)
-    result = _stock(linear)
-    for key, name in missing.items():
-        if (slim := _slim(realize.to_program_cache[key])) is not None:
-            diskcache_put(_TABLE, name, slim)
-    return result
+class Table(dict[Any, UOp]):
+    """A table of tinygrad's, backed by what is kept on disk."""
+
+    def __init__(self, kept: Kept, name: str, entries: dict[Any, UOp]) -> None:
+        super().__init__(entries)
+        self._kept, self._name = kept, name
+
+    def __contains__(self, key: object) -> bool:
+        return self.get(key) is not None
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if super().__contains__(key):
+            return super().__getitem__(key)
+        if (value := self._kept.get(self._name, key)) is None:
+            return default
+        super().__setitem__(key, value)
+        return value
+
+    def __setitem__(self, key: Any, value: UOp) -> None:
+        super().__setitem__(key, value)
+        if value.op is not Ops.PROGRAM:
+            self._kept.put(self._name, key, value)
+        elif value.src[0].arg.name != _CANDIDATE:
+            self._kept.put(self._name, key, _slim(value))
 
 
-def _name(key: tuple[Any, ...]) -> str:
-    ast_key, renderer, target, *settings = key
-    parts = (
-        ast_key,
-        renderer.__qualname__,
-        [getattr(target, f.name) for f in fields(target)],
-        settings,
-        _version(),
-    )
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-@functools.cache
-def _version() -> str:
-    """What else decides about a program: tinygrad, and these changes to it."""
-    digest = hashlib.sha256(TINYGRAD.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _slim(program: UOp) -> UOp | None:
-    """A program without the graphs that it was made from; None where tinygrad is going to need these."""
+def _slim(program: UOp) -> UOp:
+    """A program without the graphs that it was made from, unless tinygrad is going to need these."""
     if program.arg.local_size is None:
-        return None
+        return program
     sink, linear, source, binary = program.src
     parameters = tuple(u for u in linear.src if u.op is Ops.PARAM and u.addrspace != AddrSpace.ALU)
-    return program.replace(
-        src=(sink.replace(src=()), linear.replace(src=parameters), source.replace(arg=""), binary)
-    )
+    return program.replace(src=(sink.replace(src=()), linear.replace(src=parameters), source, binary))

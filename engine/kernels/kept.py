@@ -1,81 +1,154 @@
-"""Schedules and compiled kernels, kept from one run of a model to the next.
+"""What took long to work out, kept from one run to the next: compiled programs, schedules, what a search found.
 
-tinygrad keeps compiled code on disk, but works its way from tensors to that code anew in every process: for a
-small model that is most of the start. Both of its tables that hold results of this work are keyed by their
-inputs' content, so they can be saved as they are.
+One file an entry, named by a digest of its key and of all that the entry depends on beside it: the device, its
+driver, tinygrad and the changes to it. A file is written aside and then renamed, so that several processes may
+write at once; it begins with a digest of its content, so that one that is damaged is found out and deleted. A
+disk that is full or read-only makes a cache that remembers nothing. The folder holds LIMIT_BYTES at most: what
+was not used for longest goes first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import hashlib
 import os
 import pickle
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
 from pathlib import Path
+from typing import Any
 
 import platformdirs
-from tinygrad import Device
-from tinygrad.codegen import to_program_cache
-from tinygrad.schedule import schedule_cache
 
 import engine
 from engine.fixes import TINYGRAD
-from engine.formats.gguf import GGUF
-from engine.measure.machine import device_name
 
-KEPT_FILES = 32  # the last used; others are deleted
-# What else the results depend on: the device and its code generation are chosen by these.
-VARIABLES = (
-    "DEV", "CC", "BEAM", "JITBEAM", "JIT_BATCH_SIZE", "ALLOW_HALF8", "NOOPT",
+LIMIT_BYTES = 512 << 20
+_DAY_S = 86400
+_DIGEST_BYTES = 32
+# The device and its code generation are chosen by these.
+_VARIABLES = (
+    "DEV", "CC", "JIT_BATCH_SIZE", "ALLOW_HALF8", "NOOPT",
     "MV", "MV_BLOCKSIZE", "MV_THREADS_PER_ROW", "MV_ROWS_PER_THREAD",
 )  # fmt: skip
 
 
-@contextmanager
-def results_kept(file: GGUF) -> Iterator[None]:
-    """Within it, what was worked out before for models of this shape on this machine is known already; what
-    is new is saved at the end. A cache that cannot be read or written is one that is not there."""
+class Kept:
+    """Entries in `folder` that hold for `environment`. A key is anything whose `repr` tells it from others."""
+
+    def __init__(self, folder: Path, environment: str) -> None:
+        self._folder, self._environment = folder, environment
+        self._writable = True
+
+    def get(self, table: str, key: object) -> Any:
+        """What was put there; None where there is nothing, or it is damaged."""
+        path = self._path(table, key)
+        try:
+            data = path.read_bytes()
+            if hashlib.sha256(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
+                raise ValueError("damaged")
+            # Pickle runs what it reads: the folder is the user's own and closed to others.
+            value = pickle.loads(data[_DIGEST_BYTES:])
+            if time.time() - path.stat().st_mtime > _DAY_S:
+                path.touch()
+        except FileNotFoundError:
+            return None
+        except Exception:  # damaged, or of another time
+            self.forget(table, key)
+            return None
+        return value
+
+    def put(self, table: str, key: object, value: object) -> None:
+        """Keeps `value`, which is not None, if it can."""
+        if not self._writable:
+            return
+        temporary = None
+        try:
+            content = pickle.dumps(value)
+            if not self._folder.is_dir():
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                temporary = Path(file.name)
+                file.write(hashlib.sha256(content).digest() + content)
+            temporary.replace(self._path(table, key))
+            self._trim()
+        except (
+            OSError
+        ):  # the disk is full, or nothing may be written there: every further try would cost time
+            self._writable = False
+            if temporary:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+
+    def forget(self, table: str, key: object) -> None:
+        with contextlib.suppress(OSError):
+            self._path(table, key).unlink(missing_ok=True)
+
+    def _path(self, table: str, key: object) -> Path:
+        words = f"{self._environment}\n{table}\n{key!r}"
+        return self._folder / hashlib.sha256(words.encode()).hexdigest()
+
+    @functools.cache  # noqa: B019 (once in the life of the one store that a process has)
+    def _trim(self) -> None:
+        """Deletes what exceeds the limit, once a run: a run adds little."""
+        files = [(entry.stat(), entry.path) for entry in os.scandir(self._folder) if entry.is_file()]
+        total = 0
+        for stat, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
+            total += stat.st_size
+            if total > LIMIT_BYTES:
+                Path(path).unlink(missing_ok=True)
+
+
+@functools.cache
+def store() -> Kept:
+    """What is kept for the default device. To be called when the environment is as `engine.backends.prepare`
+    leaves it."""
     folder = platformdirs.user_cache_path("orin-chat", appauthor=False) / "kernels"
-    path = folder / f"{_key(file)}.pickle"
-    with suppress(Exception):  # damaged, or from a Python that pickles otherwise
-        # Pickle runs what it reads: the folder is the user's own and closed to others.
-        programs, schedules = pickle.loads(path.read_bytes())
-        to_program_cache.update(programs)
-        schedule_cache.update(schedules)
-        path.touch()
-    before = len(to_program_cache), len(schedule_cache)
-    yield
-    if (len(to_program_cache), len(schedule_cache)) != before:
-        with suppress(Exception):
-            _write(path, pickle.dumps((to_program_cache, schedule_cache)))
+    return Kept(folder, _environment())
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    Path(file.name).replace(path)
-    kept = sorted(path.parent.glob("*.pickle"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for old in kept[KEPT_FILES:]:
-        old.unlink(missing_ok=True)
+@functools.cache
+def source_version() -> str:
+    """Changes with the code that describes kernels, for entries whose key does not hold what was made of it."""
+    return _digest("kernels", "formats")
 
 
-def _key(file: GGUF) -> str:
-    """Changes with everything that the results depend on: this program, tinygrad, the machine, the model."""
+def _environment() -> str:
+    from tinygrad import Device
+
+    from engine.measure.machine import device_name
+
+    device = str(Device.DEFAULT)
     parts = [
         TINYGRAD,
+        _digest("fixes"),
         sys.version,
         platform.platform(),
-        str(Device.DEFAULT),
-        device_name(str(Device.DEFAULT)),
+        device,
+        device_name(device),
+        _driver(),
     ]
-    parts += [f"{name}={os.environ.get(name)}" for name in VARIABLES]
-    parts += [f"{tensor.name} {tensor.type} {tensor.shape}" for tensor in file.tensors.values()]
-    digest = hashlib.sha256("\n".join(parts).encode())
-    for source in sorted(Path(engine.__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:32]
+    return "\n".join([*parts, *(f"{name}={os.environ.get(name)}" for name in _VARIABLES)])
+
+
+def _driver() -> str:
+    """The version of the NVIDIA driver, "" without one."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    version = ctypes.c_int()
+    return "" if cuda.cuDriverGetVersion(ctypes.byref(version)) else str(version.value)
+
+
+def _digest(*folders: str) -> str:
+    digest = hashlib.sha256()
+    root = Path(engine.__file__).parent
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from types import FunctionType
 
 from tinygrad import Device, Tensor, UOp
+from tinygrad.codegen import to_program_key
 from tinygrad.dtype import DType
+from tinygrad.engine import realize
 from tinygrad.engine.jit import graph_split_rewrite
-from tinygrad.engine.realize import compile_linear, run_linear
 from tinygrad.uop.ops import Ops
+
+from engine.kernels.kept import source_version, store
 
 Kernel = Callable[..., UOp]
 
@@ -29,19 +34,73 @@ class Launches:
 
     def compiled(self) -> UOp:
         """The sequence as a LINEAR of calls, what is not compiled yet compiled."""
-        return compile_linear(UOp(Ops.LINEAR, src=tuple(self.calls)))
+        return compile_all([self])[0]
 
     def captured(self) -> Callable[[], None]:
         """Compiles what is not compiled yet; what comes back launches the sequence and does not wait."""
         linear = self.compiled()
         if Device[Device.DEFAULT].graph is not None:
             linear = graph_split_rewrite(linear, max_batch_size=0)
-        return functools.partial(run_linear, linear, jit=True)
+        return functools.partial(realize.run_linear, linear, jit=True)
 
     def __len__(self) -> int:
         return len(self.calls)
 
 
+def compile_all(sequences: Sequence[Launches]) -> list[UOp]:
+    """Each as `Launches.compiled`; what is not compiled yet is compiled together, which several processes can
+    share."""
+    calls = tuple(call for sequence in sequences for call in sequence.calls)
+    done = realize.compile_linear(UOp(Ops.LINEAR, src=calls)).src
+    for call in calls:
+        if name := _unknown.pop(call.src[0], ""):
+            store().put("kernels", name, to_program_key(call.src[0], Device[Device.DEFAULT].renderer))
+    linears, start = [], 0
+    for sequence in sequences:
+        linears.append(UOp(Ops.LINEAR, src=done[start : start + len(sequence)]))
+        start += len(sequence)
+    return linears
+
+
+# To build a kernel's graph and to take its digest, by which tinygrad knows its program, takes Python longer than
+# all else in the start of a model whose programs are kept. So programs are known by what decides about the
+# graph as well, and the graph is not built again.
+
+_unknown: dict[UOp, str] = {}  # graphs that are not compiled yet, and what they are to be known by
+
+
 @functools.cache
 def _program(kernel: Kernel, shapes: tuple[tuple[int, DType], ...]) -> UOp:
-    return kernel(*(UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes)))
+    try:
+        name = repr(
+            (source_version(), str(Device[Device.DEFAULT].renderer.target), described(kernel), shapes)
+        )
+    except TypeError:
+        name = ""
+    if name and (key := store().get("kernels", name)):
+        program = realize.to_program_cache.get(key)
+        if program is not None:
+            return program
+    graph = kernel(*(UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes)))
+    if name:
+        _unknown[graph] = name
+    return graph
+
+
+def described(value: object) -> str:
+    """All that decides about what a kernel's function does, in words: where it is written and, where it was made
+    by another function, what that one was called with. Raises TypeError for what cannot be told."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | DType):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(described, value))})"
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        captured = (f"{name}={described(cell.cell_contents)}" for name, cell in cells)
+        if value.__defaults__ or value.__kwdefaults__:
+            raise TypeError("defaults are not told")
+        return f"{value.__module__}.{value.__qualname__}({', '.join(captured)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = (f"{field.name}={described(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(parts)})"
+    raise TypeError(f"{type(value).__name__} cannot be told")

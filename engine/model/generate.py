@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import GlobalCounters
 
@@ -24,18 +25,19 @@ from engine.events import (
     Prefilling,
     Profile,
     Ready,
+    Sampling,
     StopReason,
     Thinking,
     Token,
     TopToken,
     Warming,
 )
+from engine.fixes import program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.formats.template import Prompt
 from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import StreamDecoder
-from engine.kernels.kept import results_kept
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.machine import device_name
@@ -44,7 +46,7 @@ from engine.model import summary
 from engine.model.cache import KVCache
 from engine.model.config import ModelConfig
 from engine.model.sampling import Sampler, log_probabilities
-from engine.model.steps import Steps, open_steps
+from engine.model.steps import DrawingSteps, Steps, open_steps
 from engine.model.weights import Weights
 
 Report = Callable[[Event], None]
@@ -66,10 +68,10 @@ class TextModel:
         total = sum(tensor.n_bytes for tensor in file.tensors.values())
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
-        with results_kept(file):
-            self._steps: Steps = open_steps(weights, self.context_length, options.kernels)
-            with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
-                self._warm_up()
+        program_cache.apply()
+        self._steps: Steps = open_steps(weights, self.context_length, options.kernels)
+        with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
+            self._warm_up()
         self.ready = Ready(
             model=_describe(file, config, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
@@ -95,6 +97,7 @@ class TextModel:
         def progress(done: int) -> None:
             report(Prefilling(request_id=request.request_id, done=done, total=len(prompt.ids), cached=cached))
 
+        draws = self._draws(request, sampler, prompt.ids, limit)
         reason: StopReason = "length"
         first_token = last_token = started
         if not self._prefill(prompt.ids, progress, cancelled):
@@ -105,10 +108,7 @@ class TextModel:
                 reason = "cancelled"
                 break
             more = produced < limit - 1
-            ahead = more and sampler.greedy and not request.logprobs
-            token = self._steps.decode(tokens[-1], len(tokens) - 1, ahead)
-            if not sampler.greedy:
-                token = sampler.draw(self._steps.logits(), tokens)
+            token = self._next(tokens, sampler, draws, more and not request.logprobs)
             last_token = time.perf_counter()
             if not produced:
                 first_token = last_token
@@ -148,6 +148,22 @@ class TextModel:
         position = min(len(self._cached), self.context_length - 1)
         del self._cached[position:]
         return profile(request, self._steps.replay(request.step, position), position, interrupted)
+
+    def _draws(self, request: Generate, sampler: Sampler, prompt: list[int], limit: int) -> bool:
+        """Whether the device draws the reply's tokens. Log-probabilities are of logits as they were, which it does
+        not keep."""
+        if sampler.greedy or request.logprobs or not isinstance(self._steps, DrawingSteps):
+            return False
+        return self._steps.prepare(request.sampling, prompt, sampler.numbers(limit))
+
+    def _next(self, tokens: list[int], sampler: Sampler, draws: bool, more: bool) -> int:
+        """The token after `tokens`; `more` are going to be asked for, without logits."""
+        last, position = tokens[-1], len(tokens) - 1
+        if draws:
+            assert isinstance(self._steps, DrawingSteps)
+            return self._steps.draw(last, position, more)
+        token = self._steps.decode(last, position, more and sampler.greedy)
+        return token if sampler.greedy else sampler.draw(self._steps.logits(), tokens)
 
     def _room(self, prompt: list[int], max_tokens: int | None) -> int:
         """How many tokens a reply may have. The last one need not be stored."""
@@ -191,6 +207,11 @@ class TextModel:
         for depth in self._steps.depths:
             self._steps.decode(0, depth)
         self._steps.logits()
+        if isinstance(self._steps, DrawingSteps):
+            for sampling in (Sampling(repeat_penalty=1.1), Sampling()):
+                if self._steps.prepare(sampling, [0], np.zeros(1)):
+                    for depth in self._steps.depths:
+                        self._steps.draw(0, depth)
 
 
 @dataclass(frozen=True)

@@ -49,24 +49,28 @@ def test_a_name_asks_for_blocks_per_multiprocessor():
 
 KEPT = """
 import sys
-import tinygrad.codegen as codegen, tinygrad.engine.realize as realize
+import tinygrad.codegen as codegen, tinygrad.engine.realize as realize, tinygrad.schedule as schedule
 from engine.fixes import program_cache
 made, stock = [], codegen.do_to_program
 codegen.do_to_program = lambda *a: made.append(a) or stock(*a)
+scheduled, stock_schedule = [], schedule.create_schedule
+schedule.create_schedule = lambda *a: scheduled.append(a) or stock_schedule(*a)
 if sys.argv[1:] != ["without"]:
+    program_cache.apply()
     program_cache.apply()
 from tinygrad import Tensor
 out = (Tensor(list(range(40))).contiguous().realize() * 3 + 1).tolist()
 assert out == [3 * i + 1 for i in range(40)]
-print(len(made))
+print(len(made), len(scheduled))
 """
 
 
-def test_programs_are_kept_from_one_run_to_the_next(tmp_path):
-    env = {"DEV": "PYTHON", "CACHEDB": str(tmp_path / "cache.db")}
-    assert int(python(KEPT, **env)) > 0
-    assert int(python(KEPT, **env)) == 0
-    assert int(python("import sys; sys.argv.append('without')\n" + KEPT, **env)) > 0
+def test_programs_and_schedules_are_kept_from_one_run_to_the_next(tmp_path):
+    env = {"DEV": "PYTHON", "XDG_CACHE_HOME": str(tmp_path)}
+    assert min(map(int, python(KEPT, **env).split())) > 0
+    assert python(KEPT, **env).split() == ["0", "0"]
+    stock = python("import sys; sys.argv.append('without')\n" + KEPT, **env)
+    assert min(map(int, stock.split())) > 0
 
 
 @pytest.mark.parametrize("fix", [launch_bounds, program_cache])
