@@ -17,6 +17,7 @@ import platformdirs
 
 from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
+from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")
 
@@ -71,12 +72,19 @@ def flaw(backend: str) -> str:
         case "CUDA":
             return _cuda_flaw()
         case "NV":
-            return (
-                "" if Path("/dev/nvidiactl").exists() else "there is no NVIDIA kernel driver (/dev/nvidiactl)"
-            )
+            return _nv_flaw()
         case "CPU":
             return "" if _clang() else "there is no compiler (clang, or the package ziglang)"
     return ""
+
+
+def _nv_flaw() -> str:
+    """On a Jetson NV needs the nodes of its own drivers, elsewhere nvidia.ko's."""
+    nodes = [Path(node) for node in (abi.CTRL, abi.NVMAP)]
+    if all(node.exists() for node in nodes):
+        closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+        return f"no permission for {' and '.join(closed)} (groups video and render)" if closed else ""
+    return "" if Path("/dev/nvidiactl").exists() else "there is no NVIDIA kernel driver (/dev/nvidiactl)"
 
 
 def _cuda_flaw() -> str:

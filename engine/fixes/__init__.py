@@ -42,3 +42,6 @@ def install(dev: str) -> None:
         from engine.fixes import nv_windows
 
         nv_windows.apply()
+        from engine.tegra import device as tegra
+
+        tegra.install()

@@ -22,7 +22,10 @@ from tinygrad.runtime.support.elf import elf_loader, jit_loader
 PARAMETERS = 0x160  # where they begin in the constant bank, on compute capability 8
 RESERVED_SHARED = 1024  # bytes of shared memory that belong to the system there
 REGISTERS = 40  # a usual number; this CPU's do not count
-MAGIC, HEADER = b"CPUCUBIN", struct.Struct("<8s4I")  # bytes of code, its entry, of constants and of shared memory
+MAGIC, HEADER = (
+    b"CPUCUBIN",
+    struct.Struct("<8s4I"),
+)  # bytes of code, its entry, of constants and of shared memory
 CODE_AT = 128  # from the header
 
 _PRELUDE = Path(__file__).with_name("cuda.hpp")
@@ -135,5 +138,7 @@ def _cubin(name: str, code: tuple[bytes, int], constant_end: int, shared_bytes: 
         body += content + bytes(-len(content) % 8)
     ident = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
     cuda = 190  # EM_CUDA
-    start = struct.pack("<HHIQQQIHHHHHH", 2, cuda, 1, 0, 0, at + len(body), 0, 64, 0, 0, 64, len(headers), len(sections))
+    start = struct.pack(
+        "<HHIQQQIHHHHHH", 2, cuda, 1, 0, 0, at + len(body), 0, 64, 0, 0, 64, len(headers), len(sections)
+    )
     return ident + start + body + b"".join(headers)

@@ -23,13 +23,18 @@ GR_EXCEPTION, MMU_FAULT, PBDMA_ERROR = 13, 31, 32
 _QUIET = 0xFFFF_FFFF  # what the doorbell reads as when nobody has rung
 
 _PREFIX = "NVC6C0_QMDV03_00_"
-_FIELDS = {n.removeprefix(_PREFIX): v for n, v in vars(nv).items() if n.startswith(_PREFIX) and isinstance(v, tuple)}
+_FIELDS = {
+    n.removeprefix(_PREFIX): v for n, v in vars(nv).items() if n.startswith(_PREFIX) and isinstance(v, tuple)
+}
 _INDEXED = {n.removeprefix(_PREFIX): v for n, v in vars(nv).items() if n.startswith(_PREFIX) and callable(v)}
 QMD_BYTES = 256
 
 _SEM_ADDR_LO, _SEM_EXECUTE = nv.NVC56F_SEM_ADDR_LO, nv.NVC56F_SEM_EXECUTE
 _IGNORED = {nv.NVC56F_NON_STALL_INTERRUPT, nv.NVC6C0_INVALIDATE_SHADER_CACHES_NO_WFI}
-_WINDOWS = {nv.NVC6C0_SET_SHADER_LOCAL_MEMORY_WINDOW_A: "local", nv.NVC6C0_SET_SHADER_SHARED_MEMORY_WINDOW_A: "shared"}
+_WINDOWS = {
+    nv.NVC6C0_SET_SHADER_LOCAL_MEMORY_WINDOW_A: "local",
+    nv.NVC6C0_SET_SHADER_SHARED_MEMORY_WINDOW_A: "shared",
+}
 
 
 class Illegal(Exception):
@@ -61,7 +66,13 @@ class Gpu:
     """One channel of `entries`. `on_fault` gets a notifier's code and a warp error."""
 
     def __init__(
-        self, token: int, entries: int, ring: int, userd: int, space: Space, on_fault: Callable[[int, int], None]
+        self,
+        token: int,
+        entries: int,
+        ring: int,
+        userd: int,
+        space: Space,
+        on_fault: Callable[[int, int], None],
     ):
         self.name, self._token, self._n, self._space, self._on_fault = token, token, entries, space, on_fault
         self._ring_bytes = max(abi.PAGE, entries * 8)
@@ -77,7 +88,7 @@ class Gpu:
         self.local_base = self.local_bytes = 0
         self._semaphore = [0] * 4
         self._pcas = 0
-        self.launches, self.chained, self.qmd_releases, self.submissions = 0, 0, 0, 0
+        self.launches = self.chained = self.qmd_releases = self.submissions = self.accesses = 0
         self.paused = threading.Event()  # set: the GPU looks at nothing
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"GPU {token}", daemon=True)
@@ -201,7 +212,7 @@ class Gpu:
             raise Illegal(f"{local} bytes of local memory for a thread, and {self.local_bytes} in all")
         if self.local_base:
             self._space.at(self.local_base, self.local_bytes)
-        run(
+        self.accesses += run(
             self._space,
             Launch(
                 program=qmd.address("PROGRAM_ADDRESS"),

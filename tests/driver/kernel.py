@@ -181,7 +181,9 @@ class SimulatedKernel(System):
         require(self.used + buffer.size <= self.memory_bytes, errno.ENOMEM)
         buffer.fd, buffer.flags = os.memfd_create("dmabuf"), a.flags
         os.ftruncate(buffer.fd, buffer.size)
-        if not a.flags & abi.ZEROED and buffer.size <= 1 << 20:  # whoever had these pages before wrote to them
+        if (
+            not a.flags & abi.ZEROED and buffer.size <= 1 << 20
+        ):  # whoever had these pages before wrote to them
             os.pwrite(buffer.fd, b"\xaa" * buffer.size, 0)
         self.sizes[os.fstat(buffer.fd).st_ino] = buffer.size
         self.used += buffer.size
@@ -331,7 +333,9 @@ class SimulatedKernel(System):
         self._own(channel, ring.size)
         channel.held = [os.dup(a.gpfifo_dmabuf_fd), os.dup(a.userd_dmabuf_fd)]
         a.work_submit_token = channel.id
-        channel.gpu = Gpu(channel.id, n, *channel.held, channel.space, lambda *fault: self._stop(channel, *fault))
+        channel.gpu = Gpu(
+            channel.id, n, *channel.held, channel.space, lambda *fault: self._stop(channel, *fault)
+        )
         self.gpus.append(channel.gpu)
         for fd in self.doorbells.values():
             channel.gpu.ring_at(fd)

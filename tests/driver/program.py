@@ -130,4 +130,6 @@ def _scratch() -> tuple[int, int]:
 @functools.cache
 def _functions():
     libm = ctypes.CDLL("libm.so.6")
-    return (c_void_p * 3)(*(ctypes.cast(getattr(libm, f), c_void_p).value for f in ("exp2f", "log2f", "sinf")))
+    return (c_void_p * 3)(
+        *(ctypes.cast(getattr(libm, f), c_void_p).value for f in ("exp2f", "log2f", "sinf"))
+    )

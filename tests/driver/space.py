@@ -92,4 +92,6 @@ class Space:
             return  # beyond what kernels can address
         pages = size // PAGE
         entries = (ctypes.c_uint64 * pages).from_address(self.table + va // PAGE * 8)
-        np.ctypeslib.as_array(entries)[:] = 0 if here is None else here + np.arange(pages, dtype=np.uint64) * PAGE
+        np.ctypeslib.as_array(entries)[:] = (
+            0 if here is None else here + np.arange(pages, dtype=np.uint64) * PAGE
+        )
