@@ -80,7 +80,7 @@ def _chat(arguments: Sequence[str]) -> int:
     given = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
     settings = _settings()
     sampling = options.sampling(given, settings)
-    make = _maker(given, settings)
+    make = _maker(given)
     engine_options = None if given.engine is not None else options.engine_options(given, settings)
     if given.system is None and not given.raw:
         given.system = settings.system
@@ -94,9 +94,8 @@ def _chat(arguments: Sequence[str]) -> int:
 Make = Callable[["EngineOptions | None"], "Engine"]
 
 
-def _maker(given: Namespace, settings: Settings) -> Make:
-    """What makes who answers: the engine of ours, perhaps beside llama.cpp, or a server, which is set up
-    elsewhere. Raises UsageError."""
+def _maker(given: Namespace) -> Make:
+    """What makes who answers: the engine of ours, or a server, which is set up elsewhere. Raises UsageError."""
     if given.engine is not None:
         from engine.peers.openai_api import OpenAIEngine
 
@@ -104,12 +103,7 @@ def _maker(given: Namespace, settings: Settings) -> Make:
         return lambda _: OpenAIEngine(url, api_key=key, model=model)
     from app.speeds import recorded
 
-    if not given.compare:
-        return cast(Make, recorded)
-    from app.compare import with_llama_server
-
-    where, key = given.llama_server or settings.llama_server, options.key(given)
-    return lambda chosen: with_llama_server(recorded(cast("EngineOptions", chosen)), where, api_key=key)
+    return cast(Make, recorded)
 
 
 def _settings() -> Settings:
@@ -141,13 +135,17 @@ def _answer(given: Namespace, engine_options: EngineOptions | None, make: Make, 
         JsonOutput(sys.stdout) if given.json else TextOutput(sys.stdout, sys.stderr, verbose=given.verbose)
     )
     engine = make(engine_options)
-    code = asyncio.run(run(engine, request, output))
-    if given.compare:
-        from app.compare import Comparison
-        from app.compared import report
+    if not given.compare:
+        return asyncio.run(run(engine, request, output))
+    from app.compare import with_llama_server
+    from app.compared import report
+    from engine.client import LocalEngine
 
-        assert isinstance(engine, Comparison)
-        sys.stdout.write(report(engine.view(), as_json=given.json))
+    assert isinstance(engine, LocalEngine)
+    where = given.llama_server or _settings().llama_server
+    comparison = with_llama_server(engine, where, api_key=options.key(given))
+    code = asyncio.run(run(comparison, request, output))
+    sys.stdout.write(report(comparison.view(), as_json=given.json))
     return code
 
 
@@ -181,8 +179,11 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
                 context_length=given.context or settings.context,
                 sampling=options.sampling(given, settings, with_preset=False),
                 models=settings.models,
-                make=make,
+                llama_server=given.llama_server or settings.llama_server,
+                api_key=options.key(given),
             )
+            if given.compare:
+                engine = setup.compare(engine)
         app = ChatApp(engine, history, setup=setup, **chat)
         app.run()
         return app.return_code or 0

@@ -102,6 +102,7 @@ class Comparison:
         self._left, self._right = Side(self.name), Side("llama.cpp")
         self._agreement = Agreement()
         self._odds: Difference | None = None
+        self._asked = ""
         self._asked_together = together
         self._is_complete = False
         self._rival_first = False
@@ -138,6 +139,7 @@ class Comparison:
         self._left.begin(len(prompt.ids))
         self._right.begin(len(prompt.ids))
         self._agreement, self._odds, self._is_complete = Agreement(), None, False
+        self._asked = request.prompt.messages[-1].content if isinstance(request.prompt, Chat) else ""
         self._asked_together, rival_first = self.together, self._rival_first
         self._rival_first = not rival_first
         other: asyncio.Task[None] | None = None
@@ -191,6 +193,11 @@ class Comparison:
             await self._rival.close()
         return self.ours
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes of both that are ours."""
+        return [pid for pid in (self.ours.pid, self._rival.pid if self._rival else None) if pid]
+
     # --- the view ---------------------------------------------------------------------------------------
 
     def view(self) -> ComparisonView:
@@ -212,6 +219,7 @@ class Comparison:
         return ComparisonView(
             left=columns[0],
             right=columns[1],
+            asked=self._asked,
             together=self._asked_together,
             complete=self._is_complete,
             same=same,
@@ -224,7 +232,7 @@ class Comparison:
         """The start of the other engine: under way or done, or begun anew where it has failed."""
         start = self._rival_start
         if start is None or (start.done() and not self._right.ready):
-            self._right.problem = ""
+            self._right.starting()
             start = self._rival_start = asyncio.create_task(self._start_rival(ready))
         return start
 
@@ -234,7 +242,11 @@ class Comparison:
             self._left.device_bytes = 0 if ready.backend.startswith("CPU") else measured.device_bytes
         used_before = gpu_used_bytes()
         if self._rival is None:
-            self._rival = self._make_rival(ready)
+            try:
+                self._rival = self._make_rival(ready)
+            except OrinError as error:
+                self._right.observe(failed(error))
+                return
         async for event in self._rival.start():
             self._right.observe(event)
         used_after = gpu_used_bytes()

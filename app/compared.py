@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from msgspec import to_builtins
 
@@ -24,6 +25,27 @@ from engine.measure.memory import resident
 from widgets.comparison_view import Column, ComparisonView, mode, rows, times, verdict
 from widgets.text import clean, one_line
 
+if TYPE_CHECKING:
+    from engine.client import Engine
+
+
+@runtime_checkable
+class Compared(Protocol):
+    """An engine that is two (`app.compare.Comparison`), as a screen sees it. `ours` is the one of the
+    chat; `together`: they answer at the same time, from the next prompt on."""
+
+    together: bool
+
+    @property
+    def ours(self) -> Engine: ...
+
+    @property
+    def pids(self) -> list[int]: ...
+
+    def view(self) -> ComparisonView: ...
+
+    async def release(self) -> Engine: ...
+
 
 class Side:
     """One engine and its answer, as its events tell."""
@@ -41,6 +63,10 @@ class Side:
         self._prompt_tokens = 0
         self._end: Finished | None = None
         self._peak_bytes: int | None = None
+
+    def starting(self) -> None:
+        """The engine is on its way."""
+        self.problem, self._state = "", "starting"
 
     def begin(self, prompt_tokens: int) -> None:
         """A new prompt."""

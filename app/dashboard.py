@@ -14,6 +14,7 @@ from textual.containers import Vertical
 from textual.timer import Timer
 from textual.widget import Widget
 
+from app.compared import Compared
 from app.evidence import LEAST_TOKENS
 from app.performance import PerformanceObserver
 from app.screens.kernel import KernelScreen
@@ -199,8 +200,9 @@ class Dashboard(Vertical):
         return engine is self.session.engine
 
     def _own_processes(self) -> list[int]:
-        engine = getattr(self.session.engine, "pid", None)
-        return [os.getpid()] if engine is None else [os.getpid(), engine]
+        engine = self.session.engine
+        pids = engine.pids if isinstance(engine, Compared) else [getattr(engine, "pid", None)]
+        return [os.getpid(), *(pid for pid in pids if pid)]
 
     # --- full screen ------------------------------------------------------------------------------------
 

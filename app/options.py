@@ -120,6 +120,8 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
     for_programs = options.raw or options.json or options.ignore_eos
     set_up = options.preset or options.backend or options.context or options.beam is not None
     keyed = options.engine or options.llama_server
+    no_screen = options.plain or options.once
+    alone = options.one_shot or no_screen or options.engine
     for refused, sentence in (
         (by_ids and (templated or options.raw or options.prompt), "--prompt-ids are the whole prompt."),
         (options.raw and templated, "--raw leaves no place for --system or --no-think."),
@@ -132,8 +134,8 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
         (options.engine and set_up, "--engine is set up where it runs, not by --preset and the like."),
         (options.engine and options.compare, "--compare is for the engine of orin-chat, not for --engine."),
         (options.api_key_env and not keyed, "--api-key-env is for the server of --engine."),
-        (options.llama_server and not options.compare, "--llama-server is for --compare."),
-        (options.compare and options.plain, "--compare is for the full screen, or for a PROMPT."),
+        (options.llama_server and alone and not options.compare, "--llama-server is for a comparison."),
+        (options.compare and no_screen, "--compare is for the full screen, or for a PROMPT."),
         (options.compare and options.logprobs, "--compare leaves no place for --logprobs."),
     ):
         if refused:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from app import evidence
 from app.speeds import recorded
 from engine.backends import BACKENDS, flaw
-from engine.client import Engine
+from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
 from engine.events import EngineOptions, Sampling
 from presets.loader import Entry, Preset, entries, find
 from widgets.preset_bar import Choice, Presets
+
+if TYPE_CHECKING:
+    from app.compare import Comparison
 
 ORDER = ("NV", "CUDA", "CPU")
 
@@ -36,7 +40,8 @@ class Offer:
 class Setup:
     """`options` are what the engine in use was started with, under the preset `name` ("" for none). `sampling`
     is what the settings and the command line say, without the preset's. `models` are the user's own names of
-    models. `make` starts nothing: it makes an engine of options."""
+    models. `llama_server` is what to compare with (a program, or the address of one that runs and wants
+    `api_key`; "": the one that is found). `make` starts nothing: it makes an engine of options."""
 
     def __init__(
         self,
@@ -46,6 +51,8 @@ class Setup:
         context_length: int | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
         models: Mapping[str, str] = {},
+        llama_server: str = "",
+        api_key: str = "",
         make: Callable[[EngineOptions], Engine] = recorded,
         flaw: Callable[[str], str] = flaw,
     ) -> None:
@@ -54,6 +61,7 @@ class Setup:
         self.models = models
         self.backend = ""  # the one in use, as the engine told
         self._context_length = context_length
+        self._llama_server, self._api_key = llama_server, api_key
         self._make, self._flaw = make, flaw
         self._flaws: dict[str, str] = {}
 
@@ -80,6 +88,13 @@ class Setup:
             length = min(length, trained_context)
         options = replace(self.options, model_path=str(path), context_length=length)
         return self._make(options), options
+
+    def compare(self, ours: Engine, *, together: bool = False) -> Comparison:
+        """`ours` (of `make`) and llama.cpp, as one engine."""
+        from app.compare import with_llama_server  # and httpx: not before it is needed
+
+        assert isinstance(ours, LocalEngine)
+        return with_llama_server(ours, self._llama_server, api_key=self._api_key, together=together)
 
     def started(self, backend: str) -> None:
         """The engine in use runs on `backend`. Without a preset it is set up as the one called after that."""

@@ -25,6 +25,7 @@ PICTURES = {
     "dashboard-light-130x40": "dashboard-light",
     "kernels-120x30": "whole-kernels",
     "presets-100x30": "presets",
+    "comparison-120x36": "comparison",
 }
 
 

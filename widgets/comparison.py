@@ -6,6 +6,8 @@ be: text is drawn anew only where it changed.
 
 from __future__ import annotations
 
+import re
+
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -19,10 +21,13 @@ from textual.widgets import Static
 from widgets.comparison_view import Column, ComparisonView, mode, rows, times, verdict
 from widgets.text import clean, one_line
 
-STACKED_WIDTH = 64
-"""Narrower panes have the columns one above the other."""
+STACKED_WIDTH, STACKED_HEIGHT = 64, 22
+"""Panes that are narrower, and at least as high, have the columns one above the other."""
+LOW_HEIGHT, LOWEST_HEIGHT = 15, 9
+"""Lower panes show two of the figures, and the lowest the decode speed alone, to leave room for the texts."""
 SHOWN_CHARACTERS = 6000
 """Of the end of a text: wrapping it all again with each token would cost more with each."""
+KEYS, KEYS_BY_TAB = "r asks both again · t together or in turn · Esc leaves", "Tab: keys of this pane"
 
 
 class Comparison(Vertical, can_focus=True):
@@ -30,15 +35,28 @@ class Comparison(Vertical, can_focus=True):
 
     DEFAULT_CSS = """
     Comparison { height: 1fr; }
+    Comparison > #asked {
+        height: auto; max-height: 2; padding: 0 1; margin-bottom: 1; background: $boost;
+        border-left: outer $primary; text-wrap: nowrap; text-overflow: ellipsis;
+    }
     Comparison > #answers { height: 1fr; }
     Comparison.-stacked > #answers { layout: vertical; }
     Comparison ComparedText { width: 1fr; height: 1fr; }
     Comparison ComparedText.-right { border-left: vkey $foreground 20%; }
     Comparison.-stacked ComparedText.-right { border-left: none; border-top: hkey $foreground 20%; }
     Comparison > #verdict { height: auto; max-height: 3; padding: 0 1; }
-    Comparison > #mode { height: 1; padding: 0 1; color: $text-muted; }
-    Comparison:focus ComparedText > .heading { background: $boost; }
+    Comparison > #mode {
+        height: 1; padding: 0 1; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis;
+    }
+    Comparison > #asked.-absent, Comparison.-low > #asked, Comparison.-low > #mode { display: none; }
+    Comparison.-low > #verdict { max-height: 1; }
+    Comparison.-low > ComparedFigures { height: 2; border-top: none; }
+    Comparison.-lowest > ComparedFigures { height: 1; }
+    Comparison.-lowest > #verdict { display: none; }
+    Comparison:focus ComparedText > .heading { background: $primary 25%; }
     """
+    ALLOW_SELECT = True
+    FOCUS_ON_CLICK = False  # what is typed next is meant for the prompt
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
         Binding("r", "again", "Ask both again"),
         Binding("t", "mode", "In turn, or together"),
@@ -49,11 +67,7 @@ class Comparison(Vertical, can_focus=True):
         """The user wants the last prompt answered by both again."""
 
     class ModeChanged(Message):
-        """The user wants the engines to answer together, or no longer: from the next prompt on."""
-
-        def __init__(self, together: bool) -> None:
-            super().__init__()
-            self.together = together
+        """The user wants the engines to answer together or, if they do, in turn."""
 
     class Closed(Message):
         """The user wants the comparison to end."""
@@ -63,6 +77,7 @@ class Comparison(Vertical, can_focus=True):
     )
 
     def compose(self) -> ComposeResult:
+        yield Static(markup=False, id="asked")
         with Horizontal(id="answers"):
             yield ComparedText(classes="-left")
             yield ComparedText(classes="-right")
@@ -74,26 +89,46 @@ class Comparison(Vertical, can_focus=True):
         self._show(self.view)
 
     def on_resize(self, event: Resize) -> None:
-        self.set_class(event.size.width < STACKED_WIDTH, "-stacked")
+        width, height = event.size
+        self.set_class(width < STACKED_WIDTH and height >= STACKED_HEIGHT, "-stacked")
+        self.set_class(height < LOW_HEIGHT, "-low")
+        self.set_class(height < LOWEST_HEIGHT, "-lowest")
 
     def watch_view(self, view: ComparisonView) -> None:
         if self.is_mounted:
             self._show(view)
 
+    def watch_has_focus(self, value: bool) -> None:
+        super().watch_has_focus(value)
+        if self.is_mounted:
+            self._show_mode()
+
     def _show(self, view: ComparisonView) -> None:
         with self.app.batch_update():
+            asked = self.query_one("#asked", Static)
+            asked.set_class(not view.asked, "-absent")
+            asked.update(Content(one_line(view.asked)))
             left, right = self.query(ComparedText)
             left.show(view.left)
             right.show(view.right)
             self.query_one(ComparedFigures).view = view
             self.query_one("#verdict", Static).update(Content(verdict(view)))
-            self.query_one("#mode", Static).update(Content(mode(view)))
+            self._show_mode()
+
+    def _show_mode(self) -> None:
+        keys = KEYS if self.has_focus else KEYS_BY_TAB
+        self.query_one("#mode", Static).update(Content(f"{mode(self.view)} · {keys}"))
+
+    def scroll_pages(self, pages: int) -> None:
+        """Scrolls both texts."""
+        for text in self.query(VerticalScroll):
+            text.scroll_relative(y=pages * max(1, text.size.height - 1), animate=False)
 
     def action_again(self) -> None:
         self.post_message(self.Again())
 
     def action_mode(self) -> None:
-        self.post_message(self.ModeChanged(not self.view.together))
+        self.post_message(self.ModeChanged())
 
     def action_close(self) -> None:
         self.post_message(self.Closed())
@@ -122,7 +157,7 @@ class ComparedText(Vertical):
 
     def show(self, column: Column) -> None:
         heading = Content.assemble((one_line(column.name), "bold"))
-        for part in (one_line(column.about), one_line(column.state)):
+        for part in (one_line(column.state), one_line(column.about)):
             if part:
                 heading = heading.append(Content.styled(f" · {part}", "$foreground 60%"))
         shown = (heading, column.text, column.same, column.problem)
@@ -140,14 +175,22 @@ class ComparedText(Vertical):
 
 
 def _marked(text: str, same: int) -> Content:
-    """The end of a text; what differs from the other's is underlined from the first character on."""
+    """The end of a text; the word that is not the other's any more is underlined."""
     start = max(0, len(text) - SHOWN_CHARACTERS)
-    before, after = clean(text[start : max(start, same)]), clean(text[max(start, same) :])
-    return Content.assemble("… " if start else "", before, (after, "underline $text-accent"))
+    word = re.compile(r"\s*\S*").match(text, same)
+    end = max(start, word.end() if word else same)
+    before, parting, after = (
+        clean(text[start : max(start, same)]),
+        clean(text[max(start, same) : end]),
+        text[end:],
+    )
+    return Content.assemble(
+        "… " if start else "", before, (parting, "bold underline $text-accent"), clean(after)
+    )
 
 
 class ComparedFigures(Widget):
-    """Both columns' figures, with the ratio between them."""
+    """Both columns' figures on either side of the ratio between them, as many as the pane leaves room for."""
 
     DEFAULT_CSS = """
     ComparedFigures { height: 6; padding: 0 1; border-top: hkey $foreground 20%; }
@@ -159,12 +202,27 @@ class ComparedFigures(Widget):
     def render(self) -> Content:
         if self.view is None:
             return Content("")
-        return Content("\n").join([_figure_line(self.size.width, *row) for row in rows(self.view)])
+        room = self.size.height
+        shown = [row for row in rows(self.view) if room > 2 or row[1] in ("first token", "decode")[-room:]]
+        return Content("\n").join([_figure_line(self.size.width, *row) for row in shown])
 
 
 def _figure_line(width: int, left: str, label: str, ratio: float | None, right: str) -> Content:
-    """`left  label  ◀ 2.71×  right`: the arrow points at the better one."""
-    middle = f"{label} {times(ratio)}".strip()
-    side = max(0, (width - len(middle)) // 2 - 1)
-    style = "bold $text-success" if ratio and ratio >= 1.005 else "bold" if ratio else "$foreground 60%"
-    return Content.assemble(f"{left[:side]:<{side}} ", (middle, style), f" {right[:side]:>{side}}")
+    """`label          left  ◀ 2.71×  right`: the ratio in the middle, its arrow at the better one."""
+    middle = 13 if width >= STACKED_WIDTH else 9
+    side = max(0, (width - middle) // 2)
+    better = "bold $text-success" if ratio and ratio >= 1.005 else "bold"
+    room = side - len(label) - 1
+    if len(left) > room:
+        left = left.partition(" (")[0]
+    if len(right) > side:
+        right = right.partition(" (")[0]
+    left = left[:side]
+    if len(label) >= side - len(left):
+        label = ""
+    return Content.assemble(
+        (f"{label:<{side - len(left)}}", "$foreground 60%"),
+        left,
+        (f"{times(ratio):^{middle}}", better),
+        right,
+    )

@@ -45,10 +45,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class ComparisonView:
-    """What the pane shows. `same` counts the tokens that are alike so far; `complete`: both have ended."""
+    """What the pane shows. `asked` is the prompt; `same` counts the tokens that are alike so far; `complete`:
+    both have ended."""
 
     left: Column
     right: Column
+    asked: str = ""
     together: bool = False
     complete: bool = False
     same: int = 0
@@ -75,7 +77,7 @@ def rows(view: ComparisonView) -> list[Row]:
         ),
         (_rate(left.prefill), "prefill", ratio(left.prefill, right.prefill), _rate(right.prefill)),
         (_rate(left.decode), "decode", ratio(left.decode, right.decode), _rate(right.decode)),
-        (_bandwidth(left), "bandwidth (modelled)", None, _bandwidth(right)),
+        (_bandwidth(left), "modelled GB/s", None, _bandwidth(right)),
         (_memory(left), "memory", None, _memory(right)),
     ]
 
@@ -96,6 +98,8 @@ def verdict(view: ComparisonView) -> str:
     """What there is to say of the texts."""
     different = view.difference
     if different is None:
+        if not (view.complete or view.left.tokens or view.right.tokens):
+            return "" if view.asked else "The next prompt is answered by both."
         counted = f"{view.same:,} token{'' if view.same == 1 else 's'}"
         if view.complete and (view.left.problem or view.right.problem or not view.same):
             return "The texts cannot be compared."
@@ -110,7 +114,7 @@ def verdict(view: ComparisonView) -> str:
 
 
 def _odds(odds: tuple[float | None, float | None]) -> str:
-    return " and ".join("–" if p is None else f"{p:.1%}" for p in odds)
+    return " and ".join("–" if p is None else f"{100 * p:.3g}%" for p in odds)
 
 
 def _quoted(text: str) -> str:
@@ -133,7 +137,7 @@ def _bandwidth(column: Column) -> str:
     if not column.gbps:
         return "–"
     share = f" ({column.share:.0%} of copy)" if column.share else ""
-    return f"{column.gbps:,.1f} GB/s{share}"
+    return f"{column.gbps:,.1f}{share}"
 
 
 def _memory(column: Column) -> str:

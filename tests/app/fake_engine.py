@@ -83,6 +83,7 @@ class FakeEngine:
     waits until `release()` or `stop()`. `token_s` waits after each token."""
 
     name = "fake"
+    pid = None
 
     def __init__(
         self,

@@ -6,17 +6,22 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from math import log
 
+from msgspec.structs import replace
 from textual._context import visible_screen_stack
 from textual.app import App
 from textual.pilot import Pilot
 from textual.strip import Strip
 
 from app.chat_app import FRAME_S, WIDE_WIDTH, ChatApp
+from app.compare import Comparison
 from app.history import History
 from app.setup import Setup
-from engine.events import Counter, EngineOptions, Event, Loading, Message
-from tests.app.fake_engine import DIED, STARTED, MeasuredEngine, reply
+from engine.client import Engine
+from engine.events import Counter, EngineOptions, Event, Failed, Loading, Message, Token, TopToken
+from engine.formats.template import Prompt
+from tests.app.fake_engine import DIED, READY, STARTED, FakeEngine, MeasuredEngine, reply
 
 NOW = datetime(2026, 5, 7, 14, 5)
 QUESTION = "Why are there two tides a day, and can I compute them?"
@@ -74,6 +79,7 @@ class Scene:
     theme: str = ""
     with_past_chats: bool = False
     counters: Sequence[Counter] = COUNTERS
+    rival: Callable[[], FakeEngine] | None = None
 
     def app(self) -> ChatApp:
         engine = MeasuredEngine(*self.replies, start=self.start)
@@ -85,6 +91,8 @@ class Scene:
             make=lambda _: MeasuredEngine(),
             flaw=lambda backend: flaws.get(backend, ""),
         )
+        if self.rival is not None:
+            setup.compare = beside(self.rival())  # type: ignore[method-assign]
         setup.note_speed = lambda decode, prefill: None  # type: ignore[method-assign]
         app = ChatApp(
             engine,
@@ -107,6 +115,15 @@ class Scene:
         if self.act is not None:
             await self.act(app, pilot)
         await settled(pilot)
+
+
+def beside(rival: FakeEngine) -> Callable[..., Comparison]:
+    """What `Setup.compare` does, with `rival` in llama-server's place."""
+
+    def compare(ours: Engine, *, together: bool = False) -> Comparison:
+        return Comparison(ours, lambda _: rival, lambda: lambda _: Prompt([1, 2, 3]), together=together)  # type: ignore[arg-type]
+
+    return compare
 
 
 async def sees(pilot: Pilot[None], text: str) -> None:
@@ -210,6 +227,39 @@ async def _help(app: ChatApp, pilot: Pilot[None]) -> None:
     await sees(pilot, "Esc closes")
 
 
+def _compared(*keys: str) -> Callable[[ChatApp, Pilot[None]], Awaitable[None]]:
+    async def act(app: ChatApp, pilot: Pilot[None]) -> None:
+        await pilot.press("f10")
+        await sees(pilot, "next prompt")
+        app.prompt.insert(QUESTION)
+        await pilot.press("enter")
+        await sees(pilot, "They differ" if not keys else "cannot be compared")
+        await pilot.press(*keys)
+
+    return act
+
+
+def _llama() -> FakeEngine:
+    """One that is of another opinion from the 40th token on, and tells how probable both candidates were."""
+    text = ANSWER[:160] + " high tides, and a coast meets both of them.\n"
+    other = [
+        replace(e, id=e.id + 1000) if isinstance(e, Token) and e.id >= 40 else e
+        for e in reply(text, prompt_ms=360.0, predicted_ms=620.0)
+    ]
+    return FakeEngine(other, _odds(0.375, 0.441), start=[_LLAMA_READY])
+
+
+def _odds(ours: float, theirs: float) -> list[Event]:
+    top = (TopToken(id=40, logprob=log(ours)), TopToken(id=1040, logprob=log(theirs)))
+    return [Token(request_id=0, id=40, text="", top=top)]
+
+
+_LLAMA_READY = replace(READY, backend="llama.cpp", device_name="b6123-a5d1fb5")
+_pair = [reply(ANSWER), _odds(0.418, 0.402)]
+_NOT_FOUND = Failed(
+    kind="backend", message="llama.cpp's llama-server was not found.", hint="Install llama.cpp."
+)
+
 _all = [reply(ANSWER, THOUGHT)]
 _half = [[*reply(ANSWER[: ANSWER.index("moon +")], THOUGHT)[:-1], None]]
 _died = [[*reply(ANSWER, THOUGHT)[:140], DIED]]
@@ -235,5 +285,10 @@ SCENES = {
     "kernel": Scene((110, 30), _all, QUESTION, shows="such terms", act=_whole(2, "enter")),
     "presets": Scene((100, 30), [], act=_presets, shows="ready"),
     "edit-preset": Scene((100, 24), [], act=_edit_preset, shows="ready"),
+    "comparison": Scene((120, 36), _pair, shows="ready", act=_compared(), rival=_llama),
+    "comparison-narrow": Scene((60, 32), _pair, shows="ready", act=_compared(), rival=_llama),
+    "comparison-absent": Scene(
+        (90, 24), [reply(ANSWER)], shows="ready", act=_compared("tab"), rival=lambda: FakeEngine(start=[_NOT_FOUND])
+    ),
     "help": Scene((80, 30), [], act=_help, shows="ready"),
 }  # fmt: skip

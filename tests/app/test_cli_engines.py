@@ -77,8 +77,9 @@ def test_nothing_is_remembered_of_a_server(server, home):
         (["--engine", "http://h/v1", "--beam", "2", "x"], "--engine is set up where it runs"),
         (["--engine", "http://h/v1", "--compare", "x"], "--compare is for the engine of orin-chat"),
         (["--api-key-env", "HOME", "x"], "--api-key-env is for the server"),
-        (["--llama-server", "/bin/true", "x"], "--llama-server is for --compare"),
+        (["--llama-server", "/bin/true", "x"], "--llama-server is for a comparison"),
         (["--compare", "--plain"], "--compare is for the full screen"),
+        (["--compare", "--once"], "--compare is for the full screen"),
         (["--compare", "--json", "--logprobs", "2", "x"], "--compare leaves no place for --logprobs"),
     ],
 )

@@ -80,27 +80,27 @@ def line_with(pane: Comparison, words: str) -> str:
 
 async def test_two_texts_and_their_figures():
     async with showing(DONE) as (pane, _):
-        assert "orin-chat · CUDA · done" in lines(pane)[0]
-        assert "llama.cpp · b1-0c1e570 · done" in lines(pane)[0]
+        assert "orin-chat · done · CUDA" in lines(pane)[0]
+        assert "llama.cpp · done · b1-0c1e570" in lines(pane)[0]
         assert lines(pane)[1].count("The water falls, a little at a time.") == 2
-        assert line_with(pane, "first token") == "21 ms first token ◀ 2.00× 42 ms"
-        assert line_with(pane, "prefill") == "1,905 tok/s prefill ◀ 2.00× 952.5 tok/s"
-        assert line_with(pane, "decode") == "57.4 tok/s decode 1.04× ▶ 60.0 tok/s"
-        assert line_with(pane, "bandwidth") == "42.4 GB/s (53% of copy) bandwidth (modelled) 44.3 GB/s"
-        assert line_with(pane, "memory") == "1.21 GB memory –"
+        assert line_with(pane, "first token") == "first token 21 ms ◀ 2.00× 42 ms"
+        assert line_with(pane, "prefill") == "prefill 1,905 tok/s ◀ 2.00× 952.5 tok/s"
+        assert line_with(pane, "decode") == "decode 57.4 tok/s 1.04× ▶ 60.0 tok/s"
+        assert line_with(pane, "GB/s") == "modelled GB/s 42.4 (53% of copy) 44.3"
+        assert line_with(pane, "memory") == "memory 1.21 GB –"
         assert line_with(pane, "same") == "The same 9 tokens."
-        assert line_with(pane, "greedy") == "in turn · greedy"
+        assert line_with(pane, "greedy").startswith("in turn · greedy · ")
 
 
 async def test_the_figures_of_a_tie():
     async with showing(replace(DONE, right=replace(RIGHT, decode=57.45))) as (pane, _):
-        assert "decode alike" in line_with(pane, "decode")
+        assert line_with(pane, "decode") == "decode 57.4 tok/s alike 57.5 tok/s"
 
 
 async def test_nothing_is_known_at_first():
     async with showing(ComparisonView(Column("orin-chat"), Column("llama.cpp"))) as (pane, _):
-        assert line_with(pane, "decode") == "– decode –"
-        assert line_with(pane, "same") == "The same so far: 0 tokens."
+        assert line_with(pane, "decode") == "decode – –"
+        assert line_with(pane, "next") == "The next prompt is answered by both."
 
 
 async def test_where_the_texts_part():
@@ -118,7 +118,7 @@ async def test_where_the_texts_part():
         )
         [text] = [text for text in pane.query(".text") if "rises" in str(text.render())]
         [span] = text.render().spans
-        assert (span.start, str(span.style)) == (10, "underline $text-accent")
+        assert (span.start, span.end, str(span.style)) == (10, 16, "bold underline $text-accent")
 
 
 async def test_candidates_without_a_text_or_with_white_space():
@@ -138,8 +138,27 @@ async def test_a_problem_stands_in_its_column():
     async with showing(view) as (pane, _):
         assert "⚠ llama.cpp's llama-server was not found" in "\n".join(lines(pane))
         assert "The water falls" in lines(pane)[1]
-        assert line_with(pane, "decode") == "57.4 tok/s decode –"
+        assert line_with(pane, "decode") == "decode 57.4 tok/s –"
         assert line_with(pane, "compared") == "The texts cannot be compared."
+
+
+async def test_the_prompt_and_the_keys_of_the_focus():
+    async with showing(replace(DONE, asked="Why does\nwater fall?")) as (pane, pilot):
+        assert "Why does water fall?" in lines(pane)[0]
+        assert "t together or in turn" in line_with(pane, "greedy")
+        pane.blur()
+        await pilot.pause()
+        assert line_with(pane, "greedy") == "in turn · greedy · Tab: keys of this pane"
+
+
+@pytest.mark.parametrize(
+    ("height", "kept", "left_out"), [(14, "first token", "prefill"), (8, "decode", "first token")]
+)
+async def test_low_panes_leave_figures_out_for_the_texts(height, kept, left_out):
+    async with showing(replace(DONE, asked="Why?"), (60, height)) as (pane, _):
+        shown = "\n".join(lines(pane))
+        assert kept in shown and left_out not in shown
+        assert "falls, a little" in " ".join(shown.split())
 
 
 async def test_narrow_panes_have_one_column_above_the_other():
@@ -199,4 +218,3 @@ async def test_keys(key, message):
         await pilot.pause()
         [sent] = pilot.app.messages
         assert type(sent).__name__ == message
-        assert not isinstance(sent, Comparison.ModeChanged) or sent.together
