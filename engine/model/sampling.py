@@ -32,16 +32,24 @@ class Sampler:
 
     def draw(self, logits: Logits, previous: Sequence[int]) -> int:
         """A token id. `logits` float32 (vocab,); `previous` are the tokens so far, oldest first."""
-        s = self._sampling
-        if s.repeat_penalty != 1 and s.repeat_last_n:
-            logits = logits.copy()
-            seen = np.unique(np.asarray(previous[-s.repeat_last_n :], np.int64))
-            x = logits[seen]
-            logits[seen] = np.where(x > 0, x / s.repeat_penalty, x * s.repeat_penalty)
-        if s.temperature == 0:
-            return int(logits.argmax())
+        if self._sampling.temperature == 0:
+            return int(self._penalized(logits, previous).argmax())
+        ids, masses = self.kept(logits, previous)
+        total = np.cumsum(masses)
+        place = np.searchsorted(total, self._random.random() * total[-1], side="right")
+        return int(ids[min(place, ids.size - 1)])
+
+    def numbers(self, n: int) -> NDArray[np.float64]:
+        """The numbers in [0, 1) that the next `n` draws take, for a device that draws in this one's place: the
+        token whose share of all masses, most probable first, reaches beyond the number."""
+        return self._random.random(n)
+
+    def kept(self, logits: Logits, previous: Sequence[int]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+        """The tokens that may be drawn, most probable first and of equals the lower id first, and masses that
+        their probabilities are proportional to. The temperature is not 0."""
+        s, logits = self._sampling, self._penalized(logits, previous)
         ids = _top(logits, s.top_k) if 0 < s.top_k < logits.size else np.arange(logits.size)
-        ids = ids[np.argsort(-logits[ids], kind="stable")]  # most probable first
+        ids = ids[np.argsort(-logits[ids], kind="stable")]
         x = logits[ids].astype(np.float64)
         if s.top_p < 1:  # the fewest tokens whose probabilities add up to top_p
             p = np.exp(x - x[0])
@@ -50,23 +58,33 @@ class Sampler:
         if s.min_p > 0:  # at least min_p times as probable as the first
             keep = int(np.count_nonzero(x >= x[0] + np.log(s.min_p)))
             ids, x = ids[:keep], x[:keep]
-        total = np.cumsum(np.exp((x - x[0]) / s.temperature))
-        return int(
-            ids[min(np.searchsorted(total, self._random.random() * total[-1], side="right"), ids.size - 1)]
-        )
+        return ids, np.exp((x - x[0]) / s.temperature)
+
+    def _penalized(self, logits: Logits, previous: Sequence[int]) -> Logits:
+        s = self._sampling
+        if s.repeat_penalty == 1 or not s.repeat_last_n:
+            return logits
+        logits = logits.copy()
+        seen = np.unique(np.asarray(previous[-s.repeat_last_n :], np.int64))
+        x = logits[seen]
+        logits[seen] = np.where(x > 0, x / s.repeat_penalty, x * s.repeat_penalty)
+        return logits
 
 
 def _top(logits: Logits, k: int) -> NDArray[np.intp]:
-    """The indices of the k largest, in no order. They lie in the k blocks whose largest are the largest, which
-    leaves little of a large vocabulary to be sorted."""
+    """The indices of the k largest, in their own order; of equal ones the first. They lie in the k blocks whose
+    largest are the largest, which leaves little of a large vocabulary to be sorted."""
     blocks = logits.size // _BLOCK
-    if blocks <= 2 * k:
-        return np.argpartition(logits, -k)[-k:]
-    largest = logits[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(1)
-    chosen = np.argpartition(largest, -k)[-k:]
-    ids = (chosen[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
-    ids = np.concatenate([ids, np.arange(blocks * _BLOCK, logits.size)])
-    return ids[np.argpartition(logits[ids], -k)[-k:]]
+    ids = np.arange(logits.size)
+    if blocks > 2 * k:
+        largest = logits[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(1)
+        chosen = np.flatnonzero(largest >= np.partition(largest, -k)[-k])
+        ids = (chosen[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
+        ids = np.concatenate([ids, np.arange(blocks * _BLOCK, logits.size)])
+    x = logits[ids]
+    least = np.partition(x, -k)[-k]
+    equal = np.flatnonzero(x == least)[: k - np.count_nonzero(x > least)]
+    return np.sort(np.concatenate([ids[x > least], ids[equal]]))
 
 
 def log_probabilities(logits: Logits, chosen: int, n: int) -> tuple[float, tuple[TopToken, ...]]:

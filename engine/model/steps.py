@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from engine.errors import UsageError
-from engine.events import KernelPath, Step
+from engine.events import KernelPath, Sampling, Step
 from engine.fixes import matvec_heuristic
 from engine.measure.profile import Replay
 from engine.model.cache import KVCache
@@ -51,6 +52,20 @@ class Steps(Protocol):
     def replay(self, step: Step, position: int) -> Replay:
         """A step at `position` for `engine.measure.profile`; it spoils the KV cache from there on. Raises
         UsageError where there is no such step."""
+        ...
+
+
+@runtime_checkable
+class DrawingSteps(Steps, Protocol):
+    """Steps that can also draw the next token themselves, as `engine.model.sampling` does, and so run ahead."""
+
+    def prepare(self, sampling: Sampling, tokens: Sequence[int], numbers: NDArray[np.float64]) -> bool:
+        """Gets ready for `draw` to continue `tokens`; `numbers` in [0, 1), float64, are what tokens are drawn with,
+        one each (`Sampler.numbers`). False where `sampling` has to be the host's business."""
+        ...
+
+    def draw(self, token: int, position: int, ahead: bool = False) -> int:
+        """As `decode`, but returns a token that was drawn, and leaves no logits."""
         ...
 
 

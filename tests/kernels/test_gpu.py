@@ -31,6 +31,7 @@ def python(*args, **env):
         "attention_split",
         "prefill_products",
         "prefill_attention",
+        "sampling",
         "rule",
         "model",
     ],

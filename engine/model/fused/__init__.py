@@ -1,0 +1,5 @@
+"""The fused path for NVIDIA GPUs: quantized products as kernels of our own, a decode step of five a layer."""
+
+from engine.model.fused.steps import FusedSteps
+
+__all__ = ["FusedSteps"]

@@ -1,0 +1,43 @@
+"""Device memory that steps work in, and the vectors that products want their inputs multiplied by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from engine.kernels.packing import UNIT, Packing, prescale
+
+Floats = NDArray[np.float32]
+
+
+def zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
+    return Tensor.zeros(n, dtype=dtype).contiguous().realize()
+
+
+def tensor(values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Tensor:
+    return Tensor(np.ascontiguousarray(values, np.float32)).realize()
+
+
+@dataclass
+class Scales:
+    """Prescales of packings, and norms' weights times them: each is put on the device once."""
+
+    norms: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _prescales: dict[int, Tensor] = field(default_factory=dict)
+
+    def of(self, packing: Packing) -> Tensor:
+        if packing.scaling not in self._prescales:
+            self._prescales[packing.scaling] = tensor(prescale(packing.scaling))
+        return self._prescales[packing.scaling]
+
+    def norm(self, weight: Floats, scaling: int) -> Tensor:
+        """A norm's weight times the prescale of the product that follows."""
+        key = (id(weight), scaling)
+        if key not in self.norms:
+            units = -(-weight.size // UNIT)
+            self.norms[key] = tensor(weight * np.tile(prescale(scaling), units)[: weight.size])
+        return self.norms[key]

@@ -1,0 +1,193 @@
+"""A decode step as kernels:
+
+    embed . (qkv . attention . o . gate+up . down) for each layer . head . next token
+
+All that changes from token to token (the token, its position, keys and values) lies in device memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+
+from engine.kernels.attention import Heads, Split, attention, combine
+from engine.kernels.gpu import multiprocessors
+from engine.kernels.launch import Launches
+from engine.kernels.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
+from engine.kernels.packing import QUARTER, UNIT, permuted_size
+from engine.kernels.token import embed, next_token
+from engine.model.fused.buffers import Floats, Scales, zeros
+from engine.model.fused.drawing import Drawing
+from engine.model.fused.weights import Layer, PackedModel, Product
+
+_SCORES_BYTES = 36 << 10  # of a block's shared memory
+_SHORT, _MEDIUM = 256, 8192  # tokens that a block a head, and blocks for each multiprocessor, attend to
+
+
+@dataclass
+class Stream:
+    """The residual stream as a producer leaves it: see `Residual`. `inputs` are by the scaling they are for."""
+
+    h: Tensor
+    parts: Tensor
+    n_parts: int
+    inputs: dict[int, Tensor]
+
+
+class Decode:
+    """`step` gives the kernels of a step. It runs the token and position of `state`, int32, and leaves `logits`."""
+
+    def __init__(
+        self, model: PackedModel, heads: Heads, scales: Scales, tables: tuple[Tensor, Tensor], context: int
+    ) -> None:
+        config = model.config
+        self._model, self._heads, self._scales = model, heads, scales
+        self._tables, self._context = tables, context
+        q_rows = config.heads * config.head_dim
+        self.state = zeros(2, dtypes.int32)
+        self.logits = zeros(config.vocab)
+        self._h = zeros(config.dim)
+        self._rows = zeros(q_rows + 2 * config.kv_heads * config.head_dim)
+        self._value_rows = zeros(config.kv_heads * config.head_dim)
+        self._angles = zeros(config.head_dim)
+        self._attended, self._activated = zeros(permuted_size(q_rows)), zeros(permuted_size(config.ffn))
+        self._gate_up = zeros(2 * config.ffn)
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[int, Tensor] = {}
+        self.limits = [_SHORT]
+        while self.limits[-1] < context:
+            self.limits.append(_MEDIUM if self.limits[-1] < _MEDIUM else self.limits[-1] * 4)
+        most = max(self.split(limit).splits for limit in self.limits)
+        self.partial = zeros(most * q_rows), zeros(most * config.heads * 2)
+
+    def split(self, limit: int) -> Split:
+        """While the context is short a block takes a head; then there are blocks for each multiprocessor."""
+        config = self._model.config
+        threads = max(256, -(-config.head_dim // 64) * 64)
+        if limit <= _SHORT:
+            return Split(limit, 1, 1, threads)
+        group = 2 if config.heads // config.kv_heads % 2 == 0 else 1
+        scores_bytes = limit * group * Split(limit, 2, group, threads).cuts(config.head_dim) * 4
+        splits = max(2, multiprocessors() // config.kv_heads, -(-scores_bytes // _SCORES_BYTES))
+        return Split(limit, splits, group, threads, ahead=8)
+
+    def step(
+        self, split: Split, history: Tensor, drawing: Drawing | None = None, penalizes: bool = False
+    ) -> Launches:
+        """The kernels of a step whose attention is cut as `split` says. It leaves the next token in `state`, and in
+        `history` at the position: the most probable one, or one that `drawing` draws."""
+        model, step = self._model, Launches()
+        stream = self._embed(step)
+        for i, layer in enumerate(model.layers):
+            for part in layer.qkv:
+                bias = [] if layer.bias is None else [layer.bias]
+                own = part is layer.qkv[-1] and layer.values_apart
+                epilogue = Store(0 if own else part.row, part.row if bias else None)
+                rows = self._value_rows if own else self._rows
+                self._normed(step, part, stream, epilogue, [rows], bias, "qkv")
+            self._attention(step, layer, split)
+            stream = self._residual(step, layer.o, self._attended, layer.gate_up, layer.norms[1], 1, "o")
+            self._gate_and_up(step, layer, stream)
+            last = i + 1 == len(model.layers)
+            following = [model.head] if last else model.layers[i + 1].qkv
+            norm = model.output_norm if last else model.layers[i + 1].norms[0]
+            stream = self._residual(step, layer.down, self._activated, following, norm, 0, "down")
+        blocks = model.head.n_blocks
+        best = zeros(blocks), zeros(blocks, dtypes.int32)
+        self._normed(step, model.head, stream, Best(), [self.logits, *best], [], "head")
+        if drawing is None:
+            step.add(next_token(blocks, self._context), self.state, history, *best)
+        else:
+            drawing.add_to(step, self.logits, self.state, history, penalizes)
+        return step
+
+    def _embed(self, step: Launches) -> Stream:
+        model, config = self._model, self._model.config
+        first = model.layers[0]
+        stream = self._stream(max(first.down.n_blocks, UNIT // QUARTER), first.qkv, 0)
+        kernel = embed(
+            model.embedding.packing,
+            config.vocab,
+            config.dim,
+            stream.n_parts,
+            len(stream.inputs),
+            self._context,
+            config.head_dim // 2,
+        )
+        norms = [self._scales.norm(first.norms[0], scaling) for scaling in stream.inputs]
+        outs = stream.h, stream.parts, *stream.inputs.values(), self._angles
+        step.add(kernel, *outs, self.state, *self._tables, *norms, *model.embedding.planes)
+        return stream
+
+    def _gate_and_up(self, step: Launches, layer: Layer, stream: Stream) -> None:
+        prescale = self._scales.of(layer.down.packing)
+        if len(layer.gate_up) == 1:
+            ins = [prescale]
+            self._normed(step, layer.gate_up[0], stream, GateUp(), [self._activated], ins, "gate_up")
+            return
+        for part in layer.gate_up:
+            self._normed(step, part, stream, Store(part.row), [self._gate_up], [], "gate_up")
+        step.add(activate(self._model.config.ffn), self._activated, self._gate_up, prescale)
+
+    def _attention(self, step: Launches, layer: Layer, split: Split) -> None:
+        norms = [] if layer.head_norms is None else [layer.head_norms]
+        prescale = self._scales.of(layer.o.packing)
+        apart = layer.values_apart
+        new = [self._rows, self._value_rows] if apart else [self._rows]
+        ins = [layer.keys, layer.values, *new, self._angles, self.state, *norms]
+        if split.splits == 1:
+            step.add(attention(self._heads, split, apart), self._attended, *ins, prescale)
+            return
+        step.add(attention(self._heads, split, apart), *self.partial, *ins)
+        step.add(combine(self._heads, split.splits), self._attended, *self.partial, prescale)
+
+    def _normed(
+        self,
+        step: Launches,
+        part: Product,
+        stream: Stream,
+        epilogue: Epilogue,
+        outs: list[Tensor],
+        ins: list[Tensor],
+        name: str,
+    ) -> None:
+        """A product with the normed stream."""
+        kernel = matvec(
+            part.packing,
+            part.rows,
+            part.cols,
+            part.schedule,
+            epilogue,
+            name,
+            stream.n_parts,
+            self._model.config.norm_eps,
+        )
+        step.add(kernel, *outs, stream.inputs[part.packing.scaling], stream.parts, *ins, *part.planes)
+
+    def _residual(
+        self,
+        step: Launches,
+        part: Product,
+        x: Tensor,
+        following: list[Product],
+        norm: Floats,
+        which: int,
+        name: str,
+    ) -> Stream:
+        """A product that the residual stream takes up, before `norm` and the products `following`."""
+        stream = self._stream(part.n_blocks, following, which)
+        kernel = matvec(part.packing, part.rows, part.cols, part.schedule, Residual(len(stream.inputs)), name)
+        norms = [self._scales.norm(norm, scaling) for scaling in stream.inputs]
+        step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), x, *norms, *part.planes)
+        return stream
+
+    def _stream(self, n_parts: int, following: list[Product], which: int) -> Stream:
+        """Producers take turns with two arrays of parts, since a kernel may read one while it fills the other."""
+        scalings = sorted({part.packing.scaling for part in following})
+        for s in scalings:
+            if s not in self._inputs:
+                self._inputs[s] = zeros(permuted_size(self._model.config.dim))
+        if n_parts not in self._parts:
+            self._parts[n_parts] = zeros(n_parts), zeros(n_parts)
+        return Stream(self._h, self._parts[n_parts][which], n_parts, {s: self._inputs[s] for s in scalings})

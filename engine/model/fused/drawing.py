@@ -1,0 +1,63 @@
+"""The end of a decode step that draws its token: kernels of `engine.kernels.sample`, and what they draw by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
+
+from engine.events import Sampling
+from engine.kernels.launch import Launches
+from engine.kernels.mailbox import send
+from engine.kernels.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
+from engine.model.fused.buffers import zeros
+
+_BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
+
+
+class Drawing:
+    """Draws by the settings, the tokens so far and the numbers in [0, 1) of `prepare`."""
+
+    def __init__(self, shortlist: Shortlist, context: int) -> None:
+        self._shortlist, self._context = shortlist, context
+        self._settings, self._numbers = zeros(settings_of(Sampling()).size), zeros(context)
+        self._tokens = zeros(context + 1, dtypes.int32)
+        levels = range(len(shortlist.spans) + 1)
+        self._values = [zeros(shortlist.entries(level)) for level in levels]
+        self._ids = [zeros(v.numel(), dtypes.int32) for v in self._values]
+        self.penalizes = False
+
+    def prepare(self, sampling: Sampling, tokens: Sequence[int], numbers: NDArray[np.float64]) -> bool:
+        """As `DrawingSteps.prepare`; the device must not be at work."""
+        if not self._shortlist.suffices(sampling):
+            return False
+        self.penalizes = sampling.repeat_penalty != 1
+        send(self._settings, settings_of(sampling))
+        said = np.zeros(self._context + 1, np.int32)
+        said[: len(tokens)] = tokens
+        send(self._tokens, said)
+        by_position = np.zeros(self._context, np.float32)
+        there = by_position[len(tokens) - 1 :]
+        there[: len(numbers)] = np.minimum(numbers[: there.size], _BELOW_ONE)
+        send(self._numbers, by_position)
+        return True
+
+    def add_to(self, step: Launches, logits: Tensor, state: Tensor, history: Tensor, penalizes: bool) -> None:
+        """Kernels that end a decode step as `engine.kernels.token.next_token` does."""
+        shortlist, context = self._shortlist, self._context
+        if penalizes:
+            kernel = penalize(shortlist.vocab, context)
+            step.add(kernel, logits, self._settings, state, self._tokens)
+        step.add(leaders(shortlist), self._values[0], logits)
+        last = len(shortlist.spans) - 1
+        for level in range(last + 1):
+            ids = [self._ids[level]] if level else []
+            source = [logits] if level < last else []
+            outs = self._values[level + 1], self._ids[level + 1]
+            step.add(ranked(shortlist, level), *outs, self._values[level], *ids, *source)
+        sorted_ = self._values[-1], self._ids[-1]
+        step.add(
+            draw(shortlist, context), state, history, self._tokens, *sorted_, self._settings, self._numbers
+        )

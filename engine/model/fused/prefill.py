@@ -1,0 +1,83 @@
+"""Prefill of up to a chunk of tokens as kernels: products on tensor cores, and what lies between them."""
+
+from __future__ import annotations
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from engine.kernels.attention import Heads
+from engine.kernels.gpu import multiprocessors
+from engine.kernels.launch import Launches
+from engine.kernels.matmul import fragments_size, matmul, tiles_for
+from engine.kernels.prompt import activate_prompt, attend_prompt, embed_prompt, norm_prompt, rotate_prompt
+from engine.model.fused.buffers import Floats, Scales, zeros
+from engine.model.fused.weights import PackedModel, Product
+
+
+class Prefill:
+    """`step` gives the kernels of a step. What a prompt is lies in `prompt` (its position, how many tokens it has)
+    and `ids`, int32."""
+
+    def __init__(
+        self, model: PackedModel, heads: Heads, scales: Scales, tables: tuple[Tensor, Tensor], chunk: int
+    ) -> None:
+        self._model, self._heads, self._scales, self._tables = model, heads, scales, tables
+        self.prompt, self.ids = zeros(2, dtypes.int32), zeros(chunk, dtypes.int32)
+        self._scratch: dict[tuple[str, int], Tensor] = {}
+
+    def step(self, tokens: int) -> Launches:
+        """For up to `tokens` tokens; the last layer's keys and values are all that is wanted of it."""
+        model, config, step, heads = self._model, self._model.config, Launches(), self._heads
+        dim, q_rows = config.dim, config.heads * config.head_dim
+        h, x = self._buffer("h", tokens * dim), self._buffer("x", fragments_size(tokens, dim), dtypes.float16)
+        queries = self._buffer("queries", tokens * q_rows, dtypes.float16)
+        attended = self._buffer("attended", fragments_size(tokens, q_rows), dtypes.float16)
+        activated = self._buffer("activated", fragments_size(tokens, config.ffn), dtypes.float16)
+        embed = embed_prompt(model.embedding.packing, tokens, config.vocab, dim)
+        step.add(embed, h, self.ids, *model.embedding.planes)
+
+        def product(part: Product, x: Tensor, name: str) -> tuple[Tensor, int]:
+            """Sums of a product, and how many they are."""
+            tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), False)
+            out = self._buffer(name, tiles.parts * tokens * part.rows)
+            kernel = matmul(part.packing, tokens, part.rows, part.cols, tiles, False, name)
+            step.add(kernel, out, x, self.prompt, *part.planes)
+            return out, tiles.parts
+
+        added: list[tuple[Tensor, int]] = []  # what the stream has yet to take up
+
+        def norm(weight: Floats) -> None:
+            sums, parts = ([added[0][0]], added[0][1]) if added else ([], 0)
+            kernel = norm_prompt(tokens, dim, parts, config.norm_eps)
+            step.add(kernel, x, h, *sums, self._scales.norm(weight, 0))
+            added.clear()
+
+        for layer in model.layers:
+            norm(layer.norms[0])
+            runs = [product(part, x, f"qkv{i}") for i, part in enumerate(layer.qkv)]
+            extra = [t for t in (layer.bias, layer.head_norms) if t is not None]
+            sizes, counts = tuple(p.rows for p in layer.qkv), tuple(n for _, n in runs)
+            rotate = rotate_prompt(heads, tokens, counts, sizes, layer.bias is not None)
+            sums = [t for t, _ in runs]
+            step.add(rotate, queries, layer.keys, layer.values, *sums, *self._tables, self.prompt, *extra)
+            if layer is model.layers[-1]:
+                break
+            step.add(attend_prompt(heads, tokens), attended, queries, layer.keys, layer.values, self.prompt)
+            added.append(product(layer.o, attended, "o"))
+            norm(layer.norms[1])
+            if len(layer.gate_up) == 1:
+                part = layer.gate_up[0]
+                tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), True)
+                kernel = matmul(part.packing, tokens, part.rows, part.cols, tiles, True, "gate_up")
+                step.add(kernel, activated, x, self.prompt, *part.planes)
+            else:
+                (gate, a), (up, b) = (product(p, x, f"gate_up{i}") for i, p in enumerate(layer.gate_up))
+                step.add(activate_prompt(tokens, config.ffn, (a, b)), activated, gate, up)
+            added.append(product(layer.down, activated, "down"))
+        return step
+
+    def _buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
+        """Scratch memory, the same for all layers."""
+        if (name, n) not in self._scratch:
+            self._scratch[name, n] = zeros(n, dtype)
+        return self._scratch[name, n]
