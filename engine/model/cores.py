@@ -22,7 +22,7 @@ from tinygrad.dtype import DType
 
 from engine.events import Step
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.attention import attention, mask, scratch_size
+from engine.kernels.cpu.attention import attention, mask, pieces, scratch_size
 from engine.kernels.cpu.cores import Cores, Walk, usable_cpus
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import MAX_TILES, inputs_of, product, shape_of, span_of
@@ -33,6 +33,7 @@ from engine.measure.profile import Replay, Use
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
+PIECE_BYTES = 256 << 10  # of a matrix, that a core takes at a time
 # of the forms that activations take, how many columns share an element, and its type
 _SHARED = {
     "values": (1, dtypes.int16),
@@ -234,22 +235,28 @@ class CoreSteps:
             what = Prepared(names, config.norm_eps if norm is not None else None, gated_by is not None)
             other = [t for t in (norm, gated_by) if t is not None]
             add(
-                prepare(what, lanes, cores, tile),
+                prepare(what, lanes, tile),
                 *outs.values(),
                 self._sizes(cols // UNIT),
                 *state,
                 rows,
                 *other,
+                parts=1 if tile == 1 else 0,
             )
             return outs
 
         def multiply(
-            out: Tensor, matrix: Matrix, inputs: dict[str, Tensor], added: Tensor | None = None
+            out: Tensor,
+            matrix: Matrix,
+            inputs: dict[str, Tensor],
+            added: Tensor | None = None,
+            beside: bool = False,
         ) -> None:
             read = [inputs[name] for name in inputs_of([matrix.packing], tile)]
             added = self._nothing if added is None else added
-            kernel = product(matrix.packing, cores, tile, span_of(matrix.cols) if tile > 1 else 1)
-            add(kernel, out, matrix.shape, *state, *read, added, matrix.stream)
+            kernel = product(matrix.packing, tile, span_of(matrix.cols) if tile > 1 else 1)
+            parts = self._pieces(matrix)
+            add(kernel, out, matrix.shape, *state, *read, added, matrix.stream, parts=parts, beside=beside)
 
         x, y = buffer("x", tokens * dim), buffer("y", tokens * dim)
         rows, queries, attended = (
@@ -260,7 +267,7 @@ class CoreSteps:
         scores = buffer("scores", scratch_size(heads, cores, tile))
         embedding = self._embedding
         add(
-            embed(embedding.packing, cores, tile),
+            embed(embedding.packing, tile),
             x,
             self._sizes(embedding.rows, embedding.cols // embedding.packing.block),
             *state,
@@ -269,19 +276,25 @@ class CoreSteps:
         )
         for layer in self._layers:
             inputs = ready(x, layer.qkv, layer.norms[0])
-            for matrix in layer.qkv:
-                multiply(rows, matrix, inputs, added=layer.bias)
+            for i, matrix in enumerate(layer.qkv):
+                multiply(rows, matrix, inputs, added=layer.bias, beside=i > 0)
             cached = [layer.keys, layer.values, self._state]
-            add(rotate(heads, cores, tile), queries, *cached, rows, self._cos, self._sin, *layer.head_norms)
-            add(attention(heads, cores, tile), attended, scores, *cached, queries, self._mask)
+            add(rotate(heads, tile), queries, *cached, rows, self._cos, self._sin, *layer.head_norms)
+            parts = pieces(heads, cores, tile)
+            add(attention(heads, cores, tile), attended, scores, *cached, queries, self._mask, parts=parts)
             multiply(y, layer.o, ready(attended, [layer.o]), added=x)
             inputs = ready(y, [layer.gate, layer.up], layer.norms[1])
             multiply(gate, layer.gate, inputs)
-            multiply(up, layer.up, inputs)
+            multiply(up, layer.up, inputs, beside=True)
             multiply(x, layer.down, ready(gate, [layer.down], gated_by=up), added=y)
         if tile == 1:
             multiply(self._logits, self._head, ready(x, [self._head], self._output_norm))
         return step.captured()
+
+    def _pieces(self, matrix: Matrix) -> int:
+        """As many for each core; small enough that a core that is kept busy by others has little left over."""
+        n_bytes = matrix.stream.numel() * matrix.stream.dtype.itemsize
+        return self._cores.count * ceil(n_bytes / self._cores.count / PIECE_BYTES)
 
     def _sizes(self, *values: int) -> Tensor:
         """int32 that kernels read."""

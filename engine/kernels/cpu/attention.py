@@ -35,9 +35,15 @@ def queries_together(heads: Heads, cores: int, tile: int) -> tuple[int, int]:
     return together, tokens
 
 
+def pieces(heads: Heads, cores: int, tile: int) -> int:
+    """Into how many the work may be cut, which need scratch each."""
+    together, tokens = queries_together(heads, cores, tile)
+    return min(heads.query // together * (tile // tokens), 4 * cores)
+
+
 def scratch_size(heads: Heads, cores: int, tile: int) -> int:
     together, tokens = queries_together(heads, cores, tile)
-    return cores * together * tokens * heads.length
+    return pieces(heads, cores, tile) * together * tokens * heads.length
 
 
 def mask(lanes: int) -> NDArray[np.float32]:
@@ -57,7 +63,15 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
     width = h.query * h.dim
 
     def kernel(
-        core: UOp, out: UOp, scores: UOp, keys: UOp, values: UOp, state: UOp, queries: UOp, hidden: UOp
+        part: UOp,
+        parts: UOp,
+        out: UOp,
+        scores: UOp,
+        keys: UOp,
+        values: UOp,
+        state: UOp,
+        queries: UOp,
+        hidden: UOp,
     ) -> UOp:
         k = Program(lanes)
         k.scratch(scores)
@@ -68,15 +82,15 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
         )  # a loop's length must not depend on the loop around: all tasks go as far as the last
         blocks = (end + (lanes - 1)) // lanes
         tasks = every // tokens * (h.query // together)
-        mine = (tasks + (cores - 1) - core) // cores
-        base = core * (n * h.length)
+        mine = (tasks + parts - 1 - part) // parts
+        base = part * (n * h.length)
         with k.loop(mine) as i:
-            task = i * cores + core
-            block, part = task // (h.query // together), task % (h.query // together)
-            kv = part // (h.query // h.kv // together)
+            task = i * parts + part
+            block, share_of = task // (h.query // together), task % (h.query // together)
+            kv = share_of // (h.query // h.kv // together)
             token = block * tokens  # the first of the task's
             rows = [
-                (token + t) * width + (part * together + q) * h.dim
+                (token + t) * width + (share_of * together + q) * h.dim
                 for t in range(tokens)
                 for q in range(together)
             ]

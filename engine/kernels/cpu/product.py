@@ -98,20 +98,20 @@ def inputs_of(packings: Sequence[Packing], tile: int) -> tuple[str, ...]:
 
 
 @functools.cache
-def product(packing: Packing, cores: int, tile: int, span: int = 1) -> Kernel:
+def product(packing: Packing, tile: int, span: int = 1) -> Kernel:
     """Products of activations with a matrix, plus what is added to them: a residual stream, a bias, zeros.
     Buffers: out, float32 (tokens, out_rows); the sizes (`shape_of`); with a tile of more than 1 the state
     (`TILES`); the activations that `inputs_of` names; what is added, float32 (tokens or 1, out_rows); the
     matrix's stream. `span`: see `span_of`; with a tile of 1 it does not matter."""
 
-    def kernel(core: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
+    def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k, rest = Program(packing.lanes), list(buffers)
         groups, blocks, offset, out_rows, added_rows = (k.index(shape, i) for i in range(5))
         tiles: Index = k.index(rest.pop(0), TILES) if tile > 1 else 1
         inputs = {name: rest.pop(0) for name in inputs_of([packing], tile)}
         x = Activations(tile, blocks * packing.block, **inputs)
         added, stream = rest
-        first, count = share(groups, cores, core)
+        first, count = share(groups, part, parts)
         with k.loop(count) as i:
             group = first + i
             row = offset + group * packing.lanes

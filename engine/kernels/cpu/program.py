@@ -40,12 +40,8 @@ def register_lanes() -> int:
     return 16 if "avx512f" in flags else 8
 
 
-def share(n: Index, parts: int, part: UOp) -> tuple[Index, Index]:
+def share(n: Index, part: UOp, parts: UOp) -> tuple[Index, Index]:
     """Divides n steps into parts as even as they come: the first step of `part`, and how many it has."""
-    if parts == 1:
-        return 0, n
-    if isinstance(n, int) and n % parts == 0:
-        return part * (n // parts), n // parts
     first = n * part // parts
     return first, n * (part + 1) // parts - first
 

@@ -50,9 +50,12 @@ def repack(
     source[: len(places)] = places
     shape = np.array([cols // packing.block, len(source) // lanes], np.int32)
     types = (packing.dtype, dtypes.uint8 if packing.format else packing.dtype, dtypes.int32, dtypes.int32)
-    (program,) = cores.compiled([(_kernel(packing, cores.count), types)])
-    cores.run_once(program, [memory.address(out), *(a.ctypes.data for a in (raw, source, shape))])
+    (program,) = cores.compiled([(_kernel(packing), types)])
+    cores.run_once(program, [memory.address(out), *(a.ctypes.data for a in (raw, source, shape))], PARTS)
     return out
+
+
+PARTS = 16  # of a matrix that is repacked
 
 
 def half_split(rows: int, head_dim: int) -> NDArray[np.int32]:
@@ -64,13 +67,13 @@ def half_split(rows: int, head_dim: int) -> NDArray[np.int32]:
 
 
 @functools.cache
-def _kernel(packing: Packing, cores: int) -> Kernel:
+def _kernel(packing: Packing) -> Kernel:
     lanes, format = packing.lanes, packing.format
 
-    def kernel(core: UOp, out: UOp, raw: UOp, places: UOp, shape: UOp) -> UOp:
+    def kernel(part: UOp, parts: UOp, out: UOp, raw: UOp, places: UOp, shape: UOp) -> UOp:
         k = Program(lanes)
         blocks, groups = (k.index(shape, i) for i in range(2))
-        first, count = share(groups, cores, core)
+        first, count = share(groups, part, parts)
         block_bytes = format.block_bytes if format else 1
         taken = k.registers(block_bytes * lanes, raw.dtype)
         with k.loop(count) as i, k.loop(blocks) as block:

@@ -26,17 +26,17 @@ def tokens_of(k: Program, state: UOp, tile: int) -> Index:
 
 
 @functools.cache
-def embed(packing: Packing, cores: int, tile: int) -> Kernel:
+def embed(packing: Packing, tile: int) -> Kernel:
     """Rows of the embedding. Buffers: out, float32 (tokens, cols); the sizes (rows, blocks of a row), int32;
     with a tile of more than 1 the state; the tokens, int32; the stream."""
 
-    def kernel(core: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
+    def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = Program(packing.lanes)
         *state, tokens, stream = buffers
         rows, blocks = (k.index(shape, i) for i in range(2))
         cols = blocks * packing.block
         columns = UNIT if packing.format else 1
-        first, count = share(cols // columns, cores, core)
+        first, count = share(cols // columns, part, parts)
         with k.loop(tokens_of(k, state[0], tile) if state else 1) as t, k.loop(count) as i:
             row = k.index(tokens, t).maximum(0).minimum(rows - 1)
             group, lane, unit = row // packing.lanes, row % packing.lanes, first + i
@@ -59,20 +59,20 @@ class Prepared:
 
 
 @functools.cache
-def prepare(what: Prepared, lanes: int, cores: int, tile: int) -> Kernel:
+def prepare(what: Prepared, lanes: int, tile: int) -> Kernel:
     """Activations made ready for products. Buffers: the outputs in their order; the size (units of 32
     columns), int32; with a tile of more than 1 the state; rows; the other rows, if gated, or the norm's
     weight, if normed."""
-    parts = UNIT // lanes
+    vectors = UNIT // lanes
 
-    def kernel(core: UOp, *buffers: UOp) -> UOp:
+    def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
         k = Program(lanes)
         outs, rest = dict(zip(what.outputs, buffers, strict=False)), list(buffers[len(what.outputs) :])
         units = k.index(rest.pop(0), 0)
         cols = units * UNIT
         state = rest.pop(0) if tile > 1 else None
         rows, *other = rest
-        first, count = share(units, cores, core)
+        first, count = share(units, part, parts)
         turns: Index = 1 if state is None else k.index(state, TILES)
         factor = k.registers(1)
         with k.loop(turns) as turn, k.loop(tile) as t:
@@ -80,11 +80,11 @@ def prepare(what: Prepared, lanes: int, cores: int, tile: int) -> Kernel:
             if what.eps is not None:
                 mean = _sum_of_squares(k, rows, at, cols) * cols.cast(F32).reciprocal()
                 k.store(factor, 0, (mean + what.eps).sqrt().reciprocal())
-            with k.loop(count) as i:
-                unit = first + i
+            with k.loop(count) as done:
+                unit = first + done
                 values = []
-                for part in range(parts):
-                    column = unit * UNIT + part * lanes
+                for i in range(vectors):
+                    column = unit * UNIT + i * lanes
                     value = k.vector(rows, at + column)
                     if what.eps is not None:
                         value = value * k.load(factor, 0) * k.vector(other[0], column)
@@ -197,7 +197,7 @@ class Heads:
 
 
 @functools.cache
-def rotate(heads: Heads, cores: int, tile: int) -> Kernel:
+def rotate(heads: Heads, tile: int) -> Kernel:
     """Norms and rotates queries and keys and puts keys and values into the cache. Buffers: queries, float32
     (tokens, query * dim), scaled; keys and values, the caches; the state; rows, float32 (tokens, heads.rows);
     cos and sin, float32 (length, dim / 2); the norms' weights for queries and keys, float32 (dim,), where
@@ -206,7 +206,8 @@ def rotate(heads: Heads, cores: int, tile: int) -> Kernel:
     n = gcd(half, h.lanes)
 
     def kernel(
-        core: UOp,
+        part: UOp,
+        parts: UOp,
         queries: UOp,
         keys: UOp,
         values: UOp,
@@ -241,7 +242,7 @@ def rotate(heads: Heads, cores: int, tile: int) -> Kernel:
             return factor
 
         with k.loop(tokens_of(k, state, tile)) as t:
-            first, count = share(h.query, cores, core)
+            first, count = share(h.query, part, parts)
             with k.loop(count) as i:
                 head = first + i
                 at = t * h.rows + head * h.dim
@@ -251,7 +252,7 @@ def rotate(heads: Heads, cores: int, tile: int) -> Kernel:
                     to = t * (h.query * h.dim) + head * h.dim + j * n
                     k.store(queries, to, a * h.dim**-0.5)
                     k.store(queries, to + half, b * h.dim**-0.5)
-            first, count = share(h.kv, cores, core)
+            first, count = share(h.kv, part, parts)
             with k.loop(count) as i:
                 head = first + i
                 token = start + t

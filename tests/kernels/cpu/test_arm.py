@@ -22,7 +22,7 @@ from engine.kernels.cpu.rows import Heads, Prepared, prepare, rotate
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
 
 unicorn = pytest.importorskip("unicorn", reason="the emulator unicorn is not installed")
-LANES = 8
+LANES, PARTS = 8, 2
 
 
 class ArmCore:
@@ -42,14 +42,14 @@ class ArmCore:
         self._cpu.mem_write(self.CODE, code)
         self._cpu.reg_write(arm.UC_ARM64_REG_CPACR_EL1, 3 << 20)  # floating point allowed
 
-    def run(self, core: int, buffers: Sequence[np.ndarray]) -> None:
+    def run(self, part: int, parts: int, buffers: Sequence[np.ndarray]) -> None:
         """Calls the kernel; its arguments go to registers, then to the stack (AAPCS64)."""
         places, at = [], self.DATA
         for buffer in buffers:
             self._cpu.mem_write(at, buffer.tobytes())
             places.append(at)
             at += -(-buffer.nbytes // 64) * 64 + 64
-        arguments = [core, *places]
+        arguments = [part, parts, *places]
         for register, value in zip(range(8), arguments, strict=False):
             self._cpu.reg_write(getattr(self._arm, f"UC_ARM64_REG_X{register}"), value)
         self._cpu.mem_write(self.STACK, struct.pack(f"<{len(arguments)}Q", *arguments[8:], *arguments[:8]))
@@ -65,12 +65,12 @@ def on_arm(cores: Cores, kernel: Callable[..., UOp], outs: Sequence[Tensor], ins
     everything = [*outs, *ins]
     before = [memory.view(b).copy() for b in everything]
     step = cores.launches()
-    step.add(kernel, *everything)
+    step.add(kernel, *everything, parts=PARTS)
     walk = step.captured()
     walk()
     arm = ArmCore(walk.steps[0][0])
-    for core in range(cores.count):
-        arm.run(core, before)
+    for part in range(PARTS):
+        arm.run(part, PARTS, before)
     here, there = (np.concatenate([b[: o.numel()].astype(np.float64) for b, o in zip(s, outs, strict=False)])
                    for s in ([memory.view(o) for o in outs], before))  # fmt: skip
     assert np.abs(here).max() > 0
@@ -95,7 +95,7 @@ def test_products(cores: Cores, kind: Type, tile: int) -> None:
         inputs.append(random(tile * cols, kept, 1.0 if kept == dtypes.float32 else 1000.0))
     state = [ints(0, 0, 1)] if tile > 1 else []
     ins = [ints(*shape_of(rows, cols, packing, False)), *state, *inputs, random(rows), stream]
-    kernel = product(packing, cores.count, tile, span_of(cols) if tile > 1 else 1)
+    kernel = product(packing, tile, span_of(cols) if tile > 1 else 1)
     assert on_arm(cores, kernel, [memory.zeros(tile * rows, dtypes.float32)], ins) < 1e-6
 
 
@@ -109,7 +109,7 @@ def test_activations(cores: Cores, kind: str, tile: int) -> None:
     other = {"plain": [], "normed": [random(cols)], "gated": [random(tile * cols + 1)]}[kind]
     what = Prepared(names, 1e-5 if kind == "normed" else None, kind == "gated")
     ins = [ints(cols // UNIT), *state, random(tile * cols), *other]
-    assert on_arm(cores, prepare(what, LANES, cores.count, tile), outs, ins) < 1e-4  # a rounding, of 16 bits
+    assert on_arm(cores, prepare(what, LANES, tile), outs, ins) < 1e-4  # a rounding, of 16 bits
 
 
 @pytest.mark.parametrize("tile", [1, LANES])
@@ -119,7 +119,7 @@ def test_attention(cores: Cores, tile: int) -> None:
     keys, values = (random(heads.cache_size, dtypes.float16) for _ in range(2))
     cos, sin, norms = random(32 * 16), random(32 * 16 + 1), [random(32), random(32)]
     queries = memory.zeros(tile * 128, dtypes.float32)
-    kernel = rotate(heads, cores.count, tile)
+    kernel = rotate(heads, tile)
     assert on_arm(cores, kernel, [queries, keys, values], [state, rows, cos, sin, *norms]) < 1e-5
     out, scores = (
         memory.zeros(tile * 128, dtypes.float32),

@@ -17,12 +17,11 @@ from engine.kernels.cpu.cores import Cores, share_of_time, usable_cpus
 N = 512
 
 
-def shifted(core: UOp, out: UOp, x: UOp) -> UOp:
-    """Each core's part of out is the other part of x, plus 1: right only if all cores meet between
-    kernels."""
-    i = UOp.range(N // 2, 1)
-    here, there = core * (N // 2) + i, (core * -1 + 1) * (N // 2) + i
-    store = out.index(here).store(x.index(there).load() + 1)
+def shifted(part: UOp, parts: UOp, out: UOp, x: UOp) -> UOp:
+    """out is x turned by half its length, plus 1: right only if all of a kernel is done before the next."""
+    i = UOp.range(N // parts, 1)
+    here = part * (N // parts) + i
+    store = out.index(here).store(x.index((here + N // 2) % N).load() + 1)
     return store.end(i).sink(arg=KernelInfo(name="shifted", opts_to_apply=()))
 
 
@@ -31,7 +30,7 @@ def test_cores_meet_between_kernels(cores: Cores) -> None:
     buffers = [memory.zeros(N, dtypes.float32) for _ in range(steps + 1)]
     launches = cores.launches()
     for source, out in itertools.pairwise(buffers):
-        launches.add(shifted, out, source)
+        launches.add(shifted, out, source, parts=4)
     walk = launches.captured()
     for turn in range(50):
         memory.view(buffers[0])[:] = np.arange(N) + turn

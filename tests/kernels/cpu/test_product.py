@@ -51,8 +51,8 @@ def multiply(
     inputs = [memory.zeros(2 * tokens * cols, KINDS.get(name, dtypes.float32)) for name in names]
     rows_in, added = memory.array(x, dtypes.float32), memory.array(bias, dtypes.float32)
     step = cores.launches()
-    step.add(prepare(Prepared(names), lanes, cores.count, tile), *inputs, ints(cols // UNIT), *state, rows_in)
-    kernel = product(packing, cores.count, tile, span_of(cols) if tile > 1 else 1)
+    step.add(prepare(Prepared(names), lanes, tile), *inputs, ints(cols // UNIT), *state, rows_in)
+    kernel = product(packing, tile, span_of(cols) if tile > 1 else 1)
     step.add(kernel, out, ints(*shape_of(rows, cols, packing, False)), *state, *inputs, added, stream)
     step.captured()()
     wanted = x.astype(np.float64) @ weights.T + bias[:rows]
@@ -85,7 +85,7 @@ def test_rows_of_the_embedding(cores: Cores, kind: int) -> None:
     packing, stream, weights = packed(cores, Type(kind), 40, 512)
     out, token = memory.zeros(512, dtypes.float32), ints(0)
     step = cores.launches()
-    step.add(embed(packing, cores.count, 1), out, ints(40, 512 // packing.block), token, stream)
+    step.add(embed(packing, 1), out, ints(40, 512 // packing.block), token, stream)
     walk = step.captured()
     for row in (0, 17, 39):
         memory.view(token)[:] = row
@@ -111,7 +111,7 @@ def test_a_matrix_of_zeros_and_activations_of_zeros(cores: Cores) -> None:
     outs = [memory.zeros(64, KINDS.get(name, dtypes.float32)) for name in names]
     step = cores.launches()
     step.add(
-        prepare(Prepared(names), LANES, cores.count, 1), *outs, ints(2), memory.zeros(64, dtypes.float32)
+        prepare(Prepared(names), LANES, 1), *outs, ints(2), memory.zeros(64, dtypes.float32)
     )
     step.captured()()
     assert all(np.all(memory.view(out) == 0) for out in outs)
