@@ -20,6 +20,7 @@ from engine.events import EngineOptions
 from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")
+_MOST_COMPILERS = 32
 
 
 def prepare(options: EngineOptions) -> str:
@@ -48,15 +49,22 @@ def prepare(options: EngineOptions) -> str:
             "Install it from your system's packages, or run: pip install ziglang",
         )
     os.environ["DEV"] = backend
-    # Compilers beside the engine make a search shorter, but on a CPU they would spoil what it times.
-    searching = device.upper() != "CPU" and (options.beam or options.jitbeam)
-    os.environ.setdefault("PARALLEL", str((os.cpu_count() or 1) - 1 if searching else 0))
-    os.environ.update(_search(options))
+    os.environ.setdefault("PARALLEL", str(0 if device.upper() == "CPU" else _compilers()))
+    os.environ.setdefault("CACHELEVEL", "0")  # engine.kernels.kept keeps what tinygrad would keep
+    if options.kernels == "graph" or device.upper() not in BACKENDS:
+        os.environ.update(_search(options))
     return backend
 
 
+def _compilers() -> int:
+    """How many processes compile for a GPU. (On a CPU they would spoil what a search times.)"""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores - 1, _MOST_COMPILERS) if cores > 2 else 0
+
+
 def _search(options: EngineOptions) -> dict[str, str]:
-    """tinygrad's variables for how it looks for kernels; those that `options` leave open are not in it."""
+    """tinygrad's variables for how it looks for kernels of tensor graphs; those that `options` leave open are not
+    in it. Quantized kernels are none of its business: see `engine.model.tuning`."""
     chosen: dict[str, int | None] = {"BEAM": options.beam, "JITBEAM": options.jitbeam}
     if options.matvec is not None:
         chosen["MV_BLOCKSIZE"] = options.matvec.block_size

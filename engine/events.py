@@ -83,8 +83,9 @@ class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     ("CPU", "CUDA", "NV") or "auto"; `context_length` None takes the model's own, bounded by memory.
 
     `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules,
-    "auto" what suits the device. `beam` is the width of tinygrad's search for faster kernels, `jitbeam` that
-    in the captured steps alone, `matvec` its heuristic; None leaves them to the environment."""
+    "auto" what suits the device. `beam` is the width of the search for faster kernels, `jitbeam` that in the
+    captured steps alone: on "graph" tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
+    tinygrad's heuristic; None leaves them to the environment. `search_s` bounds our search (None: by its width)."""
 
     model_path: str
     backend: str = "auto"
@@ -93,6 +94,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     beam: int | None = None
     jitbeam: int | None = None
     matvec: Matvec | None = None
+    search_s: float | None = None
 
 
 # --- commands ------------------------------------------------------------------------------------------
@@ -162,11 +164,31 @@ class Loading(_Record, frozen=True, kw_only=True, tag=True):
     total_bytes: int
 
 
+class Search(_Record, frozen=True, kw_only=True, tag=True):
+    """A search for the fastest way to compute `what` (a product, in words). `tried` of about `total` candidates were
+    timed, `refused` of them failed or gave other results. A decode step took `before_us` and takes `after_us` with
+    the best of them, which is `choice`. `found`: it was known from an earlier run. `left_s` is how long the search
+    may go on, for all that is still to be searched."""
+
+    what: str
+    choice: str
+    tried: int
+    total: int
+    refused: int
+    before_us: float
+    after_us: float
+    left_s: float
+    found: bool = False
+
+
 class Warming(_Record, frozen=True, kw_only=True, tag=True):
-    """Kernels being prepared: `done` of about `total` (0 where unknown)."""
+    """Kernels being prepared: `done` of about `total` (0 where unknown); in a search, products searched. `cached` of
+    them were known from an earlier run."""
 
     done: int
     total: int
+    cached: int = 0
+    search: Search | None = None
 
 
 class Ready(_Record, frozen=True, kw_only=True, tag=True):

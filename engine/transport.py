@@ -18,7 +18,11 @@ class FrameError(Exception):
 def pack(record: Command | Event) -> bytes:
     """One frame. Raises FrameError for a record over MAX_FRAME_BYTES, and what msgspec raises for one that
     MessagePack cannot hold (UnicodeEncodeError, OverflowError, TypeError)."""
-    payload = encode(record)
+    return frame(encode(record))
+
+
+def frame(payload: bytes) -> bytes:
+    """Raises FrameError for a payload over MAX_FRAME_BYTES."""
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameError(f"{len(payload)} bytes are too many for one message.")
     return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
@@ -29,6 +33,11 @@ class Deframer:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+
+    @property
+    def rest(self) -> bytes:
+        """What has arrived of the next frame."""
+        return bytes(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Payloads that are complete with `data`. Raises FrameError for a length no sender would send."""

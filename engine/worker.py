@@ -1,13 +1,15 @@
 """The engine process: takes commands from its client, answers with events, and ends with its client.
 
 A thread reads commands, so that a `Cancel` is seen in the middle of an answer; the main thread loads the
-model and generates, and another thread sends the events. The process may be killed at any instant.
+model and generates, and another thread sends the events. The process may be killed at any instant. A search for
+faster kernels that meets one which spoils the device starts it anew (`_Server.restart`), and no one notices.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
+import multiprocessing
 import os
 import signal
 import socket
@@ -48,8 +50,10 @@ from engine.events import (
     Token,
     command_decoder,
 )
-from engine.transport import Deframer, pack
+from engine.transport import Deframer, frame, pack
 
+MOST_RESTARTS = 8
+_RESTARTED = "ORIN_CHAT_RESTARTED"  # times, and the file that holds the commands so far
 _SEND_INTERVAL_S = 0.01
 
 Report = Callable[[Event], None]
@@ -75,6 +79,9 @@ class Model(Protocol):
 
 
 Loader = Callable[[EngineOptions, Report], Model]
+restart: Callable[[], object] = lambda: (
+    _die()
+)  # starts this process anew while it loads; see `_Server.restart`
 
 
 def serve(sock: socket.socket, load: Loader) -> None:
@@ -87,14 +94,36 @@ def serve(sock: socket.socket, load: Loader) -> None:
     faulthandler.enable()
     atexit.register(os._exit, 0)  # called last, as the first registered: to take down all modules takes long
     sock.set_inheritable(False)  # or a compiler process would keep the pipe open after this one died
-    _Server(sock).run(load)
+    server = _Server(sock)
+    global restart
+    restart = server.restart
+    server.run(load)
 
 
 class _Server:
     def __init__(self, sock: socket.socket) -> None:
-        self._inbox = _Inbox(sock)
+        self._sock, self._load_ms = sock, 0.0
+        self._restarting = threading.Lock()
+        times, file = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
+        self._restarts = times
         self._outbox = _Outbox(sock)
-        self._load_ms = 0.0
+        self._inbox = _Inbox(sock, _read_all(file))
+
+    def restart(self) -> Never:
+        """Replaces this process, whatever it does, by one that gets the same commands from the start: the process
+        id stays, and so does the client's end of the socket. May be called by any thread while a model loads. Ends
+        the process where that has happened too often."""
+        self._restarting.acquire()  # for good
+        if self._restarts == MOST_RESTARTS or self._inbox.interruptible:
+            _die()
+        for child in multiprocessing.active_children():
+            child.kill()
+        self._outbox.close()
+        file = os.memfd_create("commands", 0)
+        os.write(file, self._inbox.closed())
+        os.environ[_RESTARTED] = f"{self._restarts + 1} {file}"
+        self._sock.set_inheritable(True)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
     def run(self, load: Loader) -> None:
         model: Model | None = None
@@ -153,9 +182,12 @@ class _Inbox:
     """Commands as they arrive, read by a thread of its own. `interruptible`: the main thread asks whether to
     stop; until then (while it loads) `Shutdown` ends the process on the spot."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, before: bytes = b"") -> None:
         self.interruptible = False
-        self._sock = sock
+        self._sock, self._before = sock, before
+        self._deframer = Deframer()
+        self._seen: list[bytes] = []  # payloads, while the model loads
+        self._reading = threading.Lock()
         self._queue: SimpleQueue[Load | Request | None] = SimpleQueue()
         self._stops: dict[int, threading.Event] = {}
         threading.Thread(target=self._read, name="commands", daemon=True).start()
@@ -173,12 +205,21 @@ class _Inbox:
     def forget(self, request_id: int) -> None:
         self._stops.pop(request_id, None)
 
+    def closed(self) -> bytes:
+        """All that has arrived so far; from now on nothing is taken from the socket."""
+        self._reading.acquire()
+        return b"".join(map(frame, self._seen)) + self._deframer.rest
+
     def _read(self) -> None:
-        deframer = Deframer()
         try:
-            while data := self._sock.recv(1 << 16):
-                for payload in deframer.feed(data):
-                    self._take(payload)
+            data = self._before
+            while data or self._sock.recv(1, socket.MSG_PEEK):
+                with self._reading:
+                    for payload in self._deframer.feed(data or self._sock.recv(1 << 16)):
+                        if not self.interruptible:
+                            self._seen.append(payload)
+                        self._take(payload)
+                data = b""
         except Exception as error:  # the client speaks another language
             _log_without_messages(error)
         _die()
@@ -289,13 +330,24 @@ def _die() -> Never:
     os._exit(1)
 
 
+def _read_all(file: int) -> bytes:
+    """What a file that was handed over holds; nothing for -1."""
+    if file < 0:
+        return b""
+    with os.fdopen(file, "rb") as stream:
+        stream.seek(0)
+        return stream.read()
+
+
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import prepare
     from engine.fixes import install
 
     install(prepare(options))  # sets the environment that tinygrad reads when it is imported
+    from engine.kernels import trial
     from engine.model.generate import TextModel
 
+    trial.restart = restart
     model: Model = TextModel(options, report)
     return model
 

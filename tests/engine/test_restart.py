@@ -1,0 +1,131 @@
+"""A worker that starts itself anew while it loads, since what it tried has spoilt its device."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.client import LocalEngine
+from engine.events import EngineOptions, Failed, Ready, Warming
+from engine.kernels import trial
+from engine.kernels.kept import Kept
+from engine.worker import MOST_RESTARTS
+from tests.engine.test_client import ask, collect, token_ids, until
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WORKER = """
+import os, socket, subprocess, sys, threading, time
+from engine import worker
+from engine.events import Warming
+from tests.synthetic import Behaviour, SyntheticModel
+marks, how, most = sys.argv[1:4]
+def load(options, report):
+    assert options.model_path == "a model"
+    with open(marks, "a") as file:
+        print(os.getpid(), file=file)
+    times = len(open(marks).readlines())
+    report(Warming(done=times, total=0))
+    if times <= int(most):
+        if how == "hangs":
+            threading.Timer(0.2, worker.restart).start()
+            time.sleep(60)
+        time.sleep(0.2)
+        worker.restart()
+    return SyntheticModel(Behaviour(load_s=0.0, prefill_s=0.0, rate=0), report)
+worker.serve(socket.socket(fileno=int(sys.argv[-1])), load)
+"""
+
+
+def engine(marks, how="faults", restarts=1):
+    command = (sys.executable, "-c", WORKER, str(marks), how, str(restarts))
+    options = EngineOptions(model_path="a model")
+    return LocalEngine(options, environment={"PYTHONPATH": str(ROOT)}, command=command)
+
+
+@pytest.mark.parametrize("how", ["faults", "hangs"])
+async def test_its_client_sees_nothing_of_it(engines, tmp_path, how):
+    local = engines.add(engine(tmp_path / "marks", how))
+    events = await collect(local.start())
+    assert [e.done for e in events if isinstance(e, Warming)][:2] == [1, 2]
+    assert isinstance(events[-1], Ready)
+    assert {int(line) for line in (tmp_path / "marks").read_text().split()} == {local.pid}
+    assert token_ids(await collect(local.generate(ask(1, max_tokens=3)))) == [0, 1, 2]
+
+
+async def test_a_prompt_that_waits_is_answered_by_the_next_one(engines, tmp_path):
+    local = engines.add(engine(tmp_path / "marks", restarts=2))
+    events = await collect(local.generate(ask(1, max_tokens=3)))
+    assert token_ids(events) == [0, 1, 2]
+
+
+async def test_it_gives_up_at_last(engines, tmp_path):
+    local = engines.add(engine(tmp_path / "marks", restarts=100))
+    events = await collect(local.generate(ask(1)))
+    assert isinstance(events[-1], Failed) and events[-1].kind == "backend"
+    assert len((tmp_path / "marks").read_text().split()) == MOST_RESTARTS + 1
+
+
+async def test_it_ends_with_its_client_all_the_same(engines, tmp_path):
+    local = engines.add(engine(tmp_path / "marks"))
+    await until(local.start(), lambda e: isinstance(e, Warming) and e.done == 2)
+    await local.close()
+    assert local.pid is None
+
+
+# --- what is tried -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return Kept(tmp_path / "kept", "")
+
+
+@pytest.fixture
+def restarts(monkeypatch):
+    seen = []
+    monkeypatch.setattr(trial, "restart", lambda: seen.append("restart"))
+    return seen
+
+
+def test_what_works_may_be_tried_again(kept, restarts):
+    for _ in range(5):
+        with trial.trial(kept, "key", 5, lambda: True):
+            pass
+        assert not trial.refused(kept, "key")
+    assert not restarts
+
+
+@pytest.mark.parametrize("is_well", [True, False])
+def test_what_faults_is_refused_and_the_device_mended(kept, restarts, is_well):
+    with pytest.raises(trial.RefusedError), trial.trial(kept, "key", 5, lambda: is_well):
+        raise RuntimeError("CUDA Error 700")
+    assert trial.refused(kept, "key") and restarts == ([] if is_well else ["restart"])
+    assert not trial.refused(kept, "another")
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from engine.kernels.kept import Kept
+from engine.kernels.trial import trial
+with trial(Kept(Path(sys.argv[1]), ""), "key", float(sys.argv[2]), lambda: True):
+    time.sleep(0.05)
+    if len(sys.argv) > 3:
+        import os; os.kill(os.getpid(), 11)
+    time.sleep(20)
+"""
+
+
+def test_what_hangs_ends_the_process_and_is_refused(kept, tmp_path):
+    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "kept"), "0.2"], cwd=ROOT)
+    assert done.returncode == 75
+    assert trial.refused(kept, "key")
+
+
+def test_what_kills_the_process_is_refused_the_second_time(kept, tmp_path):
+    for wanted in (False, True):
+        done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "kept"), "9", "dies"], cwd=ROOT)
+        assert done.returncode == -11
+        assert trial.refused(kept, "key") == wanted
