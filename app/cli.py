@@ -101,7 +101,7 @@ def _maker(given: Namespace) -> Make:
 
         url, key, model = given.engine, options.key(given), given.model or ""
         return lambda _: OpenAIEngine(url, api_key=key, model=model)
-    from app.speeds import recorded
+    from app.evidence import recorded
 
     return cast(Make, recorded)
 

@@ -1,4 +1,5 @@
-"""What was measured under each preset, per model and machine: shown where one chooses."""
+"""What was measured on this machine, per model file and preset: for lists of models, and where one chooses how
+the engine is set up."""
 
 from __future__ import annotations
 
@@ -9,9 +10,16 @@ import time
 from datetime import datetime
 from pathlib import Path
 from statistics import mean, stdev
+from typing import TYPE_CHECKING
 
 import msgspec
 import platformdirs
+from msgspec.structs import replace
+
+from engine.events import EngineOptions, Event, Finished, Ready, decode_rate
+
+if TYPE_CHECKING:
+    from engine.client import LocalEngine
 
 KEPT_RUNS = 8
 LEAST_TOKENS = 32
@@ -27,7 +35,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """The last runs of one model under one preset on one machine, oldest first."""
+    """The last runs of a model under a preset, oldest first."""
 
     runs: tuple[Run, ...] = ()
 
@@ -46,24 +54,65 @@ class Evidence(msgspec.Struct, frozen=True):
         return f"{', '.join(parts)} tok/s ({datetime.fromtimestamp(self.runs[-1].at):%Y-%m-%d})"
 
 
+class Use(msgspec.Struct, frozen=True):
+    """What is known of a model file. `used_at` in seconds since 1970; `tokens_per_s` is the decode speed of the
+    last reply of some length, whatever the preset, on `backend` (None: there was none)."""
+
+    used_at: float = 0.0
+    tokens_per_s: float | None = None
+    backend: str = ""
+    presets: dict[str, Evidence] = {}
+
+
+def uses() -> dict[Path, Use]:
+    """What is known here, by file. Links are followed, so that a file is one whatever it is called."""
+    return {Path(path): use for path, use in _read().get(platform.node(), {}).items()}
+
+
 def recall(model: Path) -> dict[str, Evidence]:
     """What is known of a model on this machine, by preset."""
-    prefix = _key(model, "")
-    return {key.removeprefix(prefix): found for key, found in _read().items() if key.startswith(prefix)}
+    return uses().get(model.resolve(), Use()).presets
 
 
 def note(model: Path, preset: str, *, decode: float | None, prefill: float | None) -> None:
-    """Keeps what an answer showed. A state folder that cannot be written is no reason to stop."""
+    """Keeps what an answer under `preset` showed."""
     if decode is None and prefill is None:
         return
-    with contextlib.suppress(OSError, UnicodeEncodeError):
-        stored, key = _read(), _key(model, preset)
-        runs = (*stored.get(key, Evidence()).runs, Run(time.time(), decode, prefill))
-        stored[key] = Evidence(runs[-KEPT_RUNS:])
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        new = _path().with_suffix(f".{os.getpid()}.tmp")
-        new.write_bytes(msgspec.json.encode(stored))
-        new.replace(_path())
+    known = uses().get(model.resolve(), Use())
+    runs = (*known.presets.get(preset, Evidence()).runs, Run(time.time(), decode, prefill))
+    _keep(model, replace(known, presets={**known.presets, preset: Evidence(runs[-KEPT_RUNS:])}))
+
+
+def note_use(model: Path, backend: str = "", tokens: int = 0, tokens_per_s: float = 0.0) -> None:
+    """`model` is used now; where it has just answered, it did so with `tokens` tokens, at `tokens_per_s`, on
+    `backend`."""
+    known = uses().get(model.resolve(), Use())
+    if tokens >= LEAST_TOKENS and tokens_per_s > 0:
+        known = replace(known, tokens_per_s=tokens_per_s, backend=backend)
+    _keep(model, replace(known, used_at=time.time()))
+
+
+def recorded(options: EngineOptions) -> LocalEngine:
+    """An engine whose speed is noted after each of its replies."""
+    from engine.client import LocalEngine
+
+    engine = LocalEngine(options)
+    engine.on_event = _Recorder(Path(options.model_path))
+    return engine
+
+
+class _Recorder:
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._backend = ""
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Ready):
+            self._backend = event.backend
+            note_use(self._model)
+        elif isinstance(event, Finished):
+            rate = decode_rate(event.predicted_n, event.predicted_ms)
+            note_use(self._model, self._backend, event.predicted_n, rate)
 
 
 def _spread(values: list[float]) -> str:
@@ -72,15 +121,25 @@ def _spread(values: list[float]) -> str:
     return f"{mean(values):,.{digits}f}{deviation}"
 
 
-def _key(model: Path, preset: str) -> str:
-    return "\n".join((platform.node(), str(model.resolve()), preset))
-
-
-def _read() -> dict[str, Evidence]:
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(_path().read_bytes(), type=dict[str, Evidence])
-    return {}
+# --- the file: by the machine's name, since a home folder may be that of several ------------------------
 
 
 def _path() -> Path:
     return platformdirs.user_state_path("orin-chat", appauthor=False) / "evidence.json"
+
+
+def _read() -> dict[str, dict[str, Use]]:
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(_path().read_bytes(), type=dict[str, dict[str, Use]])
+    return {}
+
+
+def _keep(model: Path, use: Use) -> None:
+    """A state folder that cannot be written is no reason to stop."""
+    with contextlib.suppress(OSError, UnicodeEncodeError):
+        stored = _read()
+        stored.setdefault(platform.node(), {})[str(model.resolve())] = use
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        new = _path().with_suffix(f".{os.getpid()}.tmp")
+        new.write_bytes(msgspec.json.encode(stored))
+        new.replace(_path())

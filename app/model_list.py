@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.speeds import Use, uses
+from app.evidence import Use, uses
 from engine.catalog import cache
 from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name

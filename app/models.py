@@ -13,9 +13,9 @@ from typing import Any, TextIO
 import numpy as np
 
 from app.downloading import describe
+from app.evidence import uses
 from app.model_list import Entry, not_here, on_this_machine, read_entry, source_of
 from app.progress import StatusLine
-from app.speeds import uses
 from engine.catalog import cache
 from engine.catalog.downloads import download
 from engine.catalog.files import quantization_of

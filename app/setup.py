@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from app import evidence
-from app.speeds import recorded
+from app.evidence import recorded
 from engine.backends import BACKENDS, flaw
 from engine.client import Engine, LocalEngine
 from engine.errors import UsageError

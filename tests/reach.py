@@ -157,11 +157,12 @@ def attached(home: Path, model: Path, rate: float, tokens: int) -> float:
     try:
         terminal.wait("wall 1,000")
         terminal.type("go\r")
-        noted = home / "STATE" / "orin-chat" / "speeds.json"
+        noted = home / "STATE" / "orin-chat" / "evidence.json"
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             time.sleep(0.2)
-            for use in json.loads(noted.read_text()).values() if noted.exists() else ():
+            machines = json.loads(noted.read_text()) if noted.exists() else {}
+            for use in (use for models in machines.values() for use in models.values()):
                 if use.get("tokens_per_s"):
                     return float(use["tokens_per_s"])
         raise TimeoutError("no speed was noted")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import engine.client
-from app import models, speeds
+from app import evidence, models
 from app.cli import main
 from app.downloading import Download, describe
 from app.model_list import not_here, on_this_machine
@@ -126,10 +126,10 @@ def test_nothing_is_here_at_first(run):
 
 def test_the_list_tells_what_each_model_is(run, hub, home):
     run("pull", NAME)
-    speeds.note_use(cache.find(parse(NAME)), "CUDA", 100, 123.45)
+    evidence.note_use(cache.find(parse(NAME)), "CUDA", 100, 123.45)
     mine = write(home / "mine.gguf", context=256)
     (home / "broken.gguf").write_bytes(b"GGUF")
-    speeds.note_use(home / "broken.gguf")
+    evidence.note_use(home / "broken.gguf")
     (home / ".config/orin-chat").mkdir(parents=True)
     (home / ".config/orin-chat/settings.toml").write_text(f'[models]\nwork = "{mine}"\n')
     code, out, _ = run("models")
@@ -221,7 +221,7 @@ def test_rm_takes_the_path_of_a_download_and_no_other(hub, run, home):
 def test_show_predicts_the_ceiling(hub, run, monkeypatch):
     monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
     run("pull", NAME)
-    speeds.note_use(cache.find(parse(NAME)), "CPU", 100, 50.0)
+    evidence.note_use(cache.find(parse(NAME)), "CPU", 100, 50.0)
     shown = json.loads(run("show", NAME, "--json", "--backend", "CPU")[1])
     assert shown["copy_gbps"] == 100.0 and shown["device"].startswith("CPU (")
     assert sum(kind["bytes"] for kind in shown["tensors"].values()) == shown["bytes_per_token"]  # tied
@@ -333,30 +333,28 @@ def test_an_unknown_name_suggests_the_nearest(answered, hub):
 
 def test_replies_are_recorded_by_file(answered, hub):
     answered("--model", NAME, "why?")
-    [(path, use)] = speeds.uses().items()
+    [(path, use)] = evidence.uses().items()
     assert path == cache.find(parse(NAME)).resolve()
     assert use.backend == "CPU" and use.tokens_per_s > 0
     assert abs(use.used_at - time.time()) < 60
 
 
-def test_short_replies_say_nothing_of_speed_and_dead_files_are_forgotten(home):
-    gone, file = home / "gone.gguf", home / "here.gguf"
-    for path in (gone, file):
-        path.write_bytes(b"x")
-        speeds.note_use(path, "CPU", 100, 10.0)
-    gone.unlink()
-    speeds.note_use(file, "CUDA", 5, 99.0)
-    [(path, use)] = speeds.uses().items()
+def test_short_replies_say_nothing_of_speed(home):
+    file = home / "here.gguf"
+    file.write_bytes(b"x")
+    evidence.note_use(file, "CPU", 100, 10.0)
+    evidence.note_use(file, "CUDA", 5, 99.0)
+    [(path, use)] = evidence.uses().items()
     assert path == file and (use.tokens_per_s, use.backend) == (10.0, "CPU")
 
 
 def test_a_damaged_record_is_no_reason_to_stop(home):
-    speeds.note_use(write(home / "m.gguf"))
-    [record] = home.rglob("speeds.json")
+    evidence.note_use(write(home / "m.gguf"))
+    [record] = home.rglob("evidence.json")
     record.write_bytes(b"{nonsense")
-    assert speeds.uses() == {}
-    speeds.note_use(home / "m.gguf")
-    assert len(speeds.uses()) == 1
+    assert evidence.uses() == {}
+    evidence.note_use(home / "m.gguf")
+    assert len(evidence.uses()) == 1
 
 
 # --- downloads beside a screen -------------------------------------------------------------------------

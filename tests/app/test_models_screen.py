@@ -8,7 +8,7 @@ import pytest
 from textual.app import App
 from textual.widgets import Input, OptionList, Static
 
-from app import speeds
+from app import evidence
 from app.screens import models as screen_module
 from app.screens.models import ModelsScreen
 from engine.catalog import cache
@@ -87,7 +87,7 @@ async def opened(own=None, current=None, **options):
 
 async def test_what_is_here_and_what_is_known(hub, home):
     path = download(parse("noise:q8_0"))
-    speeds.note_use(path, "CPU", 100, 42.0)
+    evidence.note_use(path, "CPU", 100, 42.0)
     mine = write(home / "mine.gguf", context=256)
     async with opened({"work": str(mine)}, current=path) as user:
         first, work, other = user.rows()
@@ -252,7 +252,7 @@ async def test_a_file_that_cannot_be_used_says_why(hub, home):
 
 async def test_names_are_data(hub, home):
     evil = write(home / "[bold]evil[/bold]\x1b[31m.gguf")
-    speeds.note_use(evil)
+    evidence.note_use(evil)
     async with opened() as user:
         await user.sees("[bold]evil[/bold]")
         assert "\x1b" not in user.text()
