@@ -1,0 +1,69 @@
+"""Vector loads and stores of both kinds of steps, for a Jetson's GPU: that their addresses are aligned. A GPU has no
+unaligned ones, and the blocks of quantized types have sizes like 210 bytes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = ["Q6_K", "Q5_1"]  # ORIN_THOROUGH=1 takes all, which are minutes
+REST = ["Q4_K", "Q8_0", "Q5_0", "Q4_0", "Q4_1", "Q5_K", "F16", "BF16", "F32"]
+
+nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="CUDA's compiler is not installed")
+
+
+def python(*arguments, cache):
+    env = {
+        "DEV": "NULL:NVCC:sm_87",
+        "NULL_ALLOW_COPYOUT": "1",
+        "CACHELEVEL": "0",
+        "PARALLEL": "0",
+        "XDG_CACHE_HOME": str(cache),  # so that no kernel is known from another run
+    }
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, **env}, cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@nvcc
+@pytest.mark.parametrize("path", ["fused", "graph"])
+def test_every_vector_access_is_aligned(path, tmp_path):
+    types = TYPES + REST if os.environ.get("ORIN_THOROUGH") else TYPES
+    done = python("-m", "tests.kernels.alignment", path, *types, cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, *_ in lines] == types
+    assert all(int(kernels) and int(vectors) and int(wide) for _, kernels, vectors, wide in lines)
+
+
+PROOF = """
+import sys
+from types import SimpleNamespace
+from tinygrad import UOp, dtypes
+from tinygrad.uop.ops import Ops
+from tests.kernels.alignment import prove_ptx, prove_uops, ptx
+stride = int(sys.argv[1])
+x = UOp.placeholder((1 << 20,), dtypes.float32, slot=0)
+place = UOp(Ops.SHRINK, src=(x, UOp.special(64, "gidx0") * stride + 4, UOp.const(4)))
+program = SimpleNamespace(arg=SimpleNamespace(name="t"), src=(None, SimpleNamespace(src=(place.load(),))))
+source = '''extern "C" __global__ void __launch_bounds__(1) t(float* a, float* x) {
+  float4 v = *((float4*)(x + blockIdx.x * STRIDE + 4));
+  for (int i = 0; i < 9; i++) *((float4*)(a + (blockIdx.x + i) * STRIDE)) = v;
+}'''
+for prove in (lambda: prove_uops(program), lambda: prove_ptx(ptx([source.replace("STRIDE", str(stride))])[0])):
+    try:
+        print(prove() > 0)
+    except AssertionError:
+        print("unproven")
+"""
+
+
+@nvcc
+@pytest.mark.parametrize("stride, found", [(8, "True"), (12, "True"), (210, "unproven"), (105, "unproven")])
+def test_the_proof_fails_where_it_should(stride, found, tmp_path):
+    done = python("-c", PROOF, str(stride), cache=tmp_path)
+    assert done.stdout.split() == [found] * 2, done.stderr[-2000:]
