@@ -1,6 +1,6 @@
 """Buffers that CPU and GPU share, and the addresses that the GPU may know them by.
 
-    0x00_0020_0000 .. 0x80_0000_0000   buffers: nvgpu hands these addresses out, lowest first
+    0x00_0020_0000 .. 0x80_0000_0000   buffers: nvgpu chooses their addresses
     0x80_0000_0000 .. 0x81_0000_0000   nvgpu's own (rings, contexts), right above the range that it was given
     0xFD_0000_0000 .. 0xFE_0000_0000   the shader's window onto its local memory
     0xFE_0000_0000 .. 0xFF_0000_0000   the shader's window onto its shared memory

@@ -138,7 +138,7 @@ struct suspend_always {
 struct Thread {
   struct promise_type {
     u32 line = 0;  // of the barrier that the thread waits at
-    template <class... A> static void *operator new(size_t n, Context *c, A...) {
+    template <class... A> static void *operator new(size_t n, Context *c, A...) noexcept {
       n = (n + 63) & ~63ul;
       if (n > c->heap_bytes) return fault(c, NO_ROOM, n), nullptr;
       c->heap_bytes -= n;

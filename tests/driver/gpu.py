@@ -81,7 +81,8 @@ class Gpu:
         self._get = ctypes.c_uint32.from_address(self._userd + abi.USERD_GP_GET)
         self._put = ctypes.c_uint32.from_address(self._userd + abi.USERD_GP_PUT)
         self._get.value = self._put.value = 0
-        self._doorbell = 0
+        self._doorbell = self._at = 0
+        self.silent = False  # does not say how far it is
         self.classes: list[int] = []
         self.fault: Exception | None = None
         self.windows: dict[str, int] = {}
@@ -124,9 +125,10 @@ class Gpu:
                 continue
             bell.value = _QUIET  # before looking at the ring, so that no later ring is missed
             try:
-                while self._get.value != self._put.value and not self._stopping.is_set():
-                    self._entry(self._ring_words[self._get.value])
-                    self._get.value = (self._get.value + 1) % self._n
+                while self._at != self._put.value and not self._stopping.is_set():
+                    self._entry(self._ring_words[self._at])
+                    self._at = (self._at + 1) % self._n
+                    self._get.value = 0 if self.silent else self._at
                     self.submissions += 1
             except (Unmapped, Illegal, Fault) as error:
                 self.fault = error
@@ -195,11 +197,17 @@ class Gpu:
             qmd = Qmd(self._space.read(address, QMD_BYTES))
             self._launch(qmd)
             self.chained += not first
-            for i in range(2):
+            for i in (0, 1):
                 if qmd[f"RELEASE{i}_ENABLE"]:
-                    self.qmd_releases += 1
+                    self._release(qmd, i)
             first = False
             address = qmd["DEPENDENT_QMD0_POINTER"] << 8 if qmd["DEPENDENT_QMD0_ENABLE"] else 0
+
+    def _release(self, qmd: Qmd, i: int) -> None:
+        """A semaphore of four words: value, nothing, time."""
+        self.qmd_releases += 1
+        words = struct.pack("<QQ", qmd[f"RELEASE{i}_PAYLOAD_LOWER"], time.perf_counter_ns())
+        self._space.write(qmd.address(f"RELEASE{i}_ADDRESS"), words)
 
     def _launch(self, qmd: Qmd) -> None:
         self.launches += 1

@@ -34,7 +34,6 @@ class Buffer:
 
     size: int
     fd: int = -1  # the kernel's own reference, once there is memory
-    flags: int = 0
 
 
 @dataclass
@@ -70,13 +69,15 @@ def require(condition: object, number: int = errno.EINVAL) -> None:
 class SimulatedKernel(System):
     """Put into `engine.tegra.driver.system`. `warnings` is the kernel's log.
 
-    `fail(i, number)` makes the i-th call from now on fail; `calls` are the names of those made so far.
+    `fail(i, number)` makes the i-th call from now on fail, `fail_at(name, number)` the next one whose name ends so;
+    `calls` are the names of those made since.
     """
 
     def __init__(self, memory_bytes: int = 8 << 30, nodes: tuple[str, ...] = (abi.NVMAP, abi.CTRL)):
         self.memory_bytes, self.nodes = memory_bytes, nodes
         self.files: dict[int, tuple[str, object]] = {}
         self.handles: dict[int, Buffer] = {}
+        self.allocated: list[abi.NvmapAlloc] = []  # as asked for
         self.used = 0  # bytes in buffers that live, by anybody's reference
         self.sizes: dict[int, int] = {}  # of living buffers, by inode
         self.mappings: dict[int, tuple[int, int]] = {}  # address in the process: bytes, the buffer's inode
@@ -85,13 +86,17 @@ class SimulatedKernel(System):
         self.warnings: list[str] = []
         self.calls: list[str] = []
         self.next_channel, self.next_handle = 511, 0x8000_0001
-        self._failing: tuple[int, int] | None = None
+        self._failing: tuple[int | str, int] | None = None
         self.sm_version, self.characteristics_bytes = 0x807, sizeof(abi.Characteristics)
         self.gpus: list[Gpu] = []
 
     def fail(self, index: int, number: int) -> None:
         self.calls.clear()
         self._failing = (index, number)
+
+    def fail_at(self, name: str, number: int) -> None:
+        self.calls.clear()
+        self._failing = (name, number)
 
     # ---- the calls ----
 
@@ -107,6 +112,9 @@ class SimulatedKernel(System):
         os.close(fd)
         if kind == "channel":
             self._close_channel(thing)
+        if kind == "nvmap":  # handles are their client's
+            for handle in list(self.handles):
+                self._nvmap_ioc_free(None, handle)
         self._collect()
 
     def ioctl(self, fd: int, number: int, argument: ctypes.Structure | int) -> None:
@@ -179,7 +187,8 @@ class SimulatedKernel(System):
         if not a.flags >> abi.TAG_SHIFT:
             self.warnings.append("nvmap: a buffer without a tag")
         require(self.used + buffer.size <= self.memory_bytes, errno.ENOMEM)
-        buffer.fd, buffer.flags = os.memfd_create("dmabuf"), a.flags
+        self.allocated.append(abi.NvmapAlloc.from_buffer_copy(a))
+        buffer.fd = os.memfd_create("dmabuf")
         os.ftruncate(buffer.fd, buffer.size)
         if (
             not a.flags & abi.ZEROED and buffer.size <= 1 << 20
@@ -287,6 +296,7 @@ class SimulatedKernel(System):
     def _nvgpu_as_ioctl_unmap_buffer(self, space: Space, a: abi.UnmapBuffer) -> None:
         require(a.offset in space.mapped)
         space.unmap(a.offset)
+        self._collect()
 
     def _nvgpu_as_ioctl_get_va_regions(self, space: Space, a: abi.GetVaRegions) -> None:
         pages = (space.user.end - space.user.base) // PAGE
@@ -388,8 +398,12 @@ class SimulatedKernel(System):
 
     def _count(self, name: str) -> None:
         self.calls.append(name)
-        if self._failing is not None and len(self.calls) - 1 == self._failing[0]:
-            raise refuse(self._failing[1])
+        if self._failing is None:
+            return
+        which, number = self._failing
+        if which == len(self.calls) - 1 or (isinstance(which, str) and name.endswith(which)):
+            self._failing = None
+            raise refuse(number)
 
     def _descriptor(self, kind: str, thing: object) -> int:
         fd = os.eventfd(0)
