@@ -17,6 +17,7 @@ import platformdirs
 
 from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
+from engine.nvidia import gpus, why_not_nv
 from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")
@@ -41,6 +42,8 @@ def prepare(options: EngineOptions) -> str:
     device = (
         backend.partition(";")[0].rpartition("+")[2].partition(":")[0]
     )  # of [interface+]device[:renderer…]
+    if device.upper() == "NV" and (why := why_not_nv(gpus())):
+        raise BackendError(f"{why[0].upper()}{why[1:]}.", "Choose --backend CUDA.")
     if clang := _clang():
         os.environ["CC"] = clang
     elif device.upper() == "CPU":
@@ -92,7 +95,9 @@ def _nv_flaw() -> str:
     if all(node.exists() for node in nodes):
         closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
         return f"no permission for {' and '.join(closed)} (groups video and render)" if closed else ""
-    return "" if Path("/dev/nvidiactl").exists() else "there is no NVIDIA kernel driver (/dev/nvidiactl)"
+    if not Path("/dev/nvidiactl").exists():
+        return "there is no NVIDIA kernel driver (/dev/nvidiactl)"
+    return why_not_nv(gpus())
 
 
 def _cuda_flaw() -> str:
