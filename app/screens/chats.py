@@ -8,13 +8,12 @@ from datetime import datetime
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.history import ChatSummary, History, HistoryError
+from app.screens.page import Frame, Page
 from widgets.text import one_line
 
 KEYS = "Enter opens · F2 renames · Delete deletes · Esc closes"
@@ -43,23 +42,10 @@ def chat_line(chat: ChatSummary, now: float, is_current: bool) -> Content:
     )
 
 
-class ChatsScreen(ModalScreen[int | None]):
+class ChatsScreen(Page[int | None]):
     """Dismissed with the id of the chat to open, or None."""
 
     DEFAULT_CSS = """
-    ChatsScreen { align: center middle; background: $background 60%; }
-    ChatsScreen > Vertical {
-        width: 100; max-width: 100%; height: 80%; min-height: 14; max-height: 100%;
-        padding: 0 1; background: $background;
-        border: round $primary 60%; border-title-color: $text; border-subtitle-color: $text-muted;
-    }
-    ChatsScreen Input, ChatsScreen Input:focus {
-        border: none; height: 1; padding: 0 1; background: $surface; margin-bottom: 1;
-    }
-    ChatsScreen OptionList {
-        height: 1fr; border: none; background: $background; padding: 0;
-        text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
-    }
     ChatsScreen #question { height: 1; display: none; color: $text-warning; padding: 0 1; }
     ChatsScreen #question.-asked { display: block; }
     """
@@ -84,9 +70,7 @@ class ChatsScreen(ModalScreen[int | None]):
         self._deleting: ChatSummary | None = None
 
     def compose(self) -> ComposeResult:
-        with Vertical() as page:
-            page.border_title = "Past chats"
-            page.border_subtitle = KEYS
+        with Frame("Past chats", KEYS):
             yield Input(placeholder="Search in all messages", select_on_focus=False)
             yield OptionList(markup=False)
             yield Static(id="question", markup=False)

@@ -5,20 +5,16 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Grid, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from app.actions import ACTIONS, OTHER_KEYS, key_label
+from app.screens.page import Frame, Page
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Page[None]):
     DEFAULT_CSS = """
-    HelpScreen { align: center middle; background: $background 60%; }
-    HelpScreen > VerticalScroll {
-        width: 92; max-width: 100%; height: auto; max-height: 100%;
-        padding: 1 2 0 2; background: $background; scrollbar-size-vertical: 1;
-        border: round $primary 60%; border-title-color: $text; border-subtitle-color: $text-muted;
-    }
+    HelpScreen > Frame { width: 92; height: auto; min-height: 0; padding: 1 2 0 2; }
+    HelpScreen VerticalScroll { height: auto; max-height: 100%; scrollbar-size-vertical: 1; }
     HelpScreen Grid {
         grid-size: 2; grid-columns: 20 1fr; grid-rows: auto; height: auto; margin-bottom: 1;
     }
@@ -28,9 +24,7 @@ class HelpScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         actions = tuple((key_label(action.key), action.help) for action in ACTIONS)
-        with VerticalScroll() as page:
-            page.border_title = "Keys"
-            page.border_subtitle = "Esc closes"
+        with Frame("Keys", "Up and Down scroll · Esc closes"), VerticalScroll():
             for table in (actions, OTHER_KEYS):
                 with Grid():
                     for key, help in table:

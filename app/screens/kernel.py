@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from app.screens.page import Frame, Page
 from engine.events import KernelTime
 from widgets.kernel_table import gbps
 from widgets.text import clean, one_line
 
 
-class KernelScreen(ModalScreen[None]):
+class KernelScreen(Page[None]):
     DEFAULT_CSS = """
-    KernelScreen { align: center middle; background: $background 60%; }
-    KernelScreen > Vertical {
-        width: 90%; max-width: 120; height: 90%; padding: 0 1; background: $surface; border: round $primary 60%;
-        border-title-color: $text; border-subtitle-color: $text-muted;
-    }
+    KernelScreen > Frame { width: 120; height: 90%; }
     KernelScreen .figures { height: auto; margin-bottom: 1; }
     """
     BINDINGS = [("escape,q,enter", "dismiss", "Close")]  # noqa: RUF012 (declared so by Textual)
@@ -36,9 +32,7 @@ class KernelScreen(ModalScreen[None]):
             f"{kernel.bytes:,} bytes · {gbps(kernel):,.1f} GB/s\n"
             f"options: {one_line(' · '.join(kernel.options)) or 'none: its loops are written as they run'}"
         )
-        box = Vertical()
-        box.border_title, box.border_subtitle = one_line(kernel.name), "Esc closes"
-        with box:
+        with Frame(one_line(kernel.name), "Esc closes"):
             yield Static(Content(figures), classes="figures")
             with VerticalScroll():
                 yield Static(Content(clean(kernel.source) or "The source is not known."))

@@ -9,15 +9,14 @@ from pathlib import Path
 from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
 from textual.content import Content
 from textual.fuzzy import FuzzySearch
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.downloading import Download, describe
 from app.model_list import Entry, not_here, on_this_machine, read_entry
+from app.screens.page import Frame, Page
 from engine.catalog import cache
 from engine.catalog.downloads import offer
 from engine.catalog.names import HubModel, Source, parse
@@ -56,24 +55,11 @@ def model_line(entry: Entry, *, is_current: bool, room: str, hits: tuple[int, ..
     )
 
 
-class ModelsScreen(ModalScreen[Entry | None]):
+class ModelsScreen(Page[Entry | None]):
     """Dismissed with the model to use, whose `path` is set, or None. `download` is the one in progress: it
     goes on when the screen is closed, and may be given to the next one."""
 
     DEFAULT_CSS = """
-    ModelsScreen { align: center middle; background: $background 60%; }
-    ModelsScreen > Vertical {
-        width: 100; max-width: 100%; height: 80%; min-height: 14; max-height: 100%;
-        padding: 0 1; background: $background;
-        border: round $primary 60%; border-title-color: $text; border-subtitle-color: $text-muted;
-    }
-    ModelsScreen Input, ModelsScreen Input:focus {
-        border: none; height: 1; padding: 0 1; background: $surface; margin-bottom: 1;
-    }
-    ModelsScreen OptionList {
-        height: 1fr; border: none; background: $background; padding: 0;
-        text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
-    }
     ModelsScreen .line { height: 1; display: none; padding: 0 1; }
     ModelsScreen .line.-shown { display: block; }
     ModelsScreen #question { color: $text-warning; }
@@ -112,9 +98,7 @@ class ModelsScreen(ModalScreen[Entry | None]):
         self._search = FuzzySearch()
 
     def compose(self) -> ComposeResult:
-        with Vertical() as page:
-            page.border_title = "Models"
-            page.border_subtitle = KEYS
+        with Frame("Models", KEYS):
             yield Input(placeholder="Search · hf.co/user/repository:Q4_K_M · a file", select_on_focus=False)
             yield OptionList(Option("Looking what is here …", disabled=True), markup=False)
             yield Static(id="download", classes="line", markup=False)

@@ -8,35 +8,23 @@ from pathlib import Path
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
+from app.screens.page import Frame, Page
 from app.setup import Offer, Setup
 from engine.errors import UsageError
 from presets.loader import save
 from widgets.text import clean, one_line
 
 KEYS = "Enter chooses · F2 edits, as a preset of your own · Esc closes"
+EDIT_KEYS = "Ctrl+S saves · Tab to the name · Esc closes"
 
 
-class PresetsScreen(ModalScreen[str | None]):
+class PresetsScreen(Page[str | None]):
     """Dismissed with the name of the preset to go over to, or None."""
 
-    DEFAULT_CSS = """
-    PresetsScreen { align: center middle; background: $background 60%; }
-    PresetsScreen > Vertical {
-        width: 96; max-width: 100%; height: 80%; min-height: 12; max-height: 100%;
-        padding: 0 1; background: $background;
-        border: round $primary 60%; border-title-color: $text; border-subtitle-color: $text-muted;
-    }
-    PresetsScreen OptionList, PresetsScreen OptionList:focus {
-        height: 1fr; border: none; background: $background; padding: 0;
-        text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
-    }
-    """
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
         Binding("escape", "dismiss", "Close"),
         Binding("f2", "edit", "Edit"),
@@ -47,9 +35,7 @@ class PresetsScreen(ModalScreen[str | None]):
         self.setup = setup
 
     def compose(self) -> ComposeResult:
-        box = Vertical()
-        box.border_title, box.border_subtitle = "presets", KEYS
-        with box:
+        with Frame("Presets", KEYS):
             yield OptionList(markup=False)
 
     def on_mount(self) -> None:
@@ -76,17 +62,10 @@ class PresetsScreen(ModalScreen[str | None]):
         self.app.push_screen(EditScreen(offer.name, _text(offer.path)), lambda _: self._fill())
 
 
-class EditScreen(ModalScreen[None]):
+class EditScreen(Page[None]):
     """A preset as text, under a name; saved only when it is one."""
 
     DEFAULT_CSS = """
-    EditScreen { align: center middle; background: $background 60%; }
-    EditScreen > Vertical {
-        width: 96; max-width: 100%; height: 80%; min-height: 12; max-height: 100%;
-        padding: 0 1; background: $background;
-        border: round $primary 60%; border-title-color: $text; border-subtitle-color: $text-muted;
-    }
-    EditScreen Input, EditScreen Input:focus { border: none; height: 1; padding: 0 1; background: $surface; }
     EditScreen TextArea, EditScreen TextArea:focus { height: 1fr; border: none; margin: 1 0; padding: 0; }
     EditScreen #problem { height: auto; max-height: 4; color: $text-warning; }
     """
@@ -100,9 +79,7 @@ class EditScreen(ModalScreen[None]):
         self.preset_name, self.preset_text = name, text
 
     def compose(self) -> ComposeResult:
-        box = Vertical()
-        box.border_title, box.border_subtitle = "preset", "Ctrl+S saves · Tab to the name · Esc closes"
-        with box:
+        with Frame("Preset", EDIT_KEYS):
             yield Input(self.preset_name, placeholder="name")
             yield TextArea(self.preset_text, soft_wrap=False, show_line_numbers=False)
             yield Static(id="problem", markup=False)

@@ -1,0 +1,35 @@
+"""What the pages over the chat have in common: a frame with its title above and its keys below."""
+
+from __future__ import annotations
+
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen, ScreenResultType
+
+
+class Frame(Vertical):
+    """`title` and `keys` stand in its border."""
+
+    def __init__(self, title: str, keys: str) -> None:
+        super().__init__()
+        self.border_title, self.border_subtitle = Content(title), Content(keys)  # no markup
+
+
+class Page(ModalScreen[ScreenResultType]):
+    """Its one child is a `Frame`, perhaps of a field and a list."""
+
+    DEFAULT_CSS = """
+    Page { align: center middle; background: $background 60%; }
+    Page > Frame {
+        width: 100; max-width: 100%; height: 80%; min-height: 14; max-height: 100%;
+        padding: 0 1; background: $background;
+        border: round $primary 60%; border-title-color: $text; border-subtitle-color: $text-muted;
+    }
+    Page Input, Page Input:focus {
+        border: none; height: 1; padding: 0 1; background: $surface; margin-bottom: 1;
+    }
+    Page OptionList, Page OptionList:focus {
+        height: 1fr; border: none; background: $background; background-tint: $background 0%; padding: 0;
+        text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
+    }
+    """
