@@ -293,7 +293,7 @@ class CoreSteps:
 
     def _pieces(self, matrix: Matrix) -> int:
         """As many for each core; small enough that a core that is kept busy by others has little left over."""
-        n_bytes = matrix.stream.numel() * matrix.stream.dtype.itemsize
+        n_bytes = memory.view(matrix.stream).nbytes
         return self._cores.count * ceil(n_bytes / self._cores.count / PIECE_BYTES)
 
     def _sizes(self, *values: int) -> Tensor:

@@ -186,7 +186,8 @@ class Launches:
     def captured(self) -> Walk:
         """Compiles what is not compiled yet."""
         kinds = [(kernel, tuple(b.dtype for b in buffers)) for kernel, buffers, *_ in self._added]
-        steps, indices = [], []
+        steps: list[tuple[UOp, tuple[Tensor, ...]]] = []
+        indices = []
         for program, (_, buffers, parts, beside) in zip(
             self._cores.compiled(kinds), self._added, strict=True
         ):

@@ -6,6 +6,10 @@ make b vectors; in the i-th one, the two words of a row hold the columns
     32 / b * i + 2 * f      in bits b * f to b * f + b - 1 of the first word,
     32 / b * i + 2 * f + 1  in the same bits of the second.
 
+Weights of 6 bits (Q6_K) are one plane, whose vectors come in threes for 8 pairs of columns: two pairs in the
+lower 12 bits of each, as above. Of the last two pairs the lower 4 bits are the upper 4 of the first two
+vectors; the upper 2, one pair's above the other's, those of the third.
+
 So one shift and one mask give the integers of two neighbouring columns of all rows side by side, as 16-bit
 pairs, which is what a multiply-add of pairs takes (`Program.multiply_pairs`).
 
@@ -79,6 +83,12 @@ class Packing:
         """Elements of a block of the stream."""
         return self.head + self.block // UNIT * self.unit if self.format else self.lanes
 
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The bits of each plane, the lowest bits of a weight first."""
+        assert self.format
+        return (6,) if self.format.bits == (4, 2) else self.format.bits
+
     def row_words(self, cols: int) -> int:
         """Elements of the stream of `lanes` rows."""
         return cols // self.block * self.block_words
@@ -125,7 +135,9 @@ class Packing:
         assert self.format
         found: list[UOp | None] = [None] * n
         at, low = unit + self.lanes * self.small_scales, 0
-        for bits in self.format.bits:
+        if self.planes == (6,):
+            return self._pairs_of_six(k, stream, at, start, n)
+        for bits in self.planes:
             fields = 16 // bits
             for i in range(ceil(n / fields)):
                 vector = k.vector(stream, at + (start // fields + i) * (2 * self.lanes), 2 * self.lanes)
@@ -139,10 +151,23 @@ class Packing:
             at, low = at + self.lanes * 2 * bits, low + bits
         return [v.cast(I16) for v in found if v is not None]
 
+    def _pairs_of_six(self, k: Program, stream: UOp, at: UOp, start: Index, n: int) -> list[UOp]:
+        found = []
+        for i in range(n // 8):
+            a, b, c = (
+                k.vector(stream, at + ((start // 8 + i) * 3 + j) * (2 * self.lanes), 2 * self.lanes)
+                for j in range(3)
+            )
+            found += [field & 63 for v in (a, b, c) for field in (v, shift_right(v, 6))]
+            found += [shift_right(v, 12) | (shift_right(c, bit) & 48) for v, bit in ((a, 8), (b, 10))]
+        return [v.cast(I16) for v in found]
+
     @property
     def pairs_together(self) -> int:
         """Pairs that come from the same vectors (bits of 1 aside, which are shifted to)."""
         assert self.format
+        if self.planes == (6,):
+            return 8
         return max(16 // bits for bits in self.format.bits if bits > 1)
 
     def columns(self, k: Program, stream: UOp, group: UOp, blocks: Index, unit: UOp, lane: UOp) -> list[UOp]:
@@ -169,11 +194,21 @@ class Packing:
             words = words + self.lanes
         values: list[UOp | None] = [None] * UNIT
         low_bit = 0
-        for bits in self.format.bits:
+        for bits in self.planes:
             for c in range(UNIT):
+
+                def field(vector: int, low: int, width: int, c: int = c, words: UOp = words) -> UOp:
+                    at = words + vector * (2 * self.lanes) + lane * 2 + c % 2
+                    return shift_right(k.load(stream, at), low) & (2**width - 1)
+
                 pair = c // 2
-                at = words + (pair // (16 // bits)) * (2 * self.lanes) + lane * 2 + c % 2
-                value = shift_right(k.load(stream, at), pair % (16 // bits) * bits) & (2**bits - 1)
+                three, last = pair // 8 * 3, pair % 8 - 6
+                if bits != 6:
+                    value = field(pair // (16 // bits), pair % (16 // bits) * bits, bits)
+                elif last < 0:
+                    value = field(three + pair % 8 // 2, pair % 2 * 6, 6)
+                else:
+                    value = field(three + last, 12, 4) | shift_left(field(three + 2, 12 + 2 * last, 2), 4)
                 before = values[c]
                 values[c] = value if before is None else before | shift_left(value, low_bit)
             words, low_bit = words + self.lanes * 2 * bits, low_bit + bits

@@ -113,23 +113,46 @@ def _block(k: Program, packing: Packing, format: Format, out: UOp, at: UOp, take
                 out, units + u * packing.unit, word(192 + 2 * u) if format.group == 16 else _k_scales(byte, u)
             )
         units = units + lanes
+    places = _COLUMNS[format.name]
+
+    def bits_of(plane: int, column: Index) -> UOp:
+        n, bit = places[plane](column)
+        bits = format.bits[plane]
+        return byte(n) ^ 128 if bits == 8 else shift_right(byte(n), bit) & (2**bits - 1)
+
+    def weight(column: Index) -> UOp:
+        return bits_of(0, column) | shift_left(bits_of(1, column), format.bits[0])
+
     with k.loop(format.block // UNIT) as u:
-        low = units + u * packing.unit
-        for place, bits in zip(_COLUMNS[format.name], format.bits, strict=True):
-            with k.loop(bits) as i:
-                words = []
-                for column in range(2):
-                    word_of_pair: UOp | None = None
-                    for f in range(16 // bits):
-                        n, bit = place(u * UNIT + i * (UNIT // bits) + 2 * f + column)
-                        value = byte(n) ^ 128 if bits == 8 else shift_right(byte(n), bit) & (2**bits - 1)
-                        value = shift_left(value, f * bits)
-                        word_of_pair = value if word_of_pair is None else word_of_pair | value
-                    assert word_of_pair is not None
-                    words.append(word_of_pair)
-                pairs = (w.index(lane) for lane in range(lanes) for w in words)
-                k.store(out, low + i * (2 * lanes), UOp.stack(*pairs))
-            low = low + 2 * bits * lanes
+        at = units + u * packing.unit
+        for plane, bits in enumerate(packing.planes):
+            values = weight if bits == 6 else functools.partial(bits_of, plane)
+            _plane(k, lanes, out, at, bits, values, u * UNIT)
+            at = at + 2 * bits * lanes
+
+
+def _plane(
+    k: Program, lanes: int, out: UOp, at: UOp, bits: int, values: Callable[[Index], UOp], first: UOp
+) -> None:
+    """Stores the bits of 32 columns from `first` on."""
+    vectors, fields = (3, 8) if bits == 6 else (1, 16 // bits)
+    with k.loop(bits // vectors) as i:
+        columns = first + i * (2 * fields)
+        both = [
+            _words([values(columns + 2 * f + parity) for f in range(fields)], bits) for parity in range(2)
+        ]
+        for j, words in enumerate(zip(*both, strict=True)):
+            pairs = (w.index(lane) for lane in range(lanes) for w in words)
+            k.store(out, at + (i * vectors + j) * (2 * lanes), UOp.stack(*pairs))
+
+
+def _words(fields: list[UOp], bits: int) -> list[UOp]:
+    if bits != 6:
+        shifted = [shift_left(field, f * bits) for f, field in enumerate(fields)]
+        return [functools.reduce(UOp.__or__, shifted)]
+    *rest, a, b = fields
+    tops = (a & 15, b & 15, shift_right(a, 4) | shift_left(shift_right(b, 4), 2))
+    return [rest[2 * j] | shift_left(rest[2 * j + 1], 6) | shift_left(top, 12) for j, top in enumerate(tops)]
 
 
 def _k_scales(byte: Callable[[Index], UOp], u: int) -> UOp:

@@ -110,8 +110,6 @@ def test_a_matrix_of_zeros_and_activations_of_zeros(cores: Cores) -> None:
     names = inputs_of([Packing(8, LANES)], 1)
     outs = [memory.zeros(64, KINDS.get(name, dtypes.float32)) for name in names]
     step = cores.launches()
-    step.add(
-        prepare(Prepared(names), LANES, 1), *outs, ints(2), memory.zeros(64, dtypes.float32)
-    )
+    step.add(prepare(Prepared(names), LANES, 1), *outs, ints(2), memory.zeros(64, dtypes.float32))
     step.captured()()
     assert all(np.all(memory.view(out) == 0) for out in outs)
