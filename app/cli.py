@@ -283,8 +283,15 @@ def _bench(arguments: Sequence[str]) -> int:
     return run(arguments, _settings())
 
 
+def _doctor(arguments: Sequence[str]) -> int:
+    from app.doctor import run
+
+    return run(arguments, _settings())
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "bench": (_bench, "how fast models are on this machine, also beside llama.cpp"),
+    "doctor": (_doctor, "what this machine has for the engine, what it lacks, and what to do about it"),
     "models": (partial(_models, "models"), "the models on this machine, and those known by name"),
     "pull": (partial(_models, "pull"), "download a model, or verify and update it"),
     "rm": (partial(_models, "rm"), "delete a downloaded model"),

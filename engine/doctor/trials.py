@@ -1,0 +1,90 @@
+"""Backends tried, each in a process of its own, since a driver may hang or take a process with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.backends import flaw
+from engine.doctor import Finding, bad, good, note
+from engine.nvidia import why_not_nv
+
+TIMEOUT_S = 120.0
+_ROOT = Path(__file__).resolve().parents[2]
+_MODULE = "engine.doctor.trial"
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a small computation on a backend. Where it is not `ok`, `text` says why and `advice` what to do."""
+
+    backend: str
+    ok: bool
+    text: str
+    advice: str = ""
+    device: str = ""
+    arch: str = ""
+    first_kernel_s: float | None = None
+    launch_us: float | None = None
+    copy_gbps: float | None = None
+
+    def finding(self) -> Finding:
+        return good(self.backend, self.text) if self.ok else bad(self.backend, self.text, self.advice)
+
+
+def attempt(
+    backend: str, *, timeout_s: float = TIMEOUT_S, command: Sequence[str] = (sys.executable, "-m", _MODULE)
+) -> Trial:
+    """Tries CPU, CUDA or NV."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(
+        [*command, backend],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return Trial(
+            backend=backend,
+            ok=False,
+            text=f"no answer within {timeout_s:.0f} s",
+            advice="Look into the kernel's log (sudo dmesg) for what its driver says.",
+        )
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # its compilers too
+        process.wait()
+    with contextlib.suppress(msgspec.MsgspecError, IndexError):
+        return msgspec.json.decode(out.splitlines()[-1], type=Trial)
+    last = err.decode(errors="replace").strip().splitlines()[-1:]
+    how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+    said = f": {last[0][:200]}" if last else ""
+    return Trial(
+        backend=backend,
+        ok=False,
+        text=f"the process ended with {how}{said}",
+        advice="This is not expected: please send the report of orin-chat doctor --report FILE.",
+    )
+
+
+def possible(backend: str, names: Sequence[str], *, jetson: bool) -> Finding | None:
+    """Why a backend is not to be tried on a machine with GPUs of these names; None where it is."""
+    if backend == "CPU":
+        return None
+    if not (names or jetson):
+        return note(backend, "not tried: there is no NVIDIA GPU")
+    if backend == "NV" and (why := why_not_nv(list(names))):
+        return note(backend, f"not tried: {why}")
+    if why := flaw(backend):
+        return bad(backend, f"not tried: {why}", "See above for what to do about it.")
+    return None

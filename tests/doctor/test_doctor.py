@@ -1,0 +1,234 @@
+"""orin-chat doctor on machines that are folders, and on this one."""
+
+import getpass
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app import doctor
+from app.settings import Settings
+from engine.doctor import jetson, trials
+from engine.doctor.trials import Trial, attempt
+from engine.errors import UsageError
+from tests.doctor import machines
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = ("CUDA_PATH", "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LIBRARY_PATH")
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_this_machine(monkeypatch, tmp_path):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("engine.cuda_toolkit.shutil.which", lambda name: None)
+    monkeypatch.setattr("engine.cuda_toolkit._packages", lambda: [])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(trials, "flaw", lambda backend: "")
+
+
+def works(backend):
+    return Trial(backend=backend, ok=True, text="works", device="here")
+
+
+def fails(backend):
+    return Trial(backend=backend, ok=False, text="broken", advice="mend it")
+
+
+def examined(root, attempt=works):
+    """The report, and its findings by topic."""
+    report = doctor.examine(Settings(), root, attempt=attempt)
+    return report, {f.topic: f for section in report.sections for f in section.findings}
+
+
+def test_a_jetson_in_order_needs_nothing_but_clocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.doctor.jetson.ctypes.util.find_library", lambda name: "libatomic.so.1")
+    report, found = examined(machines.jetson(tmp_path))
+    assert [trial.backend for trial in report.trials] == ["CPU", "CUDA", "NV"] and report.works
+    assert [s.title for s in report.sections] == ["Machine", "Jetson", "NVIDIA", "Around", "Backends"]
+    assert found["board"].text == "NVIDIA Jetson AGX Orin Developer Kit"
+    assert found["L4T"].state == "good" and "r36.4.4" in found["L4T"].text
+    assert found["/dev/nvmap"].state == found["/dev/nvgpu/igpu0/ctrl"].state == "good"
+    assert found["libatomic"].state == found["libnvrtc"].state == "good"
+    assert "tinygrad alone would not find them" in found["headers"].text  # the last of two findings
+    assert found["GPU clock"].text == "306 of 1300 MHz now" and "jetson_clocks" in found["GPU clock"].advice
+    assert "gpu 41" in found["temperature"].text or found["temperature"].text == "41 °C"
+    assert "root only" in found["EMC clock"].text  # not 0
+    assert "Ubuntu 22.04.5 LTS, kernel 5.15.148-tegra" in found["system"].text
+    assert "12 cores" in found["processor"].text
+
+
+@pytest.mark.parametrize(
+    "mode, state, says",
+    [("MAXN", "good", "MAXN"), ("MODE_30W", "fair", "nvpmodel -m 0"), (None, "note", "does not answer")],
+)
+def test_power_modes(mode, state, says, tmp_path, monkeypatch):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    if mode:
+        (programs / "nvpmodel").write_text(f"#!/bin/sh\necho 'NV Power Mode: {mode}'\necho 0\n")
+        (programs / "nvpmodel").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/bin:/usr/bin")
+    found = {f.topic: f for f in jetson.examine(machines.jetson(tmp_path / "root"))}
+    assert found["power mode"].state == state
+    assert says in found["power mode"].text + found["power mode"].advice
+
+
+def test_a_jetson_whose_user_is_in_no_group(tmp_path):
+    findings = jetson.examine(
+        machines.jetson(tmp_path), access=lambda path: False, has_libatomic=lambda: False
+    )
+    found = {f.topic: f for f in findings}
+    assert found["/dev/nvmap"].state == "bad" and "no permission" in found["/dev/nvmap"].text
+    assert "usermod -aG" in found["/dev/nvmap"].advice and "video" in found["/dev/nvmap"].advice
+    assert found["libatomic"].advice == "sudo apt install libatomic1"
+
+
+@pytest.mark.parametrize(
+    "release, state",
+    [
+        ("# R36 (release), REVISION: 4.4, GCID: 1", "good"),
+        ("# R36 (release), REVISION: 5.0, GCID: 1", "fair"),
+        ("# R35 (release), REVISION: 4.1, GCID: 1", "bad"),
+        ("no release", "note"),
+    ],
+)
+def test_releases(release, state, tmp_path):
+    found = {f.topic: f for f in jetson.examine(machines.jetson(tmp_path, release))}
+    assert found["L4T"].state == state
+    assert found["L4T"].advice or state == "good"
+
+
+def test_a_node_that_a_container_was_not_given(tmp_path):
+    root = machines.jetson(tmp_path)
+    (root / "dev/nvmap").unlink()
+    found = {f.topic: f for f in jetson.examine(root)}
+    assert found["/dev/nvmap"].state == "bad" and "--device /dev/nvmap" in found["/dev/nvmap"].advice
+
+
+def test_a_desktop_tries_nv_too(tmp_path):
+    report, found = examined(machines.desktop(tmp_path))
+    assert [trial.backend for trial in report.trials] == ["CPU", "CUDA", "NV"]
+    assert found["GPU"].text == "NVIDIA GeForce RTX 4090" and found["driver"].text == "580.105.08"
+    assert found["libnvrtc"].state == "bad" and "pip install nvidia-cuda-nvrtc" in found["libnvrtc"].advice
+    assert found["headers"].state == "bad" and "board" not in found
+
+
+def test_nv_is_never_tried_on_hopper(tmp_path):
+    report, found = examined(machines.desktop(tmp_path, "NVIDIA H200"))
+    assert [trial.backend for trial in report.trials] == ["CPU", "CUDA"]
+    assert "not tried" in found["NV"].text and "Hopper" in found["NV"].text
+
+
+def test_a_bare_machine_has_its_cpu(tmp_path):
+    report, found = examined(machines.bare(tmp_path, free_kb=900_000))
+    assert [trial.backend for trial in report.trials] == ["CPU"] and report.works
+    assert [s.title for s in report.sections] == ["Machine", "Around", "Backends"]
+    assert found["CUDA"].state == found["NV"].state == "note"
+    assert found["memory"].state == "fair" and "0.9 of 65.5 GB free" in found["memory"].text
+
+
+def test_headers_of_another_release_are_told(tmp_path):
+    root = machines.jetson(tmp_path)
+    headers = root / "usr/local/cuda-12.6/targets/aarch64-linux/include/cuda.h"
+    headers.write_text("#define CUDA_VERSION 11040\n")
+    _, found = examined(root)
+    assert found["headers"].state == "fair" and "CUDA_INCLUDE_PATH" in found["headers"].advice
+
+
+# --- trials ----------------------------------------------------------------------------------------------
+
+
+def program(code):
+    return (sys.executable, "-c", code)
+
+
+def test_a_trial_that_hangs_is_ended_with_what_it_started(tmp_path):
+    code = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
+    trial = attempt("NV", timeout_s=1.5, command=program(code))
+    assert not trial.ok and "no answer" in trial.text and "dmesg" in trial.advice
+
+
+@pytest.mark.parametrize(
+    "code, says",
+    [
+        ("import os; os.kill(os.getpid(), 11)", "signal 11"),
+        ("raise SystemExit('the driver is gone')", "exit code 1: the driver is gone"),
+        ("print('{}')", "exit code 0"),
+    ],
+)
+def test_a_trial_that_ends_without_an_answer(code, says):
+    trial = attempt("CUDA", command=program(code))
+    assert not trial.ok and says in trial.text and "report" in trial.advice
+
+
+def test_the_cpu_is_tried_for_real():
+    trial = attempt("CPU")
+    assert trial.ok, trial.text
+    assert trial.copy_gbps and trial.first_kernel_s and trial.launch_us and "works on" in trial.text
+
+
+def test_a_backend_that_is_not_there_says_so():
+    trial = attempt("CUDA") if not Path("/dev/nvidiactl").exists() else None
+    if trial is None:
+        pytest.skip("this machine has CUDA")
+    assert not trial.ok and "libcuda.so.1" in trial.text
+
+
+# --- what is written -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["report.json", "report.txt"])
+def test_a_report_holds_nothing_private(name, tmp_path, monkeypatch):
+    home = tmp_path / "home/a-person"
+    home.mkdir(parents=True)
+    for variable, value in {
+        "HOME": home,
+        "USER": "a-person",
+        "HF_TOKEN": "hf_secret",
+        "OPENAI_API_KEY": "sk-secret",
+        "CUDA_PATH": f"{home}/cuda",
+        "LD_LIBRARY_PATH": "/media/a-person/lib",
+    }.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    report, _ = examined(machines.jetson(tmp_path / "root"), fails)
+    doctor.write(report, tmp_path / name)
+    text = (tmp_path / name).read_text()
+    for secret in ("a-person", "secret", str(home)):
+        assert secret not in text
+    assert "~/cuda" in text and "/media/<user>/lib" in text and "broken" in text and "mend it" in text
+    if name.endswith("json"):
+        read = json.loads(text)
+        assert [trial["backend"] for trial in read["trials"]] == ["CPU", "CUDA", "NV"]
+    assert getpass.getuser() == "root" or getpass.getuser() not in text
+
+
+def test_a_report_that_cannot_be_written(tmp_path):
+    report, _ = examined(machines.bare(tmp_path))
+    with pytest.raises(UsageError, match="cannot be written"):
+        doctor.write(report, tmp_path / "no folder/report.json")
+
+
+@pytest.mark.parametrize("outcome, code", [(works, 0), (fails, 1)])
+def test_the_exit_code_says_whether_a_chat_is_possible(outcome, code, monkeypatch, capsys, tmp_path):
+    examine, root = doctor.examine, machines.bare(tmp_path / "root")
+    monkeypatch.setattr(
+        doctor, "examine", lambda settings, **told: examine(settings, root, attempt=outcome, **told)
+    )
+    assert doctor.run(["--report", str(tmp_path / "r.txt")], Settings()) == code
+    out = capsys.readouterr().out
+    assert ("A chat is possible" in out) == (code == 0)
+    assert "Backends" in out and (tmp_path / "r.txt").exists()
+
+
+def test_the_command(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-m", "app", "doctor"], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "A chat is possible" in run.stdout and "tinygrad" in run.stdout
