@@ -32,9 +32,13 @@ class Launches:
         shapes = tuple((int(b.numel()), b.dtype) for b in buffers)
         self.calls.append(_program(kernel, shapes).call(*(b.uop.base for b in buffers)))
 
+    @property
+    def linear(self) -> UOp:
+        return UOp(Ops.LINEAR, src=tuple(self.calls))
+
     def compiled(self) -> UOp:
         """The sequence as a LINEAR of calls, what is not compiled yet compiled."""
-        return compile_all([self])[0]
+        return compile_all([self.linear])
 
     def captured(self) -> Callable[[], None]:
         """Compiles what is not compiled yet; what comes back launches the sequence and does not wait."""
@@ -47,19 +51,15 @@ class Launches:
         return len(self.calls)
 
 
-def compile_all(sequences: Sequence[Launches]) -> list[UOp]:
-    """Each as `Launches.compiled`; what is not compiled yet is compiled together, which several processes can
-    share."""
-    calls = tuple(call for sequence in sequences for call in sequence.calls)
-    done = realize.compile_linear(UOp(Ops.LINEAR, src=calls)).src
+def compile_all(linears: Sequence[UOp]) -> UOp:
+    """Compiles the kernels of sequences that are not compiled yet, all at once: several processes share them.
+    Returns the sequences as one."""
+    calls = tuple(call for linear in linears for call in linear.src)
+    done = realize.compile_linear(UOp(Ops.LINEAR, src=calls))
     for call in calls:
         if name := _unknown.pop(call.src[0], ""):
             store().put("kernels", name, to_program_key(call.src[0], Device[Device.DEFAULT].renderer))
-    linears, start = [], 0
-    for sequence in sequences:
-        linears.append(UOp(Ops.LINEAR, src=done[start : start + len(sequence)]))
-        start += len(sequence)
-    return linears
+    return done
 
 
 # To build a kernel's graph and to take its digest, by which tinygrad knows its program, takes Python longer than

@@ -69,8 +69,8 @@ class TextModel:
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         program_cache.apply()
-        self._steps: Steps = open_steps(weights, self.context_length, options.kernels)
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
+            self._steps: Steps = open_steps(weights, self.context_length, options.kernels)
             self._warm_up()
         self.ready = Ready(
             model=_describe(file, config, self.prompts.template.thinks),

@@ -40,8 +40,16 @@ class Weights:
         return (self._half_split(raw, rows) if interleaved else raw), ggml_type
 
     def stored_bytes(self, name: str, rows: int, cols: int) -> tuple[NDArray[np.uint8], int, bool]:
-        """The matrix `name` (rows, cols) as the file holds it, uint8 (bytes,), its ggml type, and whether its
-        rows are those of heads whose rotated pairs lie side by side. Raises ModelFileError."""
+        """The matrix `name` (rows, cols) as the file holds it, uint8 (bytes,), and its kind. Raises
+        ModelFileError."""
+        kind = self.kind(name, rows, cols)
+        data = self._raw(self._tensor(name, (rows, cols)))
+        self._report(self._bytes_read)
+        return data, *kind
+
+    def kind(self, name: str, rows: int, cols: int) -> tuple[int, bool]:
+        """The ggml type of the matrix `name` (rows, cols), and whether its rows are those of heads whose rotated
+        pairs lie side by side. Raises ModelFileError."""
         info = self._tensor(name, (rows, cols))
         if info.type not in QUANTIZED and info.type not in FLOATS:
             known = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
@@ -49,10 +57,8 @@ class Weights:
                 f"{self.file.path.name} holds {name} as {info.type_name}, which orin-chat does not run yet.",
                 f"Choose a file with other quantization types: {known}.",
             )
-        data = self._raw(info)
-        self._report(self._bytes_read)
         interleaved = self.config.interleaved_rope and name.endswith(("attn_q.weight", "attn_k.weight"))
-        return data, info.type, interleaved
+        return info.type, interleaved
 
     def vector(self, name: str, size: int) -> Tensor | None:
         """The vector `name`, float32 (size,), or None where the file has none. Raises ModelFileError."""

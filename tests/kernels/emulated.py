@@ -18,7 +18,7 @@ from engine.kernels.matmul import Tiles, fragment_index, fragments_size, matmul
 from engine.kernels.matvec import Best, GateUp, Residual, Schedule, Store, matvec
 from engine.kernels.packing import UNIT, Packing, permuted_size, prescale, units_of
 from engine.kernels.prompt import attend_prompt, rotate_prompt
-from engine.kernels.repack import Rows, repack
+from engine.kernels.repack import Layout, Rows, repack
 from engine.kernels.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
 from engine.kernels.schedules import matvec_schedule
 from engine.kernels.token import embed, next_token
@@ -52,7 +52,10 @@ def random_matrix(ggml_type, rows, cols):
 
 def packed(ggml_type, rows, cols):
     raw, weights = random_matrix(ggml_type, rows, cols)
-    return repack(Packing(ggml_type), [raw], (Rows(rows),), cols, False), weights
+    layout = Layout(Packing(ggml_type), (Rows(rows),), cols)
+    planes = layout.empty()
+    repack(layout, [raw], planes)
+    return planes, weights
 
 
 def buffer(values):
@@ -237,14 +240,14 @@ def decode_attention(position, split, normed, apart):
 def attention_whole():
     """One block a head: nothing cached, less than a tile, several tiles."""
     for position in (0, 5, 70):
-        decode_attention(position, Split(128, 1, 1, 64), normed=False, apart=False)
-    decode_attention(9, Split(128, 1, 1, 64), normed=True, apart=True)
+        decode_attention(position, Split(128, 1, 1, 64, 2, 4), normed=False, apart=False)
+    decode_attention(9, Split(128, 1, 1, 64, 2, 4), normed=True, apart=True)
 
 
 def attention_split():
     """Several blocks a head, some of them without tokens, two heads to a block; more values ahead than weights."""
     for position in (3, 130):
-        decode_attention(position, Split(256, 3, 2, 64, 4), normed=True, apart=False)
+        decode_attention(position, Split(256, 3, 2, 64, 2, 4), normed=True, apart=False)
 
 
 def prompt_index(index, *sizes):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from engine.kernels.mailbox import sent
 from engine.kernels.packing import UNIT, Packing, prescale
 
 Floats = NDArray[np.float32]
@@ -16,10 +17,6 @@ Floats = NDArray[np.float32]
 
 def zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
     return Tensor.zeros(n, dtype=dtype).contiguous().realize()
-
-
-def tensor(values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> Tensor:
-    return Tensor(np.ascontiguousarray(values, np.float32)).realize()
 
 
 @dataclass
@@ -31,7 +28,7 @@ class Scales:
 
     def of(self, packing: Packing) -> Tensor:
         if packing.scaling not in self._prescales:
-            self._prescales[packing.scaling] = tensor(prescale(packing.scaling))
+            self._prescales[packing.scaling] = sent(prescale(packing.scaling))
         return self._prescales[packing.scaling]
 
     def norm(self, weight: Floats, scaling: int) -> Tensor:
@@ -39,5 +36,5 @@ class Scales:
         key = (id(weight), scaling)
         if key not in self.norms:
             units = -(-weight.size // UNIT)
-            self.norms[key] = tensor(weight * np.tile(prescale(scaling), units)[: weight.size])
+            self.norms[key] = sent(weight * np.tile(prescale(scaling), units)[: weight.size])
         return self.norms[key]

@@ -15,18 +15,19 @@ from tinygrad import Device, Tensor, UOp, dtypes
 
 from engine.errors import UsageError
 from engine.events import Sampling, Step
-from engine.fixes import launch_bounds, program_cache
+from engine.fixes import launch_bounds
 from engine.kernels.attention import SLACK, Heads
 from engine.kernels.gpu import capability
-from engine.kernels.launch import Launches
-from engine.kernels.mailbox import Mailbox, send
+from engine.kernels.launch import Launches, compile_all
+from engine.kernels.mailbox import Mailbox, send, sent
+from engine.kernels.repack import repacking
 from engine.kernels.sample import Shortlist
 from engine.measure.profile import Replay, Use
-from engine.model.fused.buffers import Scales, tensor, zeros
+from engine.model.fused.buffers import Scales, zeros
 from engine.model.fused.decode import Decode
 from engine.model.fused.drawing import Drawing
 from engine.model.fused.prefill import Prefill
-from engine.model.fused.weights import pack
+from engine.model.fused.weights import laid_out
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -40,17 +41,16 @@ class FusedSteps:
 
     def __init__(self, weights: Weights, context_length: int) -> None:
         launch_bounds.apply()
-        program_cache.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # loads of 16 bytes of half-precision numbers
         config, self._context, self.chunk = weights.config, context_length, _CHUNKS[-1]
-        self._model = model = pack(weights)
+        self._model = model = laid_out(weights)
         length = -(-context_length // SLACK) * SLACK + SLACK
         eps = config.norm_eps if model.layers[0].head_norms is not None else None
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, eps)
         for layer in model.layers:
             layer.keys, layer.values = (zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
         angles = np.arange(context_length)[:, None] * config.rope_frequencies
-        self._tables = tensor(np.cos(angles).reshape(-1)), tensor(np.sin(angles).reshape(-1))
+        self._tables = sent(np.cos(angles)), sent(np.sin(angles))
         self._scales = Scales()
         self._decode = Decode(model, self._heads, self._scales, self._tables, context_length)
         self._prefill = Prefill(model, self._heads, self._scales, self._tables, self.chunk)
@@ -61,6 +61,16 @@ class FusedSteps:
         self._prefills: dict[int, Callable[[], None]] = {}
         self._expected = _NOWHERE  # token and position on the device
         self._ahead: tuple[int, bool] | None = None  # position of a step that runs already, whether it draws
+        self._compile()
+        model.fill(weights)
+
+    def _compile(self) -> None:
+        """Compiles all that is ever going to run at once, before anything runs: compilers share it."""
+        packing = {product.layout: None for product in self._model.products}
+        ends = ((False, False), (True, False), (True, True))
+        decode = [self._decode_step(limit, *end) for limit in self._decode.limits for end in ends]
+        prefill = [self._prefill.step(size) for size in self.chunks if self._tensor_cores]
+        compile_all([*map(repacking, packing), *(step.linear for step in (*decode, *prefill))])
 
     @property
     def chunks(self) -> tuple[int, ...]:

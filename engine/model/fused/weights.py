@@ -10,28 +10,40 @@ import numpy as np
 from tinygrad import Device, Tensor
 
 from engine.kernels.gpu import capability, multiprocessors
+from engine.kernels.mailbox import sent
 from engine.kernels.packing import Packing
-from engine.kernels.repack import Rows, forget_plans, repack
+from engine.kernels.repack import Layout, Rows, forget_plans, repack
 from engine.kernels.schedules import matvec_schedule
 from engine.model.config import ModelConfig
-from engine.model.fused.buffers import Floats, tensor
+from engine.model.fused.buffers import Floats
 from engine.model.weights import Weights
 
 
 @dataclass
 class Product:
-    """A packed matrix and the schedule of its products. `row` is its first in the projection it is part of;
-    `name` that of its first tensor."""
+    """A packed matrix of `tensors` and the schedule of its products. `row` is its first in the projection it is
+    part of; `name` that of its first tensor."""
 
-    name: str
-    packing: Packing
-    rows: int
-    cols: int
-    planes: list[Tensor]
+    tensors: Sequence[tuple[str, int]]
+    layout: Layout
     row: int = 0
 
     def __post_init__(self) -> None:
+        self.name = self.tensors[0][0].split(".")[-2]
+        self.planes = self.layout.empty()
         self.schedule = matvec_schedule(self.packing, self.rows, self.cols, capability(), multiprocessors())
+
+    @property
+    def packing(self) -> Packing:
+        return self.layout.packing
+
+    @property
+    def rows(self) -> int:
+        return self.layout.n_rows
+
+    @property
+    def cols(self) -> int:
+        return self.layout.cols
 
     @property
     def n_blocks(self) -> int:
@@ -51,6 +63,10 @@ class Layer:
     values: Tensor = field(init=False)
 
     @property
+    def products(self) -> list[Product]:
+        return [*self.qkv, self.o, *self.gate_up, self.down]
+
+    @property
     def values_apart(self) -> bool:
         """Whether values come from a product of their own, which then runs beside that of queries and keys."""
         return len(self.qkv) > 1 and self.qkv[-1].name == "attn_v"
@@ -64,15 +80,29 @@ class PackedModel:
     head: Product
     output_norm: Floats
 
+    @property
+    def products(self) -> list[Product]:
+        """Each once: a tied head is the embedding."""
+        heads = [self.head] if self.head is self.embedding else [self.embedding, self.head]
+        return [product for layer in self.layers for product in layer.products] + heads
 
-def pack(weights: Weights) -> PackedModel:
-    """Everything of a file on the device. Raises ModelFileError."""
+    def fill(self, weights: Weights) -> None:
+        """Packs the matrices' bytes. Raises ModelFileError."""
+        for product in self.products:
+            cols = product.cols
+            sources = [weights.stored_bytes(name, rows, cols)[0] for name, rows in product.tensors]
+            repack(product.layout, sources, product.planes)
+            Device[Device.DEFAULT].synchronize()  # so that the host's copies are freed
+        forget_plans()
+
+
+def laid_out(weights: Weights) -> PackedModel:
+    """A file's matrices, with room for them on the device, still to be filled. Raises ModelFileError."""
     config, dim = weights.config, weights.config.dim
     layers = [_layer(weights, f"blk.{i}.{{}}.weight".format, i) for i in range(config.layers)]
     embedding = _product(weights, [("token_embd.weight", config.vocab)], dim)
     tied = "output.weight" not in weights.file.tensors
     head = embedding if tied else _product(weights, [("output.weight", config.vocab)], dim)
-    forget_plans()
     return PackedModel(config, layers, embedding, head, weights.floats("output_norm.weight", dim))
 
 
@@ -102,15 +132,11 @@ def _product(
     weights: Weights, names: Sequence[tuple[str, int]], cols: int, row: int = 0, in_turn: bool = False
 ) -> Product:
     """One matrix of the (name, rows) of several, one after the other or their rows in turn."""
-    sources, kinds = [], []
+    kinds = []
     for name, rows in names:
-        data, ggml_type, interleaved = weights.stored_bytes(name, rows, cols)
-        sources.append(data)
+        ggml_type, interleaved = weights.kind(name, rows, cols)
         kinds.append(Rows(rows, weights.config.head_dim if interleaved else 0))
-    packing, rows = Packing(ggml_type), sum(n for _, n in names)
-    planes = repack(packing, sources, tuple(kinds), cols, in_turn)
-    Device[Device.DEFAULT].synchronize()  # so that the host's copies are freed
-    return Product(names[0][0].split(".")[-2], packing, rows, cols, planes, row)
+    return Product(names, Layout(Packing(ggml_type), tuple(kinds), cols, in_turn), row)
 
 
 def _projection(weights: Weights, names: Sequence[tuple[str, int]], cols: int) -> list[Product]:
@@ -128,4 +154,4 @@ def _joined(weights: Weights, names: Sequence[tuple[str, int]], missing: float) 
     if not any(name in there for name, _ in names):
         return None
     parts = [weights.floats(name, n) if name in there else np.full(n, missing) for name, n in names]
-    return tensor(np.concatenate(parts))
+    return sent(np.concatenate(parts))
