@@ -12,7 +12,8 @@ from tinygrad.runtime.support.hcq import HCQBuffer
 
 
 class TegraAllocator(NVAllocator):  # type: ignore[misc]
-    """No staging buffers and no copy queue. What is freed after the device was closed is gone already."""
+    """No staging buffers and no copy queue. After a fault nothing is freed until the device is closed, and what is
+    freed after that is gone already."""
 
     def __init__(self, dev: Any) -> None:
         super().__init__(dev, batch_cnt=0, supports_copy_from_disk=False, supports_transfer=False)
@@ -33,5 +34,5 @@ class TegraAllocator(NVAllocator):  # type: ignore[misc]
         raise RuntimeError("A Tegra GPU cannot map a buffer of another device.")
 
     def _free(self, opaque: HCQBuffer, options: BufferSpec | None = None) -> None:
-        if not self.dev.closed:
+        if not self.dev.closed and self.dev.error_state is None:
             super()._free(opaque, options)

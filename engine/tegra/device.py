@@ -226,6 +226,7 @@ class NVDevice(_Stock):  # type: ignore[misc]
         )
         setup.signal(self.timeline_signal, self.next_timeline()).submit(self)
         self.synchronize()
+        iface.ring.probe()
 
     @property
     def closed(self) -> bool:
@@ -248,6 +249,7 @@ class NVDevice(_Stock):  # type: ignore[misc]
 
     def on_device_hang(self) -> None:
         if isinstance(self.iface, TEGRAIface):
-            self.error_state = self.iface.hang()
+            if not isinstance(self.error_state, HangError):  # else what was said first is what is true
+                self.error_state = self.iface.hang()
             raise self.error_state
         super().on_device_hang()

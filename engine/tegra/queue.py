@@ -8,6 +8,7 @@ And a submission waits while the ring is full, which tinygrad never looks at.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +26,36 @@ class Ring(GPFifo):  # type: ignore[misc]
     """tinygrad's ring, with the place where the GPU tells how far it is."""
 
     gpget: MMIOInterface = None
+    reports: bool = True  # whether the GPU does tell
+    done: int = 0  # submissions known to be done, where it does not
 
-    @property
-    def full(self) -> bool:
-        return bool(self.gpget[0] == (self.put_value + 1) % self.entries_count)
+    def probe(self) -> None:
+        """To be called when all that was submitted is done: whether the GPU's position says so, which was not seen
+        on a board."""
+        patience = time.monotonic() + 0.1
+        while self.gpget[0] != self.put_value % self.entries_count and self.reports:
+            self.reports = time.monotonic() < patience
 
     def wait_for_room(self, device: Any) -> None:
-        """A signal later than the oldest entry frees the ring too: whether the GPU writes its position back in
-        time was not seen on a board. The device's last value but one is that of a submission that was made."""
-        deadline = 0.0
-        while self.full and device.timeline_signal.value < device.timeline_value - 2:
-            now = time.monotonic()
-            deadline = deadline or now + getenv("HCQDEV_WAIT_TIMEOUT_MS", 30000) / 1e3
-            device.iface.sleep(0)
-            if now > deadline:
-                device.on_device_hang()
+        """Raises HangError when none comes."""
+        if self.reports:
+            following = (self.put_value + 1) % self.entries_count
+            _wait(device, lambda: bool(self.gpget[0] != following))
+        elif self.put_value - self.done >= self.entries_count - 2:
+            # the value before last is that of a submission that was made; after it there was one at most
+            value = device.timeline_value - 2
+            _wait(device, lambda: bool(device.timeline_signal.value >= value))
+            self.done = self.put_value - 1
+
+
+def _wait(device: Any, passed: Callable[[], bool]) -> None:
+    deadline = 0.0
+    while not passed():
+        now = time.monotonic()
+        deadline = deadline or now + getenv("HCQDEV_WAIT_TIMEOUT_MS", 30000) / 1e3
+        device.iface.sleep(0)
+        if now > deadline:
+            device.on_device_hang()
 
 
 class TegraComputeQueue(NVComputeQueue):  # type: ignore[misc]

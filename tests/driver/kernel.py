@@ -87,6 +87,7 @@ class SimulatedKernel(System):
         self.calls: list[str] = []
         self.next_channel, self.next_handle = 511, 0x8000_0001
         self._failing: tuple[int | str, int] | None = None
+        self.silent = False  # GPUs do not say how far they are in their rings
         self.sm_version, self.characteristics_bytes = 0x807, sizeof(abi.Characteristics)
         self.gpus: list[Gpu] = []
 
@@ -346,6 +347,7 @@ class SimulatedKernel(System):
         channel.gpu = Gpu(
             channel.id, n, *channel.held, channel.space, lambda *fault: self._stop(channel, *fault)
         )
+        channel.gpu.silent = self.silent
         self.gpus.append(channel.gpu)
         for fd in self.doorbells.values():
             channel.gpu.ring_at(fd)
