@@ -40,25 +40,27 @@ class Sampler:
         return int(ids[min(place, ids.size - 1)])
 
     def numbers(self, n: int) -> NDArray[np.float64]:
-        """The numbers in [0, 1) that the next `n` draws take, for a device that draws in this one's place: the
+        """The numbers in [0, 1) that the first `n` draws take, for a device that draws in this one's place: the
         token whose share of all masses, most probable first, reaches beyond the number."""
-        return self._random.random(n)
+        return np.random.Generator(np.random.Philox(self.seed)).random(n)
 
     def kept(self, logits: Logits, previous: Sequence[int]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
         """The tokens that may be drawn, most probable first and of equals the lower id first, and masses that
         their probabilities are proportional to. The temperature is not 0."""
         s, logits = self._sampling, self._penalized(logits, previous)
         ids = _top(logits, s.top_k) if 0 < s.top_k < logits.size else np.arange(logits.size)
-        ids = ids[np.argsort(-logits[ids], kind="stable")]
         x = logits[ids].astype(np.float64)
+        x -= x.max()
+        total = np.exp(x).sum()
+        if s.min_p > 0:  # at least min_p times as probable as the first; here, since the rest need no sorting
+            likely = x >= np.log(s.min_p)
+            ids, x = ids[likely], x[likely]
+        order = np.argsort(-x, kind="stable")
+        ids, x = ids[order], x[order]
         if s.top_p < 1:  # the fewest tokens whose probabilities add up to top_p
-            p = np.exp(x - x[0])
-            keep = int(np.searchsorted(np.cumsum(p), s.top_p * p.sum())) + 1
+            keep = int(np.searchsorted(np.cumsum(np.exp(x)), s.top_p * total)) + 1
             ids, x = ids[:keep], x[:keep]
-        if s.min_p > 0:  # at least min_p times as probable as the first
-            keep = int(np.count_nonzero(x >= x[0] + np.log(s.min_p)))
-            ids, x = ids[:keep], x[:keep]
-        return ids, np.exp((x - x[0]) / s.temperature)
+        return ids, np.exp(x / s.temperature)
 
     def _penalized(self, logits: Logits, previous: Sequence[int]) -> Logits:
         s = self._sampling
