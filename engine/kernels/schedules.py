@@ -1,42 +1,46 @@
-"""How a product is cut into threads: measured for a GPU and a shape where they have been, a rule elsewhere."""
+"""How a product is cut into threads: as a search on this machine found, as was measured for a chip and a shape, or
+by a rule."""
 
 from __future__ import annotations
 
+import functools
+import math
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import presets
+from engine.kernels.gpu import capability, multiprocessors
+from engine.kernels.kept import source_version, store
 from engine.kernels.matvec import Schedule
 from engine.kernels.packing import Packing, units_of
 
-# Compute capability -> (type, rows, columns) -> the fastest of `tuning.tune`'s best within a
-# whole decode step: neighbours in a step change what is best by a few percent.
-MEASURED: dict[str, dict[tuple[str, int, int], Schedule]] = {
-    "sm_90": {
-        ("Q6_K", 3072, 2048): Schedule(32, 8, 1, 4),
-        ("Q6_K", 2048, 2048): Schedule(32, 8, 1, 4),
-        ("Q6_K", 16384, 2048): Schedule(32, 8, 8),
-        ("Q6_K", 2048, 8192): Schedule(32, 8, 1, 2),
-        ("Q6_K", 128256, 2048): Schedule(16, 4, 8),
-        ("Q8_0", 4096, 1024): Schedule(16, 8, 1, 5),
-        ("Q8_0", 1024, 2048): Schedule(32, 8, 1, 2),
-        ("Q8_0", 6144, 1024): Schedule(16, 8, 2),
-        ("Q8_0", 1024, 3072): Schedule(48, 4, 1, 3),
-        ("Q8_0", 151936, 1024): Schedule(16, 4, 8),
-        ("Q4_K", 4096, 2048): Schedule(32, 8, 2),
-        ("Q4_K", 3072, 2048): Schedule(32, 8, 2),
-        ("Q6_K", 1024, 2048): Schedule(32, 4, 1, 5),
-        ("Q4_K", 2048, 2048): Schedule(32, 8, 1, 2),
-        ("Q4_K", 12288, 2048): Schedule(32, 4, 8),
-        ("Q4_K", 2048, 6144): Schedule(96, 4, 4),
-        ("Q6_K", 2048, 6144): Schedule(96, 4, 4),
-        ("Q6_K", 151936, 2048): Schedule(32, 2, 8),
-    }
-}
+_TUNED = Path(presets.__file__).with_name("tuned")
+_BLOCKS = (640, 1024)  # threads that a multiprocessor is to hold, beside as many as the compiler likes
+
+
+def schedule_here(packing: Packing, rows: int, cols: int) -> Schedule:
+    """The schedule of a product on the GPU at hand."""
+    if found := searched(packing, rows, cols):
+        return found[0]
+    return matvec_schedule(packing, rows, cols, capability(), multiprocessors())
 
 
 def matvec_schedule(
-    packing: Packing, rows: int, cols: int, capability: str = "", multiprocessors: int = 64
+    packing: Packing, rows: int, cols: int, chip: str = "", multiprocessors: int = 64
 ) -> Schedule:
-    """The schedule of a product on a GPU of a compute capability ("sm_87") and a number of multiprocessors."""
-    measured = MEASURED.get(capability, {}).get((packing.name, rows, cols))
-    return measured or _by_rule(rows, units_of(cols), multiprocessors)
+    """The schedule of a product on a GPU of a compute capability ("sm_87") and a number of multiprocessors, where
+    nothing was searched."""
+    known = _shipped(chip).get(f"{packing.name} {rows}x{cols}")
+    return Schedule(*known) if known else _by_rule(rows, units_of(cols), multiprocessors)
+
+
+@functools.cache
+def _shipped(chip: str) -> dict[str, list[int]]:
+    """Of the file for a chip: "type rowsxcols" -> [threads, groups, rows, blocks]."""
+    path = _TUNED / f"{chip}.toml"
+    products: dict[str, list[int]] = tomllib.loads(path.read_text())["products"] if path.is_file() else {}
+    return products
 
 
 def _by_rule(rows: int, units: int, multiprocessors: int) -> Schedule:
@@ -54,3 +58,54 @@ def _by_rule(rows: int, units: int, multiprocessors: int) -> Schedule:
     if groups * thread_rows % 2:  # gate and up stay together
         groups = 2
     return Schedule(threads, groups, thread_rows)
+
+
+# --- what a search has to choose from, and what it found -------------------------------------------------------
+
+
+def candidates(rows: int, cols: int, near: Schedule) -> list[Schedule]:
+    """Schedules that fit a shape, those like `near` first: blocks of 64 to 512 threads, whole blocks of rows, gate
+    and up together, no thread without work."""
+    found = dict.fromkeys(s for s in _all(rows, units_of(cols)) if s != near)
+    return sorted(found, key=lambda s: _distance(s, near))
+
+
+def _all(rows: int, units: int) -> Iterator[Schedule]:
+    least_blocks = min(64, max(1, rows // 16))
+    for threads in (8, 16, 24, 32, 48, 64, 96, 128):
+        if units % threads and units > 8:
+            continue
+        for groups in (1, 2, 4, 8, 16):
+            for thread_rows in (1, 2, 4, 8):
+                s = Schedule(threads, groups, thread_rows)
+                whole = rows % s.block_rows == 0 and s.block_rows % 2 == 0
+                if not (64 <= threads * groups <= 512 and s.fits() and whole):
+                    continue
+                if rows // s.block_rows < least_blocks or (rows > 50_000 and thread_rows < 4):
+                    continue
+                yield s
+                if thread_rows <= 2:
+                    for held in _BLOCKS:
+                        yield Schedule(threads, groups, thread_rows, held // (threads * groups))
+
+
+def _distance(a: Schedule, b: Schedule) -> float:
+    steps = sum(
+        abs(math.log2(x / y)) for x, y in ((a.threads, b.threads), (a.groups, b.groups), (a.rows, b.rows))
+    )
+    return steps + 0.5 * (bool(a.blocks) != bool(b.blocks))
+
+
+def searched(packing: Packing, rows: int, cols: int) -> tuple[Schedule, int] | None:
+    """What a search on this machine found, and how wide it was."""
+    found = store().get("tuned", _name(packing, rows, cols))
+    return found and (Schedule(*found[0]), found[1])
+
+
+def note_searched(packing: Packing, rows: int, cols: int, schedule: Schedule, width: int) -> None:
+    s = schedule
+    store().put("tuned", _name(packing, rows, cols), ((s.threads, s.groups, s.rows, s.blocks), width))
+
+
+def _name(packing: Packing, rows: int, cols: int) -> tuple[str, ...]:
+    return source_version(), capability(), packing.name, f"{rows}x{cols}"

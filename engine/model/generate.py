@@ -46,7 +46,7 @@ from engine.model import summary
 from engine.model.cache import KVCache
 from engine.model.config import ModelConfig
 from engine.model.sampling import Sampler, log_probabilities
-from engine.model.steps import DrawingSteps, Steps, open_steps
+from engine.model.steps import SECONDS_A_WIDTH, DrawingSteps, SearchableSteps, Steps, open_steps
 from engine.model.weights import Weights
 
 Report = Callable[[Event], None]
@@ -71,6 +71,7 @@ class TextModel:
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
             self._steps: Steps = open_steps(weights, self.context_length, options.kernels)
+            self._search(options, report)
             self._warm_up()
         self.ready = Ready(
             model=_describe(file, config, self.prompts.template.thinks),
@@ -198,6 +199,20 @@ class TextModel:
             self._steps.prefill(chunk, done)
             self._cached += chunk
         return True
+
+    def _search(self, options: EngineOptions, report: Report) -> None:
+        """Searches for faster kernels where a width is asked for and the steps are not tinygrad's to search."""
+        width = max(options.beam or 0, options.jitbeam or 0)
+        if not width or not isinstance(self._steps, SearchableSteps):
+            return
+        seconds = SECONDS_A_WIDTH * width if options.search_s is None else options.search_s
+        self._steps.search(
+            width,
+            seconds,
+            lambda done, total, cached, search: report(
+                Warming(done=done, total=total, cached=cached, search=search)
+            ),
+        )
 
     def _warm_up(self) -> None:
         """Runs, and so captures, each step that there is. What was left for later would stop the first long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,13 +11,15 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from engine.errors import UsageError
-from engine.events import KernelPath, Sampling, Step
+from engine.events import KernelPath, Sampling, Search, Step
 from engine.fixes import matvec_heuristic
 from engine.measure.profile import Replay
 from engine.model.cache import KVCache
 from engine.model.sampling import Logits
 from engine.model.transformer import Transformer
 from engine.model.weights import Weights
+
+SECONDS_A_WIDTH = 20.0  # how long a search for schedules may take, where no one says
 
 
 class Steps(Protocol):
@@ -66,6 +68,16 @@ class DrawingSteps(Steps, Protocol):
 
     def draw(self, token: int, position: int, ahead: bool = False) -> int:
         """As `decode`, but returns a token that was drawn, and leaves no logits."""
+        ...
+
+
+@runtime_checkable
+class SearchableSteps(Steps, Protocol):
+    """Steps whose kernels can be cut in several ways."""
+
+    def search(self, width: int, seconds: float, report: Callable[[int, int, int, Search], None]) -> None:
+        """Finds the fastest for the device at hand, as far as `seconds` allow; see `engine.model.fused.search`. To be
+        called before anything is in the KV cache."""
         ...
 
 

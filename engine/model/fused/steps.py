@@ -7,6 +7,7 @@ after it can run before the host has seen it.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ from engine.kernels.mailbox import Mailbox, send, sent
 from engine.kernels.repack import repacking
 from engine.kernels.sample import Shortlist
 from engine.measure.profile import Replay, Use
+from engine.model.fused import search
 from engine.model.fused.buffers import Scales, zeros
 from engine.model.fused.decode import Decode
 from engine.model.fused.drawing import Drawing
@@ -34,6 +36,8 @@ from engine.model.weights import Weights
 _CHUNKS = (64, 512)  # prompts are done in pieces of up to these sizes
 _FEW = 8  # tokens that are done one by one
 _NOWHERE = (-1, -1)
+_ANSWERED = (1, 77, 5, 1203)  # tokens that a step is judged by
+_TURN_S = 0.03
 
 
 class FusedSteps:
@@ -131,6 +135,43 @@ class FusedSteps:
 
         calls = self._prefill.step(size).compiled().src
         return Replay(calls, self._uses(), count, lambda: self._launch_prefill(size), reset=reset)
+
+    # ---- the search for schedules ----
+
+    def search(self, width: int, seconds: float, report: search.Report) -> None:
+        """As `engine.model.fused.search.search`; it spoils the KV cache."""
+        self._settle()
+        short = self._decode.limits[0]
+        step = lambda: self._decode_step(short, draws=False, penalizes=False)
+        search.search(
+            search.Bench(self._model.products, step, self._answer, self._seconds), width, seconds, report
+        )
+        self._expected = _NOWHERE
+        self._graphs.clear()
+
+    def _answer(self, run: Callable[[], None]) -> Logits:
+        for position, token in enumerate(_ANSWERED[: self._context]):
+            send(self._decode.state, np.asarray([token % self._model.config.vocab, position], np.int32))
+            run()
+        return self.logits()
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        """The least of a few turns, each of so many steps that the clock does not matter."""
+        device, least = Device[Device.DEFAULT], float("inf")
+        most, times = min(self._context, self._decode.limits[0]) - 1, 1
+        for turn in range(4):
+            send(self._decode.state, np.asarray([1, 0], np.int32))
+            device.synchronize()
+            started = time.perf_counter()
+            for _ in range(times):
+                run()
+            device.synchronize()
+            took = (time.perf_counter() - started) / times
+            if turn:
+                least = min(least, took)
+            else:  # the first tells how many fit
+                times = max(1, min(most, int(_TURN_S / took)))
+        return least
 
     # ---- launching ----
 

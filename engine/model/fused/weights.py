@@ -9,11 +9,10 @@ from itertools import groupby
 import numpy as np
 from tinygrad import Device, Tensor
 
-from engine.kernels.gpu import capability, multiprocessors
 from engine.kernels.mailbox import sent
 from engine.kernels.packing import Packing
 from engine.kernels.repack import Layout, Rows, forget_plans, repack
-from engine.kernels.schedules import matvec_schedule
+from engine.kernels.schedules import schedule_here
 from engine.model.config import ModelConfig
 from engine.model.fused.buffers import Floats
 from engine.model.weights import Weights
@@ -31,7 +30,7 @@ class Product:
     def __post_init__(self) -> None:
         self.name = self.tensors[0][0].split(".")[-2]
         self.planes = self.layout.empty()
-        self.schedule = matvec_schedule(self.packing, self.rows, self.cols, capability(), multiprocessors())
+        self.schedule = schedule_here(self.packing, self.rows, self.cols)
 
     @property
     def packing(self) -> Packing:
@@ -44,6 +43,10 @@ class Product:
     @property
     def cols(self) -> int:
         return self.layout.cols
+
+    @property
+    def n_bytes(self) -> int:
+        return self.packing.n_bytes(self.rows, self.cols)
 
     @property
     def n_blocks(self) -> int:

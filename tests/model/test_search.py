@@ -1,0 +1,156 @@
+"""The search for schedules: on steps that only pretend, so that it is known what it has to find."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engine.kernels import schedules, trial
+from engine.kernels.kept import Kept
+from engine.kernels.matvec import Schedule
+from engine.kernels.packing import Packing
+from engine.kernels.schedules import _by_rule, candidates, units_of
+from engine.model.fused import search
+
+FASTEST = Schedule(32, 4, 4)
+RIGHT = np.linspace(-3, 5, 50, dtype=np.float32)
+
+
+class Steps:
+    """A step takes the longer the farther its products' schedules are from FASTEST; `answers` and `faults` say
+    what goes wrong with which."""
+
+    def __init__(self, *products, answers=lambda schedule: RIGHT, faults=lambda schedule: False):
+        self.products, self.answers, self.faults = list(products), answers, faults
+        self.timed, self.is_well = [], True
+
+    @property
+    def bench(self):
+        return search.Bench(self.products, self.step, self.answer, self.seconds)
+
+    def step(self):
+        chosen = tuple(product.schedule for product in self.products)
+        return SimpleNamespace(linear=None, captured=lambda: chosen)
+
+    def answer(self, run):
+        if any(map(self.faults, run)):
+            self.is_well = False
+            raise RuntimeError("CUDA Error 700, an illegal memory access was encountered")
+        return next((a for a in map(self.answers, run) if a is not RIGHT), RIGHT)
+
+    def seconds(self, run):
+        self.timed.append(run)
+        return 1e-3 * (1 + sum(distance(schedule) for schedule in run))
+
+
+def distance(s):
+    return (
+        sum(abs(math.log2(a / b)) for a, b in ((s.threads, 32), (s.groups, 4), (s.rows, 4))) + s.blocks / 100
+    )
+
+
+def product(rows=3072, cols=2048, ggml_type=14):
+    packing = Packing(ggml_type)
+    made = SimpleNamespace(name="down", packing=packing, rows=rows, cols=cols)
+    made.n_bytes = packing.n_bytes(rows, cols)
+    made.schedule = _by_rule(rows, units_of(cols), 64)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path, monkeypatch):
+    store = Kept(tmp_path / "kept", "")
+    for module in (search, schedules):
+        monkeypatch.setattr(module, "store", lambda: store)
+    monkeypatch.setattr(search, "_is_well", search._is_well)
+    monkeypatch.setattr(schedules, "capability", lambda: "sm_00")
+    monkeypatch.setattr(search, "compile_all", lambda linears: None)
+    return store
+
+
+def run(steps, width=16, seconds=60.0):
+    told = []
+    search._is_well = lambda: steps.is_well  # put back by `kept`
+    search.search(steps.bench, width, seconds, lambda *said: told.append(said))
+    return told
+
+
+def test_the_fastest_is_found_kept_and_not_searched_again():
+    steps = Steps(product(), product(), product(rows=2048))
+    told = run(steps)
+    assert [p.schedule for p in steps.products] == [FASTEST] * 3
+    assert told[-1][:3] == (2, 2, 0)
+    end = told[-1][3]
+    assert end.after_us < end.before_us and end.tried == end.total and not end.found
+    assert "32 threads x 4 rows, 4 each" in end.choice
+    again = Steps(product(), product(rows=2048))
+    told = run(again)
+    assert not again.timed and told[-1][:3] == (2, 2, 2) and told[-1][3].found
+    assert schedules.searched(Packing(14), 3072, 2048) == (FASTEST, 16)
+
+
+def test_a_wider_search_looks_again():
+    run(Steps(product()), width=1)
+    steps = Steps(product())
+    assert not run(Steps(product()), width=1)[-1][3].tried
+    assert run(steps, width=2)[-1][3].tried
+
+
+def test_what_computes_something_else_is_never_taken():
+    wrong = RIGHT.copy()
+    wrong[7] += 0.1
+    steps = Steps(product(), answers=lambda s: wrong if s.threads == 32 and s.groups == 4 else RIGHT)
+    told = run(steps)
+    assert steps.products[0].schedule != FASTEST and told[-1][3].refused > 0
+    assert not any(s == FASTEST for timed in steps.timed for s in timed)
+
+
+def test_rounding_is_not_something_else():
+    steps = Steps(product(), answers=lambda s: RIGHT + np.float32(1e-4))
+    assert run(steps)[-1][3].refused == 0
+
+
+def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypatch):
+    class Restarted(BaseException):
+        pass
+
+    def restart():
+        raise Restarted
+
+    monkeypatch.setattr(trial, "restart", restart)
+    faults = lambda s: s.threads == 16
+    restarts = 0
+    while True:
+        steps = Steps(product(), faults=faults)
+        try:
+            run(steps)
+            break
+        except Restarted:
+            restarts += 1
+    wanted = sum(faults(s) for s in candidates(3072, 2048, _by_rule(3072, 32, 64)))
+    assert restarts == wanted > 0 and steps.products[0].schedule == FASTEST
+
+
+def test_it_ends_when_its_time_is_up():
+    steps = Steps(*(product(rows=1024 * n) for n in range(1, 5)))
+    slow = steps.seconds
+    steps.seconds = lambda run: time.sleep(0.01) or slow(run)
+    started = time.monotonic()
+    told = run(steps, seconds=0.5)
+    assert time.monotonic() - started < 2 and told[-1][:2] == (4, 4)
+    tried = {said[3].what: said[3].tried for said in told}
+    assert len(tried) == 4 and min(tried.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "rows, cols", [(3072, 2048), (1024, 3072), (151936, 1024), (96, 64), (1, 32), (898, 896)]
+)
+def test_candidates_fit_and_those_like_the_first_come_first(rows, cols):
+    first = _by_rule(rows, units_of(cols), 64)
+    found = candidates(rows, cols, first)
+    assert first not in found and len(found) == len(set(found))
+    assert all(s.fits() and rows % s.block_rows == 0 and s.block_rows % 2 == 0 for s in found)
+    distances = [schedules._distance(s, first) for s in found]
+    assert distances == sorted(distances)
