@@ -7,6 +7,7 @@ that tinygrad's loader looks at; the code stands where a GPU's would, and is fet
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import struct
@@ -18,6 +19,8 @@ from tinygrad.device import CompileError, Compiler
 from tinygrad.helpers import Target
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 from tinygrad.runtime.support.elf import elf_loader, jit_loader
+
+from engine.backends import _clang
 
 PARAMETERS = 0x160  # where they begin in the constant bank, on compute capability 8
 RESERVED_SHARED = 1024  # bytes of shared memory that belong to the system there
@@ -105,13 +108,20 @@ def _machine_code(source: str) -> tuple[bytes, int]:
     options += ["-fno-builtin", "-fno-math-errno", "-fno-asynchronous-unwind-tables", "-fno-stack-protector"]
     options += ["-fno-ident", "-march=native" if os.uname().machine == "x86_64" else "-mcpu=native", "-w"]
     options += ["-fno-jump-tables", "-fvisibility=hidden", "-ffp-contract=on"]
-    command = [os.environ.get("CC", "clang"), "-x", "c++", "-c", *options, "-", "-o", "-"]
+    command = [_compiler(), "-x", "c++", "-c", *options, "-", "-o", "-"]
     made = subprocess.run(command, input=source.encode(), capture_output=True)
     if made.returncode:
         kernel = source[source.rindex("// ---- the kernel") :]
         raise CompileError(f"{made.stderr.decode()}\n{kernel}")
     _, sections, _ = elf_loader(made.stdout)
     return jit_loader(made.stdout), next(s.header.sh_addr for s in sections if s.name == _ENTRY)
+
+
+@functools.cache
+def _compiler() -> str:
+    found = _clang()
+    assert found, "there is no clang"
+    return found
 
 
 def _cubin(name: str, code: tuple[bytes, int], constant_end: int, shared_bytes: int) -> bytes:

@@ -115,14 +115,19 @@ class Gpu:
     # ---- the ring ----
 
     def _run(self) -> None:
+        rung = 0.0
         while not self._stopping.is_set():
             if self.paused.is_set() or not self._doorbell or self.fault:
                 time.sleep(0.001)
                 continue
             bell = ctypes.c_uint32.from_address(self._doorbell + abi.DOORBELL)
             if bell.value != self._token:
-                time.sleep(20e-6)
+                idle = time.monotonic() - rung > 0.005
+                time.sleep(
+                    0.001 if idle else 20e-6
+                )  # to be woken less while nothing happens: kernels are compiled
                 continue
+            rung = time.monotonic()
             bell.value = _QUIET  # before looking at the ring, so that no later ring is missed
             try:
                 while self._at != self._put.value and not self._stopping.is_set():
