@@ -80,9 +80,9 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
     add("--backend", choices=options.BACKENDS, help="the device")
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
-    add("-p", "--prompt", type=_counts, metavar="N,…", default=(32, 128, 256, 512), help="(32,128,256,512)")
-    add("-n", "--gen", type=_counts, metavar="N,…", default=(128,), help="tokens of generation (128)")
-    add("-d", "--depth", type=_counts, metavar="N,…", default=(0, 1024, 4096), help="(0,1024,4096)")
+    add("-p", "--prompt", type=counts, metavar="N,…", default=(32, 128, 256, 512), help="(32,128,256,512)")
+    add("-n", "--gen", type=counts, metavar="N,…", default=(128,), help="tokens of generation (128)")
+    add("-d", "--depth", type=counts, metavar="N,…", default=(0, 1024, 4096), help="(0,1024,4096)")
     add("-r", "--repetitions", type=options.count, metavar="N", default=5, help="after a warm-up (5)")
     add("--compare", choices=(PEER,), help="measure llama.cpp's llama-server in between")
     add("--llama-server", metavar="PATH", help="the program (the one on PATH, or as LLAMA_SERVER says)")
@@ -243,5 +243,6 @@ def _write(results: Sequence[Result], given: Namespace, out: Console) -> None:
             raise UsageError(f"{given.save} cannot be written: {error.strerror}.") from None
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them. Raises ArgumentTypeError."""
     return tuple(options.count(part.strip()) for part in text.split(","))

@@ -289,8 +289,15 @@ def _doctor(arguments: Sequence[str]) -> int:
     return run(arguments, _settings())
 
 
+def _board(arguments: Sequence[str]) -> int:
+    from app.board import run
+
+    return run(arguments, _settings())
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "bench": (_bench, "how fast models are on this machine, also beside llama.cpp"),
+    "board": (_board, "measure a Jetson as it was measured before, and write a report"),
     "doctor": (_doctor, "what this machine has for the engine, what it lacks, and what to do about it"),
     "models": (partial(_models, "models"), "the models on this machine, and those known by name"),
     "pull": (partial(_models, "pull"), "download a model, or verify and update it"),

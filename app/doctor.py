@@ -232,6 +232,11 @@ def write(report: Report, path: Path) -> None:
         text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
     else:
         text = as_plain_text(report)
+    write_text(text, path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes what may name its user without these names. Raises UsageError."""
     try:
         path.write_text(without_names(text), "utf-8")
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine.errors import BackendError
 from engine.fixes import TINYGRAD
 from engine.measure.machine import device_name
 
+_GPU_DRIVERS = re.compile(r"nvgpu|nvmap|NVRM|ga10b|Xid|host1x|arm-smmu")
 LEAST_FREE_BYTES = 2e9  # a small model and its context
 
 
@@ -76,6 +78,17 @@ def _compiler() -> Iterator[Finding]:
         yield bad("clang", problem, "Install clang from your system's packages, or run: pip install ziglang")
     else:
         yield good("clang", "there is one")
+
+
+def kernel_log(lines: int = 40) -> list[str]:
+    """The last lines of the kernel's log that are a GPU driver's; none where this user may not read it."""
+    try:
+        run = subprocess.run(
+            ["dmesg"], capture_output=True, text=True, errors="replace", timeout=10, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in run.stdout.splitlines() if _GPU_DRIVERS.search(line)][-lines:]
 
 
 def read(path: Path) -> str:

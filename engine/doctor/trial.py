@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -81,7 +82,8 @@ def _chip(device: object) -> str:
     return f" ({iface.multiprocessors} multiprocessors)"
 
 
-def main(backend: str) -> None:
+def main(backend: str, run: Callable[[str], Trial]) -> None:
+    """Writes what comes of `run`, whatever that is."""
     try:
         trial = run(backend)
     except OrinError as error:
@@ -96,4 +98,4 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], run)

@@ -18,7 +18,8 @@ from engine.nvidia import why_not_nv
 
 TIMEOUT_S = 120.0
 _ROOT = Path(__file__).resolve().parents[2]
-_MODULE = "engine.doctor.trial"
+_TRIAL, _ENDURANCE = ((sys.executable, "-m", f"engine.doctor.{name}") for name in ("trial", "endurance"))
+_WORKS_S = 15.0  # until an endless trial is surely at work
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,19 +39,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return good(self.backend, self.text) if self.ok else bad(self.backend, self.text, self.advice)
 
 
-def attempt(
-    backend: str, *, timeout_s: float = TIMEOUT_S, command: Sequence[str] = (sys.executable, "-m", _MODULE)
-) -> Trial:
+def attempt(backend: str, *, timeout_s: float = TIMEOUT_S, command: Sequence[str] = _TRIAL) -> Trial:
     """Tries CPU, CUDA or NV."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen(
-        [*command, backend],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=env,
-        start_new_session=True,
-    )
+    process = _start([*command, backend])
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -61,9 +52,7 @@ def attempt(
             advice="Look into the kernel's log (sudo dmesg) for what its driver says.",
         )
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # its compilers too
-        process.wait()
+        _end(process)
     with contextlib.suppress(msgspec.MsgspecError, IndexError):
         return msgspec.json.decode(out.splitlines()[-1], type=Trial)
     last = err.decode(errors="replace").strip().splitlines()[-1:]
@@ -75,6 +64,43 @@ def attempt(
         text=f"the process ended with {how}{said}",
         advice="This is not expected: please send the report of orin-chat doctor --report FILE.",
     )
+
+
+def endurance(backend: str) -> list[Finding]:
+    """Many dependent kernels, buffers of many GiB, and a process that is killed in the middle of its work: all that a
+    simulated driver cannot show."""
+    found = attempt(backend, command=_ENDURANCE).finding()
+    process = _start([*_ENDURANCE, backend, "endless"])
+    try:
+        process.communicate(timeout=_WORKS_S)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        again = attempt(backend)
+    else:
+        advice = "See what came of its trial."
+        return [found, bad(backend, "an endless run ended by itself", advice)]
+    if again.ok:
+        return [found, good(backend, "works again at once after its process was killed at work")]
+    return [found, bad(backend, f"after its process was killed at work: {again.text}", again.advice)]
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills it, and its compilers too."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def possible(backend: str, names: Sequence[str], *, jetson: bool) -> Finding | None:
