@@ -295,6 +295,12 @@ def _board(arguments: Sequence[str]) -> int:
     return run(arguments, _settings())
 
 
+def _tune(arguments: Sequence[str]) -> int:
+    from app.tune import run
+
+    return run(arguments, _settings())
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "bench": (_bench, "how fast models are on this machine, also beside llama.cpp"),
     "board": (_board, "measure a Jetson as it was measured before, and write a report"),
@@ -304,4 +310,5 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "rm": (partial(_models, "rm"), "delete a downloaded model"),
     "show": (partial(_models, "show"), "what a model's file says, and how fast it could be here"),
     "tokenize": (_tokenize, "what a model's tokenizer makes of a text"),
+    "tune": (_tune, "find the fastest way to run a model on this GPU, and keep it"),
 }

@@ -11,6 +11,7 @@ from engine.events import (
     Loading,
     Prefilling,
     Ready,
+    Search,
     Thinking,
     Warming,
     decode_rate,
@@ -24,6 +25,9 @@ def describe(event: Event) -> str:
     match event:
         case Loading(done_bytes=done, total_bytes=total):
             return f"loading {done / total:.0%}" if total else "loading"
+        case Warming(search=Search() as s):
+            left = f", {s.left_s:.0f} s left" if s.left_s else ""
+            return f"searching, {event.done} of {event.total} products done ({event.cached} known){left}"
         case Warming(done=done, total=total):
             return f"preparing kernels, {done}" + (f" of about {total}" if total else "")
         case Ready(model=model):

@@ -85,7 +85,8 @@ class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules,
     "auto" what suits the device. `beam` is the width of the search for faster kernels, `jitbeam` that in the
     captured steps alone: on "graph" tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
-    tinygrad's heuristic; None leaves them to the environment. `search_s` bounds our search (None: by its width)."""
+    tinygrad's heuristic; None leaves them to the environment. `search_s` bounds our search (None: by its width);
+    `search_again` says not to stop at what is known from an earlier one."""
 
     model_path: str
     backend: str = "auto"
@@ -95,6 +96,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     jitbeam: int | None = None
     matvec: Matvec | None = None
     search_s: float | None = None
+    search_again: bool = False
 
 
 # --- commands ------------------------------------------------------------------------------------------

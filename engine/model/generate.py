@@ -212,6 +212,7 @@ class TextModel:
             lambda done, total, cached, search: report(
                 Warming(done=done, total=total, cached=cached, search=search)
             ),
+            options.search_again,
         )
 
     def _warm_up(self) -> None:

@@ -75,7 +75,13 @@ class DrawingSteps(Steps, Protocol):
 class SearchableSteps(Steps, Protocol):
     """Steps whose kernels can be cut in several ways."""
 
-    def search(self, width: int, seconds: float, report: Callable[[int, int, int, Search], None]) -> None:
+    def search(
+        self,
+        width: int,
+        seconds: float,
+        report: Callable[[int, int, int, Search], None],
+        again: bool = False,
+    ) -> None:
         """Finds the fastest for the device at hand, as far as `seconds` allow; see `engine.model.fused.search`. To be
         called before anything is in the KV cache."""
         ...

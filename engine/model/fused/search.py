@@ -43,17 +43,17 @@ class Bench:
     seconds: Callable[[Callable[[], None]], float]
 
 
-def search(bench: Bench, width: int, seconds: float, report: Report) -> None:
+def search(bench: Bench, width: int, seconds: float, report: Report, again: bool = False) -> None:
     """Sets the schedules of all products. `report(done, total, cached, search)` is called as it goes: how many
     shapes are done, of how many, how many were known, and the one at hand. Nothing is searched that was searched
-    before as widely."""
+    before as widely, unless `again`."""
     shapes: dict[tuple[object, int, int], list[Product]] = {}
     for product in bench.products:
         shapes.setdefault((product.packing, product.rows, product.cols), []).append(product)
     todo = []
     for alike in shapes.values():
         known = searched(alike[0].packing, alike[0].rows, alike[0].cols)
-        if known is None or known[1] < width:
+        if again or known is None or known[1] < width:
             todo.append(alike)
     cached = len(shapes) - len(todo)
     for alike in shapes.values():

@@ -138,14 +138,13 @@ class FusedSteps:
 
     # ---- the search for schedules ----
 
-    def search(self, width: int, seconds: float, report: search.Report) -> None:
+    def search(self, width: int, seconds: float, report: search.Report, again: bool = False) -> None:
         """As `engine.model.fused.search.search`; it spoils the KV cache."""
         self._settle()
         short = self._decode.limits[0]
         step = lambda: self._decode_step(short, draws=False, penalizes=False)
-        search.search(
-            search.Bench(self._model.products, step, self._answer, self._seconds), width, seconds, report
-        )
+        bench = search.Bench(self._model.products, step, self._answer, self._seconds)
+        search.search(bench, width, seconds, report, again)
         self._expected = _NOWHERE
         self._graphs.clear()
 
