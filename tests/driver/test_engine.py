@@ -1,0 +1,50 @@
+"""The whole engine over a board that fails: the user gets two sentences, and no process stays."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.client import LocalEngine
+from engine.events import EngineOptions, Failed
+from tests import generated_model
+from tests.engine.conftest import running
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    return generated_model.write(path, quant="Q8_0", layers=1, dim=32, heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "hint"),
+    [
+        (("0", "EACCES"), "Opening /dev/nvmap failed: EACCES", "groups"),
+        (("8", "ENOTTY"), "failed: ENOTTY", "another version"),
+        (("gpu", "2"), "The GPU stopped: the GPU touched memory that is not mapped", "Restart"),
+    ],
+    ids=["no permission", "another driver", "a fault of the GPU"],
+)
+async def test_a_start_that_fails(model, fault, message, hint, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    engine = LocalEngine(
+        EngineOptions(model_path=str(model), backend="NV", context_length=64),
+        environment={"PYTHONPATH": str(ROOT), "CACHEDB": str(tmp_path / "cache.db")},
+        command=(sys.executable, "-m", "tests.driver.worker", *fault),
+    )
+    try:
+        events = [event async for event in engine.start()]
+    finally:
+        await engine.close()
+    failed = events[-1]
+    assert isinstance(failed, Failed) and failed.kind == "backend", failed
+    assert message in failed.message and hint in failed.hint
+    worker = int(re.search(r"board in process (\d+)", engine.log_path.read_text())[1])
+    assert not running(worker)
+    with pytest.raises(ProcessLookupError):  # nor any that it started: they are in its group
+        os.killpg(worker, 0)
