@@ -50,6 +50,8 @@ def _header_folders(root: Path) -> Iterator[Path]:
     for library in runtime_compilers(root):
         for parent in list(library.resolve().parents)[:5]:
             yield parent / "include"
+            if parent.name == "nvidia":  # Python's packages: the library in one, the headers in another
+                yield from sorted(parent.glob("cu*/include"))
     if nvcc := shutil.which("nvcc"):
         yield Path(nvcc).resolve().parents[1] / "include"
     yield from _of_toolkits(root, "include")

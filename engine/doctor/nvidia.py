@@ -11,7 +11,7 @@ from engine.doctor import Finding, bad, fair, good, note
 from engine.doctor.host import read
 from engine.nvidia import gpus, why_not_nv
 
-_TOOLKIT = "Install CUDA's toolkit (on a Jetson: sudo apt install nvidia-cuda-toolkit or cuda-toolkit-12-6)"
+_TOOLKIT = "Install CUDA's toolkit (on a Jetson: sudo apt install cuda-toolkit-12-6)"
 
 
 def examine(root: Path = Path("/"), *, jetson: bool = False) -> list[Finding]:

@@ -121,12 +121,16 @@ def test_a_library_among_packages_is_found(tmp_path, monkeypatch):
     (package / "lib/libnvrtc.so.12").touch()
     (package / "lib/libnvrtc-builtins.so.12.6").touch()
     assert cuda_toolkit.runtime_compilers(tmp_path) == [package / "lib/libnvrtc.so.12"]
+    beside = package.with_name("cuda_runtime") / "include"
+    beside.mkdir(parents=True)
+    (beside / "cuda_fp16.h").touch()
+    assert cuda_toolkit.headers(tmp_path) == [beside]
     jetson = tmp_path / "usr/local/cuda-12.6/targets/aarch64-linux"
     for path in ("lib/libnvrtc.so.12", "include/cuda_fp16.h"):
         (jetson / path).parent.mkdir(parents=True)
         (jetson / path).touch()
     assert cuda_toolkit.runtime_compilers(tmp_path)[0] == jetson / "lib/libnvrtc.so.12"
-    assert cuda_toolkit.headers(tmp_path) == [jetson / "include"]
+    assert cuda_toolkit.headers(tmp_path) == [jetson / "include", beside]
 
 
 # --- NV's windows ----------------------------------------------------------------------------------------
