@@ -31,6 +31,7 @@ from app.setup import Setup
 from app.switching import Switching
 from engine.client import Engine
 from engine.events import Counter, Message, Sampling
+from presets import GUIDE, guide_path
 from widgets.comparison import Comparison
 from widgets.reply_markdown import code_blocks
 from widgets.text import clean, one_line
@@ -72,6 +73,7 @@ class ChatApp(App[None]):
     .-short MachinePanel, .-short KernelTable, .-medium MachinePanel { display: none; }
     .-whole-pane .-whole { display: block; }
     .-tiny ActivityLine, .-tiny StatusLine { display: none; }
+    .-tiny ActivityLine.-warning { display: block; padding: 0; }
     .-tiny Prompt { margin: 0; }
     .-tiny Transcript { padding: 0; }
     """
@@ -139,6 +141,10 @@ class ChatApp(App[None]):
         self.page = self.screen  # another may be on top of it later
         self.prompt, self.transcript = self.column.prompt, self.column.transcript
         self.prompt.focus()
+        if self.setup is not None and self.setup.model_path == guide_path():
+            self.notice(
+                f"{GUIDE} answers, a small model that is built in · Ctrl+L for larger ones", seconds=60
+            )
         self._read_history()
         self._show_comparison()
         if self._open_first is not None:

@@ -8,6 +8,7 @@ from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
+from textual.events import Resize
 from textual.widgets import Static
 
 from app.compared import Compared
@@ -23,7 +24,11 @@ from widgets.transcript import Transcript
 from widgets.turn import Turn
 from widgets.welcome import Welcome
 
-PLACEHOLDER = "Ask anything · Enter sends · Ctrl+J new line · F1 keys"
+PLACEHOLDERS = (
+    "Ask anything · Enter sends · Ctrl+J new line · F1 keys",
+    "Ask anything · F1 shows the keys",
+    "Ask anything",
+)
 EDITING = "editing · Enter sends it in place of the old one and what follows · Esc leaves it"
 TINY_WIDTH = 40
 """Narrower terminals show the chat and the prompt only."""
@@ -55,7 +60,7 @@ class ChatColumn(Vertical):
         self._title = ""
         # Made here: `query_one` looks into the screen on top, which may be another by then.
         self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), Comparison()
-        self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDER)
+        self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
         self.waiting = Static(id="queued", markup=False)
         self.status_line = StatusLine()
 
@@ -69,6 +74,10 @@ class ChatColumn(Vertical):
         yield self.activity
         yield self.waiting
         yield self.prompt
+
+    def on_resize(self, event: Resize) -> None:
+        room = event.size.width - 8
+        self.prompt.placeholder = next((p for p in PLACEHOLDERS if len(p) <= room), PLACEHOLDERS[-1])
 
     # --- what the session tells (app.session.View) ------------------------------------------------------
 

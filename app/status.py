@@ -18,7 +18,8 @@ class StatusObserver:
         self._status = EngineStatus(context_used=0)
         self._since = clock()  # when the current phase began, or the request while it is answered
         self._from = 0  # `done` at that time
-        self._first_token: float | None = None
+        self._first_token: float | None = None  # seconds, by the engine's clock if it tells
+        self._last_token = 0.0
 
     @property
     def is_ready(self) -> bool:
@@ -31,7 +32,7 @@ class StatusObserver:
         if status.phase in (Phase.READY, Phase.GONE):
             return status
         if status.phase is Phase.GENERATING and self._first_token is not None:
-            rate = decode_rate(status.tokens, (self._clock() - self._first_token) * 1e3)
+            rate = decode_rate(status.tokens, (self._last_token - self._first_token) * 1e3)
             return replace(status, elapsed_s=elapsed, tokens_per_s=rate or None)
         left = None
         gained = status.done - self._from
@@ -72,7 +73,7 @@ class StatusObserver:
                 self._progress(Phase.PREFILLING, done, total, start=cached)
                 self._status = replace(self._status, context_used=done)
             case Token():  # and Thinking, which is one
-                self._token()
+                self._token(event)
             case Finished():
                 self._phase(Phase.READY)
                 self._status = replace(
@@ -86,11 +87,14 @@ class StatusObserver:
                 self._status = self.snapshot()  # the speed it had until then
                 self._phase(Phase.GONE if request_id is None else Phase.READY)
 
-    def _token(self) -> None:
+    def _token(self, token: Token) -> None:
         now, status = self._clock(), self._status
+        self._last_token = now if token.at_ms is None else token.at_ms / 1e3
         if self._first_token is None:
-            self._first_token = now
-            status = replace(status, first_token_s=now - self._since)
+            self._first_token = self._last_token
+            status = replace(
+                status, first_token_s=self._last_token - (self._since if token.at_ms is None else 0.0)
+            )
         used = None if status.context_used is None else status.context_used + 1
         self._status = replace(status, tokens=status.tokens + 1, context_used=used)
         self._phase(Phase.GENERATING)

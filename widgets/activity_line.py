@@ -44,23 +44,27 @@ def describe(status: EngineStatus) -> str:
 
 
 class ActivityLine(Widget):
-    """A notice while there is one, else the state of the engine; at the right what a key would do now."""
+    """A notice while there is one, in as many lines as it takes, else the state of the engine; at the right
+    what a key would do now."""
 
     DEFAULT_CSS = """
-    ActivityLine { height: 1; padding: 0 2; color: $text-muted; }
+    ActivityLine { height: auto; max-height: 4; padding: 0 2; color: $text-muted; }
     """
     ALLOW_SELECT = False
 
     status: reactive[EngineStatus] = reactive(EngineStatus())
-    notice: reactive[str] = reactive("")
+    notice: reactive[str] = reactive("", layout=True)
     is_warning: reactive[bool] = reactive(False)
     hint: reactive[str] = reactive("")
+
+    def watch_is_warning(self, is_warning: bool) -> None:
+        self.set_class(is_warning, "-warning")
 
     def render(self) -> Content:
         width = self.size.width
         if self.notice:
             mark, style = ("⚠", "$text-warning") if self.is_warning else ("·", "$text")
-            return Content.styled(f"{mark} {one_line(self.notice)}", style).truncate(width, ellipsis=True)
+            return Content.styled(f"{mark} {one_line(self.notice)}", style)
         busy = self.status.phase not in (Phase.READY, Phase.GONE)
         mark = (
             SPINNER[int(self.status.elapsed_s / SPIN_S) % len(SPINNER)]

@@ -26,12 +26,13 @@ class Drawn(Widget, Generic[View]):
     }  # fmt: skip
     DEFAULT_CSS = """
     Drawn {
-        height: 1fr; padding: 0 1; border: round $foreground 20%; border-title-color: $text-muted;
+        height: 1fr; padding: 0 1; border: round $foreground 20%;
+        border-title-color: $text-muted; border-subtitle-color: $text-muted;
         &:focus { border: round $primary 60%; }
         & > .drawn--strong { color: $text; text-style: bold; }
         & > .drawn--dim { color: $text-muted; }
         & > .drawn--value { color: $primary; }
-        & > .drawn--hatched { color: $secondary; }
+        & > .drawn--hatched { color: $text-secondary; }
         & > .drawn--line { color: $accent; }
         & > .drawn--warning { color: $text-warning; }
         & > .drawn--selected { background: $primary 25%; text-style: bold; }
@@ -71,8 +72,22 @@ class Drawn(Widget, Generic[View]):
 
     def _strip(self, line: Line, styles: dict[str, Style]) -> Strip:
         segments = []
-        for text, name in line:
+        for text, name in cut(line, self.size.width):
             if name not in styles:
                 styles[name] = self.get_component_rich_style(f"drawn--{name}")
             segments.append(Segment(text, styles[name]))
         return Strip(segments).adjust_cell_length(self.size.width, self._base)
+
+
+def cut(line: Line, width: int) -> Line:
+    """`line` with "…" as its last character where there is more of it than fits."""
+    if sum(len(text) for text, _ in line) <= width:
+        return line
+    room = width
+    kept: Line = []
+    for text, name in line:
+        if len(text) >= room:
+            return [*kept, (text[: max(0, room - 1)] + "…", name)]
+        kept.append((text, name))
+        room -= len(text)
+    return kept

@@ -149,7 +149,7 @@ class KernelTable(Drawn[Kernels]):
         view = self._held or view
         profile, rows = self.profile, self.rows
         if profile is None:
-            return [[(one_line(view.note) or f"no profile of {self.step} yet · m measures", "dim")]]
+            return [[(one_line(view.note) or "measured when the engine is idle", "dim")]]
         head = header(profile, view, width, is_paused=self.is_paused)
         room = height - len(head)
         first = max(0, min(self.chosen - room // 2, len(rows) - room))
@@ -207,8 +207,8 @@ _CALLS, _US, _SHARE, _GBPS, _ROOF = 6, 10, 5, 7, 6
 _FIXED = _CALLS + _US + _SHARE + _GBPS
 _BAR = 10
 _SHORT: dict[KernelRole, str] = {
-    "QKV projection": "QKV", "attention output": "attn out", "FFN gate+up": "gate+up", "FFN down": "down",
-    "output head": "head", "element-wise": "elementw", "embedding": "embed",
+    "QKV projection": "QKV", "attention": "attn", "attention output": "attn o", "FFN gate+up": "gate+up",
+    "FFN down": "down", "output head": "head", "element-wise": "elemw", "embedding": "embed", "sampling": "sample",
 }  # fmt: skip
 
 

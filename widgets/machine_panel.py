@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 from textual.geometry import Size
@@ -33,7 +34,7 @@ class MachinePanel(Drawn[Machine]):
 
     def watch_view(self, before: Machine | None, view: Machine | None) -> None:
         def rows(view: Machine | None) -> int:
-            return 0 if view is None else len(view.counters) + bool(view.verdict)
+            return 0 if view is None else len(lines(view, self.size.width))
 
         if rows(before) != rows(view):
             self.refresh(layout=True)
@@ -43,16 +44,17 @@ def lines(view: Machine, width: int) -> list[Line]:
     """What is there comes first: where the room is short, what is absent goes."""
     there = [counter for counter in view.counters if not counter.absent]
     absent = [counter for counter in view.counters if counter.absent]
-    said: list[Line] = [[(f"⚠ {one_line(view.verdict)}"[:width], "warning")]] if view.verdict else []
+    verdict = textwrap.wrap(f"⚠ {one_line(view.verdict)}", max(8, width)) if view.verdict else []
+    said: list[Line] = [[(line, "warning")] for line in verdict]
     return said + [_line(counter, width) for counter in (*there, *absent)]
 
 
 def _line(counter: Counter, width: int) -> Line:
     name = f"{one_line(counter.name)[: _NAME - 1]:<{_NAME}}"
     if counter.absent:
-        return [(name, "dim"), (f"not available: {one_line(counter.absent)}"[: width - _NAME], "dim")]
+        return [(name, "dim"), (f"not available: {one_line(counter.absent)}", "dim")]
     if counter.value is None:
-        return [(name, "dim"), (one_line(counter.text)[: width - _NAME], "")]
+        return [(name, "dim"), (one_line(counter.text), "")]
     value = _figure(counter.value, counter.unit)
     if counter.most and counter.unit != "%":
         value += f" of {_figure(counter.most, '').strip()}"

@@ -59,7 +59,7 @@ class ThroughputGraph(Drawn[Throughput]):
 def lines(view: Throughput, width: int, height: int) -> list[Line]:
     figures = _figures(view, width)
     rows = height - len(figures)
-    if rows < 2 or width < 4 * _AXIS:
+    if rows < 2 or width < 4 * _AXIS or not view.samples:
         return figures[:height]
     if rows < 7 or all(sample.gbps is None for sample in view.samples):
         return figures + _speeds(view, width, rows)
@@ -78,7 +78,7 @@ def _figures(view: Throughput, width: int) -> list[Line]:
         [(f"median {said(view.median)}  best {said(view.best)}  prefill {said(view.prefill)}", "dim")],
     ]
     if view.memory:
-        figures.append([(view.memory[:width], "dim")])
+        figures.append([(view.memory, "dim")])
     return figures
 
 

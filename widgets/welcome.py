@@ -14,6 +14,7 @@ KEYS = (
     ("Esc", "stops", "Ctrl+O", "opens a past chat"),
     ("F1", "all keys", "Ctrl+P", "all commands"),
 )
+TWO_COLUMNS = 48
 
 
 class Welcome(Widget):
@@ -36,12 +37,18 @@ class Welcome(Widget):
             *(Content.styled(line, "$foreground 60%") for line in (known, where) if line),
             Content(""),
         ]
-        for left, does, right, does_too in KEYS:
-            lines.append(
-                Content.assemble(
-                    (f"{left:>7}", "bold"), (f"  {does:<10}", "$foreground 60%"),
-                    (f"{right:>8}", "bold"), (f"  {does_too:<17}", "$foreground 60%"),
-                )
-            )  # fmt: skip
-        indents = (" " * max(0, (self.size.width - line.cell_length) // 2) for line in lines)
+        width, height = self.size
+        for key, does, other, does_too in KEYS:
+            line = _key(key, 7, does, 10)
+            if width >= TWO_COLUMNS:
+                line += _key(other, 8, does_too, 17)
+            lines.append(line)
+        if width < TWO_COLUMNS:
+            lines += [_key(other, 7, does, 10) for _, _, other, does in KEYS]
+        lines = [line.truncate(width, ellipsis=True) for line in lines[:height]]
+        indents = (" " * max(0, (width - line.cell_length) // 2) for line in lines)
         return Content("\n").join(Content(indent) + line for indent, line in zip(indents, lines, strict=True))
+
+
+def _key(key: str, key_width: int, does: str, does_width: int) -> Content:
+    return Content.assemble((f"{key:>{key_width}}", "bold"), (f"  {does:<{does_width}}", "$foreground 60%"))

@@ -16,7 +16,7 @@ from app.history import ChatSummary, History, HistoryError
 from app.screens.page import Frame, Page
 from widgets.text import one_line
 
-KEYS = "Enter opens · F2 renames · Delete deletes · Esc closes"
+KEYS = "Enter opens · Esc closes · F2 renames · Delete deletes"
 
 
 def when(seconds: float, now: float) -> str:

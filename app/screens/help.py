@@ -18,8 +18,11 @@ class HelpScreen(Page[None]):
     HelpScreen Grid {
         grid-size: 2; grid-columns: 20 1fr; grid-rows: auto; height: auto; margin-bottom: 1;
     }
+    HelpScreen.-stacked Grid { grid-size: 1; grid-columns: 1fr; }
+    HelpScreen.-stacked .help { padding-left: 2; }
     HelpScreen .key { text-style: bold; color: $text-primary; }
     """
+    HORIZONTAL_BREAKPOINTS = [(0, "-stacked"), (60, "-columns")]  # noqa: RUF012 (declared so by Textual)
     BINDINGS = [Binding("escape,f1,q,enter", "dismiss", "Close")]  # noqa: RUF012 (declared so by Textual)
 
     def compose(self) -> ComposeResult:
@@ -29,7 +32,7 @@ class HelpScreen(Page[None]):
                 with Grid():
                     for key, help in table:
                         yield Static(key, markup=False, classes="key")
-                        yield Static(help, markup=False)
+                        yield Static(help, markup=False, classes="help")
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()

@@ -24,7 +24,7 @@ from engine.catalog.room import fits, memory_bytes
 from engine.errors import OrinError, UsageError
 from widgets.text import as_bytes, as_count, one_line
 
-KEYS = "Enter chooses or downloads · Delete deletes · Esc closes"
+KEYS = "Enter chooses or downloads · Esc closes · Delete deletes"
 ASK_AFTER_S = 0.4
 """The hub is asked for the size of what stays highlighted this long."""
 POLL_S = 0.25

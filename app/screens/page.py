@@ -32,4 +32,7 @@ class Page(ModalScreen[ScreenResultType]):
         height: 1fr; border: none; background: $background; background-tint: $background 0%; padding: 0;
         text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
     }
+    Page OptionList:focus > .option-list--option-highlighted {
+        color: $block-cursor-blurred-foreground; background: $block-cursor-blurred-background;
+    }
     """

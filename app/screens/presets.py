@@ -18,8 +18,8 @@ from engine.errors import UsageError
 from presets.loader import save
 from widgets.text import clean, one_line
 
-KEYS = "Enter chooses · F2 edits, as a preset of your own · Esc closes"
-EDIT_KEYS = "Ctrl+S saves · Tab to the name · Esc closes"
+KEYS = "Enter chooses · Esc closes · F2 edits, as a preset of your own"
+EDIT_KEYS = "Ctrl+S saves · Esc closes · Tab to the name"
 
 
 class PresetsScreen(Page[str | None]):

@@ -94,7 +94,7 @@ def test_what_an_engine_does_in_words():
     assert all(say(phase) for phase in Phase)
 
 
-async def test_a_notice_takes_the_line_as_plain_text():
+async def test_a_notice_is_plain_text_and_has_the_room_it_needs():
     app = Lines()
     async with app.run_test(size=(30, 5)) as pilot:
         line = app.query_one(ActivityLine)
@@ -102,6 +102,8 @@ async def test_a_notice_takes_the_line_as_plain_text():
         await pilot.pause()
         assert line.render().plain == "· ready            F1 keys"
         line.notice = "[b]no[/b] markup\x1b[31m, and too long"
-        assert line.render().plain == "· [b]no[/b] markup[31m, a…"
+        await pilot.pause()
+        assert line.render().plain == "· [b]no[/b] markup[31m, and too long"
+        assert line.size.height == 2
         line.is_warning = True
         assert line.render().plain.startswith("⚠ ")
