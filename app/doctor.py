@@ -120,7 +120,8 @@ def examine(
             on_section(sections[-1])
 
     found("Machine", host.examine(root))
-    found("Jetson", jetson.examine(root))
+    ask = on_a_jetson and root == Path("/") and not backends.flaw("NV")
+    found("Jetson", [*jetson.examine(root), *([trials.interface()] if ask else [])])
     found("NVIDIA", nvidia.examine(root, jetson=on_a_jetson))
     found("Around", list(_around(settings)))
     names, tried, findings = gpus(root), [], []

@@ -18,7 +18,9 @@ from engine.nvidia import why_not_nv
 
 TIMEOUT_S = 120.0
 _ROOT = Path(__file__).resolve().parents[2]
-_TRIAL, _ENDURANCE = ((sys.executable, "-m", f"engine.doctor.{name}") for name in ("trial", "endurance"))
+_TRIAL, _INTERFACE, _ENDURANCE = (
+    (sys.executable, "-m", f"engine.doctor.{name}") for name in ("trial", "interface", "endurance")
+)
 _WORKS_S = 15.0  # until an endless trial is surely at work
 
 
@@ -64,6 +66,11 @@ def attempt(backend: str, *, timeout_s: float = TIMEOUT_S, command: Sequence[str
         text=f"the process ended with {how}{said}",
         advice="This is not expected: please send the report of orin-chat doctor --report FILE.",
     )
+
+
+def interface() -> Finding:
+    """Whether a Jetson's drivers and NV speak the same language."""
+    return attempt("nvgpu", command=_INTERFACE).finding()
 
 
 def endurance(backend: str) -> list[Finding]:

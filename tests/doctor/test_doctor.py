@@ -232,3 +232,37 @@ def test_the_command(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert "A chat is possible" in run.stdout and "tinygrad" in run.stdout
+
+
+# --- a Jetson's drivers, simulated -----------------------------------------------------------------------
+
+
+def test_drivers_that_speak_our_language():
+    from engine.doctor import interface
+    from tests.driver.simulate import simulated
+
+    with simulated() as kernel:
+        trial = interface.run("nvgpu")
+        assert kernel.leaks() == []
+    assert (
+        trial.ok and "speaks as r36.4 does: ga10b, sm_87, " in trial.text and "multiprocessors" in trial.text
+    )
+
+
+def test_drivers_that_speak_another(monkeypatch, capsys):
+    import errno
+
+    from engine.doctor import interface, trial
+    from engine.tegra import driver
+    from tests.driver.simulate import simulated
+
+    with simulated() as kernel:
+
+        def refused(fd, number, argument):
+            raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+        monkeypatch.setattr(driver.system, "ioctl", refused)
+        trial.main("nvgpu", interface.run)
+        assert kernel.leaks() == []
+    said = json.loads(capsys.readouterr().out)
+    assert not said["ok"] and "ENOTTY" in said["text"] and "another version" in said["advice"]
