@@ -54,8 +54,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         raise UsageError(
             f"{folder} cannot be written: {error.strerror}.", "Name another: --folder."
         ) from None
-    report = doctor.examine(settings, on_section=lambda section: doctor.show(section, out))
-    report = _endurance(report, board, out)
+    report = _endurance(doctor.shown(settings, out), board, out)
     planned = runs(board, folder)
     if given.retry:
         for one in planned:

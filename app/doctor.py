@@ -68,7 +68,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     """Prints what was found; returns 0 where a chat is possible, on whatever backend. Raises UsageError."""
     given = _parse(arguments)
     out = Console(highlight=False, soft_wrap=False)
-    report = examine(settings, on_section=lambda section: show(section, out), on_trial=_announcer(out))
+    report = shown(settings, out)
     out.print()
     if report.works:
         names = " and ".join(trial.backend for trial in report.trials if trial.ok)
@@ -94,12 +94,22 @@ def _parse(arguments: Sequence[str]) -> Any:
     return parser.parse_args(arguments)
 
 
-def _announcer(out: Console) -> Callable[[str], None]:
-    def announce(backend: str) -> None:
-        if out.is_terminal:
-            out.print(f"[dim]trying {backend} ...[/]", end="\r")
+def shown(settings: Settings, out: Console) -> Report:
+    """As `examine`, printed as it is found."""
+    status = out.status("")
 
-    return announce
+    def section(section: Section) -> None:
+        status.stop()
+        show(section, out)
+
+    def trial(backend: str) -> None:
+        status.update(f"trying {backend}")
+        status.start()
+
+    try:
+        return examine(settings, on_section=section, on_trial=trial)
+    finally:
+        status.stop()
 
 
 def examine(
