@@ -303,8 +303,8 @@ def _tune(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "bench": (_bench, "how fast models are on this machine, also beside llama.cpp"),
-    "board": (_board, "measure a Jetson as it was measured before, and write a report"),
-    "doctor": (_doctor, "what this machine has for the engine, what it lacks, and what to do about it"),
+    "board": (_board, "measure a Jetson beside the figures of before, with a report"),
+    "doctor": (_doctor, "what this machine has and lacks, and what to do about it"),
     "models": (partial(_models, "models"), "the models on this machine, and those known by name"),
     "pull": (partial(_models, "pull"), "download a model, or verify and update it"),
     "rm": (partial(_models, "rm"), "delete a downloaded model"),
