@@ -14,6 +14,7 @@ from typing import Any
 
 import tinygrad.codegen as codegen
 import tinygrad.engine.realize as realize
+import tinygrad.runtime.ops_cpu as ops_cpu
 import tinygrad.schedule as schedule
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops, UOp
@@ -30,6 +31,7 @@ def apply() -> None:
     if isinstance(codegen.to_program_cache, Table):
         return
     codegen.to_program_cache = realize.to_program_cache = Table(store(), "programs", codegen.to_program_cache)
+    ops_cpu.do_to_program = codegen.to_program  # what the CPU's own queues run
     schedule.schedule_cache = Table(store(), "schedules", schedule.schedule_cache)
 
 

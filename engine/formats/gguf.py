@@ -138,6 +138,17 @@ class TensorInfo:
     def type_name(self) -> str:
         return GGML_BLOCK[self.type][0]
 
+    def release(self) -> None:
+        """Takes its pages out of this process's memory. They are read again when they are needed again."""
+        buffer = self.data.base
+        while isinstance(buffer, np.ndarray):
+            buffer = buffer.base
+        buffer = buffer.obj if isinstance(buffer, memoryview) else buffer
+        if isinstance(buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            start = self.data.ctypes.data - np.frombuffer(buffer, np.uint8).ctypes.data
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            buffer.madvise(mmap.MADV_DONTNEED, page, start + self.n_bytes - page)
+
     def __repr__(self) -> str:
         return f"<{self.name!r} {self.type_name} {self.shape}>"
 

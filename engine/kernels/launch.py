@@ -71,17 +71,23 @@ _unknown: dict[UOp, str] = {}  # graphs that are not compiled yet, and what they
 
 @functools.cache
 def _program(kernel: Kernel, shapes: tuple[tuple[int, DType], ...]) -> UOp:
+    placeholders = (UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes))
+    return known_or_made((kernel, shapes), lambda: kernel(*placeholders))
+
+
+def known_or_made(description: tuple[object, ...], make: Callable[[], UOp]) -> UOp:
+    """The program that was compiled of the graph with this `description`, if it is kept; else the graph, which
+    `make` returns, for `compile_all`."""
     try:
-        name = repr(
-            (source_version(), str(Device[Device.DEFAULT].renderer.target), described(kernel), shapes)
-        )
+        target = str(Device[Device.DEFAULT].renderer.target)
+        name = repr((source_version(), target, described(description)))
     except TypeError:
         name = ""
     if name and (key := store().get("kernels", name)):
         program = realize.to_program_cache.get(key)
         if program is not None:
             return program
-    graph = kernel(*(UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes)))
+    graph = make()
     if name:
         _unknown[graph] = name
     return graph

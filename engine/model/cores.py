@@ -78,7 +78,7 @@ class CoreSteps:
         self._config = config = weights.config
         self._lanes = register_lanes()
         self.chunk = MAX_TILES * self._lanes
-        self.chunks: tuple[int, ...] = (self.chunk,)
+        self.chunks: tuple[int, ...] = (1,)  # one step serves every length
         self.depths: tuple[int, ...] = (0,)
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
         self._cores = Cores(len(usable_cpus()))
@@ -88,7 +88,7 @@ class CoreSteps:
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, self._lanes, eps)
         for layer in self._layers:
             layer.keys, layer.values = (
-                memory.zeros(self._heads.cache_size, dtypes.float16) for _ in range(2)
+                memory.zeros(self._heads.cache_size, dtypes.float16, sparse=True) for _ in range(2)
             )
         angles = np.arange(length)[:, None] * config.rope_frequencies
         self._cos, self._sin = (memory.array(f(angles), dtypes.float32) for f in (np.cos, np.sin))
@@ -164,7 +164,9 @@ class CoreSteps:
             places = half_split(rows, config.head_dim) if interleaved else np.arange(rows, dtype=np.int32)
             packing = Packing(ggml_type, self._lanes)
             shape = self._sizes(*shape_of(rows, cols, packing, added, first, out_rows))
-            return Matrix(packing, rows, cols, shape, repack(self._cores, raw, packing, places, cols))
+            stream = repack(self._cores, raw, packing, places, cols)
+            weights.file.tensors[f"{name}.weight"].release()
+            return Matrix(packing, rows, cols, shape, stream)
 
         def vector(name: str, n: int) -> Tensor:
             return memory.array(weights.floats(name, n), dtypes.float32)

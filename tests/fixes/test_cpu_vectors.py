@@ -12,6 +12,7 @@ from tinygrad.uop.ops import Ops
 import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import cpu_vectors
+from engine.kernels.cpu.cores import piece_of_work
 from engine.kernels.cpu.packing import Packing
 from engine.kernels.cpu.product import inputs_of, product
 
@@ -27,8 +28,8 @@ def source_of(lanes: int, tile: int) -> str:
     types = [dtypes.float32, dtypes.int32] + [dtypes.int32] * (tile > 1)
     types += [KINDS.get(name, dtypes.float32) for name in inputs_of([packing], tile)]
     types += [dtypes.float32, dtypes.uint16]
-    buffers = [UOp.placeholder((1 << 40,), dtype, slot=i) for i, dtype in enumerate(types)]
-    program = to_program(product(packing, 1, tile, 8)(UOp.const(0), *buffers), Device["CPU"].renderer)
+    buffers = [UOp.placeholder((1 << 40,), dtype, slot=i + 2) for i, dtype in enumerate(types)]
+    program = to_program(product(packing, tile, 8)(*piece_of_work(), *buffers), Device["CPU"].renderer)
     return str(next(u for u in program.src if u.op is Ops.SOURCE).arg)
 
 
@@ -85,6 +86,7 @@ import numpy as np
 from tinygrad import dtypes
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.cores import Cores
+from engine.kernels.cpu.cores import piece_of_work
 from engine.kernels.cpu.packing import Packing
 from engine.kernels.cpu.product import product, shape_of
 if __name__ == "__main__":

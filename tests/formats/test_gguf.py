@@ -101,7 +101,9 @@ def read_all(path: Path) -> None:
                 ]
         for t in g.tensors.values():
             assert t.data.nbytes == t.n_bytes
-            t.data.sum()
+            total = t.data.sum()
+            t.release()
+            assert t.data.sum() == total, "it is read again"
 
 
 # --- what is read ---------------------------------------------------------------------------------------

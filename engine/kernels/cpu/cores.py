@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.codegen import to_program
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.engine.realize import compile_linear, get_runtime
+from tinygrad.engine.realize import get_runtime
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from engine.fixes import cpu_vectors
 from engine.kernels.cpu import memory, walk
+from engine.kernels.launch import compile_all, known_or_made
 
 Kernel = Callable[..., UOp]
 
@@ -93,8 +93,7 @@ class Cores:
         self._programs: dict[tuple[Kernel, tuple[DType, ...]], UOp] = {}
         self._n_calls, self._n_pieces = 1, 0  # call 0 has no pieces
         self._libc = ctypes.CDLL(None)
-        self._walk = _compiled(functools.partial(walk.walk, count), "walk")
-        nothing = _compiled(UOp.sink, "nothing")
+        self._walk, nothing = _called((walk.walk, count), (walk.nothing,))
         functions = (self._libc.sem_wait, self._libc.sem_post, self._libc.sched_yield)
         self._memory["functions"][:4] = [*map(_address, functions), nothing.addr]
         self._keep: list[Any] = [nothing]  # whatever is called or read by address
@@ -119,17 +118,15 @@ class Cores:
         time."""
         new = [kind for kind in dict.fromkeys(kernels) if kind not in self._programs]
         if new:
-            anything = UOp.new_buffer("CPU", 1, dtypes.uint8)
-            sinks = [self._sink(*kind) for kind in new]
-            linear = compile_linear(UOp(Ops.LINEAR, src=tuple(sink.call(anything) for sink in sinks)))
-            self._programs.update(zip(new, (call.src[0] for call in linear.src), strict=True))
+            graphs = [known_or_made(kind, functools.partial(self._graph, *kind)) for kind in new]
+            self._programs.update(zip(new, _programs(graphs), strict=True))
         for kind in new:
             info, types = self._programs[kind].arg, kind[1]
             assert list(info.globals) == list(range(2, len(types) + 2)), f"{info.name} leaves a buffer unused"
             assert len(info.vars) == 2, f"{info.name} does not ask for its part"
         return [self._programs[kind] for kind in kernels]
 
-    def _sink(self, kernel: Kernel, types: tuple[DType, ...]) -> UOp:
+    def _graph(self, kernel: Kernel, types: tuple[DType, ...]) -> UOp:
         buffers = (UOp.placeholder((_ANY,), dtype, slot=i + 2) for i, dtype in enumerate(types))
         return kernel(*piece_of_work(), *buffers)
 
@@ -237,7 +234,18 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _compiled(body: Callable[[], UOp], name: str) -> CPUProgram:
-    device = Device["CPU"]
-    sink = body().sink(arg=KernelInfo(name), tag=1)  # the tag: nothing in it to optimize
-    return CPUProgram(device, to_program(sink, device.renderer).to_elf())
+def _called(*programs: tuple[Callable[..., UOp], *tuple[int, ...]]) -> list[CPUProgram]:
+    """Programs that are called from here: functions and what they take to be written."""
+
+    def made(function: Callable[..., UOp], *arguments: int) -> UOp:
+        body = function(*arguments)
+        return body.sink(arg=KernelInfo(function.__name__), tag=1)  # the tag: nothing in it to optimize
+
+    graphs = [known_or_made(program, functools.partial(made, *program)) for program in programs]
+    return [CPUProgram(Device["CPU"], program.to_elf()) for program in _programs(graphs)]
+
+
+def _programs(graphs: Sequence[UOp]) -> list[UOp]:
+    anything = UOp.new_buffer("CPU", 1, dtypes.uint8)
+    done = compile_all([UOp(Ops.LINEAR, src=tuple(graph.call(anything) for graph in graphs))])
+    return [call.src[0] for call in done.src]

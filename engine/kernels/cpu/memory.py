@@ -21,12 +21,14 @@ _HUGE = 2 << 20
 _memory: WeakKeyDictionary[Buffer, NDArray[np.uint8]] = WeakKeyDictionary()
 
 
-def zeros(n: int, dtype: DType) -> Tensor:
-    """A tensor (n,) on the CPU, in memory of its own."""
+def zeros(n: int, dtype: DType, sparse: bool = False) -> Tensor:
+    """A tensor (n,) on the CPU, in memory of its own. `sparse`: much of it may never be used, and is not to take
+    room because it shares a huge page with what is."""
     size = max(1, n * dtype.itemsize)
-    align = _HUGE if size >= _HUGE else mmap.PAGESIZE
+    huge = size >= _HUGE and not sparse
+    align = _HUGE if huge else mmap.PAGESIZE
     pages = mmap.mmap(-1, size + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones stay small
-    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(pages, np.uint8)
     start = -whole.ctypes.data % align

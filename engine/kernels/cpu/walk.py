@@ -132,6 +132,11 @@ def walk(cores: int) -> UOp:
     return s.last
 
 
+def nothing() -> UOp:
+    """A program that does nothing."""
+    return UOp.group()
+
+
 class _Sequence:
     """A program in which everything happens in the order in which it is written."""
 
