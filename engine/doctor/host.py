@@ -12,6 +12,7 @@ from pathlib import Path
 from engine.backends import flaw
 from engine.doctor import Finding, bad, fair, good, note
 from engine.errors import BackendError
+from engine.events import Counter
 from engine.fixes import TINYGRAD
 from engine.measure.machine import device_name
 
@@ -97,3 +98,13 @@ def read(path: Path) -> str:
         return path.read_text(errors="replace").replace("\0", "")
     except OSError:
         return ""
+
+
+def as_text(counter: Counter) -> str:
+    """A figure of the machine's own, or why there is none."""
+    if counter.absent:
+        return counter.absent
+    if counter.text:
+        return counter.text
+    most = f" of {counter.most:.0f}" if counter.most else ""
+    return f"{counter.value:.0f}{most} {counter.unit}" if counter.value is not None else "not known"

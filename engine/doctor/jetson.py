@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.doctor import Finding, bad, fair, good, note
-from engine.doctor.host import read
+from engine.doctor.host import as_text, read
 from engine.events import Counter
 from engine.measure.counters import Jetson, is_jetson
 from engine.tegra.abi import CTRL, L4T, NVMAP
@@ -108,12 +108,3 @@ def _clock(root: Path, clock: Counter) -> Finding:
         advice = "It rises under load. For benchmarks: sudo jetson_clocks"
         return note("GPU clock", f"{clock.value:.0f} of {clock.most:.0f} MHz now", advice)
     return good("GPU clock", f"{clock.value:.0f} MHz")
-
-
-def as_text(counter: Counter) -> str:
-    if counter.absent:
-        return counter.absent
-    if counter.text:
-        return counter.text
-    most = f" of {counter.most:.0f}" if counter.most else ""
-    return f"{counter.value:.0f}{most} {counter.unit}" if counter.value is not None else "not known"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from engine.cuda_toolkit import headers, runtime_compilers, stock_headers
 from engine.doctor import Finding, bad, fair, good, note
-from engine.doctor.host import read
+from engine.doctor.host import as_text, read
+from engine.measure.counters import Nvml
 from engine.nvidia import gpus, why_not_nv
 
 _TOOLKIT = "Install CUDA's toolkit (on a Jetson: sudo apt install cuda-toolkit-12-6)"
@@ -20,7 +21,8 @@ def examine(root: Path = Path("/"), *, jetson: bool = False) -> list[Finding]:
     names = gpus(root)
     if not (jetson or nodes or names):
         return []
-    return [*_driver(root, names, nodes, jetson), *_compiler(root)]
+    counters = [] if jetson or root != Path("/") else list(_counters())
+    return [*_driver(root, names, nodes, jetson), *counters, *_compiler(root)]
 
 
 def _driver(root: Path, names: list[str], nodes: bool, jetson: bool) -> Iterator[Finding]:
@@ -34,6 +36,18 @@ def _driver(root: Path, names: list[str], nodes: bool, jetson: bool) -> Iterator
         yield note("driver", "its release is not known (/proc/driver/nvidia/version)")
     if why := why_not_nv(names):
         yield note("NV", f"not for this GPU: {why}", "CUDA is the backend to take.")
+
+
+def _counters(nvml: str = "pynvml") -> Iterator[Finding]:
+    """Clocks, temperature and power, as NVML has them."""
+    for counter in Nvml(nvml).read():
+        if counter.name == "GPU":  # the one counter there is without NVML
+            yield note("clocks", counter.absent, "pip install 'orin-chat[gpu]'")
+        elif counter.name == "throttled" and counter.parts:
+            advice = "Let it cool, or look at its power limit: nvidia-smi -q -d PERFORMANCE"
+            yield fair("throttled", as_text(counter), advice)
+        elif counter.name in ("GPU clock", "memory clock", "temperature", "power", "GPU memory"):
+            yield note(counter.name, as_text(counter))
 
 
 def _compiler(root: Path) -> Iterator[Finding]:

@@ -266,3 +266,26 @@ def test_drivers_that_speak_another(monkeypatch, capsys):
         assert kernel.leaks() == []
     said = json.loads(capsys.readouterr().out)
     assert not said["ok"] and "ENOTTY" in said["text"] and "another version" in said["advice"]
+
+
+def test_clocks_of_a_desktop_gpu(monkeypatch):
+    from engine.doctor import nvidia
+    from engine.events import Counter
+
+    class Nvml:
+        def __init__(self, module):
+            pass
+
+        def read(self):
+            yield Counter(name="GPU clock", value=1980, unit="MHz", most=2520)
+            yield Counter(name="GPU load", value=3, unit="%")
+            yield Counter(name="power", absent="NVML: Not Supported")
+            yield Counter(name="throttled", text="too hot", parts=("too hot",))
+
+    assert [f.text for f in nvidia._counters("no such module")] == [
+        "the package nvidia-ml-py is not installed"
+    ]
+    monkeypatch.setattr(nvidia, "Nvml", Nvml)
+    found = {f.topic: f for f in nvidia._counters()}
+    assert found["GPU clock"].text == "1980 of 2520 MHz" and found["power"].text == "NVML: Not Supported"
+    assert found["throttled"].state == "fair" and "GPU load" not in found
