@@ -35,6 +35,7 @@ _PRELUDE = Path(__file__).with_name("cuda.hpp")
 _ENTRY = ".entry"
 _KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\((.*?)\) \{\n', re.DOTALL)
 _SHARED = re.compile(r"__shared__ __align__\(16\) ([\w ]+?) (\w+)\[(\d+)\];")
+_MMA = re.compile(r"__device__ \w+ (__WMMA_\w+)\([^)]*\)\{(.*?)\n\}", re.DOTALL)
 _SIZES = {"half": 2, "float": 4, "int": 4, "uint": 4, "unsigned int": 4, "long": 8, "unsigned long": 8}
 _SIZES |= {"bool": 1, "unsigned char": 1, "signed char": 1, "char": 1, "short": 2, "unsigned short": 2}
 
@@ -48,9 +49,9 @@ class SimulatedCompiler(Compiler):
         assert found, src
         name, parameters = found[1], [p for p in found[2].split(", ") if p]
         body, shared_bytes = _shared(src[found.end() :])
-        before = re.sub(r"#include <cuda_\w+\.h>\n", "", src[: found.start()])
+        before = _MMA.sub(_mma, re.sub(r"#include <cuda_\w+\.h>\n", "", src[: found.start()]))
         signature, arguments, end = _parameters(parameters)
-        waits = "__syncthreads" in body
+        waits = "__syncthreads" in body or "__WMMA" in body
         body = re.sub(r"\(\(([\w ]+?)\*\)\(", r"(pointer_cast<\1>(", body[: body.rindex("}")])
         code = _machine_code(
             f"{_PRELUDE.read_text()}\n// ---- the kernel ----\n{before}\n"
@@ -68,6 +69,12 @@ class SimulatedCUDARenderer(CUDARenderer):
     def __init__(self, target: Target) -> None:
         CStyleLanguage.__init__(self, target)
         self.compiler, self.tensor_cores = SimulatedCompiler(), tc.get_cuda(target.arch)
+
+
+def _mma(function: re.Match[str]) -> str:
+    """A tensor core's instruction, which all threads of a warp execute together: in cuda.hpp."""
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in function[2], "not simulated"
+    return f"#define {function[1]}(a, b, c) co_await mma(context, threadIdx, __LINE__, a, b, c)"
 
 
 def _shared(body: str) -> tuple[str, int]:

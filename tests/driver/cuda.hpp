@@ -135,12 +135,15 @@ struct suspend_always {
 };
 }  // namespace std
 
+constexpr u64 THREADS_BYTES = 8 << 10, EXCHANGE_BYTES = 64 << 10;  // at the heap's begin
+
 struct Thread {
   struct promise_type {
     u32 line = 0;  // of the barrier that the thread waits at
+    u32 turn = 0;  // of two places to exchange operands in
     template <class... A> static void *operator new(size_t n, Context *c, A...) noexcept {
       n = (n + 63) & ~63ul;
-      if (n > c->heap_bytes) return fault(c, NO_ROOM, n), nullptr;
+      if (n + EXCHANGE_BYTES + THREADS_BYTES > c->heap_bytes) return fault(c, NO_ROOM, n), nullptr;
       c->heap_bytes -= n;
       return c->heap + c->heap_bytes;
     }
@@ -161,6 +164,37 @@ struct Barrier {
   void await_resume() const noexcept {}
 };
 #define __syncthreads() co_await Barrier { __LINE__ }
+
+// mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32: the warp's threads hold a 16x16 and a 16x8 matrix in parts (the
+// PTX manual's "Matrix Fragments for mma.m16n8k16"). All leave their parts, and when all have, each takes what it needs.
+struct Operands { half a[8], b[4]; };
+template <class A, class B, class C> struct Mma {
+  Context *c; u32 id; A a; B b; C sum; u32 line;
+  Operands *all;
+  bool await_ready() const noexcept { return false; }
+  void await_suspend(std::coroutine_handle<Thread::promise_type> h) noexcept {
+    h.promise().line = line;
+    all = (Operands *)(c->heap + THREADS_BYTES) + 1024 * (h.promise().turn ^= 1);
+    for (int i = 0; i < 8; i++) all[id].a[i] = ((half *)&a)[i];
+    for (int i = 0; i < 4; i++) all[id].b[i] = ((half *)&b)[i];
+  }
+  C await_resume() noexcept {
+    Operands *warp = all + (id & ~31u);
+    u32 group = id % 32 / 4, part = id % 4;
+    for (u32 e = 0; e < 4; e++) {
+      u32 row = group + 8 * (e / 2), column = 2 * part + e % 2;
+      float x = 0;
+      for (u32 k = 0; k < 16; k++)
+        x += (float)warp[row % 8 * 4 + k % 8 / 2].a[k % 2 + 2 * (row / 8) + 4 * (k / 8)] *
+             (float)warp[column * 4 + k % 8 / 2].b[k % 2 + 2 * (k / 8)];
+      ((float *)&sum)[e] += x;
+    }
+    return sum;
+  }
+};
+template <class A, class B, class C> INLINE Mma<A, B, C> mma(Context *c, dim3 t, u32 line, A a, B b, C sum) {
+  return {c, t.x + c->block.x * (t.y + c->block.y * t.z), a, b, sum, line, nullptr};
+}
 
 template <class Start> INLINE void for_blocks(Context *c, Start block) {
   for (u32 z = 0; z < c->grid.z; z++)

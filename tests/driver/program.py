@@ -11,7 +11,7 @@ from tests.driver.compiler import CODE_AT, HEADER, MAGIC, RESERVED_SHARED
 from tests.driver.space import PAGE, REACH, Space, Unmapped, map_pages
 
 WINDOW_BYTES = 1 << 32
-_HEAP_BYTES = 8 << 20
+_HEAP_BYTES = 16 << 20
 _SHARED_MOST = 164 << 10
 
 

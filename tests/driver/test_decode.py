@@ -8,10 +8,31 @@ from pathlib import Path
 
 import pytest
 
+from engine.tegra import abi
 from tests import generated_model
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT = (5, 17, 300, 42, 9, 11, 200, 33)
+PROMPT = (
+    5,
+    17,
+    300,
+    42,
+    9,
+    11,
+    200,
+    33,
+    7,
+    8,
+    100,
+    101,
+    102,
+    44,
+    45,
+    46,
+    300,
+    301,
+)  # enough for tensor cores
+SEED = 36  # of a model whose next token is never a close call: prefill is done in half precision on NV
 N_TOKENS = 12
 
 
@@ -20,7 +41,9 @@ def runs(tmp_path_factory):
     """What each backend and kind of kernels made of the same model and prompt, side by side on two cores. Nothing is
     taken from or left in the user's caches."""
     folder = tmp_path_factory.mktemp("decode")
-    path = generated_model.write(folder / "model.gguf", quant="Q8_0", layers=2, dim=64, heads=8, kv_heads=4)
+    path = generated_model.write(
+        folder / "model.gguf", quant="Q8_0", layers=2, dim=64, heads=4, kv_heads=2, seed=SEED
+    )
     processes = {}
     for backend, kernels in (("NV", "fused"), ("NV", "graph"), ("CPU", "graph")):
         environment = os.environ | {
@@ -45,7 +68,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("kernels", ["fused", "graph"])
 def test_the_same_tokens_as_on_the_cpu(runs, kernels):
     found, wanted = runs["NV", kernels], runs["CPU", "graph"]
-    assert len(wanted["tokens"]) == N_TOKENS and len(set(wanted["tokens"])) > 4
+    assert len(wanted["tokens"]) == N_TOKENS and len(set(wanted["tokens"])) > 5
     assert found["tokens"] == wanted["tokens"] and found["reason"] == "length"
     assert found["fault"] == "" and found["warnings"] == [] and found["leaks"] == []
     assert found["launches"] > 100 and found["chained"] > found["launches"] // 2  # as graphs: few submissions
@@ -53,18 +76,23 @@ def test_the_same_tokens_as_on_the_cpu(runs, kernels):
     assert found["accesses"] > 1_000_000
 
 
-def open_nv(dev, nodes):
-    """What a process with this DEV, on a machine with simulated nodes or without, says that NV is."""
-    script = f"""
-import os
-os.environ["DEV"] = {dev!r}
+CHOICES = {
+    "on a board": ("NV", True),
+    "on a board, by name": ("TEGRA+NV", True),
+    "elsewhere, by name": ("TEGRA+NV", False),
+    "elsewhere": ("NV", False),
+}
+OPEN = """
+import os, sys
+dev, nodes = sys.argv[1], tuple(sys.argv[2:])
+os.environ["DEV"] = dev
 from engine.backends import prepare
 from engine.events import EngineOptions
 from engine.fixes import install
 from tests.driver.kernel import SimulatedKernel
 from tests.driver.simulate import simulated
 dev = prepare(EngineOptions(model_path=""))
-with simulated(SimulatedKernel(nodes={nodes!r})) as kernel:
+with simulated(SimulatedKernel(nodes=nodes)) as kernel:
     install(dev)
     from tinygrad import Device
     try:
@@ -75,21 +103,19 @@ with simulated(SimulatedKernel(nodes={nodes!r})) as kernel:
         for e in getattr(error, "exceptions", [error]):
             print(type(e).__name__, e)
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", script]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    ).stdout
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="a real GPU would be opened")
 def test_dev_chooses_the_interface():
-    from engine.tegra import abi
-
-    nodes = (abi.NVMAP, abi.CTRL)
-    assert open_nv("NV", nodes) == "TEGRAIface sm_87\n"
-    assert open_nv("TEGRA+NV", nodes) == "TEGRAIface sm_87\n"
-    alone = open_nv("TEGRA+NV", ())
-    assert alone.startswith("DriverError Opening /dev/nvmap failed: ENOENT") and alone.count("\n") == 1
-    if not Path("/dev/nvidiactl").exists():  # never open a real GPU here
-        others = open_nv("NV", ()).splitlines()
-        assert len(others) == 3 and "/dev/nvidiactl" in others[1]
+    processes = {}
+    for case, (dev, has_nodes) in CHOICES.items():
+        command = [sys.executable, "-c", OPEN, dev, *((abi.NVMAP, abi.CTRL) if has_nodes else ())]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        processes[case] = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+    said = {case: process.communicate(timeout=120)[0].splitlines() for case, process in processes.items()}
+    assert said["on a board"] == said["on a board, by name"] == ["TEGRAIface sm_87"]
+    alone = said["elsewhere, by name"]
+    assert len(alone) == 1 and alone[0].startswith("DriverError Opening /dev/nvmap failed: ENOENT")
+    assert len(said["elsewhere"]) == 3 and "/dev/nvidiactl" in said["elsewhere"][1]
