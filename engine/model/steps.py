@@ -12,7 +12,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.errors import UsageError
 from engine.events import KernelPath, Sampling, Search, Step
-from engine.fixes import matvec_heuristic
+from engine.fixes import matvec_heuristic, search_trials
 from engine.measure.profile import Replay
 from engine.model.cache import KVCache
 from engine.model.sampling import Logits
@@ -96,6 +96,7 @@ class GraphSteps:
 
     def __init__(self, weights: Weights, context_length: int) -> None:
         matvec_heuristic.apply()
+        search_trials.apply()
         # Padding is stored too, beyond the prompt, and overwritten before any token sees it.
         self._transformer = Transformer(weights, KVCache(weights.config, context_length + self.chunk))
         self._position = UOp.variable("position", 0, context_length - 1)

@@ -1,0 +1,77 @@
+"""A search that meets candidates that fault and hang, with tinygrad's own timing and with the fix."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine.fixes
+from engine.errors import BackendError
+from engine.fixes import search_trials
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SEARCH = """
+import math, sys, time
+import tinygrad.codegen.opt.search as search
+from tinygrad import Tensor
+how, fixed = sys.argv[1:3]
+stock, met = search.time_call, []
+def time_call(call, *args, **options):
+    if "float4" in call.src[0].src[2].arg:
+        met.append(call)
+        if how == "hangs":
+            time.sleep(60)
+        raise RuntimeError("CUDA Error 700")
+    return stock(call, *args, **options)
+search.time_call = time_call
+if fixed == "fixed":
+    from engine.fixes import search_trials
+    search_trials.LIMIT_S = 1.0
+    search_trials.apply()
+    if how == "spoils":
+        search_trials._is_well = lambda device: False
+a = Tensor([float(i) for i in range(512)]).contiguous().realize()
+print((a * 2 + 1).sum().item(), len(met))
+"""
+
+
+def run(how, fixed, cache, timeout=60):
+    env = {"BEAM": "1", "PARALLEL": "0", "DEV": "CPU", "CACHELEVEL": "0", "BEAM_UPCAST_MAX": "4"}
+    return subprocess.run(
+        [sys.executable, "-c", SEARCH, how, fixed],
+        env={**os.environ, **env, "XDG_CACHE_HOME": str(cache)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_without_it_a_search_waits_for_ever(tmp_path):
+    with pytest.raises(subprocess.TimeoutExpired):
+        run("hangs", "stock", tmp_path, timeout=8)
+
+
+@pytest.mark.parametrize("how", ["hangs", "spoils"])
+def test_each_candidate_that_hangs_or_spoils_the_device_costs_a_process_and_is_not_met_again(tmp_path, how):
+    ends = []
+    while not ends or ends[-1].returncode == 75:
+        ends.append(run(how, "fixed", tmp_path))
+        assert len(ends) < 12
+    assert ends[-1].stdout.split() == ["262144.0", "0"], ends[-1].stderr[-2000:]
+    assert len(ends) > 1
+
+
+def test_one_that_only_fails_is_left_out_at_once(tmp_path):
+    value, met = run("fails", "fixed", tmp_path).stdout.split()
+    assert (value, met != "0") == ("262144.0", True)
+    assert run("fails", "fixed", tmp_path).stdout.split() == ["262144.0", "0"]
+
+
+def test_another_tinygrad_is_refused(monkeypatch):
+    monkeypatch.setattr(engine.fixes, "TINYGRAD", "0.13.0")
+    with pytest.raises(BackendError):
+        search_trials.apply()
