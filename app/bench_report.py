@@ -172,7 +172,7 @@ def heading(result: Result) -> str:
     """The model, the machine and how it was set up, in a line."""
     device = result.gpu_info or result.cpu_info
     size = f"{as_bytes(result.model_size)}, {as_count(result.model_n_params)} parameters"
-    copy = f" · copies {result.copy_gbps:,.0f} GB/s" if result.copy_gbps else ""
+    copy = f" · memory {result.copy_gbps:,.0f} GB/s" if result.copy_gbps else ""
     preset = f"preset {result.preset} · " if result.preset else ""
     return one_line(
         f"{result.model} · {result.model_type} · {size} · {preset}{result.backends} · {device}{copy}"

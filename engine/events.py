@@ -259,7 +259,8 @@ class Finished(_Record, frozen=True, kw_only=True, tag=True):
 
 class Measured(_Record, frozen=True, kw_only=True, tag=True):
     """The answer to `Measure`. `copy_gbps` is the bandwidth of a copy in the device's memory, bytes read and
-    bytes written, in 10^9 bytes a second; `kernels_per_token` counts the launches of a decode step;
+    bytes written, in 10^9 bytes a second (on a CPU, of reading alone: see `engine.measure.bandwidth`);
+    `kernels_per_token` counts the launches of a decode step;
     `device_bytes` is what the engine holds in the device's memory."""
 
     request_id: int

@@ -1,39 +1,30 @@
-"""The bandwidth of a device's memory, as a copy shows it: what the speed of decoding is held against."""
+"""The bandwidth of a device's memory: what the speed of decoding is held against. A GPU's is what a copy reaches, read
+and written. A CPU's is what reading alone reaches, as decoding does little else: writing takes more of the
+memory than it moves, so that copies fall short of it."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
 DEVICE_BYTES = 256 << 20  # beyond the caches of the largest devices (50 MB of L2 on an H100)
-HOST_BYTES = 128 << 20
+HOST_BYTES = 256 << 20
 COPIES = 8  # in one graph, so that the launch does not count
-ROUNDS = 8
+ROUNDS, HOST_ROUNDS = 8, 24
 
 
 def copy_gbps(device: str) -> float:
-    """10^9 bytes a second, read and written, by the best of some copies in the memory of `device` (tinygrad's
-    name). On a CPU all cores copy with the C library's memcpy, since tinygrad's copies are slower than the
-    memory; elsewhere it is a kernel.
-    """
+    """10^9 bytes a second, by the best of some rounds, in the memory of `device` (tinygrad's name): of copies, read
+    and written; on a CPU, where all cores take part, of reading."""
     if device.split(":")[0] == "CPU":
-        return _host_copy_gbps()
+        from engine.kernels.cpu.read import read_gbps
+
+        return read_gbps(HOST_BYTES, HOST_ROUNDS)
     gbps = _kernel_copy_gbps(device)
     Device[device].allocator.free_cache()  # the memory may be the machine's own, as on Jetson
     return gbps
-
-
-def _host_copy_gbps() -> float:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    source, target = np.ones(HOST_BYTES, np.uint8), np.empty(HOST_BYTES, np.uint8)
-    slices = list(zip(np.array_split(target, cores), np.array_split(source, cores), strict=True))
-    with ThreadPoolExecutor(cores) as pool:
-        return _best_gbps(HOST_BYTES, lambda: list(pool.map(lambda pair: np.copyto(*pair), slices)))
 
 
 def _kernel_copy_gbps(device: str) -> float:

@@ -23,7 +23,7 @@ from tinygrad.dtype import DType
 from engine.events import Step
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.attention import attention, mask, pieces, scratch_size
-from engine.kernels.cpu.cores import Cores, Walk, usable_cpus
+from engine.kernels.cpu.cores import Walk, all_cores
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import MAX_TILES, inputs_of, product, shape_of, span_of
 from engine.kernels.cpu.program import register_lanes
@@ -81,7 +81,7 @@ class CoreSteps:
         self.chunks: tuple[int, ...] = (1,)  # one step serves every length
         self.depths: tuple[int, ...] = (0,)
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
-        self._cores = Cores(len(usable_cpus()))
+        self._cores = all_cores()
         self._layers, self._embedding, self._head, self._output_norm = self._load(weights)
         length = ceil((context_length + self.chunk) / self._lanes) * self._lanes
         eps = config.norm_eps if self._layers[0].head_norms else None
@@ -178,6 +178,9 @@ class CoreSteps:
             values = [weights.floats(name, n) if has(name) else np.zeros(n, np.float32) for name, n in parts]
             return memory.array(np.concatenate(values), dtypes.float32)
 
+        # The largest first, while there is nothing else in memory but what it is made of.
+        embedding = matrix("token_embd", config.vocab, dim)
+        head = matrix("output", config.vocab, dim) if has("output.weight") else embedding
         layers = []
         for i in range(config.layers):
             prefix = f"blk.{i}."
@@ -203,8 +206,6 @@ class CoreSteps:
                     down=matrix(f"{prefix}ffn_down", dim, ffn, added=True),
                 )
             )
-        embedding = matrix("token_embd", config.vocab, dim)
-        head = matrix("output", config.vocab, dim) if has("output.weight") else embedding
         return layers, embedding, head, vector("output_norm.weight", dim)
 
     # --- a step ----------------------------------------------------------------------------------------

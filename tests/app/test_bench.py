@@ -246,7 +246,7 @@ def shown(results, width=report.WIDE):
 def test_the_table():
     lines = shown([RESULT, PEERS]).splitlines()
     assert lines[0] == (
-        "qwen[bold]3|.gguf · qwen3 Q8_0 · 639 MB, 596M parameters · CPU · AMD EPYC · copies 40 GB/s"
+        "qwen[bold]3|.gguf · qwen3 Q8_0 · 639 MB, 596M parameters · CPU · AMD EPYC · memory 40 GB/s"
     )
     assert lines[1].split() == [
         *("test", "engine", "tok/s", "median", "p50/p90/p99", "ms", "GB/s", "of", "copy", "ratio")

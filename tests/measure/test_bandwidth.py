@@ -12,7 +12,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(bandwidth, "DEVICE_BYTES", 8 << 20)
 
 
-def test_a_copy_by_the_cores_of_this_machine():
+def test_reading_by_the_cores_of_this_machine():
     assert 0.5 < copy_gbps("CPU") < 5000
 
 

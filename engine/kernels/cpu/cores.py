@@ -166,6 +166,12 @@ class Cores:
         return self._n_calls - 1
 
 
+@functools.cache
+def all_cores() -> Cores:
+    """The threads that this process computes with: a thread for each CPU that it may use."""
+    return Cores(len(usable_cpus()))
+
+
 class Launches:
     """Kernels in the order in which they are added, over buffers that stay where they are."""
 
