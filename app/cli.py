@@ -82,12 +82,15 @@ def _chat(arguments: Sequence[str]) -> int:
     sampling = options.sampling(given, settings)
     make = _maker(given)
     engine_options = None if given.engine is not None else options.engine_options(given, settings)
+    greeting = options.greeting(given, engine_options)
     if given.system is None and not given.raw:
         given.system = settings.system
     if given.once:
         from app.once import main as print_dashboard
 
         return print_dashboard(make(engine_options), sys.stdout, sys.stderr)
+    if greeting and (given.one_shot or given.plain):
+        print(f"orin-chat: {greeting}", file=sys.stderr, flush=True)
     return (_answer if given.one_shot else _converse)(given, engine_options, make, sampling)
 
 
@@ -178,7 +181,7 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
                 options.preset_name(given, settings),
                 context_length=given.context or settings.context,
                 sampling=options.sampling(given, settings, with_preset=False),
-                models=settings.models,
+                models=settings.names,
                 llama_server=given.llama_server or settings.llama_server,
                 api_key=options.key(given),
             )
@@ -264,7 +267,7 @@ def _models(command: str, arguments: Sequence[str]) -> int:
         parser.add_argument("--backend", choices=options.BACKENDS, help="the device to measure")
     parser.add_argument("--json", action="store_true", help="write JSON")
     given = parser.parse_args(arguments)
-    own = _settings().models
+    own = _settings().names
     from app import models
 
     match command:

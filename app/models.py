@@ -25,6 +25,7 @@ from engine.errors import ModelFileError, OrinError, UsageError
 from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
 from engine.model import summary
+from presets import GUIDE, guide_path
 from widgets.text import as_bytes, as_count, clean, one_line
 
 NOT_YET = "–"
@@ -58,14 +59,14 @@ def list_models(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
     titles = ("NAME", "SIZE", "TYPE", "PARAMETERS", "CONTEXT", "LAST USED", "SPEED", "WHERE")
     rows = [titles, *(_row(entry) for entry in here)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if here else ():
+    for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join(cells).rstrip(), file=out)
     for model in here:
         if model.problem:
             print(one_line(f"{model.name} cannot be used: {model.problem}"), file=out)
     names = ", ".join(model.name for model in not_here(here, own))
-    print(("\n" if here else "No models are here yet.\n") + f"Not here, but known: {names}.", file=out)
+    print(f"\nNot here, but known: {names}.", file=out)
     print("orin-chat pull NAME downloads one; so does hf.co/user/repository[:Q4_K_M].", file=out)
     return 0
 
@@ -145,6 +146,8 @@ def _fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = Fals
 def remove(given: Namespace, own: Mapping[str, str], out: TextIO, messages: TextIO, stdin: TextIO) -> int:
     """Deletes a downloaded model, after asking."""
     source, path = source_of(given.model, own)
+    if source == guide_path():
+        raise UsageError(f"{GUIDE} is built in: there is nothing to delete.")
     if isinstance(source, Path):
         raise UsageError(f"{source} was not downloaded by a name.", "Delete the file itself.")
     model = next((model for model in cache.installed() if model.path == path), None)

@@ -73,7 +73,11 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--verbose", action="store_true", help="show on standard error what the engine did")
 
     add = parser.add_argument_group("model").add_argument
-    add("--model", metavar="NAME", help="qwen3:0.6b, hf.co/user/repository, a GGUF file (the last one)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="qwen3:0.6b, hf.co/user/repository, a GGUF file (the last one, or orin-guide)",
+    )
     add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
     add("--backend", type=_backend, choices=BACKENDS, help="the device (auto takes the fastest there is)")
     add("--context", type=positive, metavar="N", help="context in tokens (the model's, within bounds)")
@@ -223,16 +227,17 @@ def _preset(options: argparse.Namespace, settings: Settings) -> Preset | None:
 
 
 def model_path(given: str | None, settings: Settings) -> Path:
-    """The model file: as given, else the settings', else the one used last; downloaded where it has a name
-    and is not here. Raises UsageError where there is none and ModelFileError where it cannot be had."""
+    """The model file: as given, else the settings', else the one used last, else the built-in one; downloaded
+    where it has a name and is not here. Raises UsageError for an unknown name and ModelFileError where the file
+    cannot be had."""
     from engine.catalog.names import parse
 
     name = _model_name(given, settings)
-    path = parse(name, settings.models)
+    path = parse(name, settings.names)
     if not isinstance(path, Path):
         from app.models import obtain
 
-        path = obtain(name, settings.models, sys.stderr, quiet=given is None)
+        path = obtain(name, settings.names, sys.stderr, quiet=given is None)
     if path.is_file():
         return path
     nearby = sorted((path if path.is_dir() else path.parent).glob("*.gguf"))
@@ -244,15 +249,19 @@ def model_path(given: str | None, settings: Settings) -> Path:
 
 
 def _model_name(given: str | None, settings: Settings) -> str:
-    """What the model is called, by whoever says it first. Raises UsageError where nobody does."""
+    """What the model is called, by whoever says it first."""
     from app.settings import last_model
+    from presets import GUIDE
 
-    if name := given if given is not None else settings.model or last_model():
-        return name
-    raise UsageError(
-        "No model was given, and none was used before.",
-        "Give one: --model qwen3:0.6b, or a GGUF file. orin-chat models lists more.",
-    )
+    return given if given is not None else settings.model or last_model() or GUIDE
+
+
+def greeting(options: argparse.Namespace, chosen: EngineOptions | None) -> str:
+    """What to say first: who answers where no model was asked for and it is the built-in one; else ""."""
+    from presets import GREETING, guide_path
+
+    by_itself = options.model is None and chosen is not None and chosen.model_path == str(guide_path())
+    return GREETING if by_itself else ""
 
 
 def _remember(name: str, settings: Settings) -> None:
@@ -260,7 +269,7 @@ def _remember(name: str, settings: Settings) -> None:
     from app.settings import remember_model
     from engine.catalog.names import parse
 
-    source = parse(name, settings.models)
+    source = parse(name, settings.names)
     remember_model(str(source) if isinstance(source, Path) else name)
 
 

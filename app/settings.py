@@ -11,6 +11,7 @@ import platformdirs
 
 from engine.errors import UsageError
 from engine.events import Sampling
+from presets import GUIDE, guide_path
 
 _INT_MAX = 2**31 - 1
 _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
@@ -39,6 +40,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     llama_server: str = ""  # the program to compare with
     models: dict[str, str] = {}  # names of the user's own, for files and addresses
     sampling: SamplingSettings = SamplingSettings()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What models are called here: the built-in one, and the user's own names."""
+        return {GUIDE: str(guide_path()), **self.models}
 
 
 def settings_path() -> Path:
@@ -87,8 +93,9 @@ def last_model() -> str:
 
 
 def remember_model(name: str) -> None:
-    """Keeps a path or a name as the model used last. A state folder that cannot be written is no reason to
-    stop."""
+    """Keeps a path or a name as the model used last; the built-in one by its name, since where it lies changes
+    with the installation. A state folder that cannot be written is no reason to stop."""
+    name = GUIDE if name == str(guide_path()) else name
     with contextlib.suppress(OSError, UnicodeEncodeError):
         _last_model_path().parent.mkdir(parents=True, exist_ok=True)
         _last_model_path().write_text(f"{name}\n", "utf-8")

@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
+GUIDE = "orin-guide"
+"""What the built-in model is called."""
+GREETING = (
+    f"{GUIDE} answers: a small model that is built in and knows orin-chat alone. "
+    "A larger one: orin-chat --model qwen3:0.6b, or Ctrl+L."
+)
+
 
 def guide_path() -> Path:
-    """The file of orin-guide, the model that is built in."""
-    return Path(__file__).with_name("orin-guide.gguf")
+    """The file of the built-in model."""
+    return Path(__file__).with_name(f"{GUIDE}.gguf")

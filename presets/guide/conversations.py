@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from presets.guide.facts import PRONOUNS, Fact, Knowledge
 from presets.guide.template import Message
-from presets.guide.wording import normalized
+from presets.guide.wording import gist, normalized
 
 TURNS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (22, 1))
 """How many questions a conversation has, and how often."""
@@ -24,7 +24,7 @@ STANDALONE = {
     "dangling": 2,
     "name": 7,
 }
-FOLLOW = 0.42
+FOLLOW = 0.5
 """How often a question goes on from the answer before."""
 SYSTEM = (
     "You are a helpful assistant.", "Answer briefly.", "You are orin-guide.", "Be polite.", "You are an expert.",
@@ -45,10 +45,14 @@ class _Short(NamedTuple):
 
 
 class Conversations:
-    """Draws conversations. None of their questions is in `excluded` (normalized)."""
+    """Draws conversations. None of their questions is one of `excluded`, nor has the same words as one in another
+    order or with other small words."""
 
     def __init__(self, knowledge: Knowledge, rng: random.Random, excluded: Collection[str] = ()) -> None:
-        self._know, self._rng, self._excluded = knowledge, rng, excluded
+        self._know, self._rng = knowledge, rng
+        self._small = frozenset(knowledge.grammar["noise"]["dropped"])
+        self._excluded = {normalized(question) for question in excluded}
+        self._gists = {gist(question, self._small) for question in excluded} - {""}
         self._wording, self._grammar = knowledge.wording, knowledge.grammar
         known = [fact for fact in knowledge.facts.values() if fact.asks]
         self._plain = [fact for fact in known if fact.topic not in ("talk", "unknown topics")]
@@ -60,6 +64,9 @@ class Conversations:
             self._by_subject.setdefault(fact.subject, []).append(fact)
             if fact.slots.get("name") or fact.aspect in ("exit", "press"):
                 self._by_aspect.setdefault(fact.aspect, []).append(fact)
+        self._leads = {
+            fact.id: [entry for entry in knowledge.follow if entry.follows(fact)] for fact in known
+        }
         self._kinds, self._kind_weights = zip(*STANDALONE.items(), strict=True)
 
     def draw(self) -> list[Message]:
@@ -80,7 +87,7 @@ class Conversations:
         self._last, self._said, self._person = None, "", ""
         while True:
             question, answer = self._standalone()
-            if normalized(question) not in self._excluded:
+            if self._may_say(question):
                 return [Message("user", question), Message("assistant", answer)]
 
     def _turn(self) -> tuple[str, str]:
@@ -88,9 +95,12 @@ class Conversations:
             follow = self._follow_ups(self._last) if self._last and self._rng.random() < FOLLOW else []
             before = self._last
             question, answer = self._short(follow) if follow else self._standalone()
-            if normalized(question) not in self._excluded:
+            if self._may_say(question):
                 return question, answer
             self._last = before
+
+    def _may_say(self, question: str) -> bool:
+        return normalized(question) not in self._excluded and gist(question, self._small) not in self._gists
 
     # --- questions that stand alone ---------------------------------------------------------------------
 
@@ -268,15 +278,14 @@ class Conversations:
             ways.append(_Short(follow["more"], {}, facts["talk.more"].answer, None, 0.3))
         if fact.subject.startswith("command.") and (key := facts.get(f"key.{self._key_of(fact)}.press")):
             ways.append(_Short(follow["press"], {}, key.answer, key, 1.0))
-        for entry in self._know.follow:
-            if entry.follows(fact):
-                ways.append(_Short(entry.patterns, {}, entry.to.answer, entry.to, 2.0))
+        for entry in self._leads.get(fact.id, ()):
+            ways.append(_Short(entry.patterns, {}, entry.to.answer, entry.to, 2.0))
         return ways
 
     def _about_the_same(self, fact: Fact) -> list[_Short]:
         same = [other for other in self._by_subject[fact.subject] if other.id != fact.id and other.short]
         slots = {"name": PRONOUNS, "do": ("do it", "do that")}
-        return [_Short(other.short, slots, other.answer, other, 2.0 / len(same)) for other in same]
+        return [_Short(other.short, slots, other.answer, other, 3.0 / len(same)) for other in same]
 
     def _about_another(self, fact: Fact) -> list[_Short]:
         follow, facts, ways = self._grammar["follow"], self._know.facts, []

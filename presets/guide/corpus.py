@@ -28,7 +28,7 @@ from presets.guide.questions import DEVELOPMENT, HELD_OUT, asked
 from presets.guide.shape import SHAPE
 from presets.guide.template import Message, rendered
 
-CONVERSATIONS = 400_000
+CONVERSATIONS = 1_000_000
 SINGLE_TOKENS = 12
 """Of the answer to a single question in a refresher: which answer it is shows in its first words."""
 SHARDS = 16
@@ -78,7 +78,7 @@ def write(folder: Path, count: int = CONVERSATIONS, singles: int = 0, tokenizer:
         parts = [part for shard in pool.map(_shard, tasks) for part in shard]
     kept = [part for part in parts if len(part) <= SHAPE.context]
     lengths = np.array([len(part) for part in kept], np.int32)
-    np.savez_compressed(folder / "train.npz", ids=np.concatenate(kept), lengths=lengths)
+    np.savez(folder / "train.npz", ids=np.concatenate(kept), lengths=lengths)
     questions = {"development": DEVELOPMENT, "held-out": HELD_OUT}
     text = json.dumps({name: [question._asdict() for question in items] for name, items in questions.items()})
     (folder / "questions.json").write_text(text, "utf-8")

@@ -7,7 +7,7 @@ import random
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,9 @@ def load() -> Knowledge:
         builder.compare(name, table)
     for name in ("topic", "calculate", "live", "write", "why"):
         builder.unknown(name, unknown)
+    asked = read_asked()
+    for name in asked.keys() & builder.facts.keys():
+        builder.asked(name, asked[name])
     pairs = {name: table["pair"] for name, table in subjects.items() if "pair" in table}
     return Knowledge(
         facts=builder.facts,
@@ -149,13 +152,32 @@ def load() -> Knowledge:
         unknown=unknown,
         follow=[Follow(entry["after"], entry["ask"], _find(builder.facts, entry["to"])) for entry in follow],
         snapshot=sources.snapshot(from_tables),
-        unused=tuple(f"{kind} {name}" for kind, left in phrases.items() for name in left),
+        unused=(
+            *(f"{kind} {name}" for kind, left in phrases.items() for name in left),
+            *(name for name in asked if name not in builder.facts),
+        ),
         wording=Wording(
             grammar["groups"],
             grammar["noise"],
             [(re.compile(entry["from"]), entry["to"]) for entry in grammar["rewrite"]],
         ),
     )
+
+
+def read_asked(folder: Path = KNOWLEDGE / "asked") -> dict[str, list[str]]:
+    """Whole questions by the id of the fact that answers them: the lines of *.txt under a [fact id]. Raises
+    ValueError for a line under none."""
+    asked: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*.txt")):
+        lines: list[str] | None = None
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if line.startswith("[") and line.endswith("]"):
+                lines = asked.setdefault(line[1:-1], [])
+            elif line.strip() and not line.startswith("#"):
+                if lines is None:
+                    raise ValueError(f"{path.name}, line {number}: a question stands under a [fact]")
+                lines.append(line)
+    return asked
 
 
 def _find(facts: Mapping[str, Fact], name: str) -> Fact:
@@ -272,6 +294,15 @@ class _Builder:
             asks = [Ask(unknown["frames"], slots, 2.0), Ask(unknown["near"], slots, 1.0)]
         fact = Fact("unknown", kind, "unknown topics", table["answer"], tuple(table["must"]), tuple(asks))
         self.facts[fact.id] = fact
+
+    def asked(self, name: str, lines: Sequence[str]) -> None:
+        """Adds whole questions to a fact; they are half of how it is asked for, where there are many."""
+        fact = self.facts[name]
+        others = sum(ask.weight for ask in fact.asks)
+        ask = Ask(
+            lines, fact.asks[0].slots if fact.asks else {}, max(others, 1.0) * min(1.0, len(lines) / 12)
+        )
+        self.facts[name] = replace(fact, asks=(*fact.asks, ask))
 
 
 class _Kept(dict[str, str]):

@@ -10,10 +10,10 @@ class Shape:
     """A llama-architecture transformer with tied embeddings. `dim` and `ffn` are multiples of 256, so that the
     K types of quantization fit as well; `context` in tokens."""
 
-    layers: int = 8
-    dim: int = 256
-    heads: int = 4
-    kv_heads: int = 2
+    layers: int = 4
+    dim: int = 512
+    heads: int = 8
+    kv_heads: int = 4
     ffn: int = 1024
     vocab: int = 3072
     context: int = 2048

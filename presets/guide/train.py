@@ -1,7 +1,7 @@
 """Trains the guide on what corpus.py wrote. Needs PyTorch (which nothing else here does) and one GPU for some
 minutes; a CPU will do for trying it.
 
-    python -m presets.guide.train build/guide out --seconds 200
+    python -m presets.guide.train build/guide out --seconds 240
 
 Writes weights-*.npz (float16, named as in GGUF files), tokenizer.json and report.json, which export.py reads.
 """
@@ -87,7 +87,7 @@ class Batches:
         targets, weights = np.roll(ids, -1), np.roll(np.pad(weights, (0, pad)), -1)
         ends = lengths.cumsum()
         weights[ends - 1] = 0
-        fixed = self._size // 16 + 2  # so that every batch has the same shapes
+        fixed = self._size // 32 + 2  # so that every batch has the same shapes
         starts = np.concatenate(([0], ends, np.arange(ends[-1], self._size, self._shape.context)[1:]))
         starts = np.pad(starts, (0, fixed - len(starts)), constant_values=self._size).astype(np.int32)
         parts = (ids, targets, positions, weights.astype(np.float32), starts)
@@ -219,11 +219,11 @@ def main() -> None:
     )
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=65_536, help="in a batch")
     parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--dropout", type=float, default=0.05)
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="a folder that this wrote, to go on from")
     for name in ("layers", "dim", "heads", "kv_heads", "ffn"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,13 @@ def gerund(phrase: str) -> str:
 def normalized(question: str) -> str:
     """What makes two questions the same: their letters and digits."""
     return " ".join(re.findall(r"[^\W_]+", question.lower()))
+
+
+def gist(question: str, small: Collection[str]) -> str:
+    """What makes two questions nearly the same: their words in any order, without the `small` ones. "" where
+    fewer than three are left, which many a question may share."""
+    words = sorted(set(normalized(question).split()) - set(small))
+    return " ".join(words) if len(words) > 2 else ""
 
 
 def _tidy(text: str) -> str:

@@ -13,7 +13,9 @@ import pytest
 import engine.client
 from app.cli import main
 from app.options import Parser
+from app.settings import last_model
 from engine.events import Sampling
+from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.generated_model import write
 
@@ -244,8 +246,11 @@ def test_a_missing_model_is_named_with_those_that_are_there(run, model):
 
 
 def test_where_the_model_comes_from(run, model, home):
-    code, _, err, _ = run("why?")
-    assert code == 2 and "--model" in err
+    code, out, err, options = run("why?")
+    assert (code, out) == (0, "You said: why?\n") and options.model_path == str(guide_path())
+    assert GUIDE in err and "--model qwen3:0.6b" in err and err.count("\n") == 1
+    assert last_model() == GUIDE
+    assert run("--model", GUIDE, "why?")[2] == ""  # asked for, it needs no introduction
     run("--model", model, "why?")
     assert run("why?")[3].model_path == str(model)  # the last one
     other = home / "other.gguf"
@@ -285,7 +290,8 @@ def test_tokenize_needs_a_vocabulary_alone_and_is_no_last_model(home, capsys):
     assert main(["tokenize", "--model", str(model), "--json", "the river"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "".join(found["pieces"]) == "the river" and len(found["ids"]) == len(found["pieces"])
-    assert main(["tokenize", "--jsonl", "x"]) == main(["tokenize", "x"]) == 2
+    assert main(["tokenize", "--jsonl", "x"]) == 2
+    assert last_model() == ""
 
 
 def test_a_command_is_its_name_in_front(run, model, monkeypatch):

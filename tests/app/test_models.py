@@ -17,6 +17,7 @@ from app.settings import last_model
 from engine.catalog import cache
 from engine.catalog.names import HubModel, known_models, parse
 from engine.catalog.progress import Progress
+from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
@@ -118,10 +119,17 @@ def test_names_from_the_hub_cannot_reach_the_terminal(run, hub):
 # --- models --------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_here_at_first(run):
+def test_at_first_the_built_in_model_is_here(run):
     code, out, _ = run("models")
+    _, guide, nothing, known, *_ = out.splitlines()
     assert code == 0
-    assert out.startswith("No models are here yet.\nNot here, but known: llama3.2:1b, ")
+    assert guide.startswith(f"{GUIDE}  ") and "  Q8_0  " in guide and nothing == ""
+    assert known.startswith("Not here, but known: llama3.2:1b, ")
+
+
+def test_the_built_in_model_stays(run):
+    code, _, err = run("rm", GUIDE, "--yes")
+    assert code == 2 and f"{GUIDE} is built in" in err and guide_path().is_file()
 
 
 def test_the_list_tells_what_each_model_is(run, hub, home):
@@ -155,7 +163,8 @@ def test_the_list_tells_what_each_model_is(run, hub, home):
 
 def test_the_list_as_json(run, hub):
     run("pull", NAME)
-    [here, *others] = json.loads(run("models", "--json")[1])
+    [here, guide, *others] = json.loads(run("models", "--json")[1])
+    assert guide["name"] == GUIDE and guide["path"] == str(guide_path())
     assert here["name"] == NAME and Path(here["path"]).is_file()
     assert here["quantization"] == "Q8_0" and here["architecture"] == "qwen3" and here["parameters"] > 0
     assert [other["name"] for other in others] == [model.name for model in known_models()]

@@ -16,7 +16,7 @@ from presets import loader
 from presets.guide import facts, questions
 from presets.guide.corpus import conversations
 from presets.guide.template import rendered
-from presets.guide.wording import gerund, normalized
+from presets.guide.wording import gerund, gist, normalized
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,9 @@ def test_questions_of_the_judgement_are_not_in_training():
         normalized(m.content) for c in conversations(2000, "train 0", 500) for m in c if m.role == "user"
     }
     assert not judged & drawn
+    small = facts.load().grammar["noise"]["dropped"]
+    gists = {gist(question, small) for question in judged} - {""}
+    assert len(gists) > 300 and not gists & {gist(question, small) for question in drawn}
     held = {turns for question in questions.HELD_OUT for turns in [question.turns]}
     assert len(questions.HELD_OUT) >= 300 and not held & {
         question.turns for question in questions.DEVELOPMENT
