@@ -120,7 +120,7 @@ class Characteristics(Structure):
     )
 
 
-IO_COHERENCE, TSG_SUBCONTEXTS, USERMODE_SUBMIT = 1 << 20, 1 << 22, 1 << 30  # of `Characteristics.flags`
+IO_COHERENCE = 1 << 20  # of `Characteristics.flags`
 
 
 class AllocAs(Structure):

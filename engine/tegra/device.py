@@ -72,7 +72,8 @@ class TEGRAIface:
 
         space = control.address_space(BUFFERS.start, BUFFERS.stop)
         opened.callback(space.close)
-        self.memory = Memory(nvmap, space)
+        coherent = gpu.flags & abi.IO_COHERENCE  # then the GPU sees what lies in the CPU's caches
+        self.memory = Memory(nvmap, space, abi.INNER_CACHEABLE if coherent else abi.WRITE_COMBINE)
         opened.callback(self.memory.close)
         self.tsg = control.tsg()
         opened.callback(self.tsg.close)
@@ -91,8 +92,8 @@ class TEGRAIface:
         self.doorbell = MMIOInterface(doorbell, abi.DOORBELL_BYTES, fmt="I")
 
     def alloc(self, size: int, zero: bool = False, **_: object) -> HCQBuffer:
-        """Every buffer is cacheable, mapped for both, and says the size that was asked for. Raises
-        DriverMemoryError when there is no room."""
+        """Every buffer is mapped for both, and says the size that was asked for. Raises DriverMemoryError when there
+        is no room."""
         mapping = self.memory.allocate(size, zero)
         view = MMIOInterface(mapping.address, size, fmt="B")
         return HCQBuffer(mapping.va, size, meta=mapping, view=view, owner=self.dev)
@@ -157,6 +158,7 @@ class NVDevice(_Stock):  # type: ignore[misc]
     """tinygrad knows a device by its class's name. On other interfaces it is tinygrad's own."""
 
     ifaces = [TEGRAIface, *_Stock.ifaces]  # noqa: RUF012  # tinygrad's attribute
+    error_state: Exception | None
 
     def __init__(self, device: str = "") -> None:
         self.iface = self._select_iface(device)

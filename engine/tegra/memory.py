@@ -49,16 +49,17 @@ class Mapping:
 class Memory:
     """The buffers of an address space."""
 
-    def __init__(self, nvmap: Nvmap, space: AddressSpace) -> None:
-        """Raises DriverError where buffers could get addresses inside a window that nvgpu does not reserve."""
-        self._nvmap, self._space = nvmap, space
+    def __init__(self, nvmap: Nvmap, space: AddressSpace, cache: int = abi.INNER_CACHEABLE) -> None:
+        """`cache` is how the CPU sees buffers. Raises DriverError where buffers could get addresses inside a window
+        that nvgpu does not reserve."""
+        self._nvmap, self._space, self._cache = nvmap, space, cache
         self._mappings: dict[int, Mapping] = {}
         guard(space)
 
     def allocate(self, size: int, zero: bool = False) -> Mapping:
         """At least `size` bytes. The two addresses differ. Raises DriverMemoryError when there is no room."""
         size = -(-size // abi.PAGE) * abi.PAGE
-        buffer = self._nvmap.buffer(size, LARGE_ALIGNMENT if size >= LARGE else abi.PAGE, zero=zero)
+        buffer = self._nvmap.buffer(size, LARGE_ALIGNMENT if size >= LARGE else abi.PAGE, self._cache, zero)
         try:  # both mappings hold the buffer; a descriptor for each would soon be too many
             mapping = self._map(buffer, size)
         finally:

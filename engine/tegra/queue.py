@@ -3,6 +3,9 @@
 Two things differ from a desktop GPU's. Signals are semaphores in the command stream that wait for idle, never the
 release in a launch descriptor (QMD): on an Orin, with that one, of 200 increments by dependent kernels 2 got lost.
 And a submission waits while the ring is full, which tinygrad never looks at.
+
+Between ring and doorbell stands tinygrad's fence, a barrier among the CPUs (`dmb ish`). It was enough on a board, but
+that is an observation; whether it is what lost those updates is not known.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class SimulatedKernel(System):
         self.calls: list[str] = []
         self.next_channel, self.next_handle = 511, 0x8000_0001
         self._failing: tuple[int | str, int] | None = None
+        self.gpu_flags = 0x01BF5FFF7F5D035D  # an AGX Orin's
         self.silent = False  # GPUs do not say how far they are in their rings
         self.sm_version, self.characteristics_bytes = 0x807, sizeof(abi.Characteristics)
         self.gpus: list[Gpu] = []
@@ -224,7 +225,7 @@ class SimulatedKernel(System):
             num_gpc=1,
             l2_cache_size=4 << 20,
             num_tpc_per_gpc=MULTIPROCESSORS // 2,
-            flags=0x01BF5FFF7F5D035D,
+            flags=self.gpu_flags,
             compute_class=COMPUTE_CLASS,
             gpfifo_class=0xC76F,
             dma_copy_class=COPY_CLASS,

@@ -14,11 +14,15 @@ from tests.driver.kernel import SimulatedKernel
 
 
 @contextlib.contextmanager
-def simulated(kernel: SimulatedKernel | None = None) -> Iterator[SimulatedKernel]:
-    """The GPU is a thread: Python is to switch to it and back more often than each 5 ms."""
+def simulated(kernel: SimulatedKernel | None = None, others: bool = False) -> Iterator[SimulatedKernel]:
+    """Unless `others`, nothing but the simulated board is tried: a real GPU is never opened by mistake.
+
+    The GPU is a thread: Python is to switch to it and back more often than each 5 ms."""
     kernel = kernel or SimulatedKernel()
-    before = driver.system, device.renderers, sys.getswitchinterval()
+    before = driver.system, device.renderers, sys.getswitchinterval(), device.NVDevice.ifaces
     driver.system, device.renderers = kernel, [SimulatedCUDARenderer]
+    if not others:
+        device.NVDevice.ifaces = [device.TEGRAIface]
     sys.setswitchinterval(2e-5)
     try:
         TinySystem.memory_barrier()
@@ -29,3 +33,4 @@ def simulated(kernel: SimulatedKernel | None = None) -> Iterator[SimulatedKernel
     finally:
         driver.system, device.renderers = before[:2]
         sys.setswitchinterval(before[2])
+        device.NVDevice.ifaces = before[3]

@@ -92,7 +92,7 @@ from engine.fixes import install
 from tests.driver.kernel import SimulatedKernel
 from tests.driver.simulate import simulated
 dev = prepare(EngineOptions(model_path=""))
-with simulated(SimulatedKernel(nodes=nodes)) as kernel:
+with simulated(SimulatedKernel(nodes=nodes), others=True) as kernel:
     install(dev)
     from tinygrad import Device
     try:

@@ -114,6 +114,33 @@ def test_nodes_that_do_not_open(board, node, number, advice):
     assert advice in caught.value.hint
 
 
+def test_what_a_boards_driver_says_is_what_is_reported(board):
+    """DEV=NV tries tinygrad's other interfaces as well; what they say helps nobody on a board."""
+    from engine.tegra.device import NVDevice, TEGRAIface
+
+    class OTHERIface:
+        def __init__(self, dev, device_id):
+            raise FileNotFoundError("/dev/nvidiactl")
+
+    NVDevice.ifaces = [TEGRAIface, OTHERIface]
+    board.kernel.fail_at("ALLOC_AS", errno.EPERM)
+    with pytest.raises(DriverError, match="ALLOC_AS failed: EPERM"):
+        NVDevice("NV")
+    board.kernel.nodes = ()
+    with pytest.raises(ExceptionGroup):
+        NVDevice("NV")
+
+
+def test_without_coherence_buffers_stay_out_of_the_cpus_caches(board):
+    board.open()
+    assert {a.flags & 3 for a in board.kernel.allocated[3:]} == {abi.INNER_CACHEABLE}
+    board.kernel.gpu_flags &= ~abi.IO_COHERENCE
+    first = len(board.kernel.allocated)
+    board.open()
+    assert {a.flags & 3 for a in board.kernel.allocated[first:]} == {abi.WRITE_COMBINE, abi.INNER_CACHEABLE}
+    assert {a.flags & 3 for a in board.kernel.allocated[first + 3 :]} == {abi.WRITE_COMBINE}
+
+
 def test_another_release_of_the_driver_is_refused(board):
     from engine.tegra.device import TEGRAIface
 
