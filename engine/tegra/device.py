@@ -17,7 +17,7 @@ from tinygrad.renderer.cstyle import CUDARenderer, NVCCRenderer
 from tinygrad.renderer.nir import NAKRenderer
 from tinygrad.renderer.ptx import PTXRenderer
 from tinygrad.runtime import ops_nv
-from tinygrad.runtime.ops_nv import NVProgram, NVSignal
+from tinygrad.runtime.ops_nv import NVProgram
 from tinygrad.runtime.support.hcq import BumpAllocator, HCQBuffer, HCQCompiled, MMIOInterface
 from tinygrad.runtime.support.system import System as TinySystem
 
@@ -28,7 +28,7 @@ from engine.tegra.driver import Control, Nvmap
 from engine.tegra.errors import DriverError, HangError
 from engine.tegra.memory import BUFFERS, LOCAL_WINDOW, SHARED_WINDOW, Memory
 from engine.tegra.notifier import ErrorNotifier, report
-from engine.tegra.queue import ENTRIES, Ring, TegraComputeQueue
+from engine.tegra.queue import ENTRIES, Ring, TegraComputeQueue, TegraSignal
 
 _COMMANDS, _ARGUMENTS = 2 << 20, 8 << 20  # bytes; for each of the ring's submissions 2 and 8 KiB
 _SM_PER_TPC = 2
@@ -213,7 +213,7 @@ class NVDevice(_Stock):  # type: ignore[misc]
             TegraAllocator(self),
             renderers,
             NVProgram,
-            NVSignal,
+            TegraSignal,
             TegraComputeQueue,
             None,  # the copy engine is slower than memmove, and copies in graphs hung
             kernargs_size=_ARGUMENTS,

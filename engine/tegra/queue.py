@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinygrad.helpers import getenv
-from tinygrad.runtime.ops_nv import GPFifo, NVComputeQueue
+from tinygrad.runtime.ops_nv import GPFifo, NVComputeQueue, NVSignal
 from tinygrad.runtime.support.hcq import HCQSignal, MMIOInterface
 
 ENTRIES = (
@@ -59,6 +59,14 @@ def _wait(device: Any, passed: Callable[[], bool]) -> None:
         device.iface.sleep(0)
         if now > deadline:
             device.on_device_hang()
+
+
+class TegraSignal(NVSignal):  # type: ignore[misc]
+    """Its place goes back to tinygrad's pool, unless the device was closed and the place with it."""
+
+    def __del__(self) -> None:
+        if self.owner is not None and not self.owner.closed:
+            super().__del__()
 
 
 class TegraComputeQueue(NVComputeQueue):  # type: ignore[misc]

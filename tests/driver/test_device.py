@@ -6,6 +6,7 @@ import gc
 import struct
 import threading
 import time
+import weakref
 
 import pytest
 from tinygrad.device import BufferSpec
@@ -86,6 +87,16 @@ def test_closed_it_holds_nothing_and_what_comes_later_does_nothing(board):
     del prg
     gc.collect()
     assert board.kernel.leaks() == [] and held() == before
+
+
+def test_tinygrad_keeps_nothing_of_a_closed_device(board):
+    device = board.open()
+    closed = weakref.ref(device)
+    device.finalize()
+    board.devices.clear()
+    del device
+    gc.collect()
+    assert closed() is None
 
 
 def test_it_opens_again_after_it_was_closed(board):
