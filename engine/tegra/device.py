@@ -7,10 +7,10 @@ with nvgpu's calls, and the parts that need none (queues, programs, launch descr
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import time
+from contextlib import ExitStack, closing
 from typing import Any
 
 from tinygrad.renderer.cstyle import CUDARenderer, NVCCRenderer
@@ -56,37 +56,31 @@ class TEGRAIface:
             raise DriverError(f"There is no GPU {device_id}: a Jetson has one.", "Take NV or NV:0.")
         self.dev, self.closed = dev, False
         self.peer_group = f"TEGRA{next(_serial)}"  # so that no signal outlives its device in tinygrad's pool
-        with contextlib.ExitStack() as opened:
+        with ExitStack() as opened:
             self._open(opened)
             self._opened = opened.pop_all()
 
-    def _open(self, opened: contextlib.ExitStack) -> None:
+    def _open(self, opened: ExitStack) -> None:
         """The order is the driver's: see `engine.tegra.driver`. Closing goes the other way."""
-        nvmap, control = Nvmap(), None
-        opened.callback(nvmap.close)
-        self.control = control = Control()
-        opened.callback(control.close)
+        nvmap = opened.enter_context(closing(Nvmap()))
+        self.control = control = opened.enter_context(closing(Control()))
         gpu = self.characteristics = control.characteristics()
         self.multiprocessors = control.multiprocessors()
         self.compute_class, self.dma_class = gpu.compute_class, gpu.dma_copy_class
 
-        space = control.address_space(BUFFERS.start, BUFFERS.stop)
-        opened.callback(space.close)
+        space = opened.enter_context(closing(control.address_space(BUFFERS.start, BUFFERS.stop)))
         coherent = gpu.flags & abi.IO_COHERENCE  # then the GPU sees what lies in the CPU's caches
-        self.memory = Memory(nvmap, space, abi.INNER_CACHEABLE if coherent else abi.WRITE_COMBINE)
-        opened.callback(self.memory.close)
-        self.tsg = control.tsg()
-        opened.callback(self.tsg.close)
+        cache = abi.INNER_CACHEABLE if coherent else abi.WRITE_COMBINE
+        self.memory = opened.enter_context(closing(Memory(nvmap, space, cache)))
+        self.tsg = opened.enter_context(closing(control.tsg()))
         subcontext = self.tsg.subcontext(space)
-        channel = control.channel()
-        opened.callback(channel.close)
+        channel = opened.enter_context(closing(control.channel()))
         space.bind(channel)
         self.tsg.bind(channel, subcontext)
         channel.disable_watchdog()
         self.ring = _ring(nvmap, channel, opened)
         channel.create_object(gpu.compute_class)
-        self.notifier = ErrorNotifier(nvmap, channel)
-        opened.callback(self.notifier.close)
+        self.notifier = opened.enter_context(closing(ErrorNotifier(nvmap, channel)))
         doorbell = control.doorbell()
         opened.callback(driver.unmap, doorbell, abi.DOORBELL_BYTES)
         self.doorbell = MMIOInterface(doorbell, abi.DOORBELL_BYTES, fmt="I")
@@ -127,7 +121,7 @@ class TEGRAIface:
         self._opened.close()
 
 
-def _ring(nvmap: Nvmap, channel: driver.Channel, opened: contextlib.ExitStack) -> Ring:
+def _ring(nvmap: Nvmap, channel: driver.Channel, opened: ExitStack) -> Ring:
     """The channel's ring, and the page with how far GPU and CPU are in it. Neither lies in the address space of the
     kernels; the driver maps the ring in its own part."""
     n_bytes = max(abi.PAGE, ENTRIES * 8)

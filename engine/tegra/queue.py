@@ -19,9 +19,7 @@ from tinygrad.helpers import getenv
 from tinygrad.runtime.ops_nv import GPFifo, NVComputeQueue, NVSignal
 from tinygrad.runtime.support.hcq import HCQSignal, MMIOInterface
 
-ENTRIES = (
-    1024  # and so many submissions at most are under way, which bounds the memory for commands and arguments
-)
+ENTRIES = 1024  # at most so many submissions are under way: memory for commands and arguments is for these
 
 
 @dataclass

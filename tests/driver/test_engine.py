@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from engine import backends
 from engine.client import LocalEngine
 from engine.events import EngineOptions, Failed
+from engine.tegra import abi
 from tests import generated_model
 from tests.engine.conftest import running
 
@@ -48,3 +50,16 @@ async def test_a_start_that_fails(model, fault, message, hint, tmp_path, monkeyp
     assert not running(worker)
     with pytest.raises(ProcessLookupError):  # nor any that it started: they are in its group
         os.killpg(worker, 0)
+
+
+def test_what_keeps_nv_from_working(tmp_path, monkeypatch):
+    nodes = [tmp_path / "nvmap", tmp_path / "ctrl"]
+    monkeypatch.setattr(abi, "NVMAP", str(nodes[0]))
+    monkeypatch.setattr(abi, "CTRL", str(nodes[1]))
+    if not Path("/dev/nvidiactl").exists():
+        assert "/dev/nvidiactl" in backends.flaw("NV")
+    for node in nodes:
+        node.touch()
+    assert backends.flaw("NV") == ""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == nodes[1])
+    assert backends.flaw("NV") == f"no permission for {nodes[0]} (groups video and render)"
