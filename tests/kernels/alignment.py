@@ -3,8 +3,9 @@ python -m tests.kernels.alignment PATH QUANT...`, PATH being fused or graph. A p
 one default device; the NULL device runs nothing.
 
 Proven twice, each time from the index alone, by the largest power of two that is known to divide it: in tinygrad's
-UOps before they become C, and in the PTX that the compiler made of it, where addresses are sums of registers. Both
-start from buffers that begin at multiples of 256 bytes; that those of a model do is checked as well.
+UOps before they become source, and in the PTX that the compiler made of C or (DEV=NULL:PTX:sm_87) tinygrad wrote
+itself, where addresses are sums of registers. Both start from buffers that begin at multiples of 256 bytes; that
+those of a model do is checked as well.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from tinygrad import Device, codegen
 from tinygrad.device import Buffer
 from tinygrad.dtype import AddrSpace
-from tinygrad.runtime.support.compiler_cuda import NVCCCompiler
+from tinygrad.runtime.support import compiler_cuda
 from tinygrad.uop.ops import Ops, UOp
 
 from engine.formats.gguf import GGUF
@@ -48,12 +49,20 @@ def _power(n: int) -> int:
     return n & -n if n else ANY
 
 
+def _constant(u: UOp) -> int:
+    """The number that an expression is; 0, which promises nothing as a shift, where it is none."""
+    while u.op is Ops.CAST:
+        u = u.src[0]
+    return int(u.val) if u.op is Ops.CONST else 0
+
+
 _RULES: dict[Ops, Callable[[UOp, list[int]], int]] = {
     Ops.CONST: lambda u, _: _power(int(u.val)),
     Ops.ADD: lambda u, p: gcd(*p),
     Ops.SUB: lambda u, p: gcd(*p),
     Ops.MUL: lambda u, p: min(p[0] * p[1], ANY),
-    Ops.SHL: lambda u, p: min(p[0] << int(u.src[1].vmin), ANY),
+    Ops.MULACC: lambda u, p: gcd(min(p[0] * p[1], ANY), p[2]),
+    Ops.SHL: lambda u, p: min(p[0] << _constant(u.src[1]), ANY),
     Ops.AND: lambda u, p: max(p),
     Ops.WHERE: lambda u, p: gcd(*p[1:]),
     Ops.MAX: lambda u, p: gcd(*p),
@@ -85,34 +94,59 @@ _ACCESS = re.compile(
     r"(?:ld|st)\.(?:global|shared|local)\S*?(?:\.v(?P<n>[24]))?\.[busf](?P<bits>8|16|32|64|128)\s.*?"
     r"\[(?P<base>[^\]+]+)(?:\+(?P<offset>-?\d+))?\]"
 )
-_ASSIGN = re.compile(r"(?P<op>[a-z0-9_.]+)\s+(?P<to>%rd?\d+),\s*(?P<arguments>.*);")
+_ASSIGN = re.compile(r"(?P<op>[a-z0-9_.]+)\s+(?P<to>%\w+),\s*(?P<arguments>.*);")
 WIDE = 8  # bytes: what is narrower is one element
+_NUMBER = re.compile(r"(-?(?:0x[0-9a-fA-F]+|\d+))U?")
 Sum = dict[str, int]
 """What a register holds, modulo 2**32: the sum of values that are not known, each so many times, and of a number
 (which is the value "1")."""
+Instruction = tuple[str, list[str]]
 
 
 def prove_ptx(kernel: str) -> int:
     """How many accesses of 8 bytes or more a kernel has, all of them proven. Raises AssertionError."""
-    assigned: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
-    for match in filter(None, map(_ASSIGN.search, kernel.splitlines())):
-        arguments = re.findall(r"[%\w.$-]+", match["arguments"])
-        assigned[match["to"]].append((match["op"], arguments))
+    assigned, accesses = _by_value(kernel)
     registers = Registers(assigned)
     count = 0
-    for match in filter(None, map(_ACCESS.search, kernel.splitlines())):
+    for match, base in accesses:
         size = int(match["n"] or 1) * int(match["bits"]) // 8
         if size >= WIDE:
-            at = gcd(registers.divisor(match["base"]), _power(int(match["offset"] or 0)))
+            at = gcd(registers.divisor(base), _power(int(match["offset"] or 0)))
             assert at % size == 0, f"{match[0]}: known to be a multiple of {at} bytes only"
             count += 1
     return count
 
 
+def _by_value(kernel: str) -> tuple[dict[str, list[Instruction]], list[tuple[re.Match[str], str]]]:
+    """The instructions that assign to each register, and the accesses with their base registers. A register that is
+    assigned to again in a run of instructions is another one from there on (%r#1); under its own name go its values
+    at the ends of such runs, which others may find it with."""
+    assigned: dict[str, list[Instruction]] = defaultdict(list)
+    accesses, here, ends = [], {}, defaultdict(set)
+    for n, line in enumerate(kernel.splitlines()):
+        if re.match(r"\s*\S+:|.*\bbra\b", line):
+            for name, value in here.items():
+                ends[name].add(value)
+            here = {}
+        if match := _ACCESS.search(line):
+            accesses.append((match, here.get(match["base"], match["base"])))
+        if match := _ASSIGN.search(line):
+            arguments = re.findall(r"[%\w.$-]+", match["arguments"])
+            value, before = f"{match['to']}#{n}", here.get(match["to"], match["to"])
+            assigned[value].append((match["op"], [here.get(a, a) for a in arguments]))
+            if line.lstrip().startswith("@"):  # or it stays what it was
+                assigned[value].append(("mov", [before]))
+            here[match["to"]] = value
+    for name, value in here.items():
+        ends[name].add(value)
+    assigned.update({name: [("mov", [value]) for value in sorted(values)] for name, values in ends.items()})
+    return assigned, accesses
+
+
 class Registers:
     """What is known of a kernel's registers, by the instructions that assign to each."""
 
-    def __init__(self, assigned: dict[str, list[tuple[str, list[str]]]]) -> None:
+    def __init__(self, assigned: dict[str, list[Instruction]]) -> None:
         self._assigned = assigned
         self._sums: dict[str, Sum] = {}
         self._divisors = dict.fromkeys(
@@ -138,8 +172,8 @@ class Registers:
         return 16  # an array in shared memory: tinygrad asks for it (__align__)
 
     def _sum(self, operand: str) -> Sum:
-        if re.fullmatch(r"-?\d+", operand):
-            return {"1": int(operand)}
+        if number := _NUMBER.fullmatch(operand):
+            return {"1": int(number[1], 0)}
         if operand not in self._sums:
             self._sums[operand] = {operand: 1}
             if len(instructions := self._assigned.get(operand, [])) == 1:
@@ -181,7 +215,7 @@ class Registers:
             case "and":
                 return max(d)
             case "bfi":  # the first, shifted by the third, among the bits of the second
-                return min(d[1], d[0] << int(arguments[2]))
+                return min(d[1], d[0] << int(arguments[2], 0))
             case "shl":
                 return d[0]
         return gcd(*d[:2])
@@ -254,12 +288,16 @@ def main(path: str, quants: list[str]) -> None:
         assert self.offset % BASE == 0, f"a buffer begins at byte {self.offset} of another"
 
     Buffer.__init__ = buffer  # type: ignore[method-assign]
-    NVCCCompiler.compile_cached = lambda self, source: b"nothing"  # type: ignore[method-assign]
+    compiler_cuda.NVPTXCompiler = compiler_cuda.PTXCompiler  # which needs no library
+    for compiler in (compiler_cuda.NVCCCompiler, compiler_cuda.PTXCompiler):
+        compiler.compile_cached = lambda self, source: b"nothing"  # type: ignore[method-assign]
+    in_c = "PTX" not in type(Device[Device.DEFAULT].renderer).__name__
     for quant in quants:
         made.clear()
         load_and_step(path, quant)
         vectors = sum(map(prove_uops, made))
-        wide = sum(map(prove_ptx, ptx([str(program.src[2].arg) for program in made])))
+        sources = [str(program.src[2].arg) for program in made]
+        wide = sum(map(prove_ptx, ptx(sources) if in_c else sources))
         print(quant, len(made), vectors, wide, flush=True)
 
 
