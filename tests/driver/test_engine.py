@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "model.gguf"
-    return generated_model.write(path, quant="Q8_0", layers=1, dim=32, heads=4, kv_heads=2)
+    return generated_model.write(path, quant="Q8_0", layers=1, dim=64, heads=4, kv_heads=2)
 
 
 @pytest.mark.parametrize(
