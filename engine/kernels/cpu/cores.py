@@ -143,11 +143,11 @@ class Cores:
 
     def seconds(self, call: int) -> float:
         """Runs a call once more, on all cores: how long it takes, apart from waking them."""
-        started = time.perf_counter()
-        self.run(self._idle, 1)
-        woken = time.perf_counter()
-        self.run(call, 1)
-        return max(time.perf_counter() - woken - (woken - started), 1e-7)
+        times = []
+        for each in (self._idle, self._idle, call):  # the first wakes the threads
+            self.run(each, 1)
+            times.append(time.perf_counter())
+        return max(times[2] - times[1] - (times[1] - times[0]), 1e-7)
 
     def add(self, address: int, buffers: Sequence[int], parts: int, beside: bool = False) -> int:
         """Adds a call of the kernel at `address`, to `run`; returns its index. `beside`: it needs nothing of

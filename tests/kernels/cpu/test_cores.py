@@ -39,6 +39,77 @@ def test_cores_meet_between_kernels(cores: Cores) -> None:
         np.testing.assert_array_equal(memory.view(buffers[-1]), wanted)
 
 
+def added(part: UOp, parts: UOp, out: UOp, x: UOp, y: UOp) -> UOp:
+    i = UOp.range(N // parts, 1)
+    at = part * (N // parts) + i
+    store = out.index(at).store(x.index(at).load() + y.index(at).load() * 2)
+    return store.end(i).sink(arg=KernelInfo(name="added", opts_to_apply=()))
+
+
+def counting(part: UOp, parts: UOp, out: UOp, size: UOp) -> UOp:
+    """Counts to a number, a step of memory at a time."""
+    i = UOp.range(size.index(0).load(), 1)
+    store = out.index(part * 64).store(out.after(i).index(part * 64).load() + 1 / parts.cast(dtypes.float32))
+    return store.end(i).sink(arg=KernelInfo(name="counting", opts_to_apply=()))
+
+
+def test_kernels_beside_each_other_come_before_the_next(cores: Cores) -> None:
+    x, a, b, out = (memory.zeros(N, dtypes.float32) for _ in range(4))
+    launches = cores.launches()
+    for _ in range(12):
+        launches.add(shifted, a, x, parts=4)
+        launches.add(shifted, b, x, parts=2, beside=True)
+        launches.add(added, out, a, b, parts=4)
+        launches.add(shifted, x, out, parts=8)
+    walk = launches.captured()
+    memory.view(x)[:] = 0
+    walk()
+    wanted = 0.0
+    for _ in range(12):
+        wanted = 3 * (wanted + 1) + 1  # whole numbers that a float32 holds
+    np.testing.assert_array_equal(memory.view(x), wanted)
+
+
+def test_a_core_that_waits_long_sleeps(cores: Cores) -> None:
+    out, size = memory.zeros(64, dtypes.float32), memory.array(np.array([1 << 23]), dtypes.int32)
+    launches = cores.launches()
+    launches.add(counting, out, size, parts=1)
+    walk = launches.captured()
+    walk()
+    started, used = time.perf_counter(), time.process_time()
+    walk()
+    took, used = time.perf_counter() - started, time.process_time() - used
+    assert took > 0.004
+    assert used < 1.4 * took + 0.001, "the other core does not look on all the time"
+
+
+def test_a_thread_without_a_cpu_holds_nobody_up() -> None:
+    """Two threads that share a CPU: the one that runs does the work, and does not wait for the other's turn."""
+    cpu = min(os.sched_getaffinity(0))
+    script = f"""
+import os, sys, time
+os.sched_setaffinity(0, {{{cpu}}})
+os.environ.update(DEV="CPU", PARALLEL="0")
+from engine.kernels.cpu.cores import Cores
+from tests.kernels.cpu.test_cores import N, dtypes, memory, shifted
+cores, buffers = Cores(2), [memory.zeros(N, dtypes.float32) for _ in range(2)]
+launches = cores.launches()
+for _ in range(100):
+    launches.add(shifted, *buffers, parts=4)
+    launches.add(shifted, *reversed(buffers), parts=4)
+walk, took = launches.captured(), []
+for _ in range(100):
+    started = time.perf_counter()
+    walk()
+    took.append(time.perf_counter() - started)
+print(min(took), sorted(took)[50])
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    best, median = map(float, run.stdout.split())
+    assert best < 1e-3, "200 kernels; a turn of the scheduler alone takes longer"
+
+
 def test_a_kernel_costs_less_than_a_microsecond(cores: Cores) -> None:
     buffers = [memory.zeros(N, dtypes.float32) for _ in range(2)]
     launches = cores.launches()
