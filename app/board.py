@@ -180,7 +180,8 @@ def _llama_server(given: str | None, out: Console) -> str:
 def _table(board: Board, model: BoardModel, planned: Sequence[Run], tests: Lengths) -> Table:
     """Tokens a second, and what they were before where that is known."""
     table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left", title_style="bold")
-    table.title = Text(f"{model.title}: tokens a second (before)")
+    known = " (before)" if model.name in board.figures else ""
+    table.title = Text(f"{model.title}: tokens a second{known}", no_wrap=True)
     table.add_column("setup")
     for test in tests.names:
         table.add_column(test, justify="right")
