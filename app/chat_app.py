@@ -67,7 +67,9 @@ class ChatApp(App[None]):
     .-wide #dashboard { display: block; }
     .-without-dashboard #dashboard, .-comparing #dashboard { display: none; }
     .-with-dashboard #dashboard { display: block; }
-    .-narrow.-with-dashboard #chat, .-whole-pane #chat { display: none; }
+    .-narrow.-with-dashboard #chat, .-whole-pane #chat { dock: bottom; width: 100%; height: auto; }
+    .-narrow.-with-dashboard #chat > *, .-whole-pane #chat > * { display: none; }
+    .-narrow.-with-dashboard #chat > ActivityLine, .-whole-pane #chat > ActivityLine { display: block; }
     .-whole-pane #dashboard { display: block; }
     .-tiny #dashboard { display: none; }
     .-short MachinePanel, .-short KernelTable, .-medium MachinePanel { display: none; }
@@ -286,6 +288,7 @@ class ChatApp(App[None]):
         is_shown = self.dashboard.display and self.dashboard.size.width > 0
         self.page.set_class(not is_shown, "-with-dashboard")
         self.page.set_class(is_shown, "-without-dashboard")
+        self._show_way_back()
         if is_shown or self.size.width >= WIDE_WIDTH:
             self.prompt.focus()
 
@@ -299,6 +302,17 @@ class ChatApp(App[None]):
         self.dashboard.zoom(pane)
         if pane is None:
             self.prompt.focus()
+        self._show_way_back()
+
+    def _show_way_back(self) -> None:
+        """The keys that bring the chat back, where panes have its place."""
+        if self.dashboard.whole is not None:
+            keys = "F9 next pane  Esc back"
+        else:
+            is_instead = self.size.width < WIDE_WIDTH and self.page.has_class("-with-dashboard")
+            keys = "F9 whole pane  F5 back" if is_instead else ""
+        self.column.way_back = keys
+        self.column.show_status()
 
     # --- other engines ----------------------------------------------------------------------------------
 
@@ -322,8 +336,8 @@ class ChatApp(App[None]):
         await self.switching.choose_model()
 
     def action_compare(self) -> None:
-        self._show_whole(None)
         self.page.remove_class("-with-dashboard")
+        self._show_whole(None)
         self.switching.compare()
         self._show_comparison()
 

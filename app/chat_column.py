@@ -56,6 +56,7 @@ class ChatColumn(Vertical):
         self.clock = clock
         self.problem: HistoryError | None = None  # why the conversation is not saved
         self.editing: int | None = None  # index of the turn that the prompt box replaces
+        self.way_back = ""  # which keys bring the chat back, while panes have its place
         self._notice_until = 0.0
         self._title = ""
         # Made here: `query_one` looks into the screen on top, which may be another by then.
@@ -141,7 +142,7 @@ class ChatColumn(Vertical):
             self.comparison.view = session.engine.view()
         is_idle = status.phase in (Phase.READY, Phase.GONE)
         stops = "Esc stops" if session.is_answering else ""
-        self.activity.hint = "F1 keys  Ctrl+P commands" if is_idle else stops
+        self.activity.hint = self.way_back or ("F1 keys  Ctrl+P commands" if is_idle else stops)
         if (candidate := session.candidate) is not None and not session.is_answering:
             doing = describe(candidate.status.snapshot())
             self.notice(f"{candidate.name}: {doing} · Esc gives it up", seconds=2)

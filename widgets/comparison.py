@@ -148,6 +148,7 @@ class ComparedText(Vertical):
     def __init__(self, *, classes: str) -> None:
         super().__init__(classes=classes)
         self._shown: tuple[object, ...] = ()
+        self._end = 0.0  # how far down its end was when it was scrolled there
 
     def compose(self) -> ComposeResult:
         yield Static(markup=False, classes="heading")
@@ -164,14 +165,20 @@ class ComparedText(Vertical):
         if shown == self._shown:
             return
         self._shown = shown
-        scroll = self.query_one(VerticalScroll)
-        if scroll.is_vertical_scroll_end:
-            scroll.scroll_end(animate=False)  # once the layout is done
+        if not column.text:
+            self._end = 0.0
+        if self.query_one(VerticalScroll).scroll_y >= self._end:  # else the user has scrolled up
+            self.call_after_refresh(self._to_end)
         self.query_one(".heading", Static).update(heading)
         self.query_one(".text", Static).update(_marked(column.text, column.same))
         problem = self.query_one(".problem", Static)
         problem.display = bool(column.problem)
         problem.update(Content(f"⚠ {one_line(column.problem)}"))
+
+    def _to_end(self) -> None:
+        scroll = self.query_one(VerticalScroll)
+        scroll.scroll_end(animate=False, immediate=True)
+        self._end = scroll.max_scroll_y
 
 
 def _marked(text: str, same: int) -> Content:

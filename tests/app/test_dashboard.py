@@ -102,7 +102,7 @@ async def test_keys_of_the_kernel_table():
         await sees(pilot, "143 kernels")
         table = app.dashboard.table
         await pilot.press("f9", "f9")
-        assert app.focused is table and app.column.size.width == 0
+        assert app.focused is table and app.transcript.size.width == app.prompt.size.width == 0
         assert [kernel.role for kernel in table.rows[:2]] == ["FFN gate+up", "attention"]
         await pilot.press("s")
         assert table.rows[0].role == "output head" and "by GB/s" in table.border_subtitle
@@ -116,7 +116,7 @@ async def test_keys_of_the_kernel_table():
         await pilot.press("down", "enter")
         await sees(pilot, "options: UPCAST")
         await pilot.press("escape", "escape")
-        assert app.focused is app.prompt and app.column.size.width > 0
+        assert app.focused is app.prompt and app.prompt.size.width > 0
 
 
 async def test_the_next_backend_keeps_the_conversation():
@@ -197,13 +197,17 @@ async def test_speeds_are_noted_for_the_preset():
         await sees(pilot, "decode 100")
 
 
-async def test_where_there_is_no_room_a_key_shows_it():
-    async with dashboard(MeasuredEngine(), size=(80, 30)) as (app, pilot, _):
+async def test_where_there_is_no_room_a_key_shows_it_and_what_happens_under_it():
+    slow = FakeEngine(start=[*STARTED[:2], None])
+    async with dashboard(MeasuredEngine(), slow, size=(80, 30)) as (app, pilot, _):
         assert app.dashboard.size.width == 0
         await pilot.press("f5")
         await sees(pilot, "throughput")
-        assert app.column.size.width == 0
-        await pilot.press("f5")
+        await sees(pilot, "F5 back")
+        assert app.prompt.size.width == 0
+        await pilot.press("f7")
+        await sees(pilot, "cuda-beam2: preparing kernels")
+        await pilot.press("escape", "f5")
         await pilot.pause()
         assert app.column.size.width == 80 and app.focused is app.prompt
 
