@@ -6,6 +6,8 @@ import ctypes
 import re
 from pathlib import Path
 
+from engine.tegra.abi import CTRL
+
 _FOR_ITS_OWNER = re.compile(r"GeForce|\bRTX\b|TITAN|Quadro", re.IGNORECASE)
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _NAME_BYTES = 256

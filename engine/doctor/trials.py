@@ -116,7 +116,9 @@ def possible(backend: str, names: Sequence[str], *, jetson: bool) -> Finding | N
         return None
     if not (names or jetson):
         return note(backend, "not tried: there is no NVIDIA GPU")
-    if backend == "NV" and (why := why_not_nv(list(names))):
+    if backend == "CUDA":
+        return None  # what keeps it from working only its driver can say
+    if why := why_not_nv(list(names)):
         return note(backend, f"not tried: {why}")
     if why := flaw(backend):
         return bad(backend, f"not tried: {why}", "See above for what to do about it.")

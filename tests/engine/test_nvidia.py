@@ -55,3 +55,9 @@ def test_nv_is_refused_before_it_is_opened(monkeypatch):
     assert "Hopper" in backends.flaw("NV")
     monkeypatch.setattr(backends, "gpus", lambda: ["NVIDIA GeForce RTX 4090"])
     assert backends.flaw("NV") == ""
+
+
+def test_a_jetson_has_no_gpu_of_the_desktop_driver(tmp_path):
+    (tmp_path / "dev/nvgpu/igpu0").mkdir(parents=True)
+    (tmp_path / "dev/nvgpu/igpu0/ctrl").touch()
+    assert nvidia.gpus(machine(tmp_path, "NVIDIA H200")) == []
