@@ -15,7 +15,9 @@ _NAME_BYTES = 256
 
 def gpus(root: Path = Path("/")) -> list[str]:
     """The names of the GPUs that the desktop driver (nvidia.ko) has, as it tells in /proc; where it does not, as in
-    some containers, CUDA is asked. Empty where there are none, or nobody tells."""
+    some containers, CUDA is asked. Empty where there are none, nobody tells, or it is a Jetson."""
+    if (root / CTRL.lstrip("/")).exists():
+        return []
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     names = [match[1] for file in files if (match := re.search(r"Model:\s*(.+)", _text(file)))]
     return names or (_named_by_cuda() if root == Path("/") else [])
