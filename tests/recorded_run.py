@@ -1,0 +1,168 @@
+"""Goes over from preset to preset in mid-conversation, in the real full screen with the real engine, and takes a
+picture at each stage: python -m tests.recorded_run MODEL FOLDER [--presets cpu,cuda,cuda-beam2]
+
+What the dashboard says at each stage is printed too. Settings, history and what was measured are those of
+FOLDER/home, so that a run starts as on a new machine; kernels in the caches are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from textual.pilot import Pilot
+
+from app.chat_app import ChatApp
+from app.evidence import recorded
+from app.history import History
+from app.setup import Setup
+from engine.events import Sampling
+from presets.loader import find
+from widgets.text import as_bytes
+
+PROMPTS = (
+    "Why are there two tides a day?",
+    "And why are they higher at full moon?",
+    "How would I compute the next high tide?",
+    "Where do such tables go wrong?",
+)
+
+
+class Recording:
+    """A chat that is driven by keys, its pictures numbered in `folder`."""
+
+    def __init__(self, app: ChatApp, pilot: Pilot[None], folder: Path, wait_s: float) -> None:
+        self.app, self.pilot, self.folder = app, pilot, folder
+        self.began, self.wait_s, self.pictures = time.monotonic(), wait_s, 0
+
+    async def until(self, holds: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + self.wait_s
+        while not holds():
+            if time.monotonic() > deadline:
+                self.picture("stuck")
+                raise TimeoutError(f"{what} did not come: {self.app.column.activity.render()}")
+            await self.pilot.pause(0.05)
+
+    def picture(self, name: str) -> None:
+        self.pictures += 1
+        path = self.folder / f"{self.pictures:02}-{name}.svg"
+        path.write_text(self.app.export_screenshot(title="orin-chat"))
+        view = self.app.dashboard.performance.throughput()
+        said = {
+            "tok/s": view.current, "prefill": view.prefill, "GB/s": view.gbps, "copy": view.copy_gbps,
+            "roofline": view.share and 100 * view.share,
+        }  # fmt: skip
+        figures = "  ".join(f"{key} {value:,.0f}" for key, value in said.items() if value)
+        print(f"{time.monotonic() - self.began:6.1f} s  {path.stem:<28} {figures}", flush=True)
+
+    async def answer(self, preset: str, prompt: str) -> None:
+        """Asks; pictures from the middle of the reply and of the figures after it."""
+        app, performance = self.app, self.app.dashboard.performance
+        await self.until(lambda: not app.session.is_busy, "the end of the reply before")
+        app.prompt.insert(prompt)
+        await self.pilot.press("enter")
+        await self.until(lambda: performance.current, "a figure of the speed")
+        await self.until(
+            lambda: len(performance.decode_rates) > 3 or not app.session.is_answering, "half a reply"
+        )
+        self.picture(f"{preset}-answering")
+        await self.until(lambda: not app.session.is_busy, "the end of the reply")
+        seen = performance.kernels.decode
+        await self.until(lambda: performance.kernels.decode not in (None, seen), "the profile of a step")
+        await self.pilot.pause(1.5)  # the machine's counters
+        self.picture(f"{preset}-measured")
+
+    async def go_over(self, preset: str) -> None:
+        """By the list of presets; a prompt that is sent meanwhile is answered by the engine of before."""
+        app = self.app
+        assert app.setup is not None
+        offers = [offer.name for offer in app.setup.offers()]
+        await self.pilot.press("f8", "home", *["down"] * offers.index(preset))
+        await self.pilot.pause(0.2)
+        self.picture(f"{preset}-chosen")
+        before = app.session.engine
+        await self.pilot.press("enter")
+        await self.pilot.pause(0.6)
+        self.picture(f"{preset}-starting")
+        await self.until(
+            lambda: app.session.engine is not before or app.session.candidate is None, f"the preset {preset}"
+        )
+        await self.pilot.pause(0.2)
+        self.picture(f"{preset}-in-use")
+
+    async def panes(self, preset: str) -> None:
+        """Each pane of the dashboard alone, and the kernel that takes longest."""
+        for name in ("throughput", "kernels", "machine"):
+            await self.pilot.press("f9")
+            await self.pilot.pause(0.5)
+            self.picture(f"{preset}-{name}")
+            if name == "kernels":
+                await self.pilot.press("enter")
+                await self.pilot.pause(0.5)
+                self.picture(f"{preset}-kernel")
+                await self.pilot.press("escape")
+        await self.pilot.press("escape")
+
+
+async def record(
+    model: str,
+    folder: Path,
+    names: list[str],
+    size: tuple[int, int],
+    tokens: int,
+    context: int,
+    wait_s: float,
+) -> None:
+    first = find(names[0])
+    options = first.options(model, context)
+    setup = Setup(options, names[0], context_length=context, make=recorded)
+    app = ChatApp(
+        recorded(options), History.open(), setup=setup, sampling=Sampling(temperature=0), max_tokens=tokens
+    )
+    async with app.run_test(size=size) as pilot:
+        app.prompt.cursor_blink = False
+        recording = Recording(app, pilot, folder, wait_s)
+        await pilot.pause(0.5)
+        recording.picture(f"{names[0]}-starting")
+        await recording.until(lambda: not app.session.is_busy, "the engine")
+        if not app.session.status.is_ready:
+            recording.picture("failed")
+            raise SystemExit(app.column.activity.notice)
+        for i, (name, prompt) in enumerate(zip(names, PROMPTS, strict=False)):
+            if i:
+                await recording.go_over(name)
+            if app.setup is not None and app.setup.name != name:
+                print(f"         {app.column.activity.notice}", flush=True)
+                continue
+            await recording.answer(name, prompt)
+        await recording.panes(setup.name)
+        turns = app.session.conversation.turns
+        print(f"{len(turns)} turns of one conversation; the model has {as_bytes(Path(model).stat().st_size)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--presets", default="cpu,cuda,cuda-beam2")
+    parser.add_argument("--size", default="160x48")
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--wait", type=float, default=120.0, help="seconds for each thing to come")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for kind in ("STATE", "DATA", "CONFIG"):
+        os.environ[f"XDG_{kind}_HOME"] = str(given.folder.resolve() / "home" / kind)
+    columns, rows = map(int, given.size.split("x"))
+    names = given.presets.split(",")
+    asyncio.run(
+        record(given.model, given.folder, names, (columns, rows), given.tokens, given.context, given.wait)
+    )
+
+
+if __name__ == "__main__":
+    main()
