@@ -32,10 +32,11 @@ class System:
     def ioctl(self, fd: int, number: int, argument: Structure | int) -> None:
         fcntl.ioctl(fd, number, argument)
 
-    def mmap(self, fd: int, length: int) -> int:
-        """A shared mapping of all of a file, at any address: the address."""
+    def mmap(self, fd: int, length: int, at: int = 0) -> int:
+        """A shared mapping of all of a file, at any address or at one where nothing lies: the address."""
         protection = constants.PROT_READ | constants.PROT_WRITE
-        address = _libc.mmap(None, length, protection, constants.MAP_SHARED, fd, 0)
+        kind = constants.MAP_SHARED | (_MAP_FIXED_NOREPLACE if at else 0)
+        address = _libc.mmap(at, length, protection, kind, fd, 0)
         if address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         return int(address)
@@ -54,7 +55,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_MAP_FIXED = 0x10
+_MAP_FIXED, _MAP_FIXED_NOREPLACE = 0x10, 0x100000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 system = System()
@@ -91,8 +92,11 @@ def blank(address: int, length: int) -> None:
 class Dmabuf(File):
     """A buffer's descriptor. Mappings hold the buffer, so that this can be closed as soon as they are made."""
 
-    def map(self, length: int) -> int:
-        """The address of all of it in this process."""
+    def map(self, length: int, wish: int = 0) -> int:
+        """The address of all of it in this process: `wish`, where nothing lies there yet."""
+        with contextlib.suppress(OSError):
+            if wish:
+                return system.mmap(self.fd, length, wish)
         with _named("mmap of a buffer"):
             return system.mmap(self.fd, length)
 

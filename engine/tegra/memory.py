@@ -57,7 +57,8 @@ class Memory:
         guard(space)
 
     def allocate(self, size: int, zero: bool = False) -> Mapping:
-        """At least `size` bytes. The two addresses differ. Raises DriverMemoryError when there is no room."""
+        """At least `size` bytes. The two addresses are the same where that can be had. Raises
+        DriverMemoryError when there is no room."""
         size = -(-size // abi.PAGE) * abi.PAGE
         buffer = self._nvmap.buffer(size, LARGE_ALIGNMENT if size >= LARGE else abi.PAGE, self._cache, zero)
         try:  # both mappings hold the buffer; a descriptor for each would soon be too many
@@ -86,19 +87,15 @@ class Memory:
                 self._release(self._mappings.popitem()[1])
 
     def _map(self, buffer: Dmabuf, size: int) -> Mapping:
-        address = buffer.map(size)
-        try:
-            va = self._space.map(buffer)
-        except DriverError:
-            driver.unmap(address, size)
-            raise
-        mapping = Mapping(va, address, size)
+        va = self._space.map(buffer)
         try:
             check(range(va, va + size))
+            # tinygrad's own tests take one address for the other, as on its other devices; nothing here does
+            address = buffer.map(size, wish=va)
         except DriverError:
-            self._release(mapping)
+            self._space.unmap(va)
             raise
-        return mapping
+        return Mapping(va, address, size)
 
     def _release(self, mapping: Mapping) -> None:
         driver.unmap(mapping.address, mapping.size)

@@ -35,6 +35,14 @@ _WINDOWS = {
     nv.NVC6C0_SET_SHADER_LOCAL_MEMORY_WINDOW_A: "local",
     nv.NVC6C0_SET_SHADER_SHARED_MEMORY_WINDOW_A: "shared",
 }
+# Whether a semaphore's value lets the channel go on, from the value, the one given, and 2 to the number of its bits.
+_PASSES = {
+    nv.NVC56F_SEM_EXECUTE_OPERATION_ACQ_CIRC_GEQ: lambda there, given, limit: (
+        (there - given) % limit < limit // 2
+    ),
+    nv.NVC56F_SEM_EXECUTE_OPERATION_ACQ_AND: lambda there, given, limit: there & given,
+    nv.NVC56F_SEM_EXECUTE_OPERATION_ACQ_NOR: lambda there, given, limit: ~(there | given) % limit,
+}
 
 
 class Illegal(Exception):
@@ -184,9 +192,11 @@ class Gpu:
             if stamped:
                 self._space.write(address + 8, struct.pack("<Q", time.perf_counter_ns()))
             self._space.write(address, struct.pack(form, value & (1 << 8 * size) - 1))
-        elif operation == nv.NVC56F_SEM_EXECUTE_OPERATION_ACQ_CIRC_GEQ:
-            half = 1 << 8 * size - 1
-            while (struct.unpack(form, self._space.read(address, size))[0] - value) % (2 * half) >= half:
+        elif operation in _PASSES:
+            limit = 1 << 8 * size
+            while not _PASSES[operation](
+                struct.unpack(form, self._space.read(address, size))[0], value, limit
+            ):
                 if self._stopping.is_set():
                     return
                 time.sleep(20e-6)

@@ -88,6 +88,9 @@ class SimulatedKernel(System):
         self.next_channel, self.next_handle = 511, 0x8000_0001
         self._failing: tuple[int | str, int] | None = None
         self.gpu_flags = 0x01BF5FFF7F5D035D  # an AGX Orin's
+        self.same_addresses = (
+            False  # whether a buffer may have the GPU's address here too; else they are not mixed up
+        )
         self.silent = False  # GPUs do not say how far they are in their rings
         self.sm_version, self.characteristics_bytes = 0x807, sizeof(abi.Characteristics)
         self.gpus: list[Gpu] = []
@@ -131,7 +134,9 @@ class SimulatedKernel(System):
         handler: Callable[..., None] = getattr(self, "_" + request.name.lower())
         handler(thing, argument)
 
-    def mmap(self, fd: int, length: int) -> int:
+    def mmap(self, fd: int, length: int, at: int = 0) -> int:
+        if at and not self.same_addresses:
+            raise refuse(errno.EEXIST)
         kind, thing = self.files[fd]
         self._count(f"mmap {kind}")
         if kind == "ctrl":
@@ -144,7 +149,7 @@ class SimulatedKernel(System):
                 gpu.ring_at(self.doorbells[fd])
         else:
             require(kind == "dmabuf" and length <= thing.size)
-            address = super().mmap(fd, length)
+            address = super().mmap(fd, length, at)
         self.mappings[address] = (length, os.fstat(self.doorbells.get(fd, fd)).st_ino)
         return address
 

@@ -19,11 +19,11 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _NORESERVE = 0x4000
 
 
-def map_pages(fd: int, size: int, *, executable: bool = False) -> int:
+def map_pages(fd: int, size: int, *, at: int = 0, executable: bool = False) -> int:
     """All of a file, shared; or, for -1, memory that costs nothing until it is touched."""
     kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     protection = mmap.PROT_READ | mmap.PROT_WRITE | (mmap.PROT_EXEC if executable else 0)
-    address = _libc.mmap(None, size, protection, kind, fd, 0)
+    address = _libc.mmap(at, size, protection, kind, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), "mmap")
     return address

@@ -11,6 +11,7 @@ from engine.tegra.errors import DriverError, DriverMemoryError
 from tests.driver.conftest import buffer, contents, held
 from tests.driver.kernel import SimulatedKernel
 from tests.driver.simulate import simulated
+from tests.driver.space import map_pages, unmap_pages
 
 MIB, GIB = 1 << 20, 1 << 30
 FIRST_PORT = range(0x200000, 0xFFFFE00000)  # its range of addresses, which held the windows
@@ -41,6 +42,19 @@ def test_the_size_asked_for_is_the_buffers_and_whole_pages_are_mapped(board):
         assert len(device.allocator._as_buffer(made)) == size
     values = bytes(range(256)) * 20
     assert bytes(contents(device, buffer(device, values), abi.c_uint8)) == values
+
+
+def test_a_buffer_has_the_gpus_address_here_too_where_that_is_free(board):
+    board.kernel.same_addresses = True
+    device = board.open()
+    made = buffer(device, size=64 << 10)
+    assert made.va_addr == made.cpu_view().addr
+    device.allocator.free(made, made.size, BufferSpec(nolru=True))
+    taken = map_pages(-1, 64 << 10, at=made.va_addr)
+    other = buffer(device, b"abcd" * 16384)  # the same address again, for the GPU
+    assert other.va_addr == made.va_addr != other.cpu_view().addr
+    assert bytes(contents(device, other, abi.c_uint8)) == b"abcd" * 16384
+    unmap_pages(taken, 64 << 10)
 
 
 def test_buffers_from_8_mib_lie_in_large_pages_and_those_from_4_gib_are_made_too(board):
@@ -84,7 +98,7 @@ def test_addresses_are_reused_after_a_free(board):
 def test_no_room_is_a_memory_error_and_leaves_nothing(board, number):
     memory = board.open().iface.memory
     before = held()
-    for name in ("CREATE", "ALLOC", "GET_FD", "mmap dmabuf", "MAP_BUFFER_EX"):
+    for name in ("CREATE", "ALLOC", "GET_FD", "MAP_BUFFER_EX", "mmap dmabuf"):
         board.kernel.fail_at(name, number)
         with pytest.raises(MemoryError, match=errno.errorcode[number]):
             memory.allocate(8192)
