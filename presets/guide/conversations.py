@@ -22,7 +22,7 @@ STANDALONE = {
     "talk": 14,
     "unclear": 2,
     "dangling": 2,
-    "name": 7,
+    "name": 11,
 }
 FOLLOW = 0.5
 """How often a question goes on from the answer before."""
@@ -30,6 +30,10 @@ SYSTEM = (
     "You are a helpful assistant.", "Answer briefly.", "You are orin-guide.", "Be polite.", "You are an expert.",
     "Answer in one sentence.", "You are a helpful, honest assistant.", "Be concise and precise.", "Help the user.",
 )  # fmt: skip
+ONSETS = "b c d f g h j k l m n p r s t v w z sh ch th br cr dr fr gr kr pr tr bl cl fl gl kl pl sl st sk sp sv kw zh x y".split()
+VOWELS = "a e i o u a e i o u ai ou ia ie ee oa io ei ua y oi eu".split()
+CODAS = ["", "", "", "", *"n r s l m k t d ss nn ll rt nd sch ka mer rik lf x v th".split()]
+"""What names that nobody has are made of."""
 _KEPT_BY = {"talk.ok", "talk.thanks", "talk.really", "talk.wait", "talk.praise", "talk.sorry"}
 """Small talk after which the subject is still the one before."""
 
@@ -138,15 +142,13 @@ class Conversations:
             known = said["answer_ask"] if self._person else said["answer_unknown"]
             return self._wording.typed(question, rng, plain=True), known.format(person=self._person)
         person = rng.choice(said["people"])
-        if rng.random() < 0.5:  # one that nobody has: it must be copied, not recognized
+        if rng.random() < 0.75:  # one that nobody has: it must be copied, not recognized
             person = "".join(
-                rng.choice(
-                    ("b", "d", "f", "g", "k", "l", "m", "n", "r", "s", "t", "v", "z", "sh", "ch", "th")
-                )
-                + rng.choice(("a", "e", "i", "o", "u", "y", "ai", "ou"))
+                rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)
                 for _ in range(rng.choice((1, 2, 2, 3)))
-            )
-            person = (person + rng.choice(("", "n", "r", "s", "l"))).capitalize()
+            ).capitalize()
+        if rng.random() < 0.1:
+            person = person.lower()
         self._person, self._last = person, None
         pattern = rng.choice(said["tell"]).replace("{person}", person)
         written = pattern if rng.random() < 0.5 else pattern[:1].upper() + pattern[1:]

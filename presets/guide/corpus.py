@@ -37,7 +37,7 @@ SHARDS = 16
 @cache
 def excluded() -> frozenset[str]:
     """The questions that must not be in training, normalized."""
-    return frozenset(asked(HELD_OUT)) | frozenset(asked(DEVELOPMENT))
+    return frozenset(asked((*HELD_OUT, *DEVELOPMENT), facts.load().grammar["noise"]["dropped"]))
 
 
 def conversations(count: int, seed: str, singles: int = 0) -> Iterator[list[Message]]:

@@ -10,11 +10,11 @@ under a [topic]; the answer to the last question is judged. Each fact must be in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from presets.guide.wording import normalized
+from presets.guide.wording import gist, normalized
 
 
 class Question(NamedTuple):
@@ -76,11 +76,12 @@ def judge(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, An
     }
 
 
-def asked(questions: Sequence[Question]) -> Iterator[str]:
-    """Every turn of every question, normalized; but for those of a word or two, which anybody may say."""
+def asked(questions: Sequence[Question], small: Collection[str]) -> Iterator[str]:
+    """Every turn of every question that must not be in training, normalized: all but those of a word or two,
+    and later turns with fewer than three words besides the `small` ones, which anybody may say."""
     for question in questions:
-        for turn in question.turns:
-            if len(normalized(turn).split()) > 2:
+        for number, turn in enumerate(question.turns):
+            if len(normalized(turn).split()) > 2 and (number == 0 or gist(turn, small)):
                 yield normalized(turn)
 
 

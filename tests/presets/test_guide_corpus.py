@@ -91,13 +91,13 @@ def test_conversations_are_reproducible_and_varied():
 
 
 def test_questions_of_the_judgement_are_not_in_training():
-    judged = {*questions.asked(questions.HELD_OUT), *questions.asked(questions.DEVELOPMENT)}
+    small = facts.load().grammar["noise"]["dropped"]
+    judged = {*questions.asked((*questions.HELD_OUT, *questions.DEVELOPMENT), small)}
     assert len(judged) > 450
     drawn = {
         normalized(m.content) for c in conversations(2000, "train 0", 500) for m in c if m.role == "user"
     }
     assert not judged & drawn
-    small = facts.load().grammar["noise"]["dropped"]
     gists = {gist(question, small) for question in judged} - {""}
     assert len(gists) > 300 and not gists & {gist(question, small) for question in drawn}
     held = {turns for question in questions.HELD_OUT for turns in [question.turns]}
