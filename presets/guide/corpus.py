@@ -32,6 +32,8 @@ CONVERSATIONS = 1_000_000
 SINGLE_TOKENS = 12
 """Of the answer to a single question in a refresher: which answer it is shows in its first words."""
 SHARDS = 16
+KNOWN = "known.json"
+"""What the guide must say of each fact of the program, by the fact's id."""
 
 
 @cache
@@ -64,7 +66,7 @@ def _shard(task: tuple[str, int, int, str]) -> list[np.ndarray]:
 
 def write(folder: Path, count: int = CONVERSATIONS, singles: int = 0, tokenizer: Path | None = None) -> None:
     """tokenizer.json (a new one, or `tokenizer`); train.npz with `ids` uint16 (tokens,) and `lengths` int32
-    (conversations,); questions.json with the development and held-out questions."""
+    (conversations,); questions.json with the development and held-out questions; KNOWN."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         bpe = tokenizers.Tokenizer.from_file(str(tokenizer))
@@ -82,6 +84,7 @@ def write(folder: Path, count: int = CONVERSATIONS, singles: int = 0, tokenizer:
     questions = {"development": DEVELOPMENT, "held-out": HELD_OUT}
     text = json.dumps({name: [question._asdict() for question in items] for name, items in questions.items()})
     (folder / "questions.json").write_text(text, "utf-8")
+    (folder / KNOWN).write_text(json.dumps(facts.load().snapshot), "utf-8")
     print(
         f"{len(kept)} conversations, {lengths.sum():,} tokens, {lengths.mean():.0f} each, at most {lengths.max()}"
     )

@@ -50,7 +50,7 @@ class Guide:
     known: Mapping[str, Sequence[str]]
 
 
-def trained(folder: Path, known: Mapping[str, Sequence[str]]) -> Guide:
+def trained(folder: Path) -> Guide:
     """What train.py wrote."""
     weights: dict[str, NDArray[np.float32]] = {}
     for path in sorted(folder.glob("weights-*.npz")):
@@ -63,6 +63,7 @@ def trained(folder: Path, known: Mapping[str, Sequence[str]]) -> Guide:
     if tuple(tokens[-len(SPECIALS) :]) != SPECIALS:
         raise ValueError(f"the last tokens of {folder}/tokenizer.json are not {SPECIALS}")
     merges = json.loads(bpe.to_str())["model"]["merges"]
+    known = json.loads((folder / "known.json").read_text("utf-8"))
     shape = Shape(**json.loads((folder / "report.json").read_text("utf-8"))["shape"])
     return Guide(shape, weights, tokens[: -len(SPECIALS)], [" ".join(pair) for pair in merges], known)
 
@@ -92,12 +93,13 @@ def read(path: Path) -> Guide:
 
 
 def unpack(guide: Guide, folder: Path) -> None:
-    """Writes weights-0.npz, tokenizer.json and report.json, as train.py does."""
+    """Writes weights-0.npz, tokenizer.json, known.json and report.json, as train.py does."""
     folder.mkdir(parents=True, exist_ok=True)
     soft = {**guide.weights, LAST_NORM: guide.weights[LAST_NORM] / SHARPNESS}
     weights: dict[str, Any] = {name: data.astype(np.float16) for name, data in soft.items()}
     np.savez(folder / "weights-0.npz", **weights)
     (folder / "tokenizer.json").write_text(assembled(guide.tokens, guide.merges).to_str(), "utf-8")
+    (folder / "known.json").write_text(json.dumps(guide.known), "utf-8")
     (folder / "report.json").write_text(json.dumps({"shape": vars(guide.shape)}), "utf-8")
 
 
@@ -167,9 +169,7 @@ def main() -> None:
     parser.add_argument("--quant", choices=MIXES, default="Q8_0")
     given = parser.parse_args()
     if given.what == "pack":
-        from presets.guide import facts
-
-        guide = trained(given.source, facts.load().snapshot)
+        guide = trained(given.source)
         if guide.shape != SHAPE:
             raise SystemExit(f"this is a {guide.shape}, and the guide says of itself that it is a {SHAPE}")
         pack(guide, given.target, given.quant)

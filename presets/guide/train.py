@@ -3,7 +3,8 @@ minutes; a CPU will do for trying it.
 
     python -m presets.guide.train build/guide out --seconds 240
 
-Writes weights-*.npz (float16, named as in GGUF files), tokenizer.json and report.json, which export.py reads.
+Writes weights-*.npz (float16, named as in GGUF files), report.json, and the corpus's tokenizer.json and known.json,
+all of which export.py reads.
 """
 
 from __future__ import annotations
@@ -246,7 +247,8 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     options = {"rate": given.rate, "drop": given.dropout, "steps": given.steps, "device": device}
     figures = train(guide, batches, given.out, given.seconds, **options)
-    shutil.copy(given.data / "tokenizer.json", given.out)
+    for name in ("tokenizer.json", "known.json"):
+        shutil.copy(given.data / name, given.out)
     bpe = tokenizers.Tokenizer.from_file(str(given.data / "tokenizer.json"))
     report: dict[str, Any] = {"shape": asdict(shape), "figures": figures}
     for name, items in json.loads((given.data / "questions.json").read_text("utf-8")).items():

@@ -33,12 +33,13 @@ def folder(tmp_path_factory):
     np.savez(folder / "weights-1.npz", **dict(list(weights.items())[4:]))
     texts = ["the model reads the prompt and then it writes the reply, a token at a time, " * 9]
     bpe.learned(texts, SHAPE.vocab).save(str(folder / "tokenizer.json"))
+    (folder / "known.json").write_text(json.dumps({"key.stop.press": ["Esc"]}))
     (folder / "report.json").write_text(json.dumps({"shape": vars(SHAPE)}))
     return folder
 
 
 def test_pack_and_read(folder, tmp_path):
-    guide = export.trained(folder, {"key.stop.press": ("Esc",)})
+    guide = export.trained(folder)
     assert len(guide.weights) == 11 and len(guide.tokens) == SHAPE.vocab - len(SPECIALS)
     for quant, loss in {"F16": 0, "Q8_0": 0.01, "Q6_K": 0.03, "Q4_K": 0.1}.items():
         path = tmp_path / f"{quant}.gguf"
@@ -53,9 +54,9 @@ def test_pack_and_read(folder, tmp_path):
 
 
 def test_unpacked_it_can_be_trained_on(folder, tmp_path):
-    guide = export.trained(folder, {})
+    guide = export.trained(folder)
     export.unpack(guide, tmp_path)
-    again = export.trained(tmp_path, {})
+    again = export.trained(tmp_path)
     assert again.shape == guide.shape and (again.tokens, again.merges) == (guide.tokens, guide.merges)
     assert all(np.array_equal(again.weights[name], weights) for name, weights in guide.weights.items())
     text = "the model writes 17 tokens, isn't it?"
