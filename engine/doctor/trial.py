@@ -61,7 +61,7 @@ def run(backend: str) -> Trial:
     gbps = max(copy_gbps(Device.DEFAULT) for _ in range(_COPIES))
     text = (
         f"works on {name}{_chip(device)}: first kernel after {first_kernel_s:.1f} s, then one each "
-    text += f"{best_us:.1f} µs in a graph, copies {gbps:.0f} GB/s"
+        f"{best_us:.1f} µs in a graph, copies {gbps:.0f} GB/s"
     )
     return Trial(
         backend=backend,
