@@ -22,6 +22,7 @@ from tinygrad.uop.ops import Ops, UOp
 from engine.fixes import require_tinygrad
 from engine.kernels.kept import Kept, store
 
+_stock_compile_kernel = realize._compile_kernel
 _CANDIDATE = "test"  # what tinygrad's search calls a kernel that it tries
 
 
@@ -33,6 +34,7 @@ def apply() -> None:
     codegen.to_program_cache = realize.to_program_cache = Table(store(), "programs", codegen.to_program_cache)
     ops_cpu.do_to_program = codegen.to_program  # what the CPU's own queues run
     schedule.schedule_cache = Table(store(), "schedules", schedule.schedule_cache)
+    realize._compile_kernel = _compile_kernel
 
 
 class Table(dict[Any, UOp]):
@@ -59,6 +61,12 @@ class Table(dict[Any, UOp]):
             self._kept.put(self._name, key, value)
         elif value.src[0].arg.name != _CANDIDATE:
             self._kept.put(self._name, key, _slim(value))
+
+
+def _compile_kernel(task: tuple[int, tuple[UOp, Any], dict[str, Any]]) -> tuple[int, UOp]:
+    """What a compiler's process does. To send the graphs back would take longer than to make them."""
+    i, program = _stock_compile_kernel(task)
+    return i, _slim(program)
 
 
 def _slim(program: UOp) -> UOp:

@@ -30,7 +30,8 @@ class Launches:
         """`kernel` is called with a placeholder for each buffer; the same function always means the same
         kernel. The buffers are realized tensors, whole, and every one of them is used."""
         shapes = tuple((int(b.numel()), b.dtype) for b in buffers)
-        self.calls.append(_program(kernel, shapes).call(*(b.uop.base for b in buffers)))
+        graph = _program(kernel, shapes)
+        self.calls.append(_compiled.get(graph, graph).call(*(b.uop.base for b in buffers)))
 
     @property
     def linear(self) -> UOp:
@@ -38,7 +39,7 @@ class Launches:
 
     def compiled(self) -> UOp:
         """The sequence as a LINEAR of calls, what is not compiled yet compiled."""
-        return compile_all([self.linear])
+        return compiled(self.linear)
 
     def captured(self) -> Callable[[], None]:
         """Compiles what is not compiled yet; what comes back launches the sequence and does not wait."""
@@ -51,21 +52,31 @@ class Launches:
         return len(self.calls)
 
 
-def compile_all(linears: Sequence[UOp]) -> UOp:
-    """Compiles the kernels of sequences that are not compiled yet, all at once: several processes share them.
-    Returns the sequences as one."""
-    calls = tuple(call for linear in linears for call in linear.src)
-    done = realize.compile_linear(UOp(Ops.LINEAR, src=calls))
-    for call in calls:
-        if name := _unknown.pop(call.src[0], ""):
-            store().put("kernels", name, to_program_key(call.src[0], Device[Device.DEFAULT].renderer))
-    return done
+def compiled(linear: UOp) -> UOp:
+    """A sequence of calls with programs in place of graphs."""
+    compile_all([linear])
+    calls = ((call, call.src[0]) for call in linear.src)
+    return linear.replace(src=tuple(c.replace(src=(_compiled.get(ast, ast), *c.src[1:])) for c, ast in calls))
+
+
+def compile_all(linears: Sequence[UOp]) -> None:
+    """Compiles the kernels of sequences that are not compiled yet, all at once: several processes share them."""
+    todo = {call.src[0]: call for linear in linears for call in linear.src if call.src[0] not in _compiled}
+    todo = {graph: call for graph, call in todo.items() if graph.op is Ops.SINK}
+    if not todo:
+        return
+    done = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(todo.values())))
+    for graph, call in zip(todo, done.src, strict=True):
+        _compiled[graph] = call.src[0]
+        if name := _unknown.pop(graph, ""):
+            store().put("kernels", name, to_program_key(graph, Device[Device.DEFAULT].renderer))
 
 
 # To build a kernel's graph and to take its digest, by which tinygrad knows its program, takes Python longer than
 # all else in the start of a model whose programs are kept. So programs are known by what decides about the
 # graph as well, and the graph is not built again.
 
+_compiled: dict[UOp, UOp] = {}  # graphs, and the programs that they became
 _unknown: dict[UOp, str] = {}  # graphs that are not compiled yet, and what they are to be known by
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.device import Buffer, BufferSpec
+from tinygrad.dtype import DType
 
 from engine.errors import BackendError
 
@@ -53,13 +54,12 @@ class Mailbox:
                 )
 
 
-def sent(values: NDArray[np.float32]) -> Tensor:
-    """A device tensor, float32 (n,), of what the host has. To schedule a copy would take longer than to copy."""
-    values = np.ascontiguousarray(values, np.float32).reshape(-1)
-    there = Buffer(Device.DEFAULT, values.size, dtypes.float32).allocate()
-    there.copy_from(
-        Buffer("PYTHON", values.size, dtypes.float32, opaque=memoryview(bytearray(values.tobytes())))
-    )
+def sent(values: NDArray[np.generic], dtype: DType = dtypes.float32) -> Tensor:
+    """A device tensor (n,) of what the host has, which is of `dtype` in memory. To schedule a copy, or to compile a
+    kernel that fills it, would take longer than to copy."""
+    data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
+    there = Buffer(Device.DEFAULT, values.size, dtype).allocate()
+    there.copy_from(Buffer("PYTHON", values.size, dtype, opaque=data))
     return Tensor(UOp.from_buffer(there))
 
 

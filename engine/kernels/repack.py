@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.device import Buffer
-from tinygrad.engine.realize import compile_linear, run_linear
+from tinygrad.engine.realize import run_linear
 from tinygrad.uop.ops import Ops
 
+from engine.kernels.launch import compiled
 from engine.kernels.packing import Packing
 
 
@@ -83,7 +84,7 @@ class _Plan:
 
     @functools.cached_property
     def _compiled(self) -> UOp:
-        return compile_linear(self.linear)
+        return compiled(self.linear)
 
     def run(self, planes: Sequence[UOp]) -> None:
         there = dict(zip(self._places, planes, strict=True))

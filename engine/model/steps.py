@@ -12,7 +12,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.errors import UsageError
 from engine.events import KernelPath, Sampling, Search, Step
-from engine.fixes import matvec_heuristic, search_trials
+from engine.fixes import cuda_binaries, matvec_heuristic, search_trials
 from engine.measure.profile import Replay
 from engine.model.cache import KVCache
 from engine.model.sampling import Logits
@@ -145,6 +145,8 @@ def open_steps(weights: Weights, context_length: int, kernels: KernelPath = "aut
     """The steps that suit the default device: quantized kernels of our own where there are some, else graphs; or
     those that `kernels` names. Raises UsageError for a device that does not have them."""
     device = Device.DEFAULT.split(":")[0]
+    if device == "CUDA":
+        cuda_binaries.apply()
     if kernels == "fused" and device not in FUSED:
         raise UsageError(
             f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'

@@ -9,7 +9,7 @@ import pytest
 
 import engine.fixes
 from engine.errors import BackendError
-from engine.fixes import launch_bounds, program_cache
+from engine.fixes import cuda_binaries, launch_bounds, program_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +47,28 @@ def test_a_name_asks_for_blocks_per_multiprocessor():
     assert others == ["__launch_bounds__(64"] * 2
 
 
+BINARIES = """
+import sys
+import tinygrad.runtime.support.compiler_cuda as compilers
+from tinygrad.helpers import Target
+class Compiler:
+    def __init__(self, arch, ptx=True, cache_key=""):
+        self.ptx, self.cachekey = ptx, f"{cache_key}_{arch}"
+compilers.NVRTCCompiler = compilers.NVCCCompiler = Compiler
+from tinygrad.renderer.cstyle import CUDARenderer
+if sys.argv[1:] == ["with"]:
+    from engine.fixes import cuda_binaries
+    cuda_binaries.apply()
+for device in ("CUDA", "NV", "MOCK+CUDA"):
+    print(CUDARenderer(Target.parse(device + "::sm_87")).compiler.ptx, end=" ")
+"""
+
+
+def test_programs_are_compiled_to_the_end():
+    assert python(BINARIES).split() == ["True", "False", "True"]
+    assert python("import sys; sys.argv.append('with')\n" + BINARIES).split() == ["False", "False", "True"]
+
+
 KEPT = """
 import sys
 import tinygrad.codegen as codegen, tinygrad.engine.realize as realize, tinygrad.schedule as schedule
@@ -73,7 +95,7 @@ def test_programs_and_schedules_are_kept_from_one_run_to_the_next(tmp_path):
     assert min(map(int, stock.split())) > 0
 
 
-@pytest.mark.parametrize("fix", [launch_bounds, program_cache])
+@pytest.mark.parametrize("fix", [cuda_binaries, launch_bounds, program_cache])
 def test_another_tinygrad_is_refused(fix, monkeypatch):
     monkeypatch.setattr(engine.fixes, "TINYGRAD", "0.13.0")
     with pytest.raises(BackendError):

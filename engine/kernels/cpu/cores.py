@@ -29,7 +29,7 @@ from tinygrad.uop.ops import KernelInfo, Ops
 
 from engine.fixes import cpu_vectors
 from engine.kernels.cpu import memory, walk
-from engine.kernels.launch import compile_all, known_or_made
+from engine.kernels.launch import compiled, known_or_made
 
 Kernel = Callable[..., UOp]
 
@@ -253,5 +253,5 @@ def _called(*programs: tuple[Callable[..., UOp], *tuple[int, ...]]) -> list[CPUP
 
 def _programs(graphs: Sequence[UOp]) -> list[UOp]:
     anything = UOp.new_buffer("CPU", 1, dtypes.uint8)
-    done = compile_all([UOp(Ops.LINEAR, src=tuple(graph.call(anything) for graph in graphs))])
-    return [call.src[0] for call in done.src]
+    calls = tuple(graph.call(anything) for graph in graphs)
+    return [call.src[0] for call in compiled(UOp(Ops.LINEAR, src=calls)).src]

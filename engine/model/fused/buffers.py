@@ -13,9 +13,12 @@ from engine.kernels.mailbox import sent
 from engine.kernels.packing import UNIT, Packing, prescale
 
 Floats = NDArray[np.float32]
+_SMALL_BYTES = 1 << 20
 
 
 def zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
+    if n * dtype.itemsize <= _SMALL_BYTES:
+        return sent(np.zeros(n, f"u{dtype.itemsize}"), dtype)
     return Tensor.zeros(n, dtype=dtype).contiguous().realize()
 
 
@@ -28,7 +31,7 @@ class Scales:
 
     def of(self, packing: Packing) -> Tensor:
         if packing.scaling not in self._prescales:
-            self._prescales[packing.scaling] = sent(prescale(packing.scaling))
+            self._prescales[packing.scaling] = sent(np.asarray(prescale(packing.scaling), np.float32))
         return self._prescales[packing.scaling]
 
     def norm(self, weight: Floats, scaling: int) -> Tensor:
@@ -36,5 +39,7 @@ class Scales:
         key = (id(weight), scaling)
         if key not in self.norms:
             units = -(-weight.size // UNIT)
-            self.norms[key] = sent(weight * np.tile(prescale(scaling), units)[: weight.size])
+            self.norms[key] = sent(
+                (weight * np.tile(prescale(scaling), units)[: weight.size]).astype(np.float32)
+            )
         return self.norms[key]

@@ -54,7 +54,7 @@ class FusedSteps:
         for layer in model.layers:
             layer.keys, layer.values = (zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
         angles = np.arange(context_length)[:, None] * config.rope_frequencies
-        self._tables = sent(np.cos(angles)), sent(np.sin(angles))
+        self._tables = sent(np.cos(angles).astype(np.float32)), sent(np.sin(angles).astype(np.float32))
         self._scales = Scales()
         self._decode = Decode(model, self._heads, self._scales, self._tables, context_length)
         self._prefill = Prefill(model, self._heads, self._scales, self._tables, self.chunk)

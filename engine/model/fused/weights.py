@@ -157,4 +157,4 @@ def _joined(weights: Weights, names: Sequence[tuple[str, int]], missing: float) 
     if not any(name in there for name, _ in names):
         return None
     parts = [weights.floats(name, n) if name in there else np.full(n, missing) for name, n in names]
-    return sent(np.concatenate(parts))
+    return sent(np.concatenate(parts).astype(np.float32))
