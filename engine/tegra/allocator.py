@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from tinygrad.device import BufferSpec
-from tinygrad.helpers import from_mv, to_mv
+from tinygrad.helpers import cpu_profile, from_mv, to_mv
 from tinygrad.runtime.ops_nv import NVAllocator
 from tinygrad.runtime.support.hcq import HCQBuffer
 
@@ -19,12 +19,15 @@ class TegraAllocator(NVAllocator):  # type: ignore[misc]
         super().__init__(dev, batch_cnt=0, supports_copy_from_disk=False, supports_transfer=False)
 
     def _copyin(self, dest: HCQBuffer, src: memoryview) -> None:
-        self.dev.synchronize()
-        ctypes.memmove(dest.cpu_view().addr, from_mv(src), src.nbytes)
+        self._copy(dest.cpu_view().addr, from_mv(src), src.nbytes, f"TINY -> {self.dev.device}")
 
     def _copyout(self, dest: memoryview, src: HCQBuffer) -> None:
+        self._copy(from_mv(dest), src.cpu_view().addr, dest.nbytes, f"{self.dev.device} -> TINY")
+
+    def _copy(self, dest: Any, src: Any, n_bytes: int, what: str) -> None:
         self.dev.synchronize()
-        ctypes.memmove(from_mv(dest), src.cpu_view().addr, dest.nbytes)
+        with cpu_profile(what, f"{self.dev.device}:COPY"):
+            ctypes.memmove(dest, src, n_bytes)
 
     def _as_buffer(self, src: HCQBuffer) -> memoryview:
         view: memoryview = to_mv(src.cpu_view().addr, src.size)
