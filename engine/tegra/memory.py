@@ -70,7 +70,8 @@ class Memory:
 
     def free(self, mapping: Mapping) -> None:
         """The GPU must be done with it. Once freed, or when all are, it does nothing."""
-        if self._mappings.pop(mapping.va, None) is not None:
+        if self._mappings.get(mapping.va) is mapping:
+            del self._mappings[mapping.va]
             self._release(mapping)
 
     def bury(self, mapping: Mapping) -> None:
