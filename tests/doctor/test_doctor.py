@@ -289,3 +289,13 @@ def test_clocks_of_a_desktop_gpu(monkeypatch):
     found = {f.topic: f for f in nvidia._counters()}
     assert found["GPU clock"].text == "1980 of 2520 MHz" and found["power"].text == "NVML: Not Supported"
     assert found["throttled"].state == "fair" and "GPU load" not in found
+
+
+def test_trials_on_a_simulated_jetson():
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.doctor.on_a_simulated_board"]
+    run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
+    tried, endured = map(json.loads, run.stdout.splitlines())
+    assert tried["ok"] and "8 multiprocessors" in tried["text"] and tried["arch"] == "sm_87", tried
+    assert endured["ok"] and "none lost" in endured["text"], endured

@@ -1,0 +1,34 @@
+"""The doctor's trials on NV with the simulated driver below it, made small, each result a line of JSON:
+python -m tests.doctor.on_a_simulated_board."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from engine.backends import prepare
+from engine.events import EngineOptions
+
+prepare(EngineOptions(model_path="", backend="NV"))
+
+import engine.measure.bandwidth as bandwidth  # noqa: E402  (the device is chosen before tinygrad is imported)
+from engine.doctor import endurance, trial  # noqa: E402
+from tests.driver.simulate import simulated  # noqa: E402
+
+
+def main() -> None:
+    bandwidth.DEVICE_BYTES, bandwidth.ROUNDS, bandwidth.COPIES = 1 << 16, 1, 1
+    trial._SIZE, trial._LAUNCHES, trial._ROUNDS, trial._COPIES = 64, 4, 8, 1
+    endurance._KERNELS, endurance._IN_GRAPH = 20, 4
+    endurance._BUFFER_BYTES, endurance._MOST_BYTES = 1 << 16, 1 << 18
+    with simulated():
+        for run in (trial.run, endurance.run):
+            print(msgspec.json.encode(run("NV")).decode(), flush=True)
+        sys.stdout.flush()
+        os._exit(0)  # the board outlives the device, as a real one does
+
+
+if __name__ == "__main__":
+    main()
