@@ -95,7 +95,6 @@ class Gpu:
         self.fault: Exception | None = None
         self.windows: dict[str, int] = {}
         self.local_base = self.local_bytes = 0
-        self._semaphore = [0] * 4
         self._pcas = 0
         self.launches = self.chained = self.qmd_releases = self.submissions = self.accesses = 0
         self.paused = threading.Event()  # set: the GPU looks at nothing
@@ -130,10 +129,8 @@ class Gpu:
                 continue
             bell = ctypes.c_uint32.from_address(self._doorbell + abi.DOORBELL)
             if bell.value != self._token:
-                idle = time.monotonic() - rung > 0.005
-                time.sleep(
-                    0.001 if idle else 20e-6
-                )  # to be woken less while nothing happens: kernels are compiled
+                # woken less often while nothing happens: kernels are being compiled
+                time.sleep(0.001 if time.monotonic() - rung > 0.005 else 20e-6)
                 continue
             rung = time.monotonic()
             bell.value = _QUIET  # before looking at the ring, so that no later ring is missed
