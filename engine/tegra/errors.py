@@ -36,7 +36,7 @@ _OTHER_ABI = (
 _MEMORY = "Close other programs, or take a smaller model or context."
 _FILES = "Raise the limit on open files (ulimit -n)."
 _GONE = "Restart the engine; the kernel's log (sudo dmesg) has the driver's own words."
-_REPORT = "Please send the report of `orin-chat doctor --report`, or take the CUDA backend."
+_REPORT = "Please send the report of `orin-chat doctor --report FILE`, or take the CUDA backend."
 
 _ADVICE = {
     errno.EACCES: _ACCESS,

@@ -117,5 +117,5 @@ def check(buffer: range) -> None:
     if meet(buffer, LOCAL_WINDOW) or meet(buffer, SHARED_WINDOW) or buffer.stop > REACH:
         raise DriverError(
             f"The GPU driver put a buffer at {buffer.start:#x}, where kernels cannot reach it.",
-            "Please send the report of `orin-chat doctor --report`, or take the CUDA backend.",
+            "Please send the report of `orin-chat doctor --report FILE`, or take the CUDA backend.",
         )
