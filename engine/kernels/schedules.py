@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 import math
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
 
 import presets
 from engine.kernels.gpu import capability, multiprocessors
@@ -31,29 +32,41 @@ def matvec_schedule(
 ) -> Schedule:
     """The schedule of a product on a GPU of a compute capability ("sm_87") and a number of multiprocessors, where
     nothing was searched."""
-    known = _shipped(chip).get(f"{packing.name} {rows}x{cols}")
-    return Schedule(*known) if known else _by_rule(rows, units_of(cols), multiprocessors)
+    shipped = _shipped(chip)
+    known = shipped.products.get(f"{packing.name} {rows}x{cols}")
+    least_blocks = shipped.rule.blocks_a_multiprocessor * multiprocessors
+    return Schedule(*known) if known else _by_rule(rows, units_of(cols), least_blocks)
+
+
+class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    blocks_a_multiprocessor: float = 1.5
+
+
+class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a chip, and where from: "type rowsxcols" -> threads, groups, rows, blocks."""
+
+    origin: str = "a guess"
+    rule: _Rule = _Rule()
+    products: dict[str, tuple[int, int, int, int]] = {}
 
 
 @functools.cache
-def _shipped(chip: str) -> dict[str, list[int]]:
-    """Of the file for a chip: "type rowsxcols" -> [threads, groups, rows, blocks]."""
+def _shipped(chip: str) -> _Shipped:
     path = _TUNED / f"{chip}.toml"
-    products: dict[str, list[int]] = tomllib.loads(path.read_text())["products"] if path.is_file() else {}
-    return products
+    return msgspec.toml.decode(path.read_bytes(), type=_Shipped) if path.is_file() else _Shipped()
 
 
-def _by_rule(rows: int, units: int, multiprocessors: int) -> Schedule:
+def _by_rule(rows: int, units: int, least_blocks: float) -> Schedule:
     """Fits any shape. Threads for a row: all its units if they are few, else a divisor of them, so that none
     idles. Rows for a thread: the more, the more often a load of activations is used, as long as there are
-    three blocks for two multiprocessors (measured on an H200; assumed of others)."""
+    `least_blocks`."""
     most = 32 if units <= 64 else 64
     threads = min(units, most)
     if units > most:
         threads = next((t for t in range(most, most // 2, -1) if units % t == 0), most)
     groups = max(1, min(8, 256 // threads))
     thread_rows = 1
-    while thread_rows < min(8, threads) and rows // (groups * thread_rows * 2) >= 1.5 * multiprocessors:
+    while thread_rows < min(8, threads) and rows // (groups * thread_rows * 2) >= least_blocks:
         thread_rows *= 2
     if groups * thread_rows % 2:  # gate and up stay together
         groups = 2

@@ -55,7 +55,7 @@ def product(rows=3072, cols=2048, ggml_type=14):
     packing = Packing(ggml_type)
     made = SimpleNamespace(name="down", packing=packing, rows=rows, cols=cols)
     made.n_bytes = packing.n_bytes(rows, cols)
-    made.schedule = _by_rule(rows, units_of(cols), 64)
+    made.schedule = _by_rule(rows, units_of(cols), 96)
     return made
 
 
@@ -129,7 +129,7 @@ def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypat
             break
         except Restarted:
             restarts += 1
-    wanted = sum(faults(s) for s in candidates(3072, 2048, _by_rule(3072, 32, 64)))
+    wanted = sum(faults(s) for s in candidates(3072, 2048, _by_rule(3072, 32, 96)))
     assert restarts == wanted > 0 and steps.products[0].schedule == FASTEST
 
 
@@ -148,7 +148,7 @@ def test_it_ends_when_its_time_is_up():
     "rows, cols", [(3072, 2048), (1024, 3072), (151936, 1024), (96, 64), (1, 32), (898, 896)]
 )
 def test_candidates_fit_and_those_like_the_first_come_first(rows, cols):
-    first = _by_rule(rows, units_of(cols), 64)
+    first = _by_rule(rows, units_of(cols), 96)
     found = candidates(rows, cols, first)
     assert first not in found and len(found) == len(set(found))
     assert all(s.fits() and rows % s.block_rows == 0 and s.block_rows % 2 == 0 for s in found)
