@@ -24,7 +24,7 @@ from engine.catalog.progress import Progress
 from engine.errors import ModelFileError, OrinError, UsageError
 from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
-from engine.model import summary
+from engine.model import packed, summary
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, as_count, clean, one_line
 
@@ -144,12 +144,19 @@ def _fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = Fals
 
 
 def remove(given: Namespace, own: Mapping[str, str], out: TextIO, messages: TextIO, stdin: TextIO) -> int:
-    """Deletes a downloaded model, after asking."""
+    """Deletes a downloaded model, after asking, and what is kept of its weights; of a file of the user's own, only
+    that."""
     source, path = source_of(given.model, own)
     if source == guide_path():
         raise UsageError(f"{GUIDE} is built in: there is nothing to delete.")
     if isinstance(source, Path):
-        raise UsageError(f"{source} was not downloaded by a name.", "Delete the file itself.")
+        if not (freed := packed.forget(source)):
+            raise UsageError(f"{source} was not downloaded by a name.", "Delete the file itself.")
+        if given.json:
+            _write_json(out, {"removed": [], "freed_bytes": freed})
+        else:
+            print(f"Deleted its packed weights, {as_bytes(freed)} are free again. The file stays.", file=out)
+        return 0
     model = next((model for model in cache.installed() if model.path == path), None)
     if model is None:
         raise ModelFileError(f"{given.model} is not on this machine.", "orin-chat models lists what is.")
@@ -168,7 +175,7 @@ def remove(given: Namespace, own: Mapping[str, str], out: TextIO, messages: Text
             print("It stays.", file=messages)
             return 0
     try:
-        freed = cache.remove(model)
+        freed = packed.forget(model.path) + cache.remove(model)
     except OSError as error:
         raise ModelFileError(f"{model.path} cannot be deleted: {error.strerror}.") from error
     if given.json:
@@ -223,6 +230,7 @@ def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
         ("context", f"{found.context_length:,} tokens"),
         *((f"tensors in {name}", _amount(counted)) for name, counted in types.items()),
         ("a token reads", f"{as_bytes(bytes_per_token)} of weights"),
+        *(("packed weights", f"{as_bytes(kept.size_bytes)} in {kept.path}") for kept in packed.kept(path)),
         ("copy bandwidth", f"{gbps:.0f} GB/s on {device}" if gbps else f"not measured: {why_not}"),
         ("ceiling", f"{ceiling:.0f} tokens/s: that bandwidth by those bytes" if ceiling else NOT_YET),
         (

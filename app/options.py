@@ -199,6 +199,7 @@ def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOpt
     else:
         chosen = preset.options(str(path), settings.context)
     given = {"backend": options.backend, "context_length": options.context, "beam": options.beam}
+    chosen = replace(chosen, keep_packed=settings.keep_packed)
     return replace(chosen, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -38,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     context: int | None = None
     system: str = ""
     llama_server: str = ""  # the program to compare with
+    keep_packed: bool = False  # weights as the CPU's kernels read them, on disk for the next start
     models: dict[str, str] = {}  # names of the user's own, for files and addresses
     sampling: SamplingSettings = SamplingSettings()
 

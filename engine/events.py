@@ -86,7 +86,8 @@ class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     "auto" what suits the device. `beam` is the width of the search for faster kernels, `jitbeam` that in the
     captured steps alone: on "graph" tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
     tinygrad's heuristic; None leaves them to the environment. `search_s` bounds our search (None: by its width);
-    `search_again` says not to stop at what is known from an earlier one."""
+    `search_again` says not to stop at what is known from an earlier one. `keep_packed`: on a CPU, packed weights
+    are kept on disk for the next start."""
 
     model_path: str
     backend: str = "auto"
@@ -97,6 +98,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     matvec: Matvec | None = None
     search_s: float | None = None
     search_again: bool = False
+    keep_packed: bool = False
 
 
 # --- commands ------------------------------------------------------------------------------------------

@@ -167,7 +167,8 @@ class GGUF:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        readers = [_Reader(part) for part in _parts(self.path)]
+        self.paths = _parts(self.path)
+        readers = [_Reader(part) for part in self.paths]
         self.metadata = readers[0].metadata
         self.file_bytes = sum(reader.size for reader in readers)
         if len(readers) == 1 and self.get("split.count", int, 1) > 1:

@@ -30,6 +30,7 @@ from engine.kernels.cpu.program import register_lanes
 from engine.kernels.cpu.repack import half_split, repack
 from engine.kernels.cpu.rows import Heads, Prepared, embed, prepare, rotate
 from engine.measure.profile import Replay, Use
+from engine.model import packed
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -74,7 +75,8 @@ class Layer:
 class CoreSteps:
     """The protocol `Steps` on a CPU."""
 
-    def __init__(self, weights: Weights, context_length: int) -> None:
+    def __init__(self, weights: Weights, context_length: int, keep_packed: bool = False) -> None:
+        """`keep_packed`: weights come from an earlier start's packing, and go to the next one's (`packed`)."""
         self._config = config = weights.config
         self._lanes = register_lanes()
         self.chunk = MAX_TILES * self._lanes
@@ -82,7 +84,7 @@ class CoreSteps:
         self.depths: tuple[int, ...] = (0,)
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
         self._cores = all_cores()
-        self._layers, self._embedding, self._head, self._output_norm = self._load(weights)
+        self._layers, self._embedding, self._head, self._output_norm = self._load(weights, keep_packed)
         length = ceil((context_length + self.chunk) / self._lanes) * self._lanes
         eps = config.norm_eps if self._layers[0].head_norms else None
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, self._lanes, eps)
@@ -152,8 +154,11 @@ class CoreSteps:
 
     # --- weights ---------------------------------------------------------------------------------------
 
-    def _load(self, weights: Weights) -> tuple[list[Layer], Matrix, Matrix, Tensor]:
+    def _load(self, weights: Weights, keep_packed: bool) -> tuple[list[Layer], Matrix, Matrix, Tensor]:
         config = self._config
+        kept = packed.PackedReader(weights.file, self._lanes) if keep_packed else None
+        streams: dict[str, Tensor] = {}
+        packed_here = False
         dim, ffn = config.dim, config.ffn
         q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
@@ -164,8 +169,13 @@ class CoreSteps:
             places = half_split(rows, config.head_dim) if interleaved else np.arange(rows, dtype=np.int32)
             packing = Packing(ggml_type, self._lanes)
             shape = self._sizes(*shape_of(rows, cols, packing, added, first, out_rows))
-            stream = repack(self._cores, raw, packing, places, cols)
-            weights.file.tensors[f"{name}.weight"].release()
+            stream = memory.zeros(packing.size(rows, cols), packing.dtype)
+            if not (kept and kept.read(name, memory.view(stream).view(np.uint8))):
+                nonlocal packed_here
+                packed_here = True
+                repack(self._cores, raw, packing, places, cols, stream)
+                weights.file.tensors[f"{name}.weight"].release()
+            streams[name] = stream
             return Matrix(packing, rows, cols, shape, stream)
 
         def vector(name: str, n: int) -> Tensor:
@@ -205,6 +215,14 @@ class CoreSteps:
                     up=matrix(f"{prefix}ffn_up", ffn, dim),
                     down=matrix(f"{prefix}ffn_down", dim, ffn, added=True),
                 )
+            )
+        if kept is not None:
+            kept.close()
+        if keep_packed and packed_here:
+            packed.write(
+                weights.file,
+                self._lanes,
+                {name: memory.view(s).view(np.uint8) for name, s in streams.items()},
             )
         return layers, embedding, head, vector("output_norm.weight", dim)
 

@@ -70,7 +70,9 @@ class TextModel:
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
-            self._steps: Steps = open_steps(weights, self.context_length, options.kernels)
+            self._steps: Steps = open_steps(
+                weights, self.context_length, options.kernels, options.keep_packed
+            )
             self._search(options, report)
             self._warm_up()
         self.ready = Ready(

@@ -141,7 +141,9 @@ class GraphSteps:
 FUSED = ("CPU", "CUDA", "NV")  # devices with quantized kernels of our own
 
 
-def open_steps(weights: Weights, context_length: int, kernels: KernelPath = "auto") -> Steps:
+def open_steps(
+    weights: Weights, context_length: int, kernels: KernelPath = "auto", keep_packed: bool = False
+) -> Steps:
     """The steps that suit the default device: quantized kernels of our own where there are some, else graphs; or
     those that `kernels` names. Raises UsageError for a device that does not have them."""
     device = Device.DEFAULT.split(":")[0]
@@ -154,7 +156,7 @@ def open_steps(weights: Weights, context_length: int, kernels: KernelPath = "aut
     if kernels != "graph" and device == "CPU":
         from engine.model.cores import CoreSteps
 
-        return CoreSteps(weights, context_length)
+        return CoreSteps(weights, context_length, keep_packed)
     if kernels != "graph" and device in FUSED:
         from engine.model.fused import FusedSteps
 

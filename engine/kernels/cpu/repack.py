@@ -38,12 +38,18 @@ _COLUMNS: dict[str, tuple[Callable[[UOp], Place], ...]] = {
 
 
 def repack(
-    cores: Cores, raw: NDArray[np.uint8], packing: Packing, places: NDArray[np.int32], cols: int
+    cores: Cores,
+    raw: NDArray[np.uint8],
+    packing: Packing,
+    places: NDArray[np.int32],
+    cols: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The stream of a matrix. `raw`: as the file holds it, uint8 (bytes,). `places`: for each row of the
-    stream's matrix, which of the file's it is."""
+    """The stream of a matrix, in `out`, of `packing.size` elements, where that is given. `raw`: as the file holds
+    it, uint8 (bytes,). `places`: for each row of the stream's matrix, which of the file's it is."""
     lanes = packing.lanes
-    out = memory.zeros(packing.size(len(places), cols), packing.dtype)
+    if out is None:
+        out = memory.zeros(packing.size(len(places), cols), packing.dtype)
     source = np.full(
         packing.groups(len(places)) * lanes, places[-1], np.int32
     )  # the last again, to fill its group
