@@ -7,11 +7,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad import Device, Tensor, dtypes
+
+from engine.kernels.copying import PIECE, copying
+from engine.kernels.launch import Launches
 
 DEVICE_BYTES = 256 << 20  # beyond the caches of the largest devices (50 MB of L2 on an H100)
 HOST_BYTES = 256 << 20
-COPIES = 8  # in one graph, so that the launch does not count
+COPIES = 16  # in one graph, so that the launch does not count
 ROUNDS, HOST_ROUNDS = 8, 24
 
 
@@ -28,24 +31,24 @@ def copy_gbps(device: str) -> float:
 
 
 def _kernel_copy_gbps(device: str) -> float:
-    source = Tensor.ones(DEVICE_BYTES // 4, dtype=dtypes.float32, device=device).contiguous().realize()
-    target = Tensor.empty(DEVICE_BYTES // 4, dtype=dtypes.float32, device=device).realize()
-
-    def copies() -> None:
-        for _ in range(COPIES):
-            target.assign(source + 1).realize()
-
-    captured = TinyJit(copies)  # a launch by way of tinygrad's scheduler takes longer than the copy
+    """tinygrad's own cut of a copy, in blocks of 32 threads, reaches 40 % of what the memory of an H200 gives."""
+    size = DEVICE_BYTES // 4 // PIECE * PIECE
+    source = Tensor.ones(size, dtype=dtypes.float32, device=device).contiguous().realize()
+    target = Tensor.empty(size, dtype=dtypes.float32, device=device).contiguous().realize()
+    launches = Launches()
+    for _ in range(COPIES):
+        launches.add(copying(size), target, source)
+    copies = launches.captured()
 
     def copy() -> None:
-        captured()
+        copies()
         Device[device].synchronize()
 
-    return _best_gbps(COPIES * DEVICE_BYTES, copy)
+    return _best_gbps(COPIES * size * 4, copy)
 
 
 def _best_gbps(n_bytes: int, copy: Callable[[], object]) -> float:
-    """`copy` reads and writes `n_bytes`. The first rounds compile it and touch its memory."""
+    """`copy` reads and writes `n_bytes`. The first rounds touch its memory."""
     best_s = float("inf")
     for _ in range(ROUNDS):
         started = time.perf_counter()

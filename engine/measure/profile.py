@@ -15,6 +15,7 @@ from statistics import median
 from typing import Literal, TypeVar, cast
 
 from tinygrad import Device, UOp
+from tinygrad.engine.jit import graph_split_rewrite
 from tinygrad.engine.realize import ExecContext, get_call_arg_uops, get_call_outs_ins, pm_exec
 from tinygrad.helpers import GlobalCounters
 from tinygrad.uop.ops import Ops, sym_infer
@@ -24,6 +25,7 @@ from engine.events import KernelProfile, KernelRole, KernelTime, Profile
 
 SECONDS = 0.4  # for the rounds, unless fewer than MIN_ROUNDS fit in
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
+GRAPH_CALLS = 32  # kernels that are launched together at least
 MAX_SOURCE_CHARS = 20_000
 T = TypeVar("T")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -60,11 +62,12 @@ def profile(
 ) -> KernelProfile:
     """Times the kernels of `replay`, a step at `position`. Raises GaveWayError when `interrupted`, asked
     before each kernel, says so."""
-    kernels_us, walls_us = _kernels_us(replay, interrupted), _walls_us(replay, interrupted)
     roles = roles_of(replay.calls, replay.uses)
     groups: dict[tuple[str, KernelRole], list[int]] = {}
     for i, call in enumerate(replay.calls):
         groups.setdefault((_name(call), roles[i]), []).append(i)
+    totals_us = _totals_us(replay, list(groups.values()), interrupted)
+    walls_us = _walls_us(replay, interrupted)
     return KernelProfile(
         request_id=request.request_id,
         step=request.step,
@@ -75,12 +78,12 @@ def profile(
                 name=name,
                 role=role,
                 calls=len(members),
-                total_us=sum(median(kernels_us[i]) for i in members),
+                total_us=total_us,
                 bytes=sum(_bytes(replay, replay.calls[i], role, position) for i in members),
                 source=_source(replay.calls[members[0]]),
                 options=_options(replay.calls[members[0]]),
             )
-            for (name, role), members in groups.items()
+            for ((name, role), members), total_us in zip(groups.items(), totals_us, strict=True)
         ),
         wall_us=median(walls_us),
         rounds=len(walls_us),
@@ -90,24 +93,52 @@ def profile(
 # --- time ----------------------------------------------------------------------------------------------
 
 
+def _totals_us(
+    replay: Replay, groups: Sequence[Sequence[int]], interrupted: Callable[[], bool]
+) -> list[float]:
+    """Microseconds that the kernels of each group take in a step."""
+    device = Device[Device.DEFAULT]
+    if replay.time is None and device.graph is not None and Device.DEFAULT.split(":")[0] != "CPU":
+        return [_graph_us(replay, members, SECONDS / len(groups), interrupted) for members in groups]
+    kernels_us = _kernels_us(replay, interrupted)
+    return [sum(median(kernels_us[i]) for i in members) for members in groups]
+
+
+def _graph_us(
+    replay: Replay, members: Sequence[int], seconds: float, interrupted: Callable[[], bool]
+) -> float:
+    """On a GPU a launch takes longer than most kernels of a decode step. So alike kernels run as a graph of their
+    own, as they do in an answer: the weights of layer after layer, often enough to hide the launch of the graph."""
+    repeats = -(-GRAPH_CALLS // len(members))
+    calls = tuple(replay.calls[i] for i in members) * repeats
+    linear = graph_split_rewrite(UOp(Ops.LINEAR, src=calls))
+
+    def one_round() -> float:
+        _give_way(interrupted)
+        return sum(_call_us(replay, call) for call in linear.src) / repeats
+
+    return median(_rounds(one_round, replay.reset, seconds))
+
+
+def _call_us(replay: Replay, call: UOp) -> float:
+    context = ExecContext(dict(replay.variables), replay.inputs, update_stats=False, jit=True, wait=True)
+    started = time.perf_counter()
+    by_device = [t for t in pm_exec.rewrite(call, context) or () if t is not None]
+    if not by_device:  # a copy, which no device times
+        Device[Device.DEFAULT].synchronize()
+    return (max(by_device) if by_device else time.perf_counter() - started) * 1e6
+
+
 def _kernels_us(replay: Replay, interrupted: Callable[[], bool]) -> list[list[float]]:
     """Microseconds of each kernel, round by round: one after the other in their order, so that each finds the
     caches as it does in an answer."""
-    context = ExecContext(dict(replay.variables), replay.inputs, update_stats=False, jit=True, wait=True)
     times: list[list[float]] = [[] for _ in replay.calls]
 
     def one_round() -> list[float]:
         taken = []
         for i, call in enumerate(replay.calls):
             _give_way(interrupted)
-            if replay.time:
-                taken.append(replay.time(i) * 1e6)
-                continue
-            started = time.perf_counter()
-            by_device = [t for t in pm_exec.rewrite(call, context) or () if t is not None]
-            if not by_device:  # a copy, which no device times
-                Device[Device.DEFAULT].synchronize()
-            taken.append((max(by_device) if by_device else time.perf_counter() - started) * 1e6)
+            taken.append(replay.time(i) * 1e6 if replay.time else _call_us(replay, call))
         return taken
 
     for taken in _rounds(one_round, replay.reset):
@@ -135,14 +166,14 @@ def _give_way(interrupted: Callable[[], bool]) -> None:
         raise GaveWayError("The profile was given up for a prompt.", "It is made while the engine is idle.")
 
 
-def _rounds(one_round: Callable[[], T], reset: Callable[[], None]) -> list[T]:
+def _rounds(one_round: Callable[[], T], reset: Callable[[], None], seconds: float = SECONDS) -> list[T]:
     """Results of as many rounds as there is time for, after one that warms up."""
     reset()
     one_round()
     results: list[T] = []
     started = time.perf_counter()
     while len(results) < MIN_ROUNDS or (
-        len(results) < MAX_ROUNDS and time.perf_counter() - started < SECONDS
+        len(results) < MAX_ROUNDS and time.perf_counter() - started < seconds
     ):
         reset()
         results.append(one_round())

@@ -84,6 +84,16 @@ def test_the_sum_and_the_wall_time_are_of_one_size(model, monkeypatch):
     assert profile.wall_us < 1e6
 
 
+def test_a_group_of_kernels_takes_as_long_in_a_sequence_as_one_by_one(model):
+    replay = model._steps.replay("decode", 4)
+    members = range(10)
+    one_by_one = measure._kernels_us(replay, lambda: False)
+    alone_us = sum(min(one_by_one[i]) for i in members)
+    assert 0.2 * alone_us < measure._graph_us(replay, members, 0.1, lambda: False) < 20 * alone_us
+    with pytest.raises(GaveWayError):
+        measure._graph_us(replay, members, 0.1, lambda: True)
+
+
 def test_it_gives_way(model):
     asked = []
     with pytest.raises(GaveWayError):
