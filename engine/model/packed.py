@@ -86,7 +86,7 @@ class PackedReader:
         done = 0
         while done < n_bytes:
             try:
-                got = os.preadv(self._fd, [memoryview(out)[done : done + (1 << 30)]], at + done)
+                got = os.preadv(self._fd, [out.data[done : done + (1 << 30)]], at + done)
             except OSError:
                 return False
             if not got:
