@@ -20,7 +20,7 @@ from tinygrad.helpers import Target
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 from tinygrad.runtime.support.elf import elf_loader, jit_loader
 
-from engine.backends import _clang
+from engine.backends import _clang, _zig_clang
 
 PARAMETERS = 0x160  # where they begin in the constant bank, on compute capability 8
 RESERVED_SHARED = 1024  # bytes of shared memory that belong to the system there
@@ -37,7 +37,15 @@ _KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w
 _SHARED = re.compile(r"__shared__ __align__\(16\) ([\w ]+?) (\w+)\[(\d+)\];")
 _MMA = re.compile(r"__device__ \w+ (__WMMA_\w+)\([^)]*\)\{(.*?)\n\}", re.DOTALL)
 _SIZES = {"half": 2, "float": 4, "int": 4, "uint": 4, "unsigned int": 4, "long": 8, "unsigned long": 8}
-_SIZES |= {"bool": 1, "unsigned char": 1, "signed char": 1, "char": 1, "short": 2, "unsigned short": 2}
+_SIZES |= {
+    "bool": 1,
+    "nv_bfloat16": 2,
+    "unsigned char": 1,
+    "signed char": 1,
+    "char": 1,
+    "short": 2,
+    "unsigned short": 2,
+}
 
 
 class SimulatedCompiler(Compiler):
@@ -115,7 +123,7 @@ def _machine_code(source: str) -> tuple[bytes, int]:
     options += ["-fno-builtin", "-fno-math-errno", "-fno-asynchronous-unwind-tables", "-fno-stack-protector"]
     options += ["-fno-ident", "-march=native" if os.uname().machine == "x86_64" else "-mcpu=native", "-w"]
     options += ["-fno-jump-tables", "-fvisibility=hidden", "-ffp-contract=on"]
-    command = [_compiler(), "-x", "c++", "-c", *options, "-", "-o", "-"]
+    command = [compiler() or "clang", "-x", "c++", "-c", *options, "-", "-o", "-"]
     made = subprocess.run(command, input=source.encode(), capture_output=True)
     if made.returncode:
         kernel = source[source.rindex("// ---- the kernel") :]
@@ -125,10 +133,15 @@ def _machine_code(source: str) -> tuple[bytes, int]:
 
 
 @functools.cache
-def _compiler() -> str:
-    found = _clang()
-    assert found, "there is no clang"
-    return found
+def compiler() -> str | None:
+    """A clang that knows half precision on every CPU and coroutines by their final names: 15 or later."""
+    for found in (_clang(), _zig_clang()):
+        if found:
+            said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+            version = re.search(r"clang version (\d+)", said)
+            if version and int(version[1]) >= 15:
+                return found
+    return None
 
 
 def _cubin(name: str, code: tuple[bytes, int], constant_end: int, shared_bytes: int) -> bytes:

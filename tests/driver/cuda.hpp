@@ -16,6 +16,7 @@ typedef unsigned int u32;
 typedef unsigned long u64;
 typedef decltype(sizeof 0) size_t;
 typedef _Float16 half;
+typedef __bf16 nv_bfloat16;
 
 struct dim3 { u32 x, y, z; };
 struct Functions { float (*exp2)(float), (*log2)(float), (*sin)(float); };
