@@ -127,6 +127,7 @@ def walk(cores: int) -> UOp:
         s.call(there_is().where(of_call(ADDRESS), s.load(functions, NOTHING)), part, parts, *buffers)
         s.fence()
         finished = s.fetch_add(queue, FINISHED, there_is().cast(dtypes.uint64)) + 1
+        s.fence()
         wake((finished.eq(of_call(UNTIL)) & there_is()).where(_word(cores), _word(0)))
         next_piece(core.ne(0) | (s.load(queue, FINISHED) < s.load(queue, JOB_END)))
     return s.last
