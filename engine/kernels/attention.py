@@ -40,7 +40,7 @@ from engine.kernels.uops import (
 )
 
 Kernel = Callable[..., UOp]
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 SLACK = 1024  # tokens that a cache is longer than its context: loads run ahead, and take whole tiles
 
 
@@ -75,13 +75,15 @@ class Heads:
 @dataclass(frozen=True)
 class Split:
     """How a step's attention is cut: for up to `limit` tokens, `splits` parts, `group` heads to a block of
-    `threads` threads, each with `ahead` quads of values under way."""
+    `threads` threads, each with a run of one of `cuts` that a key is cut into, and with `ahead` quads of values,
+    under way."""
 
     limit: int
     splits: int
     group: int
     threads: int
-    ahead: int = 4
+    cuts: int
+    ahead: int
 
     @property
     def room(self) -> int:
@@ -89,11 +91,72 @@ class Split:
         part = -(-self.limit // (self.splits * 4)) * 4
         return -(-part // self.threads) * self.threads
 
-    def cuts(self, dim: int) -> int:
-        """Runs that a head's dimensions are cut into: enough for a thread to hold its share of all queries."""
-        return next(
-            c for c in (2, 4, 8, 16) if (self.group == 1 or self.group * dim // c <= 64) and dim // c % 4 == 0
-        )
+
+@dataclass(frozen=True)
+class NewToken:
+    """A block's part of the token that a step is for: `group` query heads from `first_head` on, and their key head
+    `kv`, turned to the token's `position`."""
+
+    heads: Heads
+    thread: UOp
+    n_threads: int
+    kv: UOp
+    first_head: UOp
+    group: int
+    position: UOp
+
+    @property
+    def size(self) -> int:
+        """Elements of `turned`, queries and key, and what is left of the last thread's."""
+        return -(-(self.group + 1) * self.heads.dim // self.n_threads) * self.n_threads
+
+    def turned(
+        self, rows: UOp, angles: UOp, norms: UOp | None, before: Sequence[UOp]
+    ) -> tuple[list[tuple[UOp, UOp]], list[tuple[UOp, UOp, UOp]]]:
+        """This thread's elements, float32, of the queries, scaled, and the key, rounded as the cache holds it:
+        (place, value), places being (group + 1, dim). They are normed where the model does, `before` being done
+        then. And the key's for the cache: (place, whether it is one, float16)."""
+        h, dim, half = self.heads, self.heads.dim, self.heads.dim // 2
+        elements = (self.group + 1) * dim
+
+        def row_of(head: UOp) -> UOp:
+            return head.eq(self.group).where((h.query + self.kv) * dim, (self.first_head + head) * dim)
+
+        mine = [self.thread + i * self.n_threads for i in range(self.size // self.n_threads)]
+        heads = [(e // dim).minimum(self.group) for e in mine]
+        partners = [(e % dim < half).where(e % dim + half, e % dim - half) for e in mine]
+        own = [load(rows, row_of(head) + e % dim) for head, e in zip(heads, mine, strict=True)]
+        others = [load(rows, row_of(head) + p) for head, p in zip(heads, partners, strict=True)]
+        if norms is not None:  # sums of squares of a few elements each
+            few = next(n for n in (16, 8) if dim % n == 0)
+            sums, some = shared(elements // few, slot=4), self.thread < elements // few
+            assert elements // few <= self.n_threads
+            first = row_of(self.thread // (dim // few)) + self.thread % (dim // few) * few
+            squares = chain(x * x for x in (load(rows, first + j, some) for j in range(few)))
+            sums = sums.after(UOp.group(at(sums, self.thread, some).store(squares), *before))
+            for i, (head, e) in enumerate(zip(heads, mine, strict=True)):
+                total = tree([load(sums, head * (dim // few) + j) for j in range(dim // few)])
+                norm = (total * f32(1.0 / dim) + f32(h.norm_eps or 0.0)).sqrt().reciprocal()
+                weight = head.eq(self.group).where(UOp.const(dim), UOp.const(0))
+                own[i] = own[i] * load(norms, weight + e % dim) * norm
+                others[i] = others[i] * load(norms, weight + partners[i]) * norm
+        values, kept = [], []
+        for e, x, other in zip(mine, own, others, strict=True):
+            d = e % dim
+            c, s = load(angles, d % half), load(angles, d % half + half)
+            z = x * c + (d < half).where(other * f32(-1), other) * s
+            is_key, as_key = e >= self.group * dim, z.cast(F16)
+            values.append((e, is_key.where(as_key.cast(F32), z * f32(dim**-0.5 * LOG2_E))))
+            kept.append((h.key_index(self.kv, self.position, d), is_key & (e < elements), as_key))
+        return values, kept
+
+    def own_scores(self, turned: UOp, slot: int) -> tuple[UOp, UOp]:
+        """The new key's scores in sums of eight products, in shared memory, (group, dim / 8): it and the store."""
+        eighths = self.heads.dim // 8
+        sums, some = shared(self.group * eighths, slot), self.thread < self.group * eighths
+        key = self.group * self.heads.dim + self.thread % eighths * 8
+        pairs = [(load(turned, self.thread * 8 + k, some), load(turned, key + k, some)) for k in range(8)]
+        return sums, at(sums, self.thread, some).store(chain(a * b for a, b in pairs))
 
 
 @functools.cache
@@ -105,8 +168,8 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
     of its angles (dim,); the state (token, position); the norms' weights (2, dim) where there are norms; with one
     split the output's prescale (UNIT,)."""
     h, n_threads, group = heads, split.threads, split.group
-    dim, half = h.dim, h.dim // 2
-    cuts, slices = split.cuts(dim), 1 << ((n_threads // dim).bit_length() - 1)
+    dim = h.dim
+    cuts, slices = split.cuts, 1 << ((n_threads // dim).bit_length() - 1)
     run, tile_tokens = dim // cuts, n_threads // cuts
     ahead = min(split.ahead, n_threads // (slices * 4))  # a step's tokens all have weights: see `tiles`
     step_quads = slices * ahead
@@ -138,13 +201,18 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             slice_ = (slice_ < slices).where(slice_, slices - 1)
 
         def key_tile(tile: UOp | int) -> list[UOp]:
-            token = start + tile * tile_tokens + lane
-            return [load(keys, h.key_index(kv, token, cut * run + j)) for j in range(run)]
+            token = tile * tile_tokens + lane
+            place = h.key_index(kv, start + token, cut * run)
+            return [load(keys, place + (j // 4 * h.length * 4 + j % 4), token < count) for j in range(run)]
 
         def value_step(step: UOp | int) -> list[UOp]:
-            quads = [start // 4 + step * step_quads + j * slices + slice_ for j in range(ahead)]
+            quads = [step * step_quads + j * slices + slice_ for j in range(ahead)]
             return [
-                load(values, ((kv * (h.length // 4) + quad) * dim + column) * 4 + i)
+                load(
+                    values,
+                    ((kv * (h.length // 4) + start // 4 + quad) * dim + column) * 4 + i,
+                    quad * 4 < count,
+                )
                 for quad in quads
                 for i in range(4)
             ]
@@ -154,37 +222,12 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         first_loads = [at(next_keys, j).store(x.cast(kept)) for j, x in enumerate(key_tile(0))]
         first_loads += [at(next_values, j).store(x.cast(kept)) for j, x in enumerate(value_step(0))]
 
-        # the block's queries and the new key, rotated: (group + 1, dim)
-        elements = (group + 1) * dim
-        rotated = shared(-(-elements // n_threads) * n_threads, slot=1)
-        mine_of = [thread + i * n_threads for i in range(-(-elements // n_threads))]
-        unnormed = shared(len(mine_of) * n_threads, slot=4)
-        stores, cached, loaded_rows = [], [], []
-        for e in mine_of:
-            head, d, is_key = (e // dim).minimum(group), e % dim, e >= group * dim
-            first_row = is_key.where((h.query + kv) * dim, block * (group * dim) + head * dim)
-            partner = (d < half).where(d + half, d - half)
-            loaded_rows.append(
-                (head, d, is_key, partner, load(rows, first_row + d), load(rows, first_row + partner))
-            )
-        if h.norm_eps is not None:
-            raw = [at(unnormed, e).store(own) for e, (*_, own, _) in zip(mine_of, loaded_rows, strict=True)]
-            unnormed = unnormed.after(UOp.group(*raw, *first_loads))
-        for e, (head, d, is_key, partner, own, other) in zip(mine_of, loaded_rows, strict=True):
-            if h.norm_eps is not None:
-                place = head * dim
-                squares = [[load(unnormed, place + j + k) for k in range(4)] for j in range(0, dim, 4)]
-                mean = tree([chain(x * x for x in quad) for quad in squares]) * f32(1.0 / dim)
-                norm = (mean + f32(h.norm_eps)).sqrt().reciprocal()
-                weight = is_key.where(UOp.const(dim), UOp.const(0))
-                own = own * load(rest[0], weight + d) * norm
-                other = other * load(rest[0], weight + partner) * norm
-            c, s = load(angles, d % half), load(angles, d % half + half)
-            z = own * c + (d < half).where(other * f32(-1), other) * s
-            as_key = z.cast(F16)
-            stores.append(at(rotated, e).store(is_key.where(as_key.cast(F32), z * f32(dim**-0.5 * _LOG2_E))))
-            mine = is_key & keeps & (e < elements)
-            cached.append(at(keys, h.key_index(kv, position, d), mine).store(as_key))
+        norms = rest.pop(0) if h.norm_eps is not None else None
+        new = NewToken(h, thread, n_threads, kv, block * group, group, position)
+        rotated = shared(new.size, slot=1)
+        turned, kept_key = new.turned(rows, angles, norms, first_loads)
+        stores = [at(rotated, e).store(x) for e, x in turned]
+        cached = [at(keys, place, ok & keeps).store(x) for place, ok, x in kept_key]
         new_value = load(value_rows, value_row + kv * dim + column).cast(F16)
         cached.append(
             at(values, h.value_index(kv, position, column), keeps & (thread < dim)).store(new_value)
@@ -194,57 +237,69 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
 
         # scores: a thread takes a token and one of `cuts` runs of dimensions
         tile = UOp.range((count + (tile_tokens - 1)) // tile_tokens, 0, AxisType.LOOP)
-        queries = [[load(rotated, g * dim + cut * run + j) for j in range(run)] for g in range(group + 1)]
-        loaded = next_keys.after(tile)
+        here, loaded = rotated.after(tile), next_keys.after(tile)
         key = [load(loaded, j).cast(F32) for j in range(run)]
-        stride = split.room + 4  # the new token's scores come last
+        stride = split.room
         scores = shared(cuts * group * stride, slot=2)
-        at_cut = [(cut * group + g) * stride for g in range(group)]
-        token = tile * tile_tokens + lane
-        now = UOp.group(*(at(scores, at_cut[g] + token).store(_dot(key, queries[g])) for g in range(group)))
-        then = [at(next_keys.after(now), j).store(x.cast(kept)) for j, x in enumerate(key_tile(tile + 1))]
-        news = [
-            at(scores, at_cut[g] + split.room, lane.eq(0)).store(_dot(queries[-1], queries[g]))
-            for g in range(group)
-        ]
-        scores = scores.after(UOp.group(UOp.group(now, *then).end(tile), *news))
-
-        def score(g: int, token: UOp | int) -> UOp:
-            return tree([load(scores, (c * group + g) * stride + token) for c in range(cuts)])
-
-        # the largest of each head, in two steps
-        tiles = (count + (n_threads - 1)) // n_threads
-        again = UOp.range(tiles, 1, AxisType.REDUCE)
-        warp_lane = thread % 32
-        largest = shared(group * 32, slot=3)
         stores = []
         for g in range(group):
-            tokens = [again * n_threads + j * 32 + warp_lane for j in range(n_threads // 32)]
-            seen = maximum([(t < count).where(score(g, t), f32(LOWEST)) for t in tokens])
-            stores.append(at(largest, g * 32 + warp_lane, thread < 32).store(seen.reduce(again, arg=Ops.MAX)))
-        largest = largest.after(UOp.group(*stores))
-        new_scores = [is_first.where(score(g, split.room), f32(LOWEST)) for g in range(group)]
+            query = [load(here, g * dim + cut * run + j) for j in range(run)]
+            place = (cut * group + g) * stride + tile * tile_tokens + lane
+            stores.append(at(scores, place).store(_dot(key, query)))
+        now = UOp.group(*stores)
+        then = [at(next_keys.after(now), j).store(x.cast(kept)) for j, x in enumerate(key_tile(tile + 1))]
+        fresh, new_store = new.own_scores(rotated, slot=6)
+        eighths = dim // 8
+        stores_of_all = UOp.group(UOp.group(now, *then).end(tile), new_store)
+        scores, fresh = scores.after(stores_of_all), fresh.after(stores_of_all)
+
+        def score(g: int | UOp, token: UOp) -> UOp:
+            return tree([load(scores, (g + c * group) * stride + token) for c in range(cuts)])
+
+        # the largest of each head: a warp takes a head, then everyone what its threads have found
+        warp, warp_lane = thread // 32, thread % 32
+        tiles = (count + (n_threads - 1)) // n_threads
+        has_head = warp < group
+
+        def of_warps_head(loop: UOp, of: Callable[[UOp], UOp]) -> list[UOp]:
+            return [of(loop * n_threads + j * 32 + warp_lane) for j in range(n_threads // 32)]
+
+        loop = UOp.range(has_head.where(tiles, 0), 1, AxisType.REDUCE)
+        own_head = warp.minimum(group - 1)
+        seen = maximum(
+            of_warps_head(loop, lambda t: (t < count).where(score(own_head, t), f32(LOWEST)))
+        ).reduce(loop, arg=Ops.MAX)
+        largest = shared(group * 32, slot=3)
+        largest = largest.after(at(largest, thread, has_head).store(seen))
+        new_scores = [
+            is_first.where(tree([load(fresh, g * eighths + k) for k in range(eighths)]), f32(LOWEST))
+            for g in range(group)
+        ]
         top = [
             maximum([new_scores[g], *(load(largest, g * 32 + j) for j in range(32))]) for g in range(group)
         ]
 
-        # weights of tokens
-        third = UOp.range(tiles, 2, AxisType.LOOP)
-        token = third * n_threads + thread
-        stores = []
-        for g in range(group):
-            weight = (token < count).where((score(g, token) - top[g]).exp2(), f32(0))
-            stores.append(
-                at(scores, g * stride + token).store(weight)
-            )  # in the place of the first cut's scores
-        weights = scores.after(UOp.group(*stores).end(third))
+        # weights of tokens, in the place of the first cut's scores
+        loop = UOp.range(tiles, 2, AxisType.LOOP)
+        token = loop * n_threads + thread
+        stores = [
+            at(scores, g * stride + token).store(
+                (token < count).where((score(g, token) - top[g]).exp2(), f32(0))
+            )
+            for g in range(group)
+        ]
+        weights = scores.after(UOp.group(*stores).end(loop))
+        loop = UOp.range(has_head.where(tiles, 0), 3, AxisType.REDUCE)
+        sum_ = tree(of_warps_head(loop, lambda t: load(weights, own_head * stride + t)))
+        totals = shared(group * 32, slot=7)
+        total_store = at(totals, thread, has_head).store(sum_.reduce(loop, arg=Ops.ADD))
 
         # their sums of values: a thread takes a dimension and every `slices`-th quad of tokens
-        step = UOp.range((count + (step_quads * 4 - 1)) // (step_quads * 4), 3, AxisType.LOOP)
+        step = UOp.range((count + (step_quads * 4 - 1)) // (step_quads * 4), 4, AxisType.LOOP)
         loaded = next_values.after(step, weights)
         value = [load(loaded, j).cast(F32) for j in range(ahead * 4)]
-        sums = registers(group * 2, 2)
-        sums = sums.after(UOp.group(*(at(sums, i).store(f32(0)) for i in range(group * 2))))
+        sums = registers(group, 2)
+        sums = sums.after(UOp.group(*(at(sums, g).store(f32(0)) for g in range(group))))
         so_far = sums.after(step)
         stores = []
         for g in range(group):
@@ -253,25 +308,20 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
                 for j in range(ahead)
                 for i in range(4)
             ]
-            stores.append(
-                at(sums, 2 * g).store(
-                    chain([load(so_far, 2 * g), *(a * b for a, b in zip(w, value, strict=True))])
-                )
-            )
-            stores.append(at(sums, 2 * g + 1).store(chain([load(so_far, 2 * g + 1), *w])))
+            products = [a * b for a, b in zip(w, value, strict=True)]
+            stores.append(at(sums, g).store(chain([load(so_far, g), *products])))
         now = UOp.group(*stores)
         then = [at(next_values.after(now), j).store(x.cast(kept)) for j, x in enumerate(value_step(step + 1))]
         sums = sums.after(UOp.group(now, *then).end(step))
-        width = dim + 1
-        partial = shared(slices * group * width, slot=5)
+        partial = shared(slices * group * dim, slot=5)
         own_slice = None if slices * dim == n_threads else thread < slices * dim
-        stores = []
-        for g in range(group):
-            place = (slice_ * group + g) * width
-            is_total = column.eq(0) if own_slice is None else column.eq(0) & own_slice
-            stores.append(at(partial, place + column, own_slice).store(load(sums, 2 * g)))
-            stores.append(at(partial, place + dim, is_total).store(load(sums, 2 * g + 1)))
-        partial = partial.after(UOp.group(*stores))
+        stores = [
+            at(partial, (slice_ * group + g) * dim + column, own_slice).store(load(sums, g))
+            for g in range(group)
+        ]
+        stores_of_all = UOp.group(total_store, *stores)
+        partial, totals = partial.after(stores_of_all), totals.after(stores_of_all)
+        weight_of = [tree([load(totals, g * 32 + j) for j in range(32)]) for g in range(group)]
 
         # put together, with the new token
         for i in range(-(-group * dim // n_threads)):
@@ -280,9 +330,8 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             head = e // dim if group > 1 else UOp.const(0)
             new_score, head_top = _pick(new_scores, head), _pick(top, head)
             new_weight = is_first.where((new_score - head_top).exp2(), f32(0))
-            base = head * width
-            total = tree([load(partial, base + k * group * width + e % dim, inside) for k in range(slices)])
-            weight = tree([load(partial, base + k * group * width + dim, inside) for k in range(slices)])
+            total = tree([load(partial, k * group * dim + e, inside) for k in range(slices)])
+            weight = _pick(weight_of, head)
             # a thread's elements are all of its column where a block's width is a multiple of dim
             mine = (
                 new_value
@@ -292,7 +341,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             total, weight = total + new_weight * mine.cast(F32), weight + new_weight
             element = block * (group * dim) + e
             if split.splits == 1:
-                scaled = total / weight * load(rest[-1], element % UNIT, inside)
+                scaled = total / weight * load(rest[-1], element % UNIT)
                 cached.append(at(outs[0], permuted(element, h.query * dim), inside).store(scaled))
             else:
                 sums_out, tops_out = outs
@@ -303,7 +352,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
                     at(tops_out, place, one).store(head_top),
                     at(tops_out, place + 1, one).store(weight),
                 ]
-        name = f"attention_{h.query}_{h.kv}_{dim}_{split.limit}_{split.splits}_{group}_{n_threads}"
+        name = f"attention_{h.query}_{h.kv}_{dim}_{split.limit}_{split.splits}_{group}_{n_threads}_{cuts}_{ahead}"
         return finish(name, cached)
 
     return kernel

@@ -16,6 +16,11 @@ def capability() -> str:
     return str(Device[Device.DEFAULT].renderer.target.arch)
 
 
+def tensor_cores() -> bool:
+    """Whether the default device has those that kernels are written for."""
+    return int(capability()[3:]) >= 80
+
+
 @functools.cache
 def multiprocessors() -> int:
     """How many multiprocessors the default device has; a guess where it does not say."""

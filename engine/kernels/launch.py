@@ -31,7 +31,9 @@ class Launches:
         kernel. The buffers are realized tensors, whole, and every one of them is used."""
         shapes = tuple((int(b.numel()), b.dtype) for b in buffers)
         graph = _program(kernel, shapes)
-        self.calls.append(_compiled.get(graph, graph).call(*(b.uop.base for b in buffers)))
+        # Not by the program's own `call`: it looks for loops left open, and takes those of compiled kernels for such.
+        call = UOp(Ops.SINK).call(*(b.uop.base for b in buffers))
+        self.calls.append(call.replace(src=(_compiled.get(graph, graph), *call.src[1:])))
 
     @property
     def linear(self) -> UOp:

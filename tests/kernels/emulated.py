@@ -13,6 +13,7 @@ from engine.events import Sampling
 from engine.formats.gguf import GGUF
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.attention import SLACK, Heads, Split, attention, combine
+from engine.kernels.flash import FlashSplit, flash_attention
 from engine.kernels.launch import Launches
 from engine.kernels.matmul import Tiles, fragment_index, fragments_size, matmul
 from engine.kernels.matvec import Best, GateUp, Residual, Schedule, Store, matvec
@@ -208,7 +209,7 @@ def turned(x, cos, sin, norm=None, eps=1e-6):
 
 
 def decode_attention(position, split, normed, apart):
-    heads = Heads(4, 2, 8, SLACK + 256, 1e-6 if normed else None)
+    heads = Heads(4, 2, 16, SLACK + 256, 1e-6 if normed else None)
     cache, h = Cache(heads, position), heads
     rows = rng.standard_normal((h.query + 2 * h.kv, h.dim)).astype(np.float32)
     angles = rng.standard_normal(h.dim).astype(np.float32)
@@ -224,11 +225,12 @@ def decode_attention(position, split, normed, apart):
     state = buffer(np.array([7, position], np.int32))
     ins = [cache.keys, cache.values, *new, buffer(angles), state, *([buffer(norms)] if normed else [])]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
+    attend = flash_attention if isinstance(split, FlashSplit) else attention
     if split.splits == 1:
-        run(attention(heads, split, apart), out, *ins, ones)
+        run(attend(heads, split, apart), out, *ins, ones)
     else:
         sums, tops = zeros(split.splits * h.query * h.dim), zeros(split.splits * h.query * 2)
-        run(attention(heads, split, apart), sums, tops, *ins)
+        run(attend(heads, split, apart), sums, tops, *ins)
         run(combine(heads, split.splits), out, sums, tops, ones)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
     stored = cache.values.numpy().reshape(h.kv, -1, h.dim, 4)[:, position // 4, :, position % 4]
@@ -248,6 +250,15 @@ def attention_split():
     """Several blocks a head, some of them without tokens, two heads to a block; more values ahead than weights."""
     for position in (3, 130):
         decode_attention(position, Split(256, 3, 2, 64, 2, 4), normed=True, apart=False)
+
+
+def attention_on_tensor_cores():
+    """As above: one round and several, blocks that share heads or the values' dimensions, parts without tokens."""
+    decode_attention(0, FlashSplit(64, 1, 2, 2, 2), normed=False, apart=False)
+    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), normed=True, apart=False)
+    decode_attention(100, FlashSplit(128, 1, 2, 2, 1), normed=False, apart=False)
+    decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), normed=True, apart=True)
+    decode_attention(70, FlashSplit(128, 3, 2, 2, 1), normed=True, apart=False)
 
 
 def prompt_index(index, *sizes):

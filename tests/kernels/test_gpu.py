@@ -28,6 +28,7 @@ def python(*args, **env):
         "embedding",
         "attention_whole",
         "attention_split",
+        "attention_on_tensor_cores",
         "prefill_products",
         "prefill_attention",
         "sampling",

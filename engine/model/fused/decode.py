@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 
 from engine.kernels.attention import Heads, Split, attention, combine
-from engine.kernels.gpu import multiprocessors
+from engine.kernels.flash import MOST, FlashSplit, flash_attention
+from engine.kernels.gpu import multiprocessors, tensor_cores
 from engine.kernels.launch import Launches
 from engine.kernels.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
 from engine.kernels.packing import QUARTER, UNIT, permuted_size
@@ -44,6 +45,7 @@ class Decode:
         config = model.config
         self._model, self._heads, self._scales = model, heads, scales
         self._tables, self._context = tables, context
+        self._tensor_cores = tensor_cores() and config.head_dim % 16 == 0
         q_rows = config.heads * config.head_dim
         self.state = zeros(2, dtypes.int32)
         self.logits = zeros(config.vocab)
@@ -61,19 +63,32 @@ class Decode:
         most = max(self.split(limit).splits for limit in self.limits)
         self.partial = zeros(most * q_rows), zeros(most * config.heads * 2)
 
-    def split(self, limit: int) -> Split:
-        """While the context is short a block takes a head; then there are blocks for each multiprocessor."""
-        config = self._model.config
-        threads = max(256, -(-config.head_dim // 64) * 64)
+    def split(self, limit: int) -> Split | FlashSplit:
+        """While the context is short a block takes all of its tokens; then there are blocks for each multiprocessor."""
+        config, sms = self._model.config, multiprocessors()
+        shared_by = config.heads // config.kv_heads
+        if not self._tensor_cores:
+            threads = max(256, -(-config.head_dim // 64) * 64)
+            group = 2 if shared_by % 2 == 0 and limit > _SHORT else 1
+            scores_bytes = limit * group * 4 * 4
+            splits = (
+                max(2, sms // config.kv_heads, -(-scores_bytes // _SCORES_BYTES)) if limit > _SHORT else 1
+            )
+            return Split(limit, splits, group, threads, 4, 4)
+        group = next(n for n in range(min(MOST, shared_by), 0, -1) if shared_by % n == 0)
         if limit <= _SHORT:
-            return Split(limit, 1, 1, threads)
-        group = 2 if config.heads // config.kv_heads % 2 == 0 else 1
-        scores_bytes = limit * group * Split(limit, 2, group, threads).cuts(config.head_dim) * 4
-        splits = max(2, multiprocessors() // config.kv_heads, -(-scores_bytes // _SCORES_BYTES))
-        return Split(limit, splits, group, threads, ahead=8)
+            return FlashSplit(
+                limit, 1, group, 8, 2, next(n for n in (4, 2, 1) if config.head_dim % (8 * n) == 0)
+            )
+        blocks = config.kv_heads * (shared_by // group)
+        return FlashSplit(limit, max(2, 2 * sms // blocks), group, max(4, group * config.head_dim // 256))
 
     def step(
-        self, split: Split, history: Tensor, drawing: Drawing | None = None, penalizes: bool = False
+        self,
+        split: Split | FlashSplit,
+        history: Tensor,
+        drawing: Drawing | None = None,
+        penalizes: bool = False,
     ) -> Launches:
         """The kernels of a step whose attention is cut as `split` says. It leaves the next token in `state`, and in
         `history` at the position: the most probable one, or one that `drawing` draws."""
@@ -130,16 +145,18 @@ class Decode:
             self._normed(step, part, stream, Store(part.row), [self._gate_up], [], "gate_up")
         step.add(activate(self._model.config.ffn), self._activated, self._gate_up, prescale)
 
-    def _attention(self, step: Launches, layer: Layer, split: Split) -> None:
+    def _attention(self, step: Launches, layer: Layer, split: Split | FlashSplit) -> None:
         norms = [] if layer.head_norms is None else [layer.head_norms]
         prescale = self._scales.of(layer.o.packing)
         apart = layer.values_apart
         new = [self._rows, self._value_rows] if apart else [self._rows]
         ins = [layer.keys, layer.values, *new, self._angles, self.state, *norms]
+        flash = isinstance(split, FlashSplit)
+        kernel = flash_attention(self._heads, split, apart) if flash else attention(self._heads, split, apart)
         if split.splits == 1:
-            step.add(attention(self._heads, split, apart), self._attended, *ins, prescale)
+            step.add(kernel, self._attended, *ins, prescale)
             return
-        step.add(attention(self._heads, split, apart), *self.partial, *ins)
+        step.add(kernel, *self.partial, *ins)
         step.add(combine(self._heads, split.splits), self._attended, *self.partial, prescale)
 
     def _normed(
