@@ -249,12 +249,20 @@ def test_a_full_ring_is_waited_for(board, silent):
     first, n = ring.put_value, ENTRIES * 3 // 2
     board.gpu.paused.set()
     resumed = []
-    later = threading.Timer(0.5, lambda: (resumed.append(ring.put_value), board.gpu.paused.clear()))
-    later.start()
+
+    def resume_when_full():
+        deadline = time.monotonic() + 60
+        while ring.put_value - first < ENTRIES - 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # it goes as far as it can
+        resumed.append(ring.put_value)
+        board.gpu.paused.clear()
+
+    threading.Thread(target=resume_when_full).start()
     for _ in range(n):
         run(prg, made)
     assert contents(device, made) == [n] * 32
-    assert ENTRIES // 4 < resumed[0] - first < ENTRIES  # it waited: nothing that was not read was overwritten
+    assert ENTRIES - 8 <= resumed[0] - first < ENTRIES  # it waited: nothing that was not read was overwritten
     assert board.gpu.submissions == ring.put_value
 
 
@@ -335,7 +343,7 @@ def test_a_gpu_that_does_nothing_is_told_from_one_that_failed(board, monkeypatch
         prg = program(device, "increment", "int* data0", INCREMENT)
         run(prg, made)
         device.synchronize()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 25
 
 
 def test_a_full_ring_of_a_gpu_that_stopped(board, monkeypatch):
