@@ -22,7 +22,13 @@ import tinygrad.engine.worker as compile_workers
 
 from engine.fixes import applied, require_tinygrad
 
-_PRELOADED = ["tinygrad.codegen.opt.search", "tinygrad.engine.realize", "engine.fixes.matvec_heuristic"]
+_PRELOADED = [
+    "tinygrad.codegen.opt.search",
+    "tinygrad.engine.realize",
+    "engine.fixes.matvec_heuristic",
+    "engine.fixes.launch_bounds",
+    "engine.fixes.program_cache",
+]
 _applied = False
 
 
@@ -34,6 +40,13 @@ def apply() -> None:
         return
     _applied = True
     compile_workers._WorkerContext = _Context
+
+
+def dismiss() -> None:
+    """Ends the processes that there are. Where kernels are compiled again, others start."""
+    if compile_workers.worker_pool is not None:
+        compile_workers.worker_pool.terminate()
+        compile_workers.worker_pool = None
 
 
 class _Process(ForkServerProcess):

@@ -32,7 +32,7 @@ from engine.events import (
     TopToken,
     Warming,
 )
-from engine.fixes import program_cache
+from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.formats.template import Prompt
@@ -75,6 +75,7 @@ class TextModel:
             )
             self._search(options, report)
             self._warm_up()
+        compiler_processes.dismiss()
         self.ready = Ready(
             model=_describe(file, config, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
