@@ -69,6 +69,7 @@ class File:
         self.fd, self.name = fd, name
 
     def call(self, request: abi.Request, argument: T) -> T:
+        """The argument as the driver left it. Raises DriverError."""
         with _named(request.name):
             system.ioctl(self.fd, request.number, argument)
         return argument
@@ -90,7 +91,17 @@ def blank(address: int, length: int) -> None:
 
 
 class Dmabuf(File):
-    """A buffer's descriptor. Mappings hold the buffer, so that this can be closed as soon as they are made."""
+    """A buffer's descriptor, and its handle. Mappings hold the buffer, so that this can be closed once they are
+    made."""
+
+    def __init__(self, fd: int, nvmap: Nvmap, handle: int) -> None:
+        super().__init__(fd, "dmabuf")
+        self._nvmap, self._handle = nvmap, handle
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            super().close()
+            self._nvmap.free(self._handle)
 
     def map(self, length: int, wish: int = 0) -> int:
         """The address of all of it in this process: `wish`, where nothing lies there yet."""
@@ -119,10 +130,16 @@ class Nvmap(File):
             flags = _TAG << abi.TAG_SHIFT | cache | (abi.ZEROED if zero else 0)
             wanted = abi.NvmapAlloc(handle=handle, heap_mask=abi.HEAP_IOVMM, flags=flags, align=align)
             self.call(abi.NVMAP_ALLOC, wanted)
-            return Dmabuf(self.call(abi.NVMAP_GET_FD, abi.NvmapGetFd(handle=handle)).fd, "dmabuf")
-        finally:  # the descriptor holds the buffer
-            with contextlib.suppress(OSError):
-                system.ioctl(self.fd, abi.NVMAP_FREE.number, ctypes.c_int32(handle).value)
+            fd = self.call(abi.NVMAP_GET_FD, abi.NvmapGetFd(handle=handle)).fd
+        except DriverError:
+            self.free(handle)
+            raise
+        return Dmabuf(fd, self, handle)
+
+    def free(self, handle: int) -> None:
+        """What cannot be freed goes when this is closed."""
+        with contextlib.suppress(OSError):
+            system.ioctl(self.fd, abi.NVMAP_FREE.number, ctypes.c_int32(handle).value)
 
 
 _TAG = 0x0C47
