@@ -30,10 +30,6 @@ SYSTEM = (
     "You are a helpful assistant.", "Answer briefly.", "You are orin-guide.", "Be polite.", "You are an expert.",
     "Answer in one sentence.", "You are a helpful, honest assistant.", "Be concise and precise.", "Help the user.",
 )  # fmt: skip
-ONSETS = "b c d f g h j k l m n p r s t v w z sh ch th br cr dr fr gr kr pr tr bl cl fl gl kl pl sl st sk sp sv kw zh x y".split()
-VOWELS = "a e i o u a e i o u ai ou ia ie ee oa io ei ua y oi eu".split()
-CODAS = ["", "", "", "", *"n r s l m k t d ss nn ll rt nd sch ka mer rik lf x v th".split()]
-"""What names that nobody has are made of."""
 _KEPT_BY = {"talk.ok", "talk.thanks", "talk.really", "talk.wait", "talk.praise", "talk.sorry"}
 """Small talk after which the subject is still the one before."""
 
@@ -143,9 +139,9 @@ class Conversations:
             return self._wording.typed(question, rng, plain=True), known.format(person=self._person)
         person = rng.choice(said["people"])
         if rng.random() < 0.75:  # one that nobody has: it must be copied, not recognized
+            syllables = rng.choice((1, 2, 2, 3))
             person = "".join(
-                rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)
-                for _ in range(rng.choice((1, 2, 2, 3)))
+                self._wording.phrase(said["syllable"], rng) for _ in range(syllables)
             ).capitalize()
         if rng.random() < 0.1:
             person = person.lower()

@@ -1,6 +1,8 @@
 """How many of the held-out questions the guide answers right, asked through the engine.
 
 python -m presets.guide.evaluate [--model FILE] [--questions development] [--backend CUDA]
+
+What it prints of the shipped file is kept in report.md.
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ def main() -> None:
     questions = HELD_OUT if given.questions == "held-out" else DEVELOPMENT
     chatter = Chatter(given.model, given.backend)
     answers = [chatter.ask(question.turns) for question in questions]
+    print(f"{given.model.name}, {given.questions} questions, greedy, on {given.backend}\n")
     print(report(questions, answers))
     rates = sorted(chatter.rates)
     print(f"\ndecode {rates[len(rates) // 2]:.0f} tok/s (median of {len(rates)} answers)")
