@@ -3,8 +3,10 @@ folder of the configuration; a user's takes the place of a built-in one of the s
 
     title = "CUDA, tensor graphs, searched 2 wide"    # what is shown
     backend = "CUDA"          # auto, CPU, CUDA, NV
-    kernels = "graph"         # fused (quantized kernels), graph (tensor graphs), auto
-    beam = 2                  # width of the search for kernels, 0 to 16; jitbeam: in the captured steps alone
+    kernels = "graph"         # fused (quantized kernels of our own), graph (tensor graphs that tinygrad compiles),
+                              # auto (fused)
+    beam = 2                  # width of the search for kernels, 0 to 16; jitbeam: in the captured steps alone.
+                              # graph: tinygrad's search; fused: for how our products are cut, on a GPU
     kv = "f16"                # the type of the KV cache
     context = 8192            # tokens
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"

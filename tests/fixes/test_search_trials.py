@@ -38,10 +38,10 @@ print((a * 2 + 1).sum().item(), len(met))
 """
 
 
-def run(how, fixed, cache, timeout=60):
+def run(how, fixed, cache, timeout=60, code=SEARCH):
     env = {"BEAM": "1", "PARALLEL": "0", "DEV": "CPU", "CACHELEVEL": "0", "BEAM_UPCAST_MAX": "4"}
     return subprocess.run(
-        [sys.executable, "-c", SEARCH, how, fixed],
+        [sys.executable, "-c", code, how, fixed],
         env={**os.environ, **env, "XDG_CACHE_HOME": str(cache)},
         cwd=ROOT,
         capture_output=True,
@@ -69,6 +69,25 @@ def test_one_that_only_fails_is_left_out_at_once(tmp_path):
     value, met = run("fails", "fixed", tmp_path).stdout.split()
     assert (value, met != "0") == ("262144.0", True)
     assert run("fails", "fixed", tmp_path).stdout.split() == ["262144.0", "0"]
+
+
+TWICE = """
+import tinygrad.codegen.opt.search as search
+from engine.fixes import program_cache, search_trials
+program_cache.apply()
+search_trials.apply()
+stock, searched = search.beam_search, []
+search.beam_search = lambda *a, **k: searched.append(a) or stock(*a, **k)
+from tinygrad import Tensor
+a = Tensor([float(i) for i in range(512)]).contiguous().realize()
+print((a * 2 + 1).sum().item(), len(searched))
+"""
+
+
+def test_what_was_searched_is_not_searched_again(tmp_path):
+    first, second = (run("", "", tmp_path, code=TWICE).stdout.split() for _ in range(2))
+    assert first[0] == second[0] == "262144.0"
+    assert int(first[1]) > 0 == int(second[1])
 
 
 def test_another_tinygrad_is_refused(monkeypatch):

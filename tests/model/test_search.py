@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from engine.events import EngineOptions
 from engine.kernels import schedules, trial
 from engine.kernels.kept import Kept
 from engine.kernels.matvec import Schedule
 from engine.kernels.packing import Packing
 from engine.kernels.schedules import _by_rule, candidates, units_of
 from engine.model.fused import search
+from engine.model.generate import TextModel
+from engine.model.steps import SECONDS_A_WIDTH
 
 FASTEST = Schedule(32, 4, 4)
 RIGHT = np.linspace(-3, 5, 50, dtype=np.float32)
@@ -154,3 +157,33 @@ def test_candidates_fit_and_those_like_the_first_come_first(rows, cols):
     assert all(s.fits() and rows % s.block_rows == 0 and s.block_rows % 2 == 0 for s in found)
     distances = [schedules._distance(s, first) for s in found]
     assert distances == sorted(distances)
+
+
+class Searchable:
+    """The protocol of steps, of which a search alone is asked."""
+
+    chunk, chunks, depths = 64, (64,), (0,)
+    prefill = decode = logits = replay = lambda *_: None
+
+    def __init__(self):
+        self.asked = []
+
+    def search(self, width, seconds, report, again=False):
+        report(1, 2, 1, search._told(product(), found=True))
+        self.asked.append((width, seconds, again))
+
+
+@pytest.mark.parametrize(
+    "options, wanted",
+    [
+        ({"beam": 2}, [(2, 2 * SECONDS_A_WIDTH, False)]),
+        ({"jitbeam": 4, "beam": 0, "search_s": 9.0, "search_again": True}, [(4, 9.0, True)]),
+        ({"beam": 0}, []),
+        ({}, []),
+    ],
+)
+def test_a_preset_s_width_steers_it(options, wanted):
+    model, told = SimpleNamespace(_steps=Searchable()), []
+    TextModel._search(model, EngineOptions(model_path="", **options), told.append)
+    assert model._steps.asked == wanted
+    assert [(event.done, event.total, event.cached) for event in told] == [(1, 2, 1)] * len(wanted)

@@ -88,9 +88,11 @@ def test_saving(own):
 def test_what_is_chosen_reaches_tinygrads_environment(monkeypatch):
     for name in ("DEV", "CC", "PARALLEL", "BEAM", "JITBEAM", "MV_BLOCKSIZE"):
         monkeypatch.setenv(name, "unset")  # and undone afterwards
-    options = EngineOptions(model_path="m", backend="CPU", beam=0, jitbeam=2, matvec=Matvec(block_size=8))
-    backends.prepare(options)
+    searched = {"beam": 0, "jitbeam": 2, "matvec": Matvec(block_size=8)}
     environment = backends.os.environ
+    backends.prepare(EngineOptions(model_path="m", backend="CPU", kernels="fused", **searched))
+    assert environment["JITBEAM"] == "unset", "kernels of our own are not tinygrad's to search"
+    backends.prepare(EngineOptions(model_path="m", backend="CPU", kernels="graph", **searched))
     assert (environment["BEAM"], environment["JITBEAM"], environment["MV_BLOCKSIZE"]) == ("0", "2", "8")
     backends.prepare(EngineOptions(model_path="m", backend="CPU"))
     assert environment["JITBEAM"] == "2", "left to the environment"
