@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 async def test_a_start_that_fails(model, fault, message, hint, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     engine = LocalEngine(
-        EngineOptions(model_path=str(model), backend="NV", context_length=64),
+        EngineOptions(model_path=str(model), backend="NV", kernels="graph", context_length=64),
         environment={"PYTHONPATH": str(ROOT), "CACHEDB": str(tmp_path / "cache.db")},
         command=(sys.executable, "-m", "tests.driver.worker", *fault),
     )
