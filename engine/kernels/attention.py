@@ -41,6 +41,7 @@ from engine.kernels.uops import (
 
 Kernel = Callable[..., UOp]
 LOG2_E = 1.4426950408889634
+_SCORES_BYTES = 36 << 10  # of a block's shared memory
 SLACK = 1024  # tokens that a cache is longer than its context: loads run ahead, and take whole tiles
 
 
@@ -90,6 +91,16 @@ class Split:
         """Tokens that a split may have to take, in whole tiles of one token a thread."""
         part = -(-self.limit // (self.splits * 4)) * 4
         return -(-part // self.threads) * self.threads
+
+
+def split_for(heads: Heads, limit: int, short: int, multiprocessors: int) -> Split:
+    """For up to `short` tokens a block takes all of them; for more there is one to each multiprocessor."""
+    threads = max(256, -(-heads.dim // 64) * 64)
+    if limit <= short:
+        return Split(limit, 1, 1, threads, 4, 4)
+    group = 2 if heads.shared_by % 2 == 0 else 1
+    splits = max(2, multiprocessors // heads.kv, -(-limit * group * 4 * 4 // _SCORES_BYTES))
+    return Split(limit, splits, group, threads, 4, 4)
 
 
 @dataclass(frozen=True)

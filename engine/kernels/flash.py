@@ -41,6 +41,8 @@ from engine.kernels.uops import (
 Kernel = Callable[..., UOp]
 _STEP = 16  # tokens a warp takes at a time
 MOST = 8  # query heads to a block
+_PART = 512  # tokens of a part at most
+_SUMS_BYTES = 16 << 10  # of a block's shared memory, for sums
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,27 @@ class FlashSplit:
         part = -(-self.limit // (self.splits * 4)) * 4
         return -(-part // (self.warps * self.steps * _STEP))
 
+    def shared_bytes(self, dim: int) -> int:
+        """Of a block's shared memory, but for a few hundred: scores, sums of warps, the new token and maxima."""
+        scores = self.rounds * self.steps * self.warps * 512 if self.rounds > 1 else 0
+        token = ((self.group + 1) * dim + self.warps * 32) * 8
+        return scores + self.warps * self.group * (dim // self.across) * 4 + token + self.warps * 256
+
+
+def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> FlashSplit:
+    """For up to `short` tokens a block takes all of them, and blocks share the values' dimensions (measured: all of
+    the keys read four times cost less than putting parts together). For more there are two blocks or more to each
+    multiprocessor, of no more tokens than have room in shared memory."""
+    most = min(MOST, heads.shared_by, 1024 // heads.dim)
+    group = next(n for n in range(most, 0, -1) if heads.shared_by % n == 0)
+    warps = max(4, -(-heads.dim // 32))
+    narrow = [n for n in (4, 2, 1) if heads.dim % (8 * n) == 0]
+    if limit <= short:
+        return FlashSplit(limit, 1, group, max(8, warps), 2, narrow[0])
+    across = narrow[-1] if warps * group * heads.dim * 4 <= _SUMS_BYTES else narrow[0]
+    splits = max(2, 2 * multiprocessors // (heads.query // group), -(-limit // _PART))
+    return FlashSplit(limit, splits, group, warps, 1, across)
+
 
 @functools.cache
 def flash_attention(heads: Heads, split: FlashSplit, apart: bool) -> Kernel:
@@ -69,7 +92,7 @@ def flash_attention(heads: Heads, split: FlashSplit, apart: bool) -> Kernel:
     dim, eighths, width = h.dim, h.dim // 8, h.dim // split.across
     chunks, lists = dim // 16, warps * 4
     assert group <= MOST and h.shared_by % group == 0 and dim % 16 == 0 and width % 8 == 0
-    assert max(width, UNIT) <= n_threads
+    assert max(width, UNIT, (group + 1) * dim // 16) <= n_threads and split.shared_bytes(dim) < 46 << 10
 
     def kernel(*buffers: UOp) -> UOp:
         n_outs = 1 if split.splits == 1 else 2

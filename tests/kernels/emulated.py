@@ -12,8 +12,8 @@ from tinygrad import Tensor, dtypes
 from engine.events import Sampling
 from engine.formats.gguf import GGUF
 from engine.formats.quantization import QUANTIZED
-from engine.kernels.attention import SLACK, Heads, Split, attention, combine
-from engine.kernels.flash import FlashSplit, flash_attention
+from engine.kernels.attention import SLACK, Heads, Split, attention, combine, split_for
+from engine.kernels.flash import FlashSplit, flash_attention, flash_split
 from engine.kernels.launch import Launches
 from engine.kernels.matmul import Tiles, fragment_index, fragments_size, matmul
 from engine.kernels.matvec import Best, GateUp, Residual, Schedule, Store, matvec
@@ -325,7 +325,22 @@ def prefill_attention():
 
 
 def rule():
-    """Any shape has a schedule."""
+    """Any shape has a schedule, and any attention a cut whose blocks have room in shared memory."""
+    for query, kv, dim in (
+        (32, 8, 64),
+        (16, 8, 128),
+        (14, 2, 64),
+        (28, 4, 128),
+        (64, 8, 128),
+        (8, 1, 256),
+        (9, 3, 64),
+    ):
+        heads = Heads(query, kv, dim, SLACK, None)
+        for sms, limit in ((n, limit) for n in (8, 16, 132) for limit in (256, 8192, 131072)):
+            split = flash_split(heads, limit, 256, sms)
+            assert split.shared_bytes(dim) < 46 << 10 and heads.shared_by % split.group == 0, (heads, split)
+            flash_attention(heads, split, False)
+            attention(heads, split_for(heads, limit, 256, sms), False)
     for rows, cols in (
         (1, 32),
         (3, 64),

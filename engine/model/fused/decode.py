@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
-from engine.kernels.attention import Heads, Split, attention, combine
-from engine.kernels.flash import MOST, FlashSplit, flash_attention
+from engine.kernels.attention import Heads, Split, attention, combine, split_for
+from engine.kernels.flash import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu import multiprocessors, tensor_cores
 from engine.kernels.launch import Launches
 from engine.kernels.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
@@ -22,8 +22,7 @@ from engine.model.fused.buffers import Floats, Scales, zeros
 from engine.model.fused.drawing import Drawing
 from engine.model.fused.weights import Layer, PackedModel, Product
 
-_SCORES_BYTES = 36 << 10  # of a block's shared memory
-_SHORT, _MEDIUM = 256, 8192  # tokens that a block a head, and blocks for each multiprocessor, attend to
+_SHORT, _MEDIUM = 256, 8192  # tokens that a block takes all of, and that are cut first
 
 
 @dataclass
@@ -64,24 +63,9 @@ class Decode:
         self.partial = zeros(most * q_rows), zeros(most * config.heads * 2)
 
     def split(self, limit: int) -> Split | FlashSplit:
-        """While the context is short a block takes all of its tokens; then there are blocks for each multiprocessor."""
-        config, sms = self._model.config, multiprocessors()
-        shared_by = config.heads // config.kv_heads
-        if not self._tensor_cores:
-            threads = max(256, -(-config.head_dim // 64) * 64)
-            group = 2 if shared_by % 2 == 0 and limit > _SHORT else 1
-            scores_bytes = limit * group * 4 * 4
-            splits = (
-                max(2, sms // config.kv_heads, -(-scores_bytes // _SCORES_BYTES)) if limit > _SHORT else 1
-            )
-            return Split(limit, splits, group, threads, 4, 4)
-        group = next(n for n in range(min(MOST, shared_by), 0, -1) if shared_by % n == 0)
-        if limit <= _SHORT:
-            return FlashSplit(
-                limit, 1, group, 8, 2, next(n for n in (4, 2, 1) if config.head_dim % (8 * n) == 0)
-            )
-        blocks = config.kv_heads * (shared_by // group)
-        return FlashSplit(limit, max(2, 2 * sms // blocks), group, max(4, group * config.head_dim // 256))
+        """How attention to up to `limit` tokens is cut."""
+        rule = flash_split if self._tensor_cores else split_for
+        return rule(self._heads, limit, _SHORT, multiprocessors())
 
     def step(
         self,
