@@ -64,11 +64,13 @@ def compiled(linear: UOp) -> UOp:
 def compile_all(linears: Sequence[UOp]) -> None:
     """Compiles the kernels of sequences that are not compiled yet, all at once: several processes share them."""
     todo = {call.src[0]: call for linear in linears for call in linear.src if call.src[0] not in _compiled}
-    todo = {graph: call for graph, call in todo.items() if graph.op is Ops.SINK}
-    if not todo:
+    graphs = [graph for graph in todo if graph.op is Ops.SINK]
+    if not graphs:
         return
-    done = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(todo.values())))
-    for graph, call in zip(todo, done.src, strict=True):
+    # What takes long is begun first, or all would wait for the last of it.
+    graphs.sort(key=lambda graph: len(graph.toposort()), reverse=True)
+    done = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(todo[graph] for graph in graphs)))
+    for graph, call in zip(graphs, done.src, strict=True):
         _compiled[graph] = call.src[0]
         if name := _unknown.pop(graph, ""):
             store().put("kernels", name, to_program_key(graph, Device[Device.DEFAULT].renderer))
