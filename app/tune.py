@@ -26,7 +26,8 @@ SECONDS = 120.0
 EPILOG = """\
 Every later start on this machine uses what was found, for each model with products of
 these shapes. Ctrl+C ends the search and keeps what it has found. What was searched
-before is not searched again, unless --again says so.
+before is not searched again, unless --again says so; where not all candidates were
+tried in time, more --seconds and --again try more of them.
 """
 
 
@@ -151,7 +152,8 @@ class _Board:
             figures = ("known", "", "", "")
             if not s.found:
                 faster = s.before_us / s.after_us - 1 if s.after_us else 0.0
-                figures = (str(s.tried), str(s.refused), f"{s.after_us:.1f}", f"{faster:.1%}")
+                tried = str(s.tried) if s.tried >= s.total else f"{s.tried} of {s.total}"
+                figures = (tried, str(s.refused), f"{s.after_us:.1f}", f"{faster:.1%}")
             table.add_row(one_line(s.what), one_line(s.choice), *figures)
         yield table
 

@@ -75,6 +75,11 @@ def test_ctrl_c_keeps_what_was_found(run, capsys):
     assert "480.0" in capsys.readouterr().out
 
 
+def test_it_says_where_not_all_was_tried(run, capsys):
+    run(Engine(Warming(done=1, total=1, search=searched("o Q6_K 2048x2048", tried=9)), READY))
+    assert "9 of 40" in capsys.readouterr().out
+
+
 def test_where_nothing_can_be_searched_it_says_so(run, capsys):
     assert run(Engine(READY))[0] == 0
     shown = capsys.readouterr()
