@@ -112,9 +112,15 @@ def store() -> Kept:
 
 
 @functools.cache
-def source_version() -> str:
-    """Changes with the code that describes kernels, for entries whose key does not hold what was made of it."""
-    return _digest("kernels", "formats")
+def source_version(*paths: str) -> str:
+    """Changes with the source below these folders and files of `engine` (none: all that kernels are made of), for
+    entries whose key does not hold what was made of it."""
+    digest = hashlib.sha256()
+    for path in paths or ("kernels", "formats"):
+        there = Path(engine.__file__).parent / path
+        for file in sorted(there.rglob("*.py")) if there.is_dir() else [there]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _environment() -> str:
@@ -122,16 +128,8 @@ def _environment() -> str:
 
     from engine.measure.machine import device_name
 
-    device = str(Device.DEFAULT)
-    parts = [
-        TINYGRAD,
-        _digest("fixes"),
-        sys.version,
-        platform.platform(),
-        device,
-        device_name(device),
-        _driver(),
-    ]
+    device, python = str(Device.DEFAULT), f"{platform.machine()} {sys.version_info[:2]}"
+    parts = [TINYGRAD, source_version("fixes"), python, device, device_name(device), _driver()]
     return "\n".join([*parts, *(f"{name}={os.environ.get(name)}" for name in _VARIABLES)])
 
 
@@ -143,12 +141,3 @@ def _driver() -> str:
         return ""
     version = ctypes.c_int()
     return "" if cuda.cuDriverGetVersion(ctypes.byref(version)) else str(version.value)
-
-
-def _digest(*folders: str) -> str:
-    digest = hashlib.sha256()
-    root = Path(engine.__file__).parent
-    for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

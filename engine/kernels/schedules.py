@@ -17,6 +17,7 @@ from engine.kernels.matvec import Schedule
 from engine.kernels.packing import Packing, units_of
 
 _TUNED = Path(presets.__file__).with_name("tuned")
+_WRITTEN_IN = ("kernels/matvec.py", "kernels/packing.py")  # what schedules are for
 _BLOCKS = (640, 1024)  # threads that a multiprocessor is to hold, beside as many as the compiler likes
 
 
@@ -121,4 +122,4 @@ def note_searched(packing: Packing, rows: int, cols: int, schedule: Schedule, wi
 
 
 def _name(packing: Packing, rows: int, cols: int) -> tuple[str, ...]:
-    return source_version(), capability(), packing.name, f"{rows}x{cols}"
+    return source_version(*_WRITTEN_IN), capability(), packing.name, f"{rows}x{cols}"
