@@ -67,17 +67,20 @@ async def test_an_answer(peers, llama_server, model):
     assert all(event.request_id == 4 for event in events)
 
 
-async def test_both_engines_give_the_same_greedy_tokens(peers, llama_server, tmp_path):
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+async def test_both_engines_give_the_same_greedy_tokens(peers, llama_server, tmp_path, architecture):
+    """64 of them, of weights that no quantization rounds; by the CPU's own kernels and by tensor graphs."""
     from tests import generated_model
 
-    path = str(generated_model.write(tmp_path / "f32.gguf", quant="F32"))
-    theirs = tokens(await collect(peers(llama_server, model=path).generate(ask())))
-    ours: list = []
-    TextModel(EngineOptions(model_path=path, context_length=256), lambda _: None).generate(
-        ask(), ours.append, lambda: False
-    )
-    known = [(o.id, t.id) for o, t in zip(tokens(ours), theirs, strict=True) if t.id != -1]
-    assert known and all(o == t for o, t in known)
+    path = str(generated_model.write(tmp_path / "f32.gguf", architecture=architecture, quant="F32"))
+    request = ask(TokenIds(ids=tuple(range(30, 50))), max_tokens=64)
+    theirs = [token.id for token in tokens(await collect(peers(llama_server, model=path).generate(request)))]
+    for kernels in ("auto", "graph"):
+        ours: list = []
+        options = EngineOptions(model_path=path, context_length=256, kernels=kernels)
+        TextModel(options, lambda _: None).generate(request, ours.append, lambda: False)
+        known = [(o.id, t) for o, t in zip(tokens(ours), theirs, strict=True) if t != -1]
+        assert len(known) > 32 and all(o == t for o, t in known), (kernels, known)
 
 
 async def test_a_second_turn_uses_the_cache_unless_it_is_to_be_fresh(peers, llama_server):
