@@ -1,0 +1,69 @@
+"""Sequences of kernels: compiled once, and not even built where they are known from an earlier run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CODE = """
+import functools
+import numpy as np
+from tinygrad import UOp, dtypes
+from tinygrad.engine import realize
+from tinygrad.uop.ops import Ops
+from engine.fixes import program_cache
+from engine.kernels.launch import Launches, compile_all
+from engine.kernels.mailbox import sent
+from engine.kernels.uops import at, f32, finish, load
+program_cache.apply()
+built, compiled, stock = [], [], realize._compile_kernel
+realize._compile_kernel = lambda task: compiled.append(task) or stock(task)
+
+@functools.cache
+def scale(n, factor):
+    def kernel(out, x):
+        built.append(factor)
+        i = UOp.special(n, "lidx0")
+        return finish(f"scale_{factor}", [at(out, i).store(load(x, i) * f32(factor))])
+    return kernel
+
+x, y, z = (sent(np.arange(8, dtype=np.float32)) for _ in range(3))
+def sequence():
+    step = Launches()
+    for _ in range(2):
+        step.add(scale(8, 2.0), y, x)
+        step.add(scale(8, 3.0), z, y)
+    return step
+steps = sequence(), sequence()
+compile_all([step.linear for step in steps])
+for step in (*steps, sequence()):
+    step.captured()()
+assert all(call.src[0].op is Ops.PROGRAM for call in sequence().calls)
+assert (z.numpy() == np.arange(8) * 6).all()
+print(len(built), len(compiled))
+"""
+
+
+def run(cache, code=CODE):
+    env = {**os.environ, "DEV": "PYTHON", "PARALLEL": "0", "CACHELEVEL": "0", "XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return tuple(map(int, done.stdout.split()))
+
+
+def test_each_kernel_is_built_and_compiled_once_and_known_in_the_next_run(tmp_path):
+    assert run(tmp_path) == (2, 2)
+    assert run(tmp_path) == (0, 0)
+
+
+def test_a_kernel_that_is_another_is_not_taken_for_a_known_one(tmp_path):
+    assert run(tmp_path) == (2, 2)
+    other = CODE.replace("8, 3.0", "8, 5.0").replace("* 6", "* 10")
+    assert run(tmp_path, other) == (1, 1)
+
+
+def test_without_a_cache_all_is_made_again(tmp_path):
+    (tmp_path / "orin-chat").write_text("in the way")
+    assert run(tmp_path) == run(tmp_path) == (2, 2)
