@@ -13,7 +13,7 @@ from engine.kernels.copying import PIECE, copying
 from engine.kernels.launch import Launches
 
 DEVICE_BYTES = 256 << 20  # beyond the caches of the largest devices (50 MB of L2 on an H100)
-HOST_BYTES = 256 << 20
+HOST_BYTES = 128 << 20
 COPIES = 16  # in one graph, so that the launch does not count
 ROUNDS, HOST_ROUNDS = 8, 24
 
