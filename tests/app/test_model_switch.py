@@ -12,6 +12,7 @@ from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
 from engine.events import Chat, EngineOptions, Failed, Message
 from engine.formats.prompt import tokens_in
+from presets import GUIDE, guide_path
 from tests.app.fake_engine import STARTED, FakeEngine, reply
 from tests.app.test_chat_app import chat
 from tests.catalog.fixtures import fake_hub
@@ -142,3 +143,14 @@ async def test_a_chat_without_a_setup_says_so(home, history):
         await user.press("ctrl+l")
         assert "no other models" in user.notice()
         assert model_list.on_this_machine() == []
+
+
+async def test_the_built_in_model_says_what_it_is_until_another_is_chosen(history, first):
+    def made(path):
+        return Setup(EngineOptions(model_path=str(path)), make=lambda _: FakeEngine(), models={})
+
+    async with chat(FakeEngine(), history=history, setup=made(guide_path())) as user:
+        assert user.app.column.activity.notice.startswith(GUIDE)
+        assert "Ctrl+L" in user.app.column.activity.notice
+    async with chat(FakeEngine(), history=history, setup=made(first)) as user:
+        assert GUIDE not in user.app.column.activity.notice
