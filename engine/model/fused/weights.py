@@ -96,6 +96,8 @@ class PackedModel:
             sources = [weights.stored_bytes(name, rows, cols)[0] for name, rows in product.tensors]
             repack(product.layout, sources, product.planes)
             Device[Device.DEFAULT].synchronize()  # so that the host's copies are freed
+            for name, _ in product.tensors:
+                weights.file.tensors[name].release()
         forget_plans()
 
 
