@@ -159,3 +159,22 @@ def test_it_keeps_to_its_share_of_time(tmp_path, files: dict[str, str], wanted: 
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     assert share_of_time(tmp_path) == wanted
+
+
+def test_a_kernel_of_those_beside_each_other_ends_when_it_is_run_alone() -> None:
+    """The thread that asked for it may have gone to sleep by then."""
+    script = """
+import ctypes
+from engine.backends import prepare
+from engine.events import EngineOptions
+prepare(EngineOptions(model_path="", backend="CPU"))
+from engine.kernels.cpu.cores import Cores
+cores = Cores(2)
+pause = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value  # for the number of its piece
+first = cores.add(pause, (), 300)
+cores.add(pause, (), 1, beside=True)
+for _ in range(10):
+    cores.run(first, 1)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
