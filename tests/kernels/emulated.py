@@ -94,10 +94,11 @@ def close(got, wanted, tolerance=2e-6):
 
 
 def formats():
-    """Every type, in a shape that fits its schedule, and some where threads, rows and columns are left over."""
-    whole = [(ggml_type, 4, 256, Schedule(4, 2, 1)) for ggml_type in (*QUANTIZED, *FLOATS)]
-    ragged = [(6, 3, 96, Schedule(3, 1, 2)), (14, 3, 256, Schedule(3, 1, 2)), (1, 3, 72, Schedule(3, 1, 2))]
-    for ggml_type, rows, cols, schedule in whole + ragged:
+    """Every type: most in a shape that fits its schedule, some with threads, rows and columns left over."""
+    ragged = {6: (3, 96), 14: (3, 256), 1: (3, 72)}
+    for ggml_type in (*QUANTIZED, *FLOATS):
+        rows, cols = ragged.get(ggml_type, (4, 256))
+        schedule = Schedule(3, 1, 2) if ggml_type in ragged else Schedule(4, 2, 1)
         packing = Packing(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)
         assert [(p.numel(), p.dtype) for p in planes] == packing.shapes(rows, cols)

@@ -1,8 +1,10 @@
 """Kernels for GPUs without a GPU: their numbers on an emulator."""
 
+import functools
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,24 +22,34 @@ def python(*args, **env):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        "formats",
-        "epilogues",
-        "embedding",
-        "attention_whole",
-        "attention_split",
-        "attention_on_tensor_cores",
-        "prefill_products",
-        "prefill_attention",
-        "sampling",
-        "rule",
-        "model",
-    ],
+CHECKS = (  # those that take longest first
+    "formats",
+    "model",
+    "prefill_products",
+    "attention_on_tensor_cores",
+    "embedding",
+    "prefill_attention",
+    "attention_whole",
+    "attention_split",
+    "sampling",
+    "epilogues",
+    "rule",
 )
-def test_numbers(check):
-    python("-m", "tests.kernels.emulated", check, DEV="PYTHON::sm_90")
+
+
+@pytest.fixture(scope="module")
+def running(request):
+    """The checks that are asked for, each a process, as many at a time as there are CPUs."""
+    asked = {item.callspec.params.get("check") for item in request.session.items if hasattr(item, "callspec")}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        run = functools.partial(python, "-m", "tests.kernels.emulated", DEV="PYTHON::sm_90")
+        yield {check: pool.submit(run, check) for check in CHECKS if check in asked}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_numbers(running, check):
+    running[check].result()
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])
