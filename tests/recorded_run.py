@@ -24,6 +24,8 @@ from engine.events import Sampling
 from presets.loader import find
 from widgets.text import as_bytes
 
+REPLY_S = 4.0
+"""Longer replies are stopped."""
 PROMPTS = (
     "Why are there two tides a day?",
     "And why are they higher at full moon?",
@@ -70,9 +72,16 @@ class Recording:
             lambda: len(performance.decode_rates) > 3 or not app.session.is_answering, "half a reply"
         )
         self.picture(f"{preset}-answering")
+        enough = time.monotonic() + REPLY_S
+        await self.until(lambda: not app.session.is_busy or time.monotonic() > enough, "the end of the reply")
+        if app.session.is_answering:
+            await self.pilot.press("escape")
         await self.until(lambda: not app.session.is_busy, "the end of the reply")
         seen = performance.kernels.decode
-        await self.until(lambda: performance.kernels.decode not in (None, seen), "the profile of a step")
+        for _ in range(300):  # where the machine has other work, the profile may be long in coming
+            if performance.kernels.decode not in (None, seen):
+                break
+            await self.pilot.pause(0.1)
         await self.pilot.pause(1.5)  # the machine's counters
         self.picture(f"{preset}-measured")
 
@@ -133,12 +142,16 @@ async def record(
             recording.picture("failed")
             raise SystemExit(app.column.activity.notice)
         for i, (name, prompt) in enumerate(zip(names, PROMPTS, strict=False)):
-            if i:
-                await recording.go_over(name)
-            if app.setup is not None and app.setup.name != name:
+            try:
+                if i:
+                    await recording.go_over(name)
+            except TimeoutError as error:
+                print(f"         {error}", flush=True)
+                await pilot.press("escape")
+            if setup.name == name:
+                await recording.answer(name, prompt)
+            else:
                 print(f"         {app.column.activity.notice}", flush=True)
-                continue
-            await recording.answer(name, prompt)
         await recording.panes(setup.name)
         turns = app.session.conversation.turns
         print(f"{len(turns)} turns of one conversation; the model has {as_bytes(Path(model).stat().st_size)}")
@@ -150,8 +163,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--presets", default="cpu,cuda,cuda-beam2")
     parser.add_argument("--size", default="160x48")
-    parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--wait", type=float, default=120.0, help="seconds for each thing to come")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)

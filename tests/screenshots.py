@@ -1,32 +1,50 @@
-"""Writes pictures of the chat for the README: python -m tests.screenshots [FOLDER]
+"""Writes pictures of the chat for the README: python -m tests.screenshots [FOLDER] [--model FILE] [--only NAME]
 
 The screen is the real one; what the engine says comes from a script, so that the pictures show the same text
-on every machine. With --model FILE the real engine answers instead.
+and figures on every machine. With --model the real engine answers on this machine, and every figure is its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from textual.app import App
+from textual.pilot import Pilot
 
 from app.chat_app import ChatApp
+from app.evidence import recorded
 from app.history import History
-from engine.client import LocalEngine
-from engine.events import EngineOptions
-from tests.app.scenes import QUESTION, SCENES
+from app.setup import Setup
+from engine.events import EngineOptions, Sampling
+from presets import guide_path
+from tests.app.scenes import SCENES
 
-PICTURES = {
-    "chat-120x40": "reply",
-    "chat-60x20": "reply-narrow",
-    "dashboard-160x48": "dashboard",
-    "dashboard-light-130x40": "dashboard-light",
-    "kernels-120x30": "whole-kernels",
-    "presets-100x30": "presets",
-    "comparison-120x36": "comparison",
+PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "chat-120x40": ("reply", ()),
+    "chat-60x20": ("reply-narrow", ()),
+    "dashboard-160x48": ("dashboard", ()),
+    "dashboard-light-130x40": ("dashboard-light", ()),
+    "kernels-120x30": ("whole-kernels", ("f9", "f9", "down")),
+    "presets-100x30": ("presets", ("f8",)),
+    "comparison-120x36": ("comparison", ("f10",)),
 }
+"""By file: the scene of `tests.app.scenes`, and the keys that lead to it where a model answers."""
+PROMPTS = (
+    "Hello!",
+    "What is the KV cache?",
+    "Why is decode slower than prefill?",
+    "What does Q6_K mean?",
+    "Which keys switch presets?",
+    "What is the roofline?",
+)
+"""The built-in model knows about this."""
+WAIT_S = 120.0
 
 
 async def picture_of_scene(name: str) -> str:
@@ -37,15 +55,38 @@ async def picture_of_scene(name: str) -> str:
         return _svg(app)
 
 
-async def picture_of_model(model_path: str, size: tuple[int, int], max_tokens: int) -> str:
-    engine = LocalEngine(EngineOptions(model_path=model_path))
-    app = ChatApp(engine, History(":memory:"), initial_prompt=QUESTION, max_tokens=max_tokens)
-    async with app.run_test(size=size) as pilot:
+async def picture_of_model(model: str, name: str, keys: tuple[str, ...]) -> str:
+    scene, options = SCENES[name], EngineOptions(model_path=model)
+    setup = Setup(options)
+    app = ChatApp(recorded(options), History(":memory:"), setup=setup, sampling=Sampling(temperature=0))
+    if scene.theme:
+        app.theme = scene.theme
+    async with app.run_test(size=scene.size) as pilot:
         app.prompt.cursor_blink = False
-        while app.session.is_busy:
-            await pilot.pause(0.1)
-        await pilot.pause(0.5)
+        await _until(pilot, lambda: not app.session.is_busy)
+        if keys == ("f10",):
+            await pilot.press(*keys)
+        for prompt in PROMPTS:
+            app.prompt.insert(prompt)
+            await pilot.press("enter")
+            await pilot.pause(0.3)
+            await _until(pilot, lambda: not app.session.is_busy)
+        if keys == ("f10",):
+            await pilot.pause(0.5)
+            return _svg(app)
+        await pilot.press(*keys)
+        if app.dashboard.is_seen:
+            await _until(pilot, lambda: app.dashboard.performance.kernels.decode is not None)
+        await pilot.pause(1.5)  # the machine's counters
         return _svg(app)
+
+
+async def _until(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the engine did not come to an end")
+        await pilot.pause(0.1)
 
 
 def _svg(app: App[None]) -> str:
@@ -53,18 +94,19 @@ def _svg(app: App[None]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("docs"))
-    parser.add_argument("--model", metavar="FILE")
-    parser.add_argument("--max-tokens", type=int, default=400)
-    options = parser.parse_args()
-    options.folder.mkdir(exist_ok=True)
-    for file, scene in PICTURES.items():
-        if options.model:
-            svg = asyncio.run(picture_of_model(options.model, SCENES[scene].size, options.max_tokens))
-        else:
-            svg = asyncio.run(picture_of_scene(scene))
-        (options.folder / f"{file}.svg").write_text(svg)
+    parser.add_argument("--model", metavar="FILE", nargs="?", const=str(guide_path()))
+    parser.add_argument("--only", choices=PICTURES)
+    given = parser.parse_args()
+    given.folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as home:
+        for kind in ("STATE", "DATA", "CONFIG"):
+            os.environ[f"XDG_{kind}_HOME"] = home  # nobody's settings and history show in the pictures
+        for file, (scene, keys) in PICTURES.items():
+            if given.only in (None, file):
+                what = picture_of_model(given.model, scene, keys) if given.model else picture_of_scene(scene)
+                (given.folder / f"{file}.svg").write_text(asyncio.run(what))
 
 
 if __name__ == "__main__":
