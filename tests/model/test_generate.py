@@ -18,6 +18,7 @@ from engine.events import (
     TokenIds,
 )
 from engine.model.generate import TextModel
+from engine.model.sampling import Sampler
 from tests import generated_model
 from tests.reference import Reference, log_softmax
 
@@ -133,6 +134,46 @@ class Scripted:
 
     def decode(self, token, position, ahead=False):
         return next(self._script)
+
+
+class Drawing:
+    """Steps that draw with the numbers they were given, from all tokens, and note what was asked of them."""
+
+    def __init__(self, steps):
+        self.chunk, self.chunks, self.depths = steps.chunk, steps.chunks, steps.depths
+        self.prefill, self.decode, self.logits, self.replay = (
+            steps.prefill, steps.decode, steps.logits, steps.replay,
+        )  # fmt: skip
+        self.asked = []
+
+    def prepare(self, sampling, tokens, numbers):
+        self._left, self._said, self._sampling = iter(numbers), list(tokens), sampling
+        return sampling.top_k != 0
+
+    def draw(self, token, position, ahead=False):
+        assert self._said[position] == token
+        self.asked.append(ahead)
+        self.decode(token, position)
+        ids, masses = Sampler(self._sampling).kept(self.logits(), self._said)
+        self._said.append(
+            int(ids[np.searchsorted(np.cumsum(masses), next(self._left) * masses.sum(), "right")])
+        )
+        return self._said[-1]
+
+
+def test_steps_that_draw_give_the_text_that_the_host_draws(model):
+    hot = Sampling(temperature=1.5, top_k=50, repeat_penalty=1.2, seed=11)
+    wanted = [t.id for t in answer(model, "once", sampling=hot)[1]]
+    steps, model._steps = model._steps, Drawing(model._steps)
+    try:
+        assert [t.id for t in answer(model, "once", sampling=hot)[1]] == wanted
+        assert model._steps.asked == [True] * 11 + [False]  # none runs ahead of the last
+        assert [t.id for t in answer(model, "once", sampling=hot, logprobs=2)[1]] == wanted
+        for other in (GREEDY, Sampling(top_k=0, seed=1)):
+            answer(model, "once", sampling=other)
+        assert len(model._steps.asked) == 12  # these were the host's business
+    finally:
+        model._steps = steps
 
 
 def test_what_the_engine_does_not_run_is_refused(tmp_path, path):
