@@ -270,7 +270,7 @@ def flash_attention(heads: Heads, split: FlashSplit, apart: bool) -> Kernel:
                 total = load(acc_, j * 4 + k) + load(acc_, j * 4 + 2 + k)
                 spot = (warp * group + g) * width + j * 8 + t * 2 + k
                 stores.append(at(partial, spot, g < group).store(total))
-        all_stores = UOp.group(*stores)
+        all_stores = UOp.group(*stores, *cached)  # not after the loop, in which what they share would be declared
         partial, totals = partial.after(all_stores), totals.after(all_stores)
 
         # put together, with the new token, by as many threads as there are elements
@@ -294,9 +294,8 @@ def flash_attention(heads: Heads, split: FlashSplit, apart: bool) -> Kernel:
                 at(outs[1], place, one).store(head_top),
                 at(outs[1], place + 1, one).store(weight),
             ]
-        cached.append(UOp.group(*results).end(loop))
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}"
-        return finish(f"attention_flash_{h.query}_{h.kv}_{dim}_{shape}", cached)
+        return finish(f"attention_flash_{h.query}_{h.kv}_{dim}_{shape}", [UOp.group(*results).end(loop)])
 
     return kernel
 

@@ -2,6 +2,8 @@
 // headers, no libraries, no data of its own, so that the code can lie anywhere.
 //
 // A thread of a block is a coroutine: it runs until a barrier, and goes on when all of its block have come that far.
+// Meanwhile a warp goes as far as it can, the first one first or the last: where a barrier is missing between two of
+// them, one order at least finds what is not there yet, or is no longer there.
 // Every access to global or shared memory goes through the GPU's page table, windows and bounds, and is checked for
 // alignment, as the hardware does. A fault is noted once, and the kernel goes on in a scrap of memory until it ends.
 
@@ -29,7 +31,7 @@ struct Context {  // as in program.py
   u8 *heap; u64 heap_bytes;                       // for coroutines
   dim3 grid, block;
   Functions functions;
-  u64 fault, fault_address, loads_and_stores, unused;
+  u64 fault, fault_address, loads_and_stores, backwards;
   u8 scrap[64];
 };
 
@@ -141,6 +143,7 @@ constexpr u64 THREADS_BYTES = 8 << 10, EXCHANGE_BYTES = 64 << 10;  // at the hea
 struct Thread {
   struct promise_type {
     u32 line = 0;  // of the barrier that the thread waits at
+    bool in_warp;  // it is one of the warp, not of the block
     u32 turn = 0;  // of two places to exchange operands in
     template <class... A> static void *operator new(size_t n, Context *c, A...) noexcept {
       n = (n + 63) & ~63ul;
@@ -161,7 +164,9 @@ struct Thread {
 struct Barrier {
   u32 line;
   bool await_ready() const noexcept { return false; }
-  void await_suspend(std::coroutine_handle<Thread::promise_type> h) const noexcept { h.promise().line = line; }
+  void await_suspend(std::coroutine_handle<Thread::promise_type> h) const noexcept {
+    h.promise().line = line, h.promise().in_warp = false;
+  }
   void await_resume() const noexcept {}
 };
 #define __syncthreads() co_await Barrier { __LINE__ }
@@ -174,7 +179,7 @@ template <class A, class B, class C> struct Mma {
   Operands *all;
   bool await_ready() const noexcept { return false; }
   void await_suspend(std::coroutine_handle<Thread::promise_type> h) noexcept {
-    h.promise().line = line;
+    h.promise().line = line, h.promise().in_warp = true;
     all = (Operands *)(c->heap + THREADS_BYTES) + 1024 * (h.promise().turn ^= 1);
     for (int i = 0; i < 8; i++) all[id].a[i] = ((half *)&a)[i];
     for (int i = 0; i < 4; i++) all[id].b[i] = ((half *)&b)[i];
@@ -220,18 +225,29 @@ template <class Kernel> INLINE void launch(Context *c, Kernel kernel) {
       threads[i] = kernel(dim3{i % c->block.x, i / c->block.x % c->block.y, i / c->block.x / c->block.y}, block);
       if (!threads[i].handle.frame) return;
     }
+    u32 warps = (n + 31) / 32;
     for (bool some = true; some && !c->fault;) {
       some = false;
       u32 line = 0;
-      for (u32 i = 0; i < n; i++) {
-        void *frame = threads[i].handle.frame;
-        if (__builtin_coro_done(frame)) continue;
-        __builtin_coro_resume(frame);
-        if (__builtin_coro_done(frame)) continue;
-        some = true;
-        u32 here = threads[i].handle.promise().line;
-        if (line && here != line) fault(c, DIVERGENT, here);  // threads of a block at two barriers
-        line = here;
+      for (u32 w = 0; w < warps; w++) {
+        u32 warp = c->backwards ? warps - 1 - w : w, size = n - warp * 32 < 32 ? n - warp * 32 : 32;
+        for (bool again = true; again && !c->fault;) {
+          again = false;
+          u32 here = 0;
+          for (u32 k = 0; k < size; k++) {
+            void *frame = threads[warp * 32 + (c->backwards ? size - 1 - k : k)].handle.frame;
+            if (__builtin_coro_done(frame)) continue;
+            __builtin_coro_resume(frame);
+            if (__builtin_coro_done(frame)) continue;
+            auto &now = std::coroutine_handle<Thread::promise_type>{frame}.promise();
+            if (here && now.line != here) fault(c, DIVERGENT, now.line);  // threads of a warp at two barriers
+            here = now.line, again = now.in_warp;
+          }
+          if (!here || again) continue;
+          some = true;
+          if (line && here != line) fault(c, DIVERGENT, here);  // threads of a block at two barriers
+          line = here;
+        }
       }
     }
   });

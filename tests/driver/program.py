@@ -15,6 +15,10 @@ _HEAP_BYTES = 16 << 20
 _SHARED_MOST = 164 << 10
 
 
+backwards = False
+"""Whether the last warp of a block goes first."""
+
+
 class Fault(Exception):
     """A multiprocessor stops. `warp_esr` is its error state."""
 
@@ -65,7 +69,7 @@ class Context(Structure):
         ("fault", c_uint64),
         ("fault_address", c_uint64),
         ("loads_and_stores", c_uint64),
-        ("_unused", c_uint64),
+        ("backwards", c_uint64),
         ("scrap", c_uint8 * 64),
     )
 
@@ -97,6 +101,7 @@ def run(space: Space, launch: Launch) -> int:
         grid=launch.grid,
         block=launch.block,
         functions=_functions(),
+        backwards=backwards,
     )
     _check_driver_constants(constants, launch.windows)
     ctypes.CFUNCTYPE(None, c_void_p)(code + entry)(ctypes.addressof(context))

@@ -195,6 +195,20 @@ def test_threads_of_a_block_share_memory_and_meet_at_barriers(board):
     assert contents(device, out) == [2 * sum(numbers[i : i + 32]) for i in (0, 32, 64)]
 
 
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_warps_run_ahead_of_each_other_in_either_order(board, monkeypatch, is_in_time):
+    device, found, barrier = board.open(), [], "  __syncthreads();\n"
+    body = "  __shared__ __align__(16) int a[64];\n  *(a+threadIdx.x) = threadIdx.x;\n"
+    read = "  *(data0+threadIdx.x) = *(a+(63-threadIdx.x));\n"
+    body += barrier + read if is_in_time else read + barrier
+    for backwards in (False, True):
+        monkeypatch.setattr("tests.driver.program.backwards", backwards)
+        out = buffer(device, bytes(256))
+        run(program(device, "turn", "int* data0", body, threads=64), out, block=(64, 1, 1))
+        found.append(contents(device, out) == list(range(63, -1, -1)))
+    assert found == [is_in_time] * 2
+
+
 def test_dependent_kernels_run_in_order_and_are_chained(board):
     """As a captured graph submits them: one submission, each launch descriptor naming the next."""
     device = board.open()
