@@ -28,7 +28,7 @@ def test_fences_are_around_kernels_and_before_sleep(source: str) -> None:
         "kernel": r"\(void\(\*\)\(unsigned long, unsigned long,",
         "say": r"\*\(data2_\d+\+alu\d+\) = \(\(unsigned long\)",
         "look": r"= \(\*\(data1_\d+\+(0|8)\)\)",
-        "sleeps": r"= \(\*\(data2_\d+\+alu\d+\)\)",
+        "sleeps": r"= __atomic_exchange_n\(\(data2_\d+\+alu\d+\), 0ul, __ATOMIC_SEQ_CST\)",
     }
     found = [
         (match.start(), name) for name, pattern in words.items() for match in re.finditer(pattern, source)
