@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from textual import on, work
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal
-from textual.events import TextSelected
+from textual.events import Event, Key, TextSelected
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 
@@ -45,10 +46,14 @@ SAVE_S = 1.0
 """How much of a reply a crash may cost."""
 FRAME_S = 0.2 if "SSH_CONNECTION" in os.environ else 0.1
 """Text is drawn this often: faster than anyone reads, seldom enough for a slow line."""
-MAX_SHARE = 0.25
+MAX_SHARE = 0.2
 """Of a core, for drawing. Where a frame costs more than this leaves room for, there are fewer of them,
 but at least one in MAX_FRAME_S."""
 MAX_FRAME_S = 1.0
+TICK_S = FRAME_S / 4
+AFTER_KEY_S, TYPING_S, MAX_TYPING_FRAME_S = 0.03, 0.2, 0.5
+"""While someone types, a frame is drawn soon after a key is on the screen, so that the next key need not wait for
+one: not before and not long after, but within MAX_TYPING_FRAME_S."""
 
 
 class ChatApp(App[None]):
@@ -129,7 +134,7 @@ class ChatApp(App[None]):
         self._open_first = chat_id
         self._send_first = initial_prompt
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
-        self._frame_at = self._frame_cpu = self._save_at = 0.0
+        self._frame_at = self._frame_cpu = self._save_at = self._key_at = 0.0
         self._draft = ""
         self.animation_level = "none"
 
@@ -154,7 +159,8 @@ class ChatApp(App[None]):
         self.session.start()
         if self._send_first:
             await self.session.send(self._send_first)
-        self.set_interval(FRAME_S, self._frame)
+        gc.freeze()  # what there is stays: a collection would look through all of it, for longer than a key may take
+        self.set_interval(TICK_S, self._frame)
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no signals outside the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
 
@@ -180,16 +186,26 @@ class ChatApp(App[None]):
 
     async def _frame(self) -> None:
         now, cpu = time.monotonic(), time.thread_time()
-        if now - self._frame_at < min(MAX_FRAME_S, (cpu - self._frame_cpu) / MAX_SHARE):
+        since = now - self._frame_at
+        if since < max(FRAME_S - TICK_S / 2, min(MAX_FRAME_S, (cpu - self._frame_cpu) / MAX_SHARE)):
+            return
+        is_next_key_near = not AFTER_KEY_S < now - self._key_at < AFTER_KEY_S + 2 * TICK_S
+        if now - self._key_at < TYPING_S and is_next_key_near and since < MAX_TYPING_FRAME_S:
             return
         self._frame_at, self._frame_cpu = now, cpu
         self.switching.tell_of_download()
         await self.column.draw()
+        self.dashboard.draw()
         if now >= self._save_at:
             self._save_at = now + SAVE_S
             if self.session.reply is not None and self.column.problem is None:
                 self.session.save()
             self._save_draft()
+
+    async def on_event(self, event: Event) -> None:
+        if isinstance(event, Key):
+            self._key_at = time.monotonic()
+        await super().on_event(event)
 
     def _save_draft(self) -> None:
         draft = "\n".join(text for text in (self.session.queued, self.prompt.text) if text.strip())

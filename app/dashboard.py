@@ -11,7 +11,6 @@ from collections.abc import Callable
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.timer import Timer
 from textual.widget import Widget
 
 from app.compared import Compared
@@ -63,7 +62,7 @@ class Dashboard(Vertical):
         self._wanted: list[Step] = []
         self._asked: asyncio.Task[None] | None = None
         self._idle_since: float | None = None
-        self._timer: Timer | None = None
+        self._drawn_at = 0.0
         session.watch = self.observe
 
     def compose(self) -> ComposeResult:
@@ -80,7 +79,6 @@ class Dashboard(Vertical):
         self.panes: list[Widget] = [self.graph, self.table, self.machine]
         self.preset_bar.set_class(self.setup is None, "-absent")
         self.table.view = self.performance.kernels
-        self._timer = self.set_interval(FRAME_S, self._frame)
         self.set_interval(COUNTERS_S, self._sample)
         self.call_after_refresh(self._sample)
         self.run_worker(self._examine())
@@ -122,7 +120,12 @@ class Dashboard(Vertical):
     def is_seen(self) -> bool:
         return self.display and self.size.width > 0 and self.app.screen is self.screen
 
-    def _frame(self) -> None:
+    def draw(self) -> None:
+        """Shows what has changed, FRAME_S after the last time at the earliest; asks an idle engine."""
+        now = time.monotonic()
+        if now - self._drawn_at < FRAME_S:
+            return
+        self._drawn_at = now
         self._ask_when_idle()
         if not self.is_seen or self._drawn == self.performance.changes:
             return

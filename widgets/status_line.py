@@ -37,11 +37,13 @@ class StatusLine(Widget):
         model = one_line(status.model) or "no model yet"
         engine = [part for part in (one_line(status.quantization), one_line(status.backend)) if part]
         device = [one_line(status.device)] if status.device and status.device != status.backend else []
-        rate = (
-            "–"
-            if status.tokens_per_s is None
-            else f"{status.tokens_per_s:,.{0 if compact or status.tokens_per_s >= 1000 else 1}f}"
-        )
+        speed_now = status.tokens_per_s
+        if speed_now is None:
+            rate = "–"
+        elif compact:
+            rate = f"{speed_now:.0f}"
+        else:
+            rate = f"{speed_now:,.{0 if speed_now >= 1000 else 1}f}"
         warning = ([WARNING] if compact else [f"{WARNING} {self.warning}"]) if self.warning else []
         speed = [*warning, f"{rate} tok/s"]
         first = [] if status.first_token_s is None else [f"first token {as_duration(status.first_token_s)}"]

@@ -69,13 +69,13 @@ async def test_the_status_line_has_what_must_be_seen_at_every_width():
                     assert "not saved" in shown
                     assert "Qwen" in shown or not status.model
                 if status.context_used:
-                    assert "%" in shown
+                    assert "%" in shown or "1,234/32,768" in shown
         line.warning = ""
         line.status = STATUS
         await pilot.resize_terminal(120, 5)
         await pilot.pause()
         shown = " ".join(line.render().plain.split())
-        assert shown.startswith("Qwen2.5 Coder 1.5B Instruct Q4_K · CUDA 1234.6 tok/s · first token 0.21 s ")
+        assert shown.startswith("Qwen2.5 Coder 1.5B Instruct Q4_K · CUDA 1,235 tok/s · first token 0.21 s ")
         assert line.render().plain.endswith("1,234/32,768 tokens 4%")
 
 
