@@ -178,3 +178,28 @@ for _ in range(10):
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+def test_whoever_sleeps_is_woken() -> None:
+    """Threads that sleep whenever they have to wait, more of them than CPUs: none is forgotten."""
+    script = """
+from engine.backends import prepare
+from engine.events import EngineOptions
+prepare(EngineOptions(model_path="", backend="CPU"))
+from engine.kernels.cpu import memory, walk
+walk.LOOKS = 0
+from engine.kernels.cpu.cores import Cores
+from tests.kernels.cpu.test_cores import N, dtypes, shifted
+cores, (a, b, c) = Cores(3), [memory.zeros(N, dtypes.float32) for _ in range(3)]
+launches = cores.launches()
+for _ in range(10):
+    launches.add(shifted, b, a, parts=4)
+    launches.add(shifted, c, a, parts=2, beside=True)
+    launches.add(shifted, a, b, parts=1)
+walk = launches.captured()
+for i in range(300):
+    walk()
+    walk.seconds(i % 30)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
