@@ -26,7 +26,10 @@ def multiprocessors() -> int:
     """How many multiprocessors the default device has; a guess where it does not say."""
     device = Device[Device.DEFAULT]
     if Device.DEFAULT.split(":")[0] != "CUDA":
-        return _USUAL.get(capability(), 64)
+        on_a_jetson = getattr(
+            getattr(device, "iface", None), "multiprocessors", 0
+        )  # engine.tegra; fewer to save power
+        return on_a_jetson or _USUAL.get(capability(), 64)
     import tinygrad.runtime.autogen.cuda as cuda
 
     cuda.cuDeviceGetAttribute(ctypes.byref(n := ctypes.c_int()), _MULTIPROCESSOR_COUNT, device.cu_device)

@@ -9,13 +9,17 @@ from tinygrad import Device
 
 from engine.tegra import device
 from tests.driver import program
+from tests.driver.kernel import MULTIPROCESSORS
 from tests.driver.simulate import simulated
 
 
 def main(*checks: str) -> None:
     device.install()
     with simulated() as kernel:
+        from engine.kernels.gpu import multiprocessors
         from tests.kernels import emulated
+
+        assert multiprocessors() == MULTIPROCESSORS
 
         for program.backwards in (False, True):
             for check in checks:
