@@ -159,7 +159,7 @@ class ChatApp(App[None]):
         self.session.start()
         if self._send_first:
             await self.session.send(self._send_first)
-        gc.freeze()  # what there is stays: a collection would look through all of it, for longer than a key may take
+        gc.freeze()  # looking through all there is, for what is not needed any more, takes longer than a key may
         self.set_interval(TICK_S, self._frame)
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no signals outside the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)

@@ -129,7 +129,7 @@ def drawing(home: Path, model: Path, seconds: float) -> tuple[float, list[float]
         time.sleep(seconds)
         share = (terminal.cpu_s() - before) / (time.perf_counter() - started)
         keys = []
-        for key in RARE * 2:
+        for key in RARE * 5:
             keys.append(terminal.key_ms(key))
             terminal.type("\x7f")
             time.sleep(0.12)
