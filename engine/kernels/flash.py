@@ -270,7 +270,7 @@ def flash_attention(heads: Heads, split: FlashSplit, apart: bool) -> Kernel:
                 total = load(acc_, j * 4 + k) + load(acc_, j * 4 + 2 + k)
                 spot = (warp * group + g) * width + j * 8 + t * 2 + k
                 stores.append(at(partial, spot, g < group).store(total))
-        all_stores = UOp.group(*stores, *cached)  # not after the loop, in which what they share would be declared
+        all_stores = UOp.group(*stores, *cached)  # before the loop: C would not see what is declared in it
         partial, totals = partial.after(all_stores), totals.after(all_stores)
 
         # put together, with the new token, by as many threads as there are elements
