@@ -117,8 +117,8 @@ def read(path: Path) -> list[Result]:
 # --- tables ---------------------------------------------------------------------------------------------
 
 Cells = tuple[str, ...]
-TITLES: Cells = ("test", "engine", "tok/s", "median", "first ms", "p50/p90/p99 ms", "GB/s", "of copy")
-SPARED = ("median", "of copy")  # in a narrow terminal; JSON and Markdown have everything
+TITLES: Cells = ("test", "engine", "tok/s", "median", "first ms", "p50/p90/p99 ms", "GB/s", "of memory")
+SPARED = ("median", "of memory")  # in a narrow terminal; JSON and Markdown have everything
 WIDE = 104
 COMPARED = "ratio"
 LEFT = 2  # columns of words

@@ -249,7 +249,7 @@ def test_the_table():
         "qwen[bold]3|.gguf · qwen3 Q8_0 · 639 MB, 596M parameters · CPU · AMD EPYC · memory 40 GB/s"
     )
     assert lines[1].split() == [
-        *("test", "engine", "tok/s", "median", "p50/p90/p99", "ms", "GB/s", "of", "copy", "ratio")
+        *("test", "engine", "tok/s", "median", "p50/p90/p99", "ms", "GB/s", "of", "memory", "ratio")
     ]
     assert lines[2].split() == [
         *("tg128", OURS, "57.2", "±", "0.10", "57.2", "17.4/17.9/21.0", "34.9", "87%", "1.10x")
