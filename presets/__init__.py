@@ -6,7 +6,7 @@ GUIDE = "orin-guide"
 """What the built-in model is called."""
 GREETING = (
     f"{GUIDE} answers: a small model that is built in and knows orin-chat alone. "
-    "A larger one: orin-chat --model qwen3:0.6b, or Ctrl+L."
+    "A larger one: orin-chat --model qwen3:0.6b; `orin-chat models` lists what there is."
 )
 
 
