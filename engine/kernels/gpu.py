@@ -26,9 +26,8 @@ def multiprocessors() -> int:
     """How many multiprocessors the default device has; a guess where it does not say."""
     device = Device[Device.DEFAULT]
     if Device.DEFAULT.split(":")[0] != "CUDA":
-        on_a_jetson = getattr(
-            getattr(device, "iface", None), "multiprocessors", 0
-        )  # engine.tegra; fewer to save power
+        # a Jetson's (engine.tegra), which has fewer in a mode that saves power
+        on_a_jetson = getattr(getattr(device, "iface", None), "multiprocessors", 0)
         return on_a_jetson or _USUAL.get(capability(), 64)
     import tinygrad.runtime.autogen.cuda as cuda
 

@@ -20,7 +20,7 @@ from tests.driver.simulate import simulated  # noqa: E402
 
 def main() -> None:
     bandwidth.DEVICE_BYTES, bandwidth.ROUNDS, bandwidth.COPIES = 1 << 16, 1, 1
-    trial._SIZE, trial._LAUNCHES, trial._ROUNDS, trial._COPIES = 64, 4, 8, 1
+    trial._SIZE, trial._LAUNCHES, trial._ROUNDS = 64, 4, 8
     endurance._KERNELS, endurance._IN_GRAPH = 20, 4
     endurance._BUFFER_BYTES, endurance._MOST_BYTES = 1 << 16, 1 << 18
     with simulated():
