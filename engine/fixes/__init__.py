@@ -24,24 +24,3 @@ def applied() -> list[str]:
     """The modules of the changes made in this process."""
     modules = {name: module for name, module in sys.modules.items() if name.startswith(f"{__name__}.")}
     return sorted(name for name, module in modules.items() if getattr(module, "_applied", False))
-
-
-def install(dev: str) -> None:
-    """Makes the changes that all engines on a device need, whatever their kernels. `dev` is as tinygrad's variable
-    DEV ("NV", "TEGRA+NV:CUDA"). To be called after `engine.backends.prepare` and before the first kernel. Raises
-    BackendError where another tinygrad is installed."""
-    from engine.fixes import compiler_processes
-
-    compiler_processes.apply()
-    device = dev.partition(";")[0].rpartition("+")[2].partition(":")[0].upper()
-    if device in ("CUDA", "NV"):
-        from engine.fixes import cuda_headers
-
-        cuda_headers.apply()
-    if device == "NV":
-        from engine.fixes import nv_windows
-
-        nv_windows.apply()
-        from engine.tegra import device as tegra
-
-        tegra.install()

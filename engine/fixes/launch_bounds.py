@@ -20,11 +20,12 @@ _applied = False
 
 def apply() -> None:
     """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied
+    global _applied, _stock_render
     require_tinygrad("Blocks per multiprocessor")
     if _applied:
         return
     _applied = True
+    _stock_render = CUDARenderer.render_kernel  # as other changes have left it
     CUDARenderer.render_kernel = _render
 
 

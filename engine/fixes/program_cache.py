@@ -14,8 +14,8 @@ from typing import Any
 
 import tinygrad.codegen as codegen
 import tinygrad.engine.realize as realize
-import tinygrad.runtime.ops_cpu as ops_cpu
 import tinygrad.schedule as schedule
+from tinygrad import Device
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops, UOp
 
@@ -32,7 +32,10 @@ def apply() -> None:
     if isinstance(codegen.to_program_cache, Table):
         return
     codegen.to_program_cache = realize.to_program_cache = Table(store(), "programs", codegen.to_program_cache)
-    ops_cpu.do_to_program = codegen.to_program  # what the CPU's own queues run
+    if Device.DEFAULT.split(":")[0] == "CPU":  # others do without it, and it takes long to import
+        import tinygrad.runtime.ops_cpu as ops_cpu
+
+        ops_cpu.do_to_program = codegen.to_program  # what the CPU's own queues run
     schedule.schedule_cache = Table(store(), "schedules", schedule.schedule_cache)
     realize._compile_kernel = _compile_kernel
 

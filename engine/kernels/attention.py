@@ -171,13 +171,12 @@ class NewToken:
 
 
 @functools.cache
-def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
+def attention(heads: Heads, split: Split) -> Kernel:
     """The kernel body. Buffers: with one split, the output, float32, permuted and prescaled for the product that
     takes it; otherwise sums (splits, query heads * dim) and, of each split and query head, the largest score and
     the sum of weights (splits, query heads, 2). Then the cache's keys; its values; the new token's rows of
-    queries, keys and, unless they are in an array `apart`, values, float32 (heads * dim); that array; cos and sin
-    of its angles (dim,); the state (token, position); the norms' weights (2, dim) where there are norms; with one
-    split the output's prescale (UNIT,)."""
+    queries, keys and values, float32 (heads * dim); cos and sin of its angles (dim,); the state (token, position);
+    the norms' weights (2, dim) where there are norms; with one split the output's prescale (UNIT,)."""
     h, n_threads, group = heads, split.threads, split.group
     dim = h.dim
     cuts, slices = split.cuts, 1 << ((n_threads // dim).bit_length() - 1)
@@ -188,9 +187,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
 
     def kernel(*buffers: UOp) -> UOp:
         n_outs = 1 if split.splits == 1 else 2
-        outs, (keys, values, rows, *rest) = buffers[:n_outs], buffers[n_outs:]
-        value_rows, value_row = (rest.pop(0), 0) if apart else (rows, (h.query + h.kv) * dim)
-        angles, state, *rest = rest
+        outs, (keys, values, rows, angles, state, *rest) = buffers[:n_outs], buffers[n_outs:]
         thread = UOp.special(n_threads, "lidx0")
         block = UOp.special(h.query // group, "gidx0")
         part = UOp.special(split.splits, "gidx1") if split.splits > 1 else UOp.const(0)
@@ -239,7 +236,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
         turned, kept_key = new.turned(rows, angles, norms, first_loads)
         stores = [at(rotated, e).store(x) for e, x in turned]
         cached = [at(keys, place, ok & keeps).store(x) for place, ok, x in kept_key]
-        new_value = load(value_rows, value_row + kv * dim + column).cast(F16)
+        new_value = load(rows, (h.query + h.kv + kv) * dim + column).cast(F16)
         cached.append(
             at(values, h.value_index(kv, position, column), keeps & (thread < dim)).store(new_value)
         )
@@ -347,7 +344,7 @@ def attention(heads: Heads, split: Split, apart: bool) -> Kernel:
             mine = (
                 new_value
                 if n_threads % dim == 0
-                else load(value_rows, value_row + kv * dim + e % dim).cast(F16)
+                else load(rows, (h.query + h.kv + kv) * dim + e % dim).cast(F16)
             )
             total, weight = total + new_weight * mine.cast(F32), weight + new_weight
             element = block * (group * dim) + e

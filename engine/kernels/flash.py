@@ -86,7 +86,7 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
 
 
 @functools.cache
-def flash_attention(heads: Heads, split: FlashSplit, apart: bool) -> Kernel:
+def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
     """The kernel body. Buffers: as of `engine.kernels.attention.attention`."""
     h, group, warps, n_threads = heads, split.group, split.warps, split.warps * 32
     dim, eighths, width = h.dim, h.dim // 8, h.dim // split.across
@@ -96,9 +96,7 @@ def flash_attention(heads: Heads, split: FlashSplit, apart: bool) -> Kernel:
 
     def kernel(*buffers: UOp) -> UOp:
         n_outs = 1 if split.splits == 1 else 2
-        outs, (keys, values, rows, *rest) = buffers[:n_outs], buffers[n_outs:]
-        value_rows, value_row = (rest.pop(0), 0) if apart else (rows, (h.query + h.kv) * dim)
-        angles, state, *rest = rest
+        outs, (keys, values, rows, angles, state, *rest) = buffers[:n_outs], buffers[n_outs:]
         norms = rest.pop(0) if h.norm_eps is not None else None
         lane, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
         thread, g, t = warp * 32 + lane, lane // 4, lane % 4
@@ -161,7 +159,7 @@ def flash_attention(heads: Heads, split: FlashSplit, apart: bool) -> Kernel:
         cached = [at(keys, place, ok & keeps).store(x) for place, ok, x in kept_key]
         new_values, own_column = shared(width, slot=8), thread < width
         column = run * width + thread
-        new_value = load(value_rows, value_row + kv * dim + column, own_column).cast(F16)
+        new_value = load(rows, (h.query + h.kv + kv) * dim + column, own_column).cast(F16)
         stores.append(at(new_values, thread, own_column).store(new_value.cast(F32)))
         cached.append(
             at(

@@ -48,12 +48,13 @@ class Kept:
         """What was put there; None where there is nothing, or it is damaged."""
         path = self._path(table, key)
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data, used = file.read(), os.fstat(file.fileno()).st_mtime
             if hashlib.sha256(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
                 raise ValueError("damaged")
             # Pickle runs what it reads: the folder is the user's own and closed to others.
             value = pickle.loads(data[_DIGEST_BYTES:])
-            if time.time() - path.stat().st_mtime > _DAY_S:
+            if time.time() - used > _DAY_S:
                 path.touch()
         except FileNotFoundError:
             return None

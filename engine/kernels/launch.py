@@ -30,10 +30,7 @@ class Launches:
         """`kernel` is called with a placeholder for each buffer; the same function always means the same
         kernel. The buffers are realized tensors, whole, and every one of them is used."""
         shapes = tuple((int(b.numel()), b.dtype) for b in buffers)
-        graph = _program(kernel, shapes)
-        # Not by the program's own `call`: it looks for loops left open, and takes those of compiled kernels for such.
-        call = UOp(Ops.SINK).call(*(b.uop.base for b in buffers))
-        self.calls.append(call.replace(src=(_compiled.get(graph, graph), *call.src[1:])))
+        self.calls.append(called(_program(kernel, shapes), [b.uop.base for b in buffers]))
 
     @property
     def linear(self) -> UOp:
@@ -52,6 +49,13 @@ class Launches:
 
     def __len__(self) -> int:
         return len(self.calls)
+
+
+def called(kernel: UOp, buffers: Sequence[UOp]) -> UOp:
+    """A call of a graph, or of the program that it became, with buffers."""
+    # Not by the program's own `call`: it looks for loops left open, and takes those of compiled kernels for such.
+    call = UOp(Ops.SINK).call(*buffers)
+    return call.replace(src=(_compiled.get(kernel, kernel), *call.src[1:]))
 
 
 def compiled(linear: UOp) -> UOp:

@@ -15,6 +15,7 @@ from engine.errors import BackendError
 
 _EMPTY = -1
 _PATIENCE_S = 20.0
+_SMALL_BYTES = 1 << 20
 
 
 class Mailbox:
@@ -60,6 +61,20 @@ def sent(values: NDArray[np.generic], dtype: DType = dtypes.float32) -> Tensor:
     data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
     there = Buffer(Device.DEFAULT, values.size, dtype).allocate()
     there.copy_from(Buffer("PYTHON", values.size, dtype, opaque=data))
+    return Tensor(UOp.from_buffer(there))
+
+
+def zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
+    """A device tensor (n,) of zeros, for which CUDA needs no kernel."""
+    if Device.DEFAULT.split(":")[0] != "CUDA":
+        if n * dtype.itemsize <= _SMALL_BYTES:
+            return sent(np.zeros(n, f"u{dtype.itemsize}"), dtype)
+        return Tensor.zeros(n, dtype=dtype).contiguous().realize()
+    from tinygrad.runtime.autogen import cuda
+    from tinygrad.runtime.ops_cuda import check
+
+    there = Buffer(Device.DEFAULT, n, dtype).allocate()
+    check(cuda.cuMemsetD8_v2(there._buf, 0, there.nbytes))
     return Tensor(UOp.from_buffer(there))
 
 

@@ -1,6 +1,9 @@
 """A quantized matrix times one vector, the heart of decode: many threads a row.
 
-    matrix form (`Packing`)  x  prologue  x  epilogue  ->  a kernel under a `Schedule`
+    matrices (`Stack`)  x  prologue  x  epilogue  ->  a kernel under a `Schedule`
+
+Matrices: those of one vector lie one below the other, each in a form of its own (`Packing`). A block works on rows
+of one of them, and branches to what its form takes.
 
 Prologue: what was done to the vector before. Its producer has laid it out and scaled it as the matrix wants
 (`permuted`, `prescale`) and multiplied it by the norm's weight; what is left of an RMS norm, one factor,
@@ -48,22 +51,58 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Matrices of `cols` columns, one below the other: (packing, rows) of each."""
+
+    matrices: tuple[tuple[Packing, int], ...]
+    cols: int
+
+    @classmethod
+    def of(cls, packing: Packing, rows: int, cols: int) -> Stack:
+        return cls(((packing, rows),), cols)
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.matrices)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(packing.n_bytes(rows, self.cols) for packing, rows in self.matrices)
+
+    @property
+    def scalings(self) -> list[int]:
+        """Of the vectors that a product takes, the same one in several scales: see `prescale`."""
+        return sorted({packing.scaling for packing, _ in self.matrices})
+
+    @property
+    def name(self) -> str:
+        return " + ".join(f"{packing.name} {rows}x{self.cols}" for packing, rows in self.matrices)
+
+    def n_blocks(self, schedule: Schedule) -> int:
+        """No block has rows of two matrices."""
+        return sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
+
+
+@dataclass(frozen=True)
 class Rows:
-    """The rows of a block: thread `thread` of block `block` may ask for them once they are in shared memory."""
+    """The rows of a block, `count` from `first` on and below `end`, of `total`: thread `thread` of block `block` may
+    ask for them once they are in shared memory. `end` is None where all blocks are whole."""
 
     count: int
     total: int
+    first: UOp
+    end: UOp | None
     block: UOp
     thread: UOp
     product: Callable[[UOp, UOp], UOp]
 
     def index(self, i: UOp) -> UOp:
-        return self.block * self.count + i
+        return self.first + i
 
     def valid(self, i: UOp, step: int = 1) -> UOp:
         """Whether the block has the i-th of its rows (or run of `step` rows)."""
         ok = i < self.count // step
-        return ok if self.total % self.count == 0 else ok & (self.index(i * step) < self.total)
+        return ok if self.end is None else ok & (self.index(i * step) < self.end)
 
 
 class Epilogue(Protocol):
@@ -84,24 +123,23 @@ class Epilogue(Protocol):
 
 @dataclass(frozen=True)
 class Store:
-    """out[offset + row] = product, plus bias[bias + row] unless `bias` is None. outs: out; ins: the bias."""
+    """out[row] = product, plus bias[row] where there is one. outs: out; ins: the bias."""
 
-    offset: int = 0
-    bias: int | None = None
+    biased: bool = False
     outs = 1
     pair = 1
 
     @property
     def ins(self) -> int:
-        return int(self.bias is not None)
+        return int(self.biased)
 
     def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]:
         i = rows.thread
         ok, row = rows.valid(i), rows.index(i)
         value = rows.product(i, ok)
-        if self.bias is not None:
-            value = value + load(ins[0], row + self.bias, ok)
-        return [at(outs[0], row + self.offset, ok).store(value)]
+        if self.biased:
+            value = value + load(ins[0], row, ok)
+        return [at(outs[0], row, ok).store(value)]
 
 
 @dataclass(frozen=True)
@@ -148,7 +186,7 @@ class GateUp:
     def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]:
         i = rows.thread
         ok = rows.valid(i, 2)
-        column = rows.block * (rows.count // 2) + i
+        column = rows.first // 2 + i
         value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok))
         value = value * load(ins[0], column % UNIT, ok)
         return [at(outs[0], permuted(column, rows.total // 2), ok).store(value)]
@@ -174,7 +212,7 @@ class Best:
         return [
             at(logits, row, ok).store(value),
             at(best, rows.block, first).store(found),
-            at(best_row, rows.block, first).store(where + (rows.block * rows.count).cast(I32)),
+            at(best_row, rows.block, first).store(where + rows.first.cast(I32)),
         ]
 
 
@@ -215,46 +253,43 @@ def inverse_rms(sum_of_squares: UOp, n: int, eps: float) -> UOp:
 
 @functools.cache
 def matvec(
-    packing: Packing,
-    rows: int,
-    cols: int,
-    schedule: Schedule,
-    epilogue: Epilogue,
-    name: str,
-    n_parts: int = 0,
-    eps: float = 0.0,
+    stack: Stack, schedule: Schedule, epilogue: Epilogue, name: str, n_parts: int = 0, eps: float = 0.0
 ) -> Kernel:
-    """The kernel body. Its buffers: the epilogue's outs; the vector x, float32 (permuted_size(cols),); the sums
-    of squares, float32 (n_parts,), where `n_parts` says that x still wants its RMS norm (over `cols`, `eps`);
-    the epilogue's ins; the matrix's planes."""
-    s, units = schedule, units_of(cols)
-    steps = -(-units // s.threads)
+    """The kernel body. Its buffers: the epilogue's outs; the vector x, float32 (permuted_size(cols),), for each of
+    the stack's scalings; the sums of squares, float32 (n_parts,), where `n_parts` says that x still wants its RMS
+    norm (over `cols`, `eps`); the epilogue's ins; the matrices' planes."""
+    s, cols, matrices = schedule, stack.cols, stack.matrices
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
-    n_blocks = -(-rows // s.block_rows)
+    whole = all(rows % s.block_rows == 0 for _, rows in matrices)
 
     def kernel(*buffers: UOp) -> UOp:
         outs, rest = buffers[: epilogue.outs], list(buffers[epilogue.outs :])
-        x, parts = rest.pop(0), rest.pop(0) if n_parts else None
+        xs = {scaling: rest.pop(0) for scaling in stack.scalings}
+        parts = rest.pop(0) if n_parts else None
         ins, planes = rest[: epilogue.ins], rest[epilogue.ins :]
         t, group, block = (
             UOp.special(s.threads, "lidx0"),
             UOp.special(s.groups, "lidx1"),
-            UOp.special(n_blocks, "gidx0"),
+            UOp.special(stack.n_blocks(s), "gidx0"),
         )
-        step = UOp.range(steps, 0, AxisType.REDUCE) if steps > 1 else None
-        unit = t if step is None else t + step * s.threads
-        inside = None if units % s.threads == 0 else unit < units
-        first_row = block * s.block_rows + group * s.rows
-        xs = [load(x, (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
-        sums = packing.group_sums(xs)
-        products = []
-        for r in range(s.rows):
-            row = first_row + r
-            if rows % s.block_rows:
-                row = (row < rows).where(row, rows - 1)
-            products.append(packing.load_unit(planes, row, units, unit, inside).dot(xs, sums))
-        if step is not None:
-            products = [p.reduce(step, arg=Ops.ADD) for p in products]
+        products = [f32(0)] * s.rows
+        first, end, factor = block * s.block_rows, UOp.const(matrices[0][1]), f32(matrices[0][0].scale)
+        blocks_before = rows_before = 0
+        for k, (packing, rows) in enumerate(matrices):
+            own = planes[: len(packing.shapes(rows, cols))]
+            planes = planes[len(own) :]
+            own_block, later = block - blocks_before, block >= blocks_before
+            blocks_before += -(-rows // s.block_rows)
+            here = later & (block < blocks_before) if len(matrices) > 1 else None
+            x = xs[packing.scaling]
+            sums = _row_sums(packing, rows, cols, s, own_block, group, t, x, own, here, k)
+            products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
+            if k:
+                factor = later.where(f32(packing.scale), factor)
+                if not whole:
+                    first = later.where(own_block * s.block_rows + rows_before, first)
+                    end = later.where(UOp.const(rows_before + rows), end)
+            rows_before += rows
         stride = s.block_rows + 1
         partial = shared(s.threads * stride, slot=0)
         stores = [at(partial, t * stride + group * s.rows + r).store(p) for r, p in enumerate(products)]
@@ -267,19 +302,54 @@ def matvec(
         def total(column: UOp, ok: UOp | None) -> UOp:
             return tree([load(partial, column + k * stride, ok) for k in range(s.threads)])
 
-        factor = f32(packing.scale)
         rms = inverse_rms(total(UOp.const(s.block_rows), None), cols, eps) if n_parts else None
 
         def product(i: UOp, ok: UOp) -> UOp:
             value = total(i, ok) * factor
             return value if rms is None else value * rms
 
-        result = Rows(s.block_rows, rows, block, group * s.threads + t, product)
-        full = f"{name}_{packing.name}_{rows}x{cols}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
-        n_bytes = packing.n_bytes(rows, cols) + permuted_size(cols) * 4
-        return finish(full, epilogue(outs, ins, result), n_bytes, 2 * rows * cols)
+        thread = group * s.threads + t
+        result = Rows(s.block_rows, stack.rows, first, None if whole else end, block, thread, product)
+        names = "_".join(packing.name for packing, _ in matrices)
+        full = f"{name}_{names}_{stack.rows}x{cols}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
+        n_bytes = stack.n_bytes + permuted_size(cols) * 4 * len(xs)
+        return finish(full, epilogue(outs, ins, result), n_bytes, 2 * stack.rows * cols)
 
     return kernel
+
+
+def _row_sums(
+    packing: Packing,
+    rows: int,
+    cols: int,
+    s: Schedule,
+    block: UOp,
+    group: UOp,
+    t: UOp,
+    x: UOp,
+    planes: Sequence[UOp],
+    here: UOp | None,
+    axis: int,
+) -> list[UOp]:
+    """A thread's share of its rows in one matrix, `block` being counted from the matrix's first; zeros where the
+    block is not `here`, whose loop has no steps then, so that it costs a branch."""
+    units = units_of(cols)
+    steps = -(-units // s.threads)
+    if here is not None:  # of a loop with one step at most, tinygrad puts what belongs before it inside
+        steps = max(steps, 2)
+    trips = steps if here is None else here.where(UOp.const(steps), UOp.const(0))
+    step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
+    unit = t if step is None else t + step * s.threads
+    inside = None if units == s.threads * steps else unit < units
+    xs = [load(x, (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
+    sums = packing.group_sums(xs)
+    products = []
+    for r in range(s.rows):
+        row = block * s.block_rows + group * s.rows + r
+        if rows % s.block_rows:
+            row = (row < rows).where(row, rows - 1)
+        products.append(packing.load_unit(planes, row, units, unit, inside).dot(xs, sums))
+    return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 
 
 def _share(parts: UOp, n_parts: int, t: UOp, s: Schedule, group: UOp) -> UOp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
@@ -14,7 +15,6 @@ from engine.kernels.matvec import gated
 from engine.kernels.packing import QUARTER, UNIT, Packing, units_of
 from engine.kernels.uops import (
     F16,
-    F32,
     LOWEST,
     at,
     chain,
@@ -30,6 +30,7 @@ from engine.kernels.uops import (
 
 Kernel = Callable[..., UOp]
 _LOG2_E = 1.4426950408889634
+_SHARED_BYTES = 40 << 10  # of a block, of the 48 KB that every GPU gives
 
 
 @functools.cache
@@ -177,95 +178,182 @@ def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp
     return (((head * (tokens // 16) + token // 16) * (heads.dim // 16) + d // 16) * 32 + thread) * 8 + element
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a prompt's attention is cut: a warp takes 16 * `rows` queries of a head, `warps` of a block as many each
+    over the same keys; `parts` as many again share these and take turns with the keys, `at_once` times sixteen."""
+
+    rows: int
+    warps: int
+    parts: int
+    at_once: int
+
+    def shared_bytes(self, dim: int) -> int:
+        """Of a block's shared memory: what parts leave for the first of them, and largest scores."""
+        sums = (self.parts - 1) * self.rows * accumulators(dim)
+        return (sums + self.parts * 2 * self.rows) * self.warps * 32 * 4
+
+
 @functools.cache
-def attend_prompt(heads: Heads, tokens: int, warps: int = 2, parts: int = 2, at_once: int = 2) -> Kernel:
+def tile_prompt(heads: Heads, blocks: int) -> Kernel:
+    """Keys and values of all tokens so far in the order in which threads of `attend_prompt` hold them, so that a
+    warp's load is of neighbouring bytes: in the cache those of four threads lie in lines of their own, and lines are
+    what a load takes its time for. Buffers: tiles of keys, float16 (key heads, length / 16, dim / 16, thread, 8); of
+    values; the cache's keys; its values; the prompt. A block takes every `blocks`-th step of sixteen tokens."""
+    h, chunks = heads, heads.dim // 16
+
+    def kernel(key_tiles: UOp, value_tiles: UOp, keys: UOp, values: UOp, prompt: UOp) -> UOp:
+        thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
+        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
+        g, t = thread // 4, thread % 4
+        seen = load_index(prompt, 0, h.length - SLACK) + load_index(prompt, 1, SLACK)
+        steps = (seen + 15) // 16
+        loop = UOp.range((steps - block + (blocks - 1)) // blocks, 0, AxisType.LOOP)
+        step = loop * blocks + block
+        key = ((kv * (h.dim // 4) + c * 4 + t) * h.length + step * 16 + 2 * g) * 4
+        value = ((kv * (h.length // 4) + step * 4 + t) * h.dim + c * 16 + 2 * g) * 4
+        place = tile_index(h, kv, step, c, thread)
+        stores = [at(key_tiles, place + i).store(load(keys, key + i)) for i in range(8)]
+        stores += [at(value_tiles, place + i).store(load(values, value + i)) for i in range(8)]
+        return finish(f"prefill_tile_{h.kv}_{h.dim}_{blocks}", [UOp.group(*stores).end(loop)])
+
+    return kernel
+
+
+def tile_index(heads: Heads, kv: UOp, step: UOp, chunk: UOp | int, thread: UOp) -> UOp:
+    """Where eight elements of a thread lie for `attend_prompt`: of two neighbouring keys four dimensions, or of two
+    neighbouring dimensions four values."""
+    return (((kv * (heads.length // 16) + step) * (heads.dim // 16) + chunk) * 32 + thread) * 8
+
+
+def accumulators(dim: int) -> int:
+    """Of a thread, for sixteen queries: their values' sums, and the weights' as if values had a column of ones."""
+    return (dim // 8 + 1) * 4
+
+
+def cut_for(heads: Heads, tokens: int) -> Cut:
+    """Keys are loaded once for all queries of a warp: that is what many queries are bound by, so a warp takes as many
+    as its registers hold. Of few queries there are too few warps: more of them share the keys."""
+    few = tokens <= 64
+    rows, warps, at_once = (1, 1, 1) if few else (2 if heads.dim <= 64 else 1, 2, 2)
+    cuts = [Cut(rows, warps, parts, at_once) for parts in ((8, 4, 2, 1) if few else (2, 1))]
+    return next((cut for cut in cuts if cut.shared_bytes(heads.dim) <= _SHARED_BYTES), cuts[-1])
+
+
+@functools.cache
+def attend_prompt(heads: Heads, tokens: int, cut: Cut) -> Kernel:
     """Causal attention of a prompt over the cache, scores never leaving registers: a first pass over the keys
     finds each query's largest score, a second sums up values. Threads of a warp share queries and differ in
-    keys, so that they need to compare notes only after a pass. `warps` of a block have queries of their own;
-    `parts` as many again share these and take turns with the keys, `at_once` times sixteen. Buffers: the output,
-    float16 fragments of (tokens, query heads * dim); queries as `rotate_prompt` leaves them; the cache's keys;
-    its values; the prompt."""
-    h, dim = heads, heads.dim
-    chunks = dim // 16
-    assert dim % 16 == 0 and tokens % (16 * warps) == 0
+    keys, so that they need to compare notes only after a pass. Query heads that share keys are neighbours in a
+    block, which loads these once. Buffers: the output, float16 fragments of (tokens, query heads * dim); queries as
+    `rotate_prompt` leaves them; keys and values as `tile_prompt` leaves them; the prompt."""
+    h, dim, rows, warps, parts = heads, heads.dim, cut.rows, cut.warps, cut.parts
+    chunks, tiles = dim // 16, tokens // (16 * cut.rows)
+    blocks = h.shared_by * tiles // warps  # of a key head
+    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and h.shared_by * tiles % warps == 0
 
     def kernel(out: UOp, queries: UOp, keys: UOp, values: UOp, prompt: UOp) -> UOp:
-        thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
+        thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
         part = UOp.special(parts, "lidx2") if parts > 1 else UOp.const(0)
-        block, head = UOp.special(tokens // 16 // warps, "gidx0"), UOp.special(h.query, "gidx1")
-        kv = head // h.shared_by
+        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
+        unit = (blocks - 1 - block) * warps + warp  # what takes longest begins first
+        head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
         g, t = thread // 4, thread % 4
         position, n = load_index(prompt, 0, h.length - SLACK), load_index(prompt, 1, tokens + 1)
-        tile = block * warps + warp
-        first = tile * 16
-        # keys up to the last query's own, sixteen at a time; none where the prompt has ended
-        seen = (position + (block + 1) * (16 * warps)).minimum(position + n)
-        steps = (block * (16 * warps) < n).where((seen + 15) // 16, 0)
+        first, live = tile * 16, tile * 16 < n
+        # keys up to the last query's own, sixteen at a time; the first query sees all of the `whole` steps' keys
+        turn = parts * cut.at_once
+        whole = live.where((position + first + 1) // (16 * turn), 0)
+        seen = (position + first + 16 * rows).minimum(position + n)
+        rest = live.where((seen + (16 * turn - 1)) // (16 * turn) - whole, 0)
         q = [
             [
-                load(queries, (((head * (tokens // 16) + tile) * chunks + c) * 32 + thread) * 8 + i)
+                load(queries, (((head * (tokens // 16) + tile + r) * chunks + c) * 32 + thread) * 8 + i)
                 for i in range(8)
             ]
+            for r in range(rows)
             for c in range(chunks)
         ]
 
-        def scores(step: UOp) -> list[list[UOp]]:
-            """Of eight keys and eight more: the scores (row g, two keys; row g + 8, two keys). A thread's four
-            keys are neighbours, as its values must be."""
+        def scores(step: UOp, masked: bool) -> list[list[UOp]]:
+            """Of each row of queries (g of a tile, g + 8, g of the next) the scores of a thread's four neighbouring
+            keys."""
+            pairs = []
+            for c in range(chunks):
+                place = tile_index(h, kv, step, c, thread)
+                pairs.append([load(keys, place + i) for i in range(8)])
             result = []
-            for half in (0, 1):
-                key = step * 16 + g // 2 * 4 + g % 2 + 2 * half
-                acc = [f32(0)] * 4
+            for r in range(rows):
+                acc = [[f32(0)] * 4 for _ in (0, 1)]
                 for c in range(chunks):
-                    place = ((kv * (dim // 4) + c * 4 + t) * h.length + key) * 4
-                    acc = wmma(q[c], [load(keys, place + i) for i in range(4)], acc)
-                mine = step * 16 + t * 4 + 2 * half
-                for i in range(4):
-                    query = position + first + g + 8 * (i // 2)
-                    acc[i] = (mine + i % 2 <= query).where(acc[i], f32(LOWEST))
-                result.append(acc)
+                    for half in (0, 1):
+                        acc[half] = wmma(q[r * chunks + c], pairs[c][half * 4 : half * 4 + 4], acc[half])
+                for side in (0, 1):
+                    four = [acc[e % 2][2 * side + e // 2] for e in range(4)]
+                    if masked:
+                        ahead = position + first + (16 * r + 8 * side) + g - (step * 16 + t * 4)
+                        four = [(ahead >= e).where(x, f32(LOWEST)) for e, x in enumerate(four)]
+                    result.append(four)
             return result
 
-        turn = parts * at_once
-        turns = (steps - part + (turn - 1)) // turn
         lanes = warps * 32
 
         def steps_of(loop: UOp) -> list[UOp]:
-            return [(loop * at_once + k) * parts + part for k in range(at_once)]
+            return [(loop * cut.at_once + k) * parts + part for k in range(cut.at_once)]
 
-        def together(mine: Sequence[UOp], slot: int, join: Callable[[Sequence[UOp]], UOp]) -> list[UOp]:
-            """Of a number for row g and one for row g + 8, those of all threads that have keys of these rows."""
-            notes = shared(parts * lanes * 2, slot)
-            place = ((part * warps + warp) * 32 + thread) * 2
+        def together(
+            mine: Sequence[UOp], slot: int, join: Callable[[Sequence[UOp]], UOp], threads: int
+        ) -> list[UOp]:
+            """Of a number for each row, those of all `threads` of four, and of all parts, that have keys of it."""
+            n = len(mine)
+            notes = shared(parts * lanes * n, slot)
+            place = ((part * warps + warp) * 32 + thread) * n
             notes = notes.after(UOp.group(*(at(notes, place + r).store(x) for r, x in enumerate(mine))))
-            rows = [((k * warps + warp) * 32 + g * 4) * 2 for k in range(parts)]
-            return [join([load(notes, row + k * 2 + r) for row in rows for k in range(4)]) for r in (0, 1)]
+            others = [((k * warps + warp) * 32 + g * 4 + j) * n for k in range(parts) for j in range(threads)]
+            return [join([load(notes, other + r) for other in others]) for r in range(n)]
 
-        loop = UOp.range(turns, 0, AxisType.REDUCE)
-        seen_scores = [scores(step) for step in steps_of(loop)]
-        best = [
-            maximum([s[i][2 * r + k] for s in seen_scores for i in (0, 1) for k in (0, 1)]) for r in (0, 1)
-        ]
-        top = together([b.reduce(loop, arg=Ops.MAX) for b in best], 0, maximum)
+        best: list[UOp] = []
+        for axis, (count, offset, masked) in enumerate(((whole, None, False), (rest, whole, True))):
+            loop = UOp.range(count, axis, AxisType.REDUCE)
+            found = [scores(s, masked) for s in steps_of(loop if offset is None else loop + offset)]
+            largest = [maximum([x for s in found for x in s[r]]) for r in range(2 * rows)]
+            best += [x.reduce(loop, arg=Ops.MAX) for x in largest]
+        top = together(
+            [a.alu(Ops.MAX, b) for a, b in zip(best[: 2 * rows], best[2 * rows :], strict=True)],
+            0,
+            maximum,
+            4,
+        )
 
-        n_acc = dim // 8 * 4
-        acc = registers(n_acc + 2, 1)
-        acc = acc.after(UOp.group(*(at(acc, i).store(f32(0)) for i in range(n_acc + 2))))
-        loop = UOp.range(turns, 1, AxisType.REDUCE)
-        sums = [load(acc.after(loop), i) for i in range(n_acc + 2)]
-        for step in steps_of(loop):
-            s = scores(step)
-            weights = [(s[half][i] - top[i // 2]).exp2().cast(F16) for half in (0, 1) for i in range(4)]
-            for j in range(dim // 8):
-                place = ((kv * (h.length // 4) + step * 4 + t) * dim + j * 8 + g) * 4
-                sums[j * 4 : j * 4 + 4] = wmma(
-                    weights, [load(values, place + i) for i in range(4)], sums[j * 4 : j * 4 + 4]
-                )
-            for r in (0, 1):
-                terms = [weights[half * 4 + 2 * r + i].cast(F32) for half in (0, 1) for i in (0, 1)]
-                sums[n_acc + r] = chain([sums[n_acc + r], *terms])
-        acc = acc.after(UOp.group(*(at(acc, i).store(x) for i, x in enumerate(sums))).end(loop))
-        factor = [x.reciprocal() for x in together([load(acc, n_acc + r) for r in (0, 1)], 2, tree)]
+        per_row = accumulators(dim) // 4
+        n_acc = rows * per_row * 4
+        ones = [f32(1).cast(F16)] * 4
+        acc = registers(n_acc, 1)
+        acc = acc.after(UOp.group(*(at(acc, i).store(f32(0)) for i in range(n_acc))))
+        for axis, (count, offset, masked) in enumerate(((whole, None, False), (rest, whole, True)), 2):
+            loop = UOp.range(count, axis, AxisType.REDUCE)
+            sums = [load(acc.after(loop), i) for i in range(n_acc)]
+            for step in steps_of(loop if offset is None else loop + offset):
+                s = scores(step, masked)
+                weights = [[(x - top[r]).exp2().cast(F16) for x in s[r]] for r in range(2 * rows)]
+                # a thread's four keys as the tensor cores take them: two of row g, two of g + 8, and again
+                lefts = [
+                    [weights[2 * r + side][k + i] for k in (0, 2) for side in (0, 1) for i in (0, 1)]
+                    for r in range(rows)
+                ]
+                for j in range(per_row):
+                    if j == per_row - 1:
+                        right = ones
+                    elif j % 2 == 0:
+                        place = tile_index(h, kv, step, j // 2, thread)
+                        pair = [load(values, place + i) for i in range(8)]
+                        right = pair[:4]
+                    else:
+                        right = pair[4:]
+                    for r in range(rows):
+                        k = (r * per_row + j) * 4
+                        sums[k : k + 4] = wmma(lefts[r], right, sums[k : k + 4])
+            acc = acc.after(UOp.group(*(at(acc, i).store(x) for i, x in enumerate(sums))).end(loop))
         result = [load(acc, i) for i in range(n_acc)]
         if parts > 1:
             others = shared((parts - 1) * n_acc * lanes, slot=3)
@@ -278,15 +366,20 @@ def attend_prompt(heads: Heads, tokens: int, warps: int = 2, parts: int = 2, at_
                 chain([x, *(load(others, (k * n_acc + i) * lanes + place) for k in range(parts - 1))])
                 for i, x in enumerate(result)
             ]
-        results = []
-        for j in range(dim // 8):
-            for i in range(4):
-                r, token = i // 2, first + g + 8 * (i // 2)
-                column = head * dim + j * 8 + t * 2 + i % 2
-                place = fragment_index(token, column, h.query * dim)
-                ok = token < n if parts == 1 else (token < n) & part.eq(0)
-                results.append(at(out, place, ok).store((result[j * 4 + i] * factor[r]).cast(F16)))
-        return finish(f"prefill_attend_{h.query}_{h.kv}_{dim}_{tokens}", results)
+        stores = []
+        for r in range(rows):
+            mine = result[r * per_row * 4 : (r + 1) * per_row * 4]
+            factor = [mine[-4 + 2 * side].reciprocal() for side in (0, 1)]
+            for j in range(chunks):
+                for side in (0, 1):
+                    for e in range(4):
+                        value = mine[(2 * j + e % 2) * 4 + 2 * side + e // 2] * factor[side]
+                        token, column = (tile + r) * 16 + g + 8 * side, head * dim + j * 16 + t * 4 + e
+                        place = fragment_index(token, column, h.query * dim)
+                        ok = live if parts == 1 else live & part.eq(0)
+                        stores.append(at(out, place, ok).store(value.cast(F16)))
+        shape = f"{rows}_{warps}_{parts}_{cut.at_once}"
+        return finish(f"prefill_attend_{h.query}_{h.kv}_{dim}_{tokens}_{shape}", stores)
 
     return kernel
 

@@ -13,30 +13,29 @@ import msgspec
 import presets
 from engine.kernels.gpu import capability, multiprocessors
 from engine.kernels.kept import source_version, store
-from engine.kernels.matvec import Schedule
-from engine.kernels.packing import Packing, units_of
+from engine.kernels.matvec import Schedule, Stack
+from engine.kernels.packing import units_of
 
 _TUNED = Path(presets.__file__).with_name("tuned")
 _WRITTEN_IN = ("kernels/matvec.py", "kernels/packing.py")  # what schedules are for
 _BLOCKS = (640, 1024)  # threads that a multiprocessor is to hold, beside as many as the compiler likes
 
 
-def schedule_here(packing: Packing, rows: int, cols: int) -> Schedule:
+def schedule_here(stack: Stack) -> Schedule:
     """The schedule of a product on the GPU at hand."""
-    if found := searched(packing, rows, cols):
+    if found := searched(stack):
         return found[0]
-    return matvec_schedule(packing, rows, cols, capability(), multiprocessors())
+    return matvec_schedule(stack, capability(), multiprocessors())
 
 
-def matvec_schedule(
-    packing: Packing, rows: int, cols: int, chip: str = "", multiprocessors: int = 64
-) -> Schedule:
+def matvec_schedule(stack: Stack, chip: str = "", multiprocessors: int = 64) -> Schedule:
     """The schedule of a product on a GPU of a compute capability ("sm_87") and a number of multiprocessors, where
     nothing was searched."""
     shipped = _shipped(chip)
-    known = shipped.products.get(f"{packing.name} {rows}x{cols}")
+    known = shipped.products.get(stack.name)
     least_blocks = shipped.rule.blocks_a_multiprocessor * multiprocessors
-    return Schedule(*known) if known else _by_rule(rows, units_of(cols), least_blocks)
+    steps = 1 + (len(stack.matrices) > 1)
+    return Schedule(*known) if known else _by_rule(stack.rows, units_of(stack.cols), least_blocks, steps)
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +43,7 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a chip, and where from: "type rowsxcols" -> threads, groups, rows, blocks."""
+    """What is known of a chip, and where from: `Stack.name` -> threads, groups, rows, blocks."""
 
     origin: str = "a guess"
     rule: _Rule = _Rule()
@@ -57,11 +56,12 @@ def _shipped(chip: str) -> _Shipped:
     return msgspec.toml.decode(path.read_bytes(), type=_Shipped) if path.is_file() else _Shipped()
 
 
-def _by_rule(rows: int, units: int, least_blocks: float) -> Schedule:
+def _by_rule(rows: int, units: int, least_blocks: float, steps: int = 1) -> Schedule:
     """Fits any shape. Threads for a row: all its units if they are few, else a divisor of them, so that none
     idles. Rows for a thread: the more, the more often a load of activations is used, as long as there are
-    `least_blocks`."""
+    `least_blocks`. Threads take `steps` steps at least where there is work for them: mixed matrices want two."""
     most = 32 if units <= 64 else 64
+    most = max(1, min(most, units // steps))
     threads = min(units, most)
     if units > most:
         threads = next((t for t in range(most, most // 2, -1) if units % t == 0), most)
@@ -110,16 +110,16 @@ def _distance(a: Schedule, b: Schedule) -> float:
     return steps + 0.5 * (bool(a.blocks) != bool(b.blocks))
 
 
-def searched(packing: Packing, rows: int, cols: int) -> tuple[Schedule, int] | None:
+def searched(stack: Stack) -> tuple[Schedule, int] | None:
     """What a search on this machine found, and how wide it was."""
-    found = store().get("tuned", _name(packing, rows, cols))
+    found = store().get("tuned", _key(stack))
     return found and (Schedule(*found[0]), found[1])
 
 
-def note_searched(packing: Packing, rows: int, cols: int, schedule: Schedule, width: int) -> None:
+def note_searched(stack: Stack, schedule: Schedule, width: int) -> None:
     s = schedule
-    store().put("tuned", _name(packing, rows, cols), ((s.threads, s.groups, s.rows, s.blocks), width))
+    store().put("tuned", _key(stack), ((s.threads, s.groups, s.rows, s.blocks), width))
 
 
-def _name(packing: Packing, rows: int, cols: int) -> tuple[str, ...]:
-    return source_version(*_WRITTEN_IN), capability(), packing.name, f"{rows}x{cols}"
+def _key(stack: Stack) -> tuple[str, ...]:
+    return source_version(*_WRITTEN_IN), capability(), stack.name

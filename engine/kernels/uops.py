@@ -94,6 +94,5 @@ def registers(size: int, slot: int, dtype: DType = F32) -> UOp:
 def finish(name: str, stores: Sequence[UOp], n_bytes: int = 0, n_ops: int = 0) -> UOp:
     """The kernel that does `stores`. `n_bytes` it must move and `n_ops` it must do are for its profile."""
     estimates = Estimates(ops=n_ops, lds=n_bytes, mem=n_bytes)
-    return UOp.group(*stores).sink(
-        arg=KernelInfo(name=name, estimates=estimates), tag=1
-    )  # 1: nothing to optimize
+    info = KernelInfo(name=name, estimates=estimates)
+    return UOp.group(*stores).sink(arg=info, tag=1)  # the tag: nothing in it to optimize

@@ -259,11 +259,13 @@ def _bytes(replay: Replay, call: UOp, role: KernelRole, position: int) -> int:
     """What a kernel must move: each argument once, of the model's buffers the rows that the step touches."""
     outs, ins = get_call_outs_ins(call)
     total = 0.0
-    for slot, argument in enumerate(get_call_arg_uops(call)):
+    arguments = get_call_arg_uops(call)
+    for argument in dict.fromkeys(arguments):
+        slots = [slot for slot, other in enumerate(arguments) if other is argument]
         n_bytes = int(argument.max_numel()) * argument.dtype.itemsize
         use = next((replay.uses[b] for b in _buffers(argument) if b in replay.uses), None)
         if use is not None and use.touched != "all" and role != "output head":
-            written = slot in outs and slot not in ins
+            written = all(slot in outs and slot not in ins for slot in slots)
             rows = replay.tokens if use.touched == "token" or written else position + replay.tokens
             n_bytes = n_bytes * min(rows, use.rows) // use.rows
         total += n_bytes

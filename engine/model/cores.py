@@ -11,7 +11,6 @@ list of calls. Prefill is the same with tiles of tokens in place of one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -23,7 +22,7 @@ from tinygrad.dtype import DType
 from engine.events import Step
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.attention import attention, mask, pieces, scratch_size
-from engine.kernels.cpu.cores import Walk, all_cores
+from engine.kernels.cpu.cores import Launches, all_cores
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import MAX_TILES, inputs_of, product, shape_of, span_of
 from engine.kernels.cpu.program import register_lanes
@@ -75,6 +74,8 @@ class Layer:
 class CoreSteps:
     """The protocol `Steps` on a CPU."""
 
+    compiled = False
+
     def __init__(self, weights: Weights, context_length: int, keep_packed: bool = False) -> None:
         """`keep_packed`: weights come from an earlier start's packing, and go to the next one's (`packed`)."""
         self._config = config = weights.config
@@ -103,14 +104,9 @@ class CoreSteps:
         )
         self._logits = memory.zeros(self._head.packing.groups(config.vocab) * self._lanes, dtypes.float32)
         self._logits_view = memory.view(self._logits)[: config.vocab]
-
-    @functools.cached_property
-    def _decode(self) -> Walk:
-        return self._step(1)
-
-    @functools.cached_property
-    def _prefill(self) -> Walk:
-        return self._step(self._lanes)
+        decode, prefill = self._step(1), self._step(self._lanes)
+        self._cores.compiled([*prefill.kinds, *decode.kinds])  # at once: compilers share them
+        self._decode, self._prefill = decode.captured(), prefill.captured()
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         self._tokens_view[: len(tokens)] = tokens
@@ -143,6 +139,10 @@ class CoreSteps:
         note(Use("embedding", "token", self._config.vocab), self._embedding.stream)
         note(Use("attention", "token", self._heads.length), self._cos, self._sin)
         note(Use("norm"), self._output_norm)
+        # Longer than any one product, or any context but the whole, makes use of:
+        note(Use("norm", "token", self._nothing.numel()), self._nothing)
+        scores = [buffer for (name, _), buffer in self._scratch.items() if name == "scores"]
+        note(Use("attention", "context", self._heads.length), *scores)
         for layer in self._layers:
             note(Use("QKV projection"), layer.bias, *(matrix.stream for matrix in layer.qkv))
             note(Use("attention", "context", self._heads.length), layer.keys, layer.values)
@@ -228,7 +228,7 @@ class CoreSteps:
 
     # --- a step ----------------------------------------------------------------------------------------
 
-    def _step(self, tile: int) -> Walk:
+    def _step(self, tile: int) -> Launches:
         """One token, with its logits, or with a tile of more than 1 as many tiles of tokens as the state
         says."""
         config, heads, cores, lanes = self._config, self._heads, self._cores.count, self._lanes
@@ -310,7 +310,7 @@ class CoreSteps:
             multiply(x, layer.down, ready(gate, [layer.down], gated_by=up), added=y)
         if tile == 1:
             multiply(self._logits, self._head, ready(x, [self._head], self._output_norm))
-        return step.captured()
+        return step
 
     def _pieces(self, matrix: Matrix) -> int:
         """As many for each core; small enough that a core that is kept busy by others has little left over."""

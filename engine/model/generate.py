@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,8 +64,10 @@ class TextModel:
         ModelFileError, UsageError and BackendError."""
         file = GGUF(options.model_path)
         config = ModelConfig.from_gguf(file)
-        self.prompts = PromptEncoder(file)
-        self.tokenizer = self.prompts.tokenizer
+        with_weights = ThreadPoolExecutor(1)
+        prompts = with_weights.submit(PromptEncoder, file)
+        if Device.DEFAULT.split(":")[0] == "CPU":  # whose cores have enough to do with the weights
+            prompts.result()
         self.context_length = _context_length(options, config)
         total = sum(tensor.n_bytes for tensor in file.tensors.values())
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
@@ -74,8 +78,14 @@ class TextModel:
                 weights, self.context_length, options.kernels, options.keep_packed
             )
             self._search(options, report)
-            self._warm_up()
+            self._warming = self._first_uses()
+            next(self._warming)
+            if not self._steps.compiled:  # or a first prompt, or a reply, would stop for seconds
+                collections.deque(self._warming, 0)
         compiler_processes.dismiss()
+        self.prompts = prompts.result()
+        with_weights.shutdown()
+        self.tokenizer = self.prompts.tokenizer
         self.ready = Ready(
             model=_describe(file, config, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
@@ -86,6 +96,12 @@ class TextModel:
             weight_bytes_per_token=summary.weight_bytes_per_token(file),
             kv_bytes_per_token=KVCache.bytes_per_token(config),
         )
+
+    def warm_up(self, interrupted: Callable[[], bool]) -> None:
+        """Captures steps that are left, one after the other until `interrupted`, as long as no conversation is in
+        the KV cache. What is left after that waits for its first use."""
+        while not self._cached and not interrupted() and next(self._warming, self) is None:
+            pass
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Raises ContextFullError, TemplateError and UsageError."""
@@ -181,7 +197,8 @@ class TextModel:
 
     def _reuse(self, prompt: list[int]) -> int:
         """How many tokens of the prompt are in the KV cache already: the longest common prefix, but never the
-        last token, whose output is always needed."""
+        last token, whose output is always needed. A reply is read again from where its template writes it
+        otherwise than the model did: most leave out of earlier turns what was thought."""
         common = 0
         for have, want in zip(self._cached, prompt[:-1], strict=False):
             if have != want:
@@ -218,19 +235,25 @@ class TextModel:
             options.search_again,
         )
 
-    def _warm_up(self) -> None:
-        """Runs, and so captures, each step that there is. What was left for later would stop the first long
-        prompt, or a reply in its middle, for seconds."""
-        for size in self._steps.chunks:
-            self._steps.prefill([0] * (size // 2 + 1), 0)
-        for depth in self._steps.depths:
-            self._steps.decode(0, depth)
-        self._steps.logits()
-        if isinstance(self._steps, DrawingSteps):
-            for sampling in (Sampling(repeat_penalty=1.1), Sampling()):
-                if self._steps.prepare(sampling, [0], np.zeros(1)):
-                    for depth in self._steps.depths:
-                        self._steps.draw(0, depth)
+    def _first_uses(self) -> Iterator[None]:
+        """Runs, and so captures, each step that there is, one after the other: first of all what shows that the
+        device works."""
+        steps = self._steps
+        steps.decode(0, 0)
+        steps.logits()
+        yield
+        for size in steps.chunks:
+            steps.prefill([0] * (size // 2 + 1), 0)
+            yield
+        if isinstance(steps, DrawingSteps):
+            for sampling in (Sampling(), Sampling(repeat_penalty=1.1)):
+                for depth in steps.depths:
+                    if steps.prepare(sampling, [0], np.zeros(1)):
+                        steps.draw(0, depth)
+                    yield
+        for depth in steps.depths[1:]:
+            steps.decode(0, depth)
+            yield
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class Steps(Protocol):
     cache before `position` must be those of the tokens before."""
 
     chunk: int
+    compiled: bool
+    """Whether the first use of a step compiles nothing: it holds no one up for more than a few hundredths."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -90,6 +92,7 @@ class SearchableSteps(Steps, Protocol):
 class GraphSteps:
     """The transformer as plain tensor graphs, scheduled by tinygrad."""
 
+    compiled = False
     chunks: tuple[int, ...] = (32,)
     depths: tuple[int, ...] = (0,)
     chunk = 32  # a prompt's last chunk is padded to this: one captured step serves every length

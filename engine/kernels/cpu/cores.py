@@ -32,6 +32,7 @@ from engine.kernels.cpu import memory, walk
 from engine.kernels.launch import compiled, known_or_made
 
 Kernel = Callable[..., UOp]
+Kind = tuple[Kernel, tuple[DType, ...]]
 
 MAX_PARTS = 1 << 15
 _ANY = 1 << 40
@@ -90,7 +91,7 @@ class Cores:
         self._memory = {name: _words(n) for name, n in walk.memory_sizes(count).items()}
         self._calls, self._queue = self._memory["calls"].reshape(-1, walk.WORDS), self._memory["queue"]
         self._arguments = [ctypes.c_uint64(words.ctypes.data) for words in self._memory.values()]
-        self._programs: dict[tuple[Kernel, tuple[DType, ...]], UOp] = {}
+        self._programs: dict[Kind, UOp] = {}
         self._n_calls, self._n_pieces = 1, 0  # call 0 has no pieces
         self._libc = ctypes.CDLL(None)
         self._walk, nothing = _called((walk.walk, count), (walk.nothing,))
@@ -113,7 +114,7 @@ class Cores:
     def launches(self) -> Launches:
         return Launches(self)
 
-    def compiled(self, kernels: Sequence[tuple[Kernel, tuple[DType, ...]]]) -> list[UOp]:
+    def compiled(self, kernels: Sequence[Kind]) -> list[UOp]:
         """The programs of kernels for buffers of these types. What is not compiled yet is, several at a
         time."""
         new = [kind for kind in dict.fromkeys(kernels) if kind not in self._programs]
@@ -186,13 +187,17 @@ class Launches:
         `beside`: see `Cores.add`."""
         self._added.append((kernel, buffers, parts or self._cores.count, beside))
 
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kernels, and the types of their buffers."""
+        return [(kernel, tuple(b.dtype for b in buffers)) for kernel, buffers, *_ in self._added]
+
     def captured(self) -> Walk:
         """Compiles what is not compiled yet."""
-        kinds = [(kernel, tuple(b.dtype for b in buffers)) for kernel, buffers, *_ in self._added]
         steps: list[tuple[UOp, tuple[Tensor, ...]]] = []
         indices = []
         for program, (_, buffers, parts, beside) in zip(
-            self._cores.compiled(kinds), self._added, strict=True
+            self._cores.compiled(self.kinds), self._added, strict=True
         ):
             address = get_runtime("CPU", program).addr
             addresses = [memory.address(b) for b in buffers]

@@ -149,7 +149,7 @@ class Program:
             outer.written[buffer] = None
 
     def finish(self, name: str) -> UOp:
-        return UOp.group(*self._scopes[0].effects).sink(arg=KernelInfo(name=name, opts_to_apply=()))
+        return UOp.group(*self._scopes[0].effects).sink(arg=KernelInfo(name=name), tag=1)
 
     # --- values ----------------------------------------------------------------------------------------
 

@@ -6,20 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import Tensor, dtypes
-from tinygrad.dtype import DType
+from tinygrad import Tensor
 
 from engine.kernels.mailbox import sent
 from engine.kernels.packing import UNIT, Packing, prescale
 
 Floats = NDArray[np.float32]
-_SMALL_BYTES = 1 << 20
-
-
-def zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
-    if n * dtype.itemsize <= _SMALL_BYTES:
-        return sent(np.zeros(n, f"u{dtype.itemsize}"), dtype)
-    return Tensor.zeros(n, dtype=dtype).contiguous().realize()
 
 
 @dataclass

@@ -15,10 +15,11 @@ from engine.kernels.attention import Heads, Split, attention, combine, split_for
 from engine.kernels.flash import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu import multiprocessors, tensor_cores
 from engine.kernels.launch import Launches
+from engine.kernels.mailbox import zeros
 from engine.kernels.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
 from engine.kernels.packing import QUARTER, UNIT, permuted_size
 from engine.kernels.token import embed, next_token
-from engine.model.fused.buffers import Floats, Scales, zeros
+from engine.model.fused.buffers import Floats, Scales
 from engine.model.fused.drawing import Drawing
 from engine.model.fused.weights import Layer, PackedModel, Product
 
@@ -27,7 +28,8 @@ _SHORT, _MEDIUM = 256, 8192  # tokens that a block takes all of, and that are cu
 
 @dataclass
 class Stream:
-    """The residual stream as a producer leaves it: see `Residual`. `inputs` are by the scaling they are for."""
+    """The residual stream as a producer leaves it: see `Residual`. `inputs` are by the scaling they are for, as
+    `Stack.scalings`."""
 
     h: Tensor
     parts: Tensor
@@ -50,7 +52,6 @@ class Decode:
         self.logits = zeros(config.vocab)
         self._h = zeros(config.dim)
         self._rows = zeros(q_rows + 2 * config.kv_heads * config.head_dim)
-        self._value_rows = zeros(config.kv_heads * config.head_dim)
         self._angles = zeros(config.head_dim)
         self._attended, self._activated = zeros(permuted_size(q_rows)), zeros(permuted_size(config.ffn))
         self._gate_up = zeros(2 * config.ffn)
@@ -79,17 +80,13 @@ class Decode:
         model, step = self._model, Launches()
         stream = self._embed(step)
         for i, layer in enumerate(model.layers):
-            for part in layer.qkv:
-                bias = [] if layer.bias is None else [layer.bias]
-                own = part is layer.qkv[-1] and layer.values_apart
-                epilogue = Store(0 if own else part.row, part.row if bias else None)
-                rows = self._value_rows if own else self._rows
-                self._normed(step, part, stream, epilogue, [rows], bias, "qkv")
+            bias = [] if layer.bias is None else [layer.bias]
+            self._normed(step, layer.qkv, stream, Store(bool(bias)), [self._rows], bias, "qkv")
             self._attention(step, layer, split)
             stream = self._residual(step, layer.o, self._attended, layer.gate_up, layer.norms[1], 1, "o")
             self._gate_and_up(step, layer, stream)
             last = i + 1 == len(model.layers)
-            following = [model.head] if last else model.layers[i + 1].qkv
+            following = model.head if last else model.layers[i + 1].qkv
             norm = model.output_norm if last else model.layers[i + 1].norms[0]
             stream = self._residual(step, layer.down, self._activated, following, norm, 0, "down")
         blocks = model.head.n_blocks
@@ -106,7 +103,7 @@ class Decode:
         first = model.layers[0]
         stream = self._stream(max(first.down.n_blocks, UNIT // QUARTER), first.qkv, 0)
         kernel = embed(
-            model.embedding.packing,
+            model.embedding.only.packing,
             config.vocab,
             config.dim,
             stream.n_parts,
@@ -120,23 +117,19 @@ class Decode:
         return stream
 
     def _gate_and_up(self, step: Launches, layer: Layer, stream: Stream) -> None:
-        prescale = self._scales.of(layer.down.packing)
-        if len(layer.gate_up) == 1:
-            ins = [prescale]
-            self._normed(step, layer.gate_up[0], stream, GateUp(), [self._activated], ins, "gate_up")
+        prescale = self._scales.of(layer.down.only.packing)
+        if len(layer.gate_up.matrices) == 1:
+            self._normed(step, layer.gate_up, stream, GateUp(), [self._activated], [prescale], "gate_up")
             return
-        for part in layer.gate_up:
-            self._normed(step, part, stream, Store(part.row), [self._gate_up], [], "gate_up")
+        self._normed(step, layer.gate_up, stream, Store(), [self._gate_up], [], "gate_up")
         step.add(activate(self._model.config.ffn), self._activated, self._gate_up, prescale)
 
     def _attention(self, step: Launches, layer: Layer, split: Split | FlashSplit) -> None:
         norms = [] if layer.head_norms is None else [layer.head_norms]
-        prescale = self._scales.of(layer.o.packing)
-        apart = layer.values_apart
-        new = [self._rows, self._value_rows] if apart else [self._rows]
-        ins = [layer.keys, layer.values, *new, self._angles, self.state, *norms]
+        prescale = self._scales.of(layer.o.only.packing)
+        ins = [layer.keys, layer.values, self._rows, self._angles, self.state, *norms]
         flash = isinstance(split, FlashSplit)
-        kernel = flash_attention(self._heads, split, apart) if flash else attention(self._heads, split, apart)
+        kernel = flash_attention(self._heads, split) if flash else attention(self._heads, split)
         if split.splits == 1:
             step.add(kernel, self._attended, *ins, prescale)
             return
@@ -146,7 +139,7 @@ class Decode:
     def _normed(
         self,
         step: Launches,
-        part: Product,
+        product: Product,
         stream: Stream,
         epilogue: Epilogue,
         outs: list[Tensor],
@@ -154,38 +147,30 @@ class Decode:
         name: str,
     ) -> None:
         """A product with the normed stream."""
-        kernel = matvec(
-            part.packing,
-            part.rows,
-            part.cols,
-            part.schedule,
-            epilogue,
-            name,
-            stream.n_parts,
-            self._model.config.norm_eps,
-        )
-        step.add(kernel, *outs, stream.inputs[part.packing.scaling], stream.parts, *ins, *part.planes)
+        eps = self._model.config.norm_eps
+        kernel = matvec(product.stack, product.schedule, epilogue, name, stream.n_parts, eps)
+        step.add(kernel, *outs, *stream.inputs.values(), stream.parts, *ins, *product.planes)
 
     def _residual(
         self,
         step: Launches,
-        part: Product,
+        product: Product,
         x: Tensor,
-        following: list[Product],
+        following: Product,
         norm: Floats,
         which: int,
         name: str,
     ) -> Stream:
-        """A product that the residual stream takes up, before `norm` and the products `following`."""
-        stream = self._stream(part.n_blocks, following, which)
-        kernel = matvec(part.packing, part.rows, part.cols, part.schedule, Residual(len(stream.inputs)), name)
+        """A product that the residual stream takes up, before `norm` and the product `following`."""
+        stream = self._stream(product.n_blocks, following, which)
+        kernel = matvec(product.stack, product.schedule, Residual(len(stream.inputs)), name)
         norms = [self._scales.norm(norm, scaling) for scaling in stream.inputs]
-        step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), x, *norms, *part.planes)
+        step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), x, *norms, *product.planes)
         return stream
 
-    def _stream(self, n_parts: int, following: list[Product], which: int) -> Stream:
+    def _stream(self, n_parts: int, following: Product, which: int) -> Stream:
         """Producers take turns with two arrays of parts, since a kernel may read one while it fills the other."""
-        scalings = sorted({part.packing.scaling for part in following})
+        scalings = following.stack.scalings
         for s in scalings:
             if s not in self._inputs:
                 self._inputs[s] = zeros(permuted_size(self._model.config.dim))

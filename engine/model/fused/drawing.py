@@ -10,9 +10,8 @@ from tinygrad import Tensor, dtypes
 
 from engine.events import Sampling
 from engine.kernels.launch import Launches
-from engine.kernels.mailbox import send
+from engine.kernels.mailbox import send, zeros
 from engine.kernels.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
-from engine.model.fused.buffers import zeros
 
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 

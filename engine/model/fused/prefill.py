@@ -8,10 +8,19 @@ from tinygrad.dtype import DType
 from engine.kernels.attention import Heads
 from engine.kernels.gpu import multiprocessors
 from engine.kernels.launch import Launches
+from engine.kernels.mailbox import zeros
 from engine.kernels.matmul import fragments_size, matmul, tiles_for
-from engine.kernels.prompt import activate_prompt, attend_prompt, embed_prompt, norm_prompt, rotate_prompt
-from engine.model.fused.buffers import Floats, Scales, zeros
-from engine.model.fused.weights import PackedModel, Product
+from engine.kernels.prompt import (
+    activate_prompt,
+    attend_prompt,
+    cut_for,
+    embed_prompt,
+    norm_prompt,
+    rotate_prompt,
+    tile_prompt,
+)
+from engine.model.fused.buffers import Floats, Scales
+from engine.model.fused.weights import Matrix, PackedModel
 
 
 class Prefill:
@@ -33,10 +42,10 @@ class Prefill:
         queries = self._buffer("queries", tokens * q_rows, dtypes.float16)
         attended = self._buffer("attended", fragments_size(tokens, q_rows), dtypes.float16)
         activated = self._buffer("activated", fragments_size(tokens, config.ffn), dtypes.float16)
-        embed = embed_prompt(model.embedding.packing, tokens, config.vocab, dim)
+        embed = embed_prompt(model.embedding.only.packing, tokens, config.vocab, dim)
         step.add(embed, h, self.ids, *model.embedding.planes)
 
-        def product(part: Product, x: Tensor, name: str) -> tuple[Tensor, int]:
+        def product(part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
             """Sums of a product, and how many they are."""
             tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), False)
             out = self._buffer(name, tiles.parts * tokens * part.rows)
@@ -44,6 +53,7 @@ class Prefill:
             step.add(kernel, out, x, self.prompt, *part.planes)
             return out, tiles.parts
 
+        past = [self._buffer(name, heads.cache_size, dtypes.float16) for name in ("keys", "values")]
         added: list[tuple[Tensor, int]] = []  # what the stream has yet to take up
 
         def norm(weight: Floats) -> None:
@@ -54,26 +64,29 @@ class Prefill:
 
         for layer in model.layers:
             norm(layer.norms[0])
-            runs = [product(part, x, f"qkv{i}") for i, part in enumerate(layer.qkv)]
+            runs = [product(part, x, f"qkv{i}") for i, part in enumerate(layer.qkv.matrices)]
             extra = [t for t in (layer.bias, layer.head_norms) if t is not None]
-            sizes, counts = tuple(p.rows for p in layer.qkv), tuple(n for _, n in runs)
+            sizes, counts = tuple(p.rows for p in layer.qkv.matrices), tuple(n for _, n in runs)
             rotate = rotate_prompt(heads, tokens, counts, sizes, layer.bias is not None)
             sums = [t for t, _ in runs]
             step.add(rotate, queries, layer.keys, layer.values, *sums, *self._tables, self.prompt, *extra)
             if layer is model.layers[-1]:
                 break
-            step.add(attend_prompt(heads, tokens), attended, queries, layer.keys, layer.values, self.prompt)
-            added.append(product(layer.o, attended, "o"))
+            attend = attend_prompt(heads, tokens, cut_for(heads, tokens))
+            step.add(tile_prompt(heads, multiprocessors()), *past, layer.keys, layer.values, self.prompt)
+            step.add(attend, attended, queries, *past, self.prompt)
+            added.append(product(layer.o.only, attended, "o"))
             norm(layer.norms[1])
-            if len(layer.gate_up) == 1:
-                part = layer.gate_up[0]
+            if len(layer.gate_up.matrices) == 1:
+                part = layer.gate_up.only
                 tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), True)
                 kernel = matmul(part.packing, tokens, part.rows, part.cols, tiles, True, "gate_up")
                 step.add(kernel, activated, x, self.prompt, *part.planes)
             else:
-                (gate, a), (up, b) = (product(p, x, f"gate_up{i}") for i, p in enumerate(layer.gate_up))
+                runs = [product(p, x, f"gate_up{i}") for i, p in enumerate(layer.gate_up.matrices)]
+                (gate, a), (up, b) = runs
                 step.add(activate_prompt(tokens, config.ffn, (a, b)), activated, gate, up)
-            added.append(product(layer.down, activated, "down"))
+            added.append(product(layer.down.only, activated, "down"))
         return step
 
     def _buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:

@@ -18,7 +18,7 @@ from tinygrad import Device
 from engine.events import Search
 from engine.kernels.kept import store
 from engine.kernels.launch import Launches, compile_all
-from engine.kernels.matvec import Schedule
+from engine.kernels.matvec import Schedule, Stack
 from engine.kernels.schedules import candidates, note_searched, searched
 from engine.kernels.trial import RefusedError, refused, trial
 from engine.model.fused.weights import Product
@@ -47,12 +47,12 @@ def search(bench: Bench, width: int, seconds: float, report: Report, again: bool
     """Sets the schedules of all products. `report(done, total, cached, search)` is called as it goes: how many
     shapes are done, of how many, how many were known, and the one at hand. Nothing is searched that was searched
     before as widely, unless `again`."""
-    shapes: dict[tuple[object, int, int], list[Product]] = {}
+    shapes: dict[Stack, list[Product]] = {}
     for product in bench.products:
-        shapes.setdefault((product.packing, product.rows, product.cols), []).append(product)
+        shapes.setdefault(product.stack, []).append(product)
     todo = []
-    for alike in shapes.values():
-        known = searched(alike[0].packing, alike[0].rows, alike[0].cols)
+    for stack, alike in shapes.items():
+        known = searched(stack)
         if again or known is None or known[1] < width:
             todo.append(alike)
     cached = len(shapes) - len(todo)
@@ -63,14 +63,14 @@ def search(bench: Bench, width: int, seconds: float, report: Report, again: bool
         return
     deadline = time.monotonic() + seconds
     wanted = bench.answer(bench.step().captured())
-    todo.sort(key=lambda alike: -alike[0].n_bytes * len(alike))
+    todo.sort(key=lambda alike: -alike[0].stack.n_bytes * len(alike))
     for i, alike in enumerate(todo):
         one = _OneShape(bench, alike, wanted)
         share = (deadline - time.monotonic()) / (len(todo) - i)
         for progress in one.run(_CANDIDATES_A_WIDTH * width, time.monotonic() + share):
             left = max(0.0, deadline - time.monotonic())
             report(cached + i, len(shapes), cached, progress(left))
-        note_searched(alike[0].packing, alike[0].rows, alike[0].cols, alike[0].schedule, width)
+        note_searched(alike[0].stack, alike[0].schedule, width)
         report(cached + i + 1, len(shapes), cached, one.told(max(0.0, deadline - time.monotonic())))
 
 
@@ -86,8 +86,9 @@ class _OneShape:
 
     def run(self, most: int, deadline: float) -> Iterator[Callable[[float], Search]]:
         """Sets the best schedule among `most`, the one that is set included, as far as time allows."""
-        p, current = self._first, self._first.schedule
-        todo = [s for s in candidates(p.rows, p.cols, current) if not refused(store(), self._key(s))][:most]
+        stack, current = self._first.stack, self._first.schedule
+        untried = candidates(stack.rows, stack.cols, current)
+        todo = [s for s in untried if not refused(store(), self._key(s))][:most]
         self._total = len(todo)
         timed: list[tuple[float, Schedule]] = []
         batch = max(4, int(os.environ.get("PARALLEL", "0")))
@@ -147,8 +148,7 @@ class _OneShape:
                 product.schedule = before
 
     def _key(self, schedule: Schedule) -> tuple[object, ...]:
-        p = self._first
-        return p.packing.name, p.rows, p.cols, schedule
+        return self._first.stack.name, schedule
 
     def told(self, left: float) -> Search:
         return _told(
@@ -181,7 +181,7 @@ def _told(
     s = product.schedule
     held = f", {s.blocks} blocks held" if s.blocks else ""
     return Search(
-        what=f"{product.name} {product.packing.name} {product.rows}x{product.cols}",
+        what=f"{product.name} {product.stack.name}",
         choice=f"{s.threads} threads x {s.groups} rows, {s.rows} each{held}",
         tried=tried,
         total=total,

@@ -20,12 +20,12 @@ from engine.fixes import launch_bounds
 from engine.kernels.attention import SLACK, Heads
 from engine.kernels.gpu import capability
 from engine.kernels.launch import Launches, compile_all
-from engine.kernels.mailbox import Mailbox, send, sent
+from engine.kernels.mailbox import Mailbox, send, sent, zeros
 from engine.kernels.repack import repacking
 from engine.kernels.sample import Shortlist
 from engine.measure.profile import Replay, Use
 from engine.model.fused import search
-from engine.model.fused.buffers import Scales, zeros
+from engine.model.fused.buffers import Scales
 from engine.model.fused.decode import Decode
 from engine.model.fused.drawing import Drawing
 from engine.model.fused.prefill import Prefill
@@ -42,6 +42,8 @@ _TURN_S = 0.03
 
 class FusedSteps:
     """The protocol `DrawingSteps`."""
+
+    compiled = True
 
     def __init__(self, weights: Weights, context_length: int) -> None:
         launch_bounds.apply()
@@ -70,7 +72,7 @@ class FusedSteps:
 
     def _compile(self) -> None:
         """Compiles all that is ever going to run at once, before anything runs: compilers share it."""
-        packing = {product.layout: None for product in self._model.products}
+        packing = {matrix.layout: None for matrix in self._model.matrices}
         ends = ((False, False), (True, False), (True, True))
         decode = [self._decode_step(limit, *end) for limit in self._decode.limits for end in ends]
         prefill = [self._prefill.step(size) for size in self.chunks if self._tensor_cores]
@@ -231,9 +233,9 @@ class FusedSteps:
         note(Use("attention"), *self._decode.partial)
         note(Use("norm"), *self._scales.norms.values())
         for layer in model.layers:
-            note(Use("QKV projection"), layer.bias, *(plane for part in layer.qkv for plane in part.planes))
+            note(Use("QKV projection"), layer.bias, *layer.qkv.planes)
             note(Use("attention", "context", self._heads.length), layer.keys, layer.values)
             note(Use("attention output"), *layer.o.planes)
-            note(Use("FFN gate+up"), *(plane for part in layer.gate_up for plane in part.planes))
+            note(Use("FFN gate+up"), *layer.gate_up.planes)
             note(Use("FFN down"), *layer.down.planes)
         return uses

@@ -1,4 +1,4 @@
-"""A model's matrices as kernels read them: packed on the device, those of one input and type made one product."""
+"""A model's matrices as kernels read them: packed on the device, those of one input made one product."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from tinygrad import Device, Tensor
 
 from engine.kernels.mailbox import sent
+from engine.kernels.matvec import Stack
 from engine.kernels.packing import Packing
 from engine.kernels.repack import Layout, Rows, forget_plans, repack
 from engine.kernels.schedules import schedule_here
@@ -19,18 +20,14 @@ from engine.model.weights import Weights
 
 
 @dataclass
-class Product:
-    """A packed matrix of `tensors` and the schedule of its products. `row` is its first in the projection it is
-    part of; `name` that of its first tensor."""
+class Matrix:
+    """A packed matrix of `tensors`."""
 
     tensors: Sequence[tuple[str, int]]
     layout: Layout
-    row: int = 0
 
     def __post_init__(self) -> None:
-        self.name = self.tensors[0][0].split(".")[-2]
         self.planes = self.layout.empty()
-        self.schedule = schedule_here(self.packing, self.rows, self.cols)
 
     @property
     def packing(self) -> Packing:
@@ -44,22 +41,39 @@ class Product:
     def cols(self) -> int:
         return self.layout.cols
 
+
+@dataclass
+class Product:
+    """Matrices of one input, and the schedule of decode's product with all of them. `name` is that of the first
+    tensor."""
+
+    matrices: Sequence[Matrix]
+
+    def __post_init__(self) -> None:
+        first = self.matrices[0]
+        self.name = first.tensors[0][0].split(".")[-2]
+        self.stack = Stack(tuple((m.packing, m.rows) for m in self.matrices), first.cols)
+        self.planes = [plane for matrix in self.matrices for plane in matrix.planes]
+        self.schedule = schedule_here(self.stack)
+
     @property
-    def n_bytes(self) -> int:
-        return self.packing.n_bytes(self.rows, self.cols)
+    def only(self) -> Matrix:
+        """The matrix of a product of one."""
+        (matrix,) = self.matrices
+        return matrix
 
     @property
     def n_blocks(self) -> int:
-        return -(-self.rows // self.schedule.block_rows)
+        return self.stack.n_blocks(self.schedule)
 
 
 @dataclass
 class Layer:
-    qkv: list[Product]
+    qkv: Product
     bias: Tensor | None
     head_norms: Tensor | None
     o: Product
-    gate_up: list[Product]  # one where both have a type, rows in turn
+    gate_up: Product  # one matrix where both have a type, rows in turn
     down: Product
     norms: tuple[Floats, Floats]  # attention's, feed-forward's
     keys: Tensor = field(init=False)
@@ -67,12 +81,7 @@ class Layer:
 
     @property
     def products(self) -> list[Product]:
-        return [*self.qkv, self.o, *self.gate_up, self.down]
-
-    @property
-    def values_apart(self) -> bool:
-        """Whether values come from a product of their own, which then runs beside that of queries and keys."""
-        return len(self.qkv) > 1 and self.qkv[-1].name == "attn_v"
+        return [self.qkv, self.o, self.gate_up, self.down]
 
 
 @dataclass
@@ -89,14 +98,18 @@ class PackedModel:
         heads = [self.head] if self.head is self.embedding else [self.embedding, self.head]
         return [product for layer in self.layers for product in layer.products] + heads
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [matrix for product in self.products for matrix in product.matrices]
+
     def fill(self, weights: Weights) -> None:
         """Packs the matrices' bytes. Raises ModelFileError."""
-        for product in self.products:
-            cols = product.cols
-            sources = [weights.stored_bytes(name, rows, cols)[0] for name, rows in product.tensors]
-            repack(product.layout, sources, product.planes)
+        for matrix in self.matrices:
+            cols = matrix.cols
+            sources = [weights.stored_bytes(name, rows, cols)[0] for name, rows in matrix.tensors]
+            repack(matrix.layout, sources, matrix.planes)
             Device[Device.DEFAULT].synchronize()  # so that the host's copies are freed
-            for name, _ in product.tensors:
+            for name, _ in matrix.tensors:
                 weights.file.tensors[name].release()
         forget_plans()
 
@@ -121,36 +134,27 @@ def _layer(weights: Weights, name: Callable[[str], str], i: int) -> Layer:
     gate_up = [(name("ffn_gate"), ffn), (name("ffn_up"), ffn)]
     same = weights.type_of(gate_up[0][0]) == weights.type_of(gate_up[1][0])
     return Layer(
-        qkv=_projection(weights, qkv, dim),
+        qkv=_product(weights, qkv, dim),
         bias=_joined(weights, biases, 0.0),
         head_norms=_joined(weights, head_norms, 1.0),
         o=_product(weights, [(name("attn_output"), dim)], q_rows),
-        gate_up=[_product(weights, gate_up, dim, in_turn=True)]
-        if same
-        else _projection(weights, gate_up, dim),
+        gate_up=_product(weights, gate_up, dim, in_turn=same),
         down=_product(weights, [(name("ffn_down"), dim)], ffn),
         norms=(weights.floats(name("attn_norm"), dim), weights.floats(name("ffn_norm"), dim)),
     )
 
 
-def _product(
-    weights: Weights, names: Sequence[tuple[str, int]], cols: int, row: int = 0, in_turn: bool = False
-) -> Product:
-    """One matrix of the (name, rows) of several, one after the other or their rows in turn."""
-    kinds = []
-    for name, rows in names:
-        ggml_type, interleaved = weights.kind(name, rows, cols)
-        kinds.append(Rows(rows, weights.config.head_dim if interleaved else 0))
-    return Product(names, Layout(Packing(ggml_type), tuple(kinds), cols, in_turn), row)
-
-
-def _projection(weights: Weights, names: Sequence[tuple[str, int]], cols: int) -> list[Product]:
-    """Matrices of one input as few products: neighbours of a type become one."""
-    products, row = [], 0
+def _product(weights: Weights, names: Sequence[tuple[str, int]], cols: int, in_turn: bool = False) -> Product:
+    """Of the matrices (name, rows), one after the other or, those of a type, their rows in turn: neighbours of a
+    type become one."""
+    matrices = []
     for _, run in groupby(names, key=lambda item: weights.type_of(item[0])):
-        products.append(_product(weights, list(run), cols, row))
-        row += products[-1].rows
-    return products
+        tensors, kinds = list(run), []
+        for name, rows in tensors:
+            ggml_type, interleaved = weights.kind(name, rows, cols)
+            kinds.append(Rows(rows, weights.config.head_dim if interleaved else 0))
+        matrices.append(Matrix(tensors, Layout(Packing(ggml_type), tuple(kinds), cols, in_turn)))
+    return Product(matrices)
 
 
 def _joined(weights: Weights, names: Sequence[tuple[str, int]], missing: float) -> Tensor | None:
