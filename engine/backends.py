@@ -1,4 +1,5 @@
-"""Chooses tinygrad's device and prepares what it needs, in the environment that tinygrad reads at import."""
+"""Chooses tinygrad's device and prepares what it needs: the environment that tinygrad reads at import, and changes to
+tinygrad itself."""
 
 from __future__ import annotations
 
@@ -39,35 +40,65 @@ def prepare(options: EngineOptions) -> str:
         backend = os.environ.get("DEV") or ("CPU" if _cuda_flaw() else "CUDA")
     elif backend == "CUDA" and (flaw := _cuda_flaw()):
         raise BackendError(f"The CUDA backend cannot be used: {flaw}.", "Mend that, or choose --backend CPU.")
-    device = (
-        backend.partition(";")[0].rpartition("+")[2].partition(":")[0]
-    )  # of [interface+]device[:renderer…]
-    if device.upper() == "NV" and (why := why_not_nv(gpus())):
+    device = _device(backend)
+    if device == "NV" and (why := why_not_nv(gpus())):
         raise BackendError(f"{why[0].upper()}{why[1:]}.", "Choose --backend CUDA.")
     if clang := _clang():
         os.environ["CC"] = clang
-    elif device.upper() == "CPU":
+    elif device == "CPU":
         raise BackendError(
             "The CPU backend needs the compiler clang, and there is none.",
             "Install it from your system's packages, or run: pip install ziglang",
         )
     os.environ["DEV"] = backend
-    os.environ.setdefault("PARALLEL", str(0 if device.upper() == "CPU" else _compilers()))
+    os.environ.setdefault("PATH", os.defpath)  # tinygrad takes for granted that there is one
+    is_searched = device == "CPU" and options.kernels == "graph"  # compilers would spoil what it times
+    os.environ.setdefault("PARALLEL", str(0 if is_searched else _compilers()))
     os.environ.setdefault("CACHELEVEL", "0")  # engine.kernels.kept keeps what tinygrad would keep
-    if options.kernels == "graph" or device.upper() not in BACKENDS:
+    if options.kernels == "graph" or device not in BACKENDS:
         os.environ.update(_search(options))
     return backend
 
 
+def install(dev: str) -> None:
+    """Makes the changes to tinygrad that all engines on a device need, whatever their kernels. `dev` is as tinygrad's
+    variable DEV ("NV", "TEGRA+NV:CUDA"). To be called after `prepare` and before the first kernel. Raises BackendError
+    where another tinygrad is installed."""
+    from engine.fixes import compiler_processes
+
+    compiler_processes.apply()
+    device = _device(dev)
+    if device in ("CUDA", "NV"):
+        from engine.fixes import cuda_headers
+
+        cuda_headers.apply()
+    if device == "CUDA":
+        from engine.fixes import early_launch
+
+        early_launch.apply()
+    if device == "NV":
+        from engine.fixes import nv_windows
+
+        nv_windows.apply()
+        from engine.tegra import device as tegra
+
+        tegra.install()
+
+
+def _device(dev: str) -> str:
+    """The device in [interface+]device[:renderer…], in capitals."""
+    return dev.partition(";")[0].rpartition("+")[2].partition(":")[0].upper()
+
+
 def _compilers() -> int:
-    """How many processes compile for a GPU. (On a CPU they would spoil what a search times.)"""
+    """How many processes compile, while this one waits for them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores - 1, _MOST_COMPILERS) if cores > 2 else 0
+    return min(cores, _MOST_COMPILERS) if cores > 1 else 0
 
 
 def _search(options: EngineOptions) -> dict[str, str]:
     """tinygrad's variables for how it looks for kernels of tensor graphs; those that `options` leave open are not
-    in it. Quantized kernels are none of its business: see `engine.model.tuning`."""
+    in it. Quantized kernels are none of its business: see `engine.model.fused.search`."""
     chosen: dict[str, int | None] = {"BEAM": options.beam, "JITBEAM": options.jitbeam}
     if options.matvec is not None:
         chosen["MV_BLOCKSIZE"] = options.matvec.block_size
@@ -144,13 +175,13 @@ def _zig_clang() -> str | None:
     try:
         if not script.is_file() or script.read_text() != text:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-                file.write(text)
-            Path(file.name).chmod(0o755)
-            Path(file.name).replace(script)
+            with tempfile.TemporaryDirectory(dir=folder) as new:
+                (written := Path(new, script.name)).write_text(text)
+                written.chmod(0o755)
+                written.replace(script)
     except OSError as error:
         raise BackendError(
-            f"The compiler's script cannot be written: {error}.",
+            f"The compiler's script cannot be written to {folder}: {error.strerror}.",
             "Set XDG_CACHE_HOME to a folder that can be written.",
         ) from error
     return str(script)

@@ -200,7 +200,9 @@ class LocalEngine:
                     self._process = await self._spawn()
             except OSError as error:
                 stream.put(
-                    Failed(kind="backend", message=f"The engine process could not be started: {error}.")
+                    Failed(
+                        kind="backend", message=f"The engine process could not be started: {error.strerror}."
+                    )
                 )
                 return
             except UnicodeEncodeError:

@@ -161,10 +161,10 @@ class EngineProcess(asyncio.Protocol):
         if self._misspoke:
             message = "The engine process sent something that is not an event."
         elif code < 0:
-            message = f"The engine process died (signal {-code}, {_signal_name(-code)})."
+            message = f"The engine process died (signal {-code}, {signal_name(-code)})."
         else:
             message = f"The engine process ended by itself (exit status {code})."
-        hint = f"The next prompt starts it again. Its log: {self._log_path}"
+        hint = f"The engine's log: {self._log_path}"
         if code == -signal.SIGBUS:  # pages of the mapped file that are no longer there
             hint = f"The model file was cut short or replaced while it was read. {hint}"
         elif code == -signal.SIGKILL and not self._killed:
@@ -172,7 +172,8 @@ class EngineProcess(asyncio.Protocol):
         return Failed(kind="backend", message=message, hint=hint)
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """SIGKILL, of 9."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from queue import SimpleQueue
 from typing import Never, Protocol
 
@@ -69,6 +71,11 @@ class Model(Protocol):
         """Reports `Prefilling`, `Token` and `Thinking` and returns how it ended (the worker fills in
         `load_ms` and sends it). Asks `cancelled` between steps and ends as "cancelled" when it says so. The
         worker adds to each token when it was reported."""
+        ...
+
+    def warm_up(self, interrupted: Callable[[], bool]) -> None:
+        """Does what makes later answers begin sooner, while there is nothing else to do. Asks `interrupted` again
+        and again, and returns where it says so."""
         ...
 
     def measure(self, request: Measure) -> Measured: ...
@@ -133,20 +140,34 @@ class _Server:
                 self._answer(model, command)
             elif not (model := self._load(command.options, load)):
                 break
+            if not self._warm_up(model):
+                break
         self._outbox.close()
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
+        gc.disable()  # what a load makes stays: to look through it again and again takes a tenth of the time
         try:
             model = load(options, self._outbox.put)
         except Exception as error:
+            self._outbox.put(_failed(error))  # first: the log may be on a full disk
             traceback.print_exception(error)
-            self._outbox.put(_failed(error))
             return None
+        gc.freeze()  # nor is it looked through in the middle of an answer
+        gc.enable()
         self._load_ms = (time.perf_counter() - started) * 1e3
         self._inbox.interruptible = True
         self._outbox.put(replace(model.ready, load_ms=self._load_ms))
         return model
+
+    def _warm_up(self, model: Model) -> bool:
+        try:
+            model.warm_up(self._inbox.anything_waits)
+        except Exception as error:
+            self._outbox.put(_failed(error))  # first: the log may be on a full disk
+            traceback.print_exception(error)
+            return False
+        return True
 
     def _answer(self, model: Model, request: Request) -> None:
         end: Event
@@ -340,9 +361,10 @@ def _read_all(file: int) -> bytes:
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
-    from engine.backends import prepare
-    from engine.fixes import install
+    from engine.backends import install, prepare
 
+    # What takes long to import, and needs no device, while the device's driver starts.
+    threading.Thread(target=import_module, args=("engine.formats.prompt",), daemon=True).start()
     install(prepare(options))  # sets the environment that tinygrad reads when it is imported
     from engine.kernels import trial
     from engine.model.generate import TextModel

@@ -88,7 +88,7 @@ def parse(text: str, own: Mapping[str, str] = {}) -> Source:
     Raises UsageError, with the nearest names, for a name that nobody knows.
     """
     text = text.strip()
-    if (path := _path(text)) is not None and path.exists():
+    if (path := _path(text)) is not None and _may_exist(path):
         return path.absolute()
     if (source := _explicit(text)) is not None:
         return source
@@ -116,10 +116,18 @@ def _path(text: str) -> Path | None:
     """`text` as a path, None where it cannot be one."""
     try:
         path = Path(text).expanduser()
-        path.exists()  # too long, or a null byte: no file system has it
+        _may_exist(path)  # too long, or a null byte: no file system has it
     except (OSError, ValueError, RuntimeError):
         return None
     return path if text else None
+
+
+def _may_exist(path: Path) -> bool:
+    """Whether there is such a file, or a folder that does not say so."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
 
 
 def _explicit(text: str) -> HubModel | WebFile | None:

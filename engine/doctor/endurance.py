@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine.backends import prepare
+from engine.backends import install, prepare
 from engine.doctor.trial import main
 from engine.doctor.trials import Trial
 from engine.events import EngineOptions
-from engine.fixes import install
 
 _KERNELS, _IN_GRAPH = 10_000, 100
 _BUFFER_BYTES, _MOST_BYTES, _MOST_ON_CPU_BYTES = 512 << 20, 9 << 30, 1 << 30

@@ -9,11 +9,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from engine.backends import prepare
+from engine.backends import install, prepare
 from engine.doctor.trials import Trial
 from engine.errors import OrinError
 from engine.events import EngineOptions
-from engine.fixes import install
 
 _SIZE, _LAUNCHES, _ROUNDS = 256, 16, 20
 
@@ -60,7 +59,7 @@ def run(backend: str) -> Trial:
     gbps = copy_gbps(Device.DEFAULT)
     text = (
         f"works on {name}{_chip(device)}: first kernel after {first_kernel_s:.1f} s, then one each "
-        f"{best_us:.1f} µs in a graph, copies {gbps:.0f} GB/s"
+        f"{best_us:.1f} µs in a graph, {'reads' if backend == 'CPU' else 'copies'} {gbps:.0f} GB/s"
     )
     return Trial(
         backend=backend,

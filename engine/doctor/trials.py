@@ -43,7 +43,15 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 def attempt(backend: str, *, timeout_s: float = TIMEOUT_S, command: Sequence[str] = _TRIAL) -> Trial:
     """Tries CPU, CUDA or NV."""
-    process = _start([*command, backend])
+    try:
+        process = _start([*command, backend])
+    except OSError as error:
+        return Trial(
+            backend=backend,
+            ok=False,
+            text=f"no process can be started: {error.strerror}",
+            advice="Free some memory, or install orin-chat again.",
+        )
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

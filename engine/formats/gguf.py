@@ -262,7 +262,8 @@ class _Reader:
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise ModelFileError(
-                f"There is no model file {shown(str(path))}.", "Check the path for a typing error."
+                f"There is no model file {shown(str(path))}.",
+                "Was it moved or deleted? Put it back, or choose another model.",
             ) from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
-from engine.errors import UsageError
-from engine.events import Chat, RawText, TokenIds
+from engine.errors import TemplateError, UsageError
+from engine.events import Chat, Message, RawText, TokenIds
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.tokenizer import Tokenizer
@@ -29,7 +30,9 @@ class PromptEncoder:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on what in the file was not as expected."""
+        """Sentences on what in the file was not as expected. That a template does not work shows in a first use."""
+        with suppress(TemplateError):
+            self.template.encode([Message(role="user", content="Hello")])
         return tuple(warning for warning in (self.tokenizer.warning, self.template.warning) if warning)
 
     def encode(self, prompt: Chat | RawText | TokenIds) -> Prompt:

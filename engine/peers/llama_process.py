@@ -18,7 +18,7 @@ from typing import Self
 from engine.errors import BackendError, ModelFileError, OrinError
 from engine.events import EngineOptions
 from engine.peers.http import said
-from engine.process import open_log
+from engine.process import open_log, signal_name
 
 HOW_TO_GET_IT = (
     "Install llama.cpp (https://github.com/ggml-org/llama.cpp), or say where it is: --llama-server PATH, "
@@ -136,7 +136,11 @@ class LlamaProcess:
         code = self.process.returncode
         log = f"Its log: {self.log_path}"
         text = self._printed()
-        how = f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
+        how = (
+            f"signal {-code}, {signal_name(-code)}"
+            if code is not None and code < 0
+            else f"exit status {code}"
+        )
         cause = _cause(text)
         less = "a smaller model or a shorter context needs less"
         if _OUT_OF_MEMORY.search(text):
@@ -148,10 +152,10 @@ class LlamaProcess:
         if _ADDRESS_IN_USE.search(text):
             return BackendError(f"llama-server found its address in use: {cause}.", f"Try again. {log}")
         when = "died" if was_ready else "ended before it was ready"
-        told = (
-            f"it says: {cause}" if cause else "its log may say more" if text.strip() else "it printed nothing"
-        )
-        return BackendError(f"llama-server {when} ({how}); {told}.", log)
+        told = f"; it says: {cause}" if cause else "" if text.strip() else "; it printed nothing"
+        if code == -signal.SIGILL:
+            log = f"It wants instructions that this machine's CPU refuses: build it here, without them. {log}"
+        return BackendError(f"llama-server {when} ({how}){told}.", log)
 
     def _printed(self, limit: int = 1 << 16) -> str:
         """The end of what this process printed."""

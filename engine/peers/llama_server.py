@@ -164,8 +164,8 @@ class LlamaServer(Peer):
         if process:
             await process.close()
 
-    async def _gone(self) -> OrinError | None:
-        if self._process and await self._process.ended_within(0.3):
+    async def _gone(self, within_s: float = 0.0) -> OrinError | None:
+        if self._process and await self._process.ended_within(within_s):
             return self._process.obituary(was_ready=True)
         return None
 

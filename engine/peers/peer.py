@@ -127,8 +127,8 @@ class Peer(ABC):
     async def _disconnect(self) -> None:
         """Lets go of the server. Called after any failure to connect, and at the end."""
 
-    async def _gone(self) -> OrinError | None:
-        """Why the server does not answer again, if that is known."""
+    async def _gone(self, within_s: float = 0.0) -> OrinError | None:
+        """Why the server does not answer again, if that is known, or becomes known within that time."""
         return None
 
     # --- Engine ---
@@ -199,6 +199,9 @@ class Peer(ABC):
                 yield failure
 
     async def _generate(self, stream: _Stream, request: Generate) -> AsyncGenerator[Event, None]:
+        if self._ready and await self._gone():  # since the last answer
+            self._ready = None
+            await self._disconnect()
         if not self._ready:
             async for event in self._start():
                 yield event
@@ -210,7 +213,7 @@ class Peer(ABC):
                 yield event
             yield tally.finished()
         except OrinError as error:
-            reason = await self._gone()
+            reason = await self._gone(within_s=0.3)
             if reason:
                 self._ready = None
                 await self._disconnect()

@@ -2,7 +2,7 @@
 
 Order matters to nvgpu: an address space, a time slice group (TSG) with a subcontext, a channel, which is bound to the
 address space and then to the group, loses its watchdog, and gets its ring; only then can it have a compute object.
-`engine.tegra.channel` keeps that order.
+`engine.tegra.device` keeps that order.
 """
 
 from __future__ import annotations
