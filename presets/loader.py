@@ -34,6 +34,7 @@ from engine.events import EngineOptions, KernelPath, Matvec, Sampling
 
 BUILT_IN = Path(__file__).parent
 KV_TYPES = ("f16",)
+_UNKNOWN = re.compile(r"unknown field `(?P<key>.*?)`(?: - at `\$\.(?P<table>\w+)`)?")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 
 _Width = Annotated[int, Meta(ge=0, le=16)]
@@ -87,7 +88,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True)
 class Entry:
-    """A preset that there is. `preset` is None, and `problem` a sentence, where its file cannot be used."""
+    """A preset that there is. `preset` is None where its file cannot be used, and `problem` says why."""
 
     name: str
     path: Path
@@ -110,8 +111,8 @@ def entries() -> dict[str, Entry]:
         for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem):
             try:
                 found[path.stem] = Entry(path.stem, path, read(path))
-            except UsageError as error:
-                found[path.stem] = Entry(path.stem, path, None, error.message)
+            except (OSError, ValueError) as error:
+                found[path.stem] = Entry(path.stem, path, None, _reason(error))
     return found
 
 
@@ -121,16 +122,16 @@ def find(name: str) -> Preset:
     if (entry := known.get(name)) is None:
         raise UsageError(f"There is no preset {name!r}.", f"Choose one of {', '.join(known)}.")
     if entry.preset is None:
-        raise UsageError(entry.problem, "Mend the file, or choose another preset.")
+        raise UsageError(
+            f"The preset {entry.path} cannot be used: {entry.problem}.",
+            "Mend the file, or choose another preset.",
+        )
     return entry.preset
 
 
 def read(path: Path) -> Preset:
-    """Raises UsageError, naming file and key, for a file that does not hold a preset."""
-    try:
-        return parse(path.read_text("utf-8"))
-    except (OSError, ValueError, UsageError) as error:
-        raise UsageError(f"The preset {path} cannot be used: {str(error).rstrip('.')}.") from error
+    """Raises OSError, or ValueError that names the key, for a file that does not hold a preset."""
+    return parse(path.read_text("utf-8"))
 
 
 def parse(text: str) -> Preset:
@@ -156,5 +157,25 @@ def save(name: str, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"The preset {name} is not saved: {str(error).rstrip('.')}.") from error
+        raise UsageError(f"The preset {name} is not saved: {_reason(error)}.") from error
     return path
+
+
+def delete(name: str) -> None:
+    """Removes the user's own preset `name`; a built-in one that it stood in for is back. Raises UsageError."""
+    try:
+        (own_folder() / f"{name}.toml").unlink()
+    except OSError as error:
+        raise UsageError(f"The preset {name} is not deleted: {_reason(error)}.") from error
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """What is wrong, without a full stop, and of a key that there is none of, which there are."""
+    if isinstance(error, OSError):
+        return f"{error.strerror} ({error.filename})"
+    if unknown := _UNKNOWN.search(str(error)):
+        table = unknown["table"] or ""
+        keys = {"sampling": PresetSampling, "matvec": PresetMatvec}.get(table, Preset).__struct_fields__
+        where = f"[{table}] has" if table else "there are"
+        return f"there is no key {unknown['key']}; {where} {', '.join(keys)}"
+    return str(error).rstrip(".")
