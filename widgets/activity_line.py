@@ -29,7 +29,10 @@ def describe(status: EngineStatus) -> str:
                 left,
             ]
         case Phase.WARMING:
-            parts = ["preparing kernels", f"{done} of {total}" if total else f"{done}", left]
+            doing, what = ("searching", " products") if status.searching else ("preparing kernels", "")
+            counted = f"{done} of {total}{what}" if total else f"{done}{what}"
+            known = f"{status.cached} from the cache" if status.cached else ""
+            parts = [doing, one_line(status.searching), counted, known, left]
         case Phase.PREFILLING:
             parts = ["reading the prompt", f"{done:,} of {total:,} tokens" if total else "", share, left]
         case Phase.GENERATING:
@@ -43,9 +46,12 @@ def describe(status: EngineStatus) -> str:
     return " · ".join(part for part in parts if part)
 
 
+_STARTS = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
+
+
 class ActivityLine(Widget):
-    """A notice while there is one, in as many lines as it takes, else the state of the engine; at the right
-    what a key would do now."""
+    """A notice while there is one, in as many lines as it takes, else the state of the engine; both while that
+    starts, which may take minutes. At the right what a key would do now."""
 
     DEFAULT_CSS = """
     ActivityLine { height: auto; max-height: 4; padding: 0 2; color: $text-muted; }
@@ -60,11 +66,19 @@ class ActivityLine(Widget):
     def watch_is_warning(self, is_warning: bool) -> None:
         self.set_class(is_warning, "-warning")
 
+    def watch_status(self, before: EngineStatus, now: EngineStatus) -> None:
+        if (before.phase in _STARTS) != (now.phase in _STARTS):
+            self.refresh(layout=True)
+
     def render(self) -> Content:
+        if not self.notice:
+            return self._state()
+        mark, style = ("⚠", "$text-warning") if self.is_warning else ("·", "$text")
+        notice = Content.styled(f"{mark} {one_line(self.notice)}", style)
+        return self._state().append("\n").append(notice) if self.status.phase in _STARTS else notice
+
+    def _state(self) -> Content:
         width = self.size.width
-        if self.notice:
-            mark, style = ("⚠", "$text-warning") if self.is_warning else ("·", "$text")
-            return Content.styled(f"{mark} {one_line(self.notice)}", style)
         busy = self.status.phase not in (Phase.READY, Phase.GONE)
         mark = (
             SPINNER[int(self.status.elapsed_s / SPIN_S) % len(SPINNER)]
@@ -77,4 +91,4 @@ class ActivityLine(Widget):
         gap = width - left.cell_length - len(self.hint)
         if gap < 2:
             return left.truncate(width, ellipsis=True)
-        return left.append(" " * gap).append(Content.styled(self.hint, "$foreground 50%"))
+        return left.append(" " * gap).append(Content.styled(self.hint, "$foreground 65%"))

@@ -10,7 +10,7 @@ import re
 
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import Resize
 from textual.message import Message
@@ -19,6 +19,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from widgets.comparison_view import Column, ComparisonView, mode, rows, times, verdict
+from widgets.following import Following
 from widgets.text import clean, one_line
 
 STACKED_WIDTH, STACKED_HEIGHT = 64, 22
@@ -121,7 +122,7 @@ class Comparison(Vertical, can_focus=True):
 
     def scroll_pages(self, pages: int) -> None:
         """Scrolls both texts."""
-        for text in self.query(VerticalScroll):
+        for text in self.query(Following):
             text.scroll_relative(y=pages * max(1, text.size.height - 1), animate=False)
 
     def action_again(self) -> None:
@@ -141,18 +142,17 @@ class ComparedText(Vertical):
     ComparedText > .heading {
         height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis;
     }
-    ComparedText > VerticalScroll { padding: 0 1; scrollbar-size-vertical: 1; }
+    ComparedText > Following { padding: 0 1; scrollbar-size-vertical: 1; }
     ComparedText .problem { color: $text-warning; }
     """
 
     def __init__(self, *, classes: str) -> None:
         super().__init__(classes=classes)
         self._shown: tuple[object, ...] = ()
-        self._end = 0.0  # how far down its end was when it was scrolled there
 
     def compose(self) -> ComposeResult:
         yield Static(markup=False, classes="heading")
-        with VerticalScroll(can_focus=False):
+        with Following():
             yield Static(markup=False, classes="text")
             yield Static(markup=False, classes="problem")
 
@@ -165,20 +165,15 @@ class ComparedText(Vertical):
         if shown == self._shown:
             return
         self._shown = shown
-        if not column.text:
-            self._end = 0.0
-        if self.query_one(VerticalScroll).scroll_y >= self._end:  # else the user has scrolled up
-            self.call_after_refresh(self._to_end)
+        scroll = self.query_one(Following)
+        scroll.has_end = bool(column.text)  # what went wrong instead is read from its beginning
+        if not column.text:  # another answer begins
+            scroll.anchor()
         self.query_one(".heading", Static).update(heading)
         self.query_one(".text", Static).update(_marked(column.text, column.same))
         problem = self.query_one(".problem", Static)
         problem.display = bool(column.problem)
         problem.update(Content(f"⚠ {one_line(column.problem)}"))
-
-    def _to_end(self) -> None:
-        scroll = self.query_one(VerticalScroll)
-        scroll.scroll_end(animate=False, immediate=True)
-        self._end = scroll.max_scroll_y
 
 
 def _marked(text: str, same: int) -> Content:
@@ -220,10 +215,10 @@ def _figure_line(width: int, left: str, label: str, ratio: float | None, right: 
     side = max(0, (width - middle) // 2)
     better = "bold $text-success" if ratio and ratio >= 1.005 else "bold"
     room = side - len(label) - 1
-    if len(left) > room:
-        left = left.partition(" (")[0]
-    if len(right) > side:
-        right = right.partition(" (")[0]
+    if len(left) > room or len(right) > side:  # what one side has no room for, neither says
+        left, right = left.partition(" (")[0], right.partition(" (")[0]
+    if max(len(left), len(right)) > side:
+        left, right = left.partition(" ")[0], right.partition(" ")[0]
     left = left[:side]
     if len(label) >= side - len(left):
         label = ""

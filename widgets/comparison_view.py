@@ -12,7 +12,7 @@ class Column:
     """One engine and its answer so far. `state` is what it does, in words; `problem` what went wrong, in
     sentences, in the place of figures. `text` agrees with the other column's up to the character `same`.
     Rates in tokens a second, `gbps` in 10^9 bytes a second as modelled from the bytes that a token must read,
-    `share` of the measured copy bandwidth. None: not known (yet)."""
+    `share` of the measured bandwidth. None: not known (yet)."""
 
     name: str
     about: str = ""
@@ -99,11 +99,13 @@ def verdict(view: ComparisonView) -> str:
     different = view.difference
     if different is None:
         if not (view.complete or view.left.tokens or view.right.tokens):
-            return "" if view.asked else "The next prompt is answered by both."
+            return "" if view.asked else _before_it(view.right)
         counted = f"{view.same:,} token{'' if view.same == 1 else 's'}"
         if view.complete and (view.left.problem or view.right.problem or not view.same):
             return "The texts cannot be compared."
-        return f"The same {counted}." if view.complete else f"The same so far: {counted}."
+        if view.complete:
+            return f"The same {counted}."
+        return f"The same so far: {counted}." if view.left.tokens and view.right.tokens else ""
     odds = ""
     if None not in different.left_odds:
         odds = f" · to {one_line(view.left.name)} {_odds(different.left_odds)}"
@@ -111,6 +113,13 @@ def verdict(view: ComparisonView) -> str:
         odds += f" · to {one_line(view.right.name)} {_odds(different.right_odds)}"
     candidates = f"{_quoted(different.left)} or {_quoted(different.right)}"
     return f"They differ from token {different.position:,} on: {candidates}{odds}"
+
+
+def _before_it(right: Column) -> str:
+    """What the next prompt will bring."""
+    if right.problem:
+        return f"The next prompt tries {one_line(right.name)} again; without it, orin-chat answers alone."
+    return "The next prompt is answered by both."
 
 
 def _odds(odds: tuple[float | None, float | None]) -> str:
@@ -136,7 +145,7 @@ def _rate(value: float | None) -> str:
 def _bandwidth(column: Column) -> str:
     if not column.gbps:
         return "–"
-    share = f" ({column.share:.0%} of copy)" if column.share else ""
+    share = f" ({column.share:.0%} of roofline)" if column.share else ""
     return f"{column.gbps:,.1f}{share}"
 
 

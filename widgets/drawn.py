@@ -33,7 +33,7 @@ class Drawn(Widget, Generic[View]):
         & > .drawn--dim { color: $text-muted; }
         & > .drawn--value { color: $primary; }
         & > .drawn--hatched { color: $text-secondary; }
-        & > .drawn--line { color: $accent; }
+        & > .drawn--line { color: $text-accent; }
         & > .drawn--warning { color: $text-warning; }
         & > .drawn--selected { background: $primary 25%; text-style: bold; }
     }

@@ -20,10 +20,11 @@ class Phase(Enum):
 @dataclass(frozen=True)
 class EngineStatus:
     """`done` of `total` are bytes while loading, kernels while warming and prompt tokens while prefilling
-    (total 0: not known). `model`, `quantization`, `backend` and `device` are empty until the engine is ready,
-    `parameters` (how many weights the model has) and `context_length` (tokens) are 0 until then.
-    `tokens_per_s` and `first_token_s` are of the reply in progress or the last one (None: not known yet).
-    `context_used` None: not known."""
+    (total 0: not known). `cached` of the kernels were known from an earlier run. In a search these count products,
+    and `searching` is the one for which the fastest way is looked for ("" without a search). `model`,
+    `quantization`, `backend` and `device` are empty until the engine is ready, `parameters` (how many weights the
+    model has) and `context_length` (tokens) are 0 until then. `tokens_per_s` and `first_token_s` are of the reply
+    in progress or the last one (None: not known yet). `context_used` None: not known."""
 
     phase: Phase = Phase.STARTING
     model: str = ""
@@ -33,6 +34,8 @@ class EngineStatus:
     parameters: int = 0
     done: int = 0
     total: int = 0
+    cached: int = 0
+    searching: str = ""
     seconds_left: float | None = None
     elapsed_s: float = 0.0
     tokens: int = 0

@@ -26,6 +26,10 @@ GROUPS: dict[str, tuple[KernelRole, ...]] = {
 GAPS = "launch gaps"
 Sort = Literal["total", "GB/s", "calls", "role", "name"]
 SORTS: tuple[Sort, ...] = ("total", "GB/s", "calls", "role", "name")
+KEYS = ("d decode, prefill  s sort  f filter  p hold  m measure again  ⏎ source", "d s f p m ⏎")
+CACHEABLE_BYTES = 512 << 20
+"""Processors with caches up to this size are sold. What moves more, and faster than a copy, was not faster: the copy
+was measured on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class GroupShare:
     share: float
     gbps: float
     calls: int
+    bytes: int = 0
 
 
 def gbps(kernel: KernelTime) -> float:
@@ -66,7 +71,9 @@ def summary(profile: KernelProfile) -> list[GroupShare]:
         members = [kernel for kernel in profile.kernels if kernel.role in roles]
         us, moved = sum(k.total_us for k in members), sum(k.bytes for k in members)
         shares.append(
-            GroupShare(name, us, us / whole, moved / us / 1e3 if us else 0.0, sum(k.calls for k in members))
+            GroupShare(
+                name, us, us / whole, moved / us / 1e3 if us else 0.0, sum(k.calls for k in members), moved
+            )
         )
     gap = max(0.0, profile.wall_us - kernels_us(profile))
     return [*shares, GroupShare(GAPS, gap, gap / whole, 0.0, 0)]
@@ -151,12 +158,17 @@ class KernelTable(Drawn[Kernels]):
         if profile is None:
             return [[(one_line(view.note) or "measured when the engine is idle", "dim")]]
         head = header(profile, view, width, is_paused=self.is_paused)
-        room = height - len(head)
+        if not rows:
+            return [*head, [(f"none for {self.group}" if self.group else "none", "dim")]]
+        room = max(0, height - len(head))
+        is_part = len(rows) > room >= 3
+        room -= is_part
         first = max(0, min(self.chosen - room // 2, len(rows) - room))
-        shown = [row(profile, kernel, view.copy_gbps, width) for kernel in rows[first : first + max(0, room)]]
+        shown = [row(profile, kernel, view.copy_gbps, width) for kernel in rows[first : first + room]]
         if self.has_focus and 0 <= (i := self.chosen - first) < len(shown):
             shown[i] = [("".join(text for text, _ in shown[i]), "selected")]
-        return head + shown
+        seen: list[Line] = [[(f"{first + 1}–{first + room} of {len(rows)}", "dim")]] if is_part else []
+        return head + shown + seen
 
     # --- keys -------------------------------------------------------------------------------------------
 
@@ -184,26 +196,29 @@ class KernelTable(Drawn[Kernels]):
         self.redraw()
 
     def action_measure(self) -> None:
+        self._held = None
         self.post_message(self.Wanted(self.step))
 
     def on_mount(self) -> None:
         self._watched()
 
     def _watched(self) -> None:
-        what = f" · {self.group}" if self.group else ""
-        self.border_subtitle = f"{self.step} · by {self.sort}{what} · d s f p m ⏎"
+        """What is shown and, where they are heard, the keys: in words where there is room."""
+        shown = " · ".join(filter(None, (self.step, f"by {self.sort}", self.group)))
+        keys = next((k for k in KEYS if len(f"{shown} · {k}") <= self.size.width - 2), KEYS[-1])
+        self.border_subtitle = f"{shown} · {keys}" if self.has_focus else shown
         self.redraw()
 
-    watch_sort = watch_group = watch_step = watch_chosen = _watched
+    watch_sort = watch_group = watch_step = watch_chosen = on_resize = _watched
 
     def watch_has_focus(self, value: bool) -> None:
         super().watch_has_focus(value)
-        self.redraw()
+        self._watched()
 
 
 # --- lines ---------------------------------------------------------------------------------------------
 
-_CALLS, _US, _SHARE, _GBPS, _ROOF = 6, 10, 5, 7, 6
+_CALLS, _US, _SHARE, _GBPS, _ROOF = 6, 10, 5, 7, 7
 _FIXED = _CALLS + _US + _SHARE + _GBPS
 _BAR = 10
 _SHORT: dict[KernelRole, str] = {
@@ -215,27 +230,38 @@ _SHORT: dict[KernelRole, str] = {
 def header(profile: KernelProfile, view: Kernels, width: int, *, is_paused: bool = False) -> list[Line]:
     """Sum, wall time and what lies between them, the summary, and the titles of the rows."""
     calls, total = sum(k.calls for k in profile.kernels), kernels_us(profile)
-    gap = profile.wall_us - total
+    gap, digits = profile.wall_us - total, len(f"{max(profile.wall_us, total):,.0f}")
     gaps = f"gap {gap:,.0f}" if gap >= 0 else f"overlap {-gap:,.0f}"
-    text = f"{calls} kernels · sum {total:,.0f} · wall {profile.wall_us:,.0f} µs"
-    for more in (f" · {profile.tokens} tokens" if profile.tokens > 1 else "", f" · {gaps}"):
-        text += more if len(text + more) <= width else ""
     state = "  paused" if is_paused else f"  {one_line(view.note)}" if view.note else ""
+    room = width - (len(state) if is_paused else 0)
+    wall = f"wall {profile.wall_us:,.0f} µs"  # a figure that was cut would be another figure
+    summed, counted = f"{calls} kernels · sum {total:,.0f} · {wall}", f"{calls} kernels · {wall}"
+    text = next((text for text in (summed, counted) if len(text) <= room), wall)
+    for more in (f" · {profile.tokens} tokens" if profile.tokens > 1 else "", f" · {gaps}"):
+        text += more if len(text + more) <= room else ""
     return [
         [(text[:width], "strong"), (state[: max(0, width - len(text))], "warning")],
-        *(_summary_line(share, view.copy_gbps, width) for share in summary(profile)),
+        *(_summary_line(share, view.copy_gbps, width, digits) for share in summary(profile)),
         [(_titles(width), "strong")],
     ]
 
 
-def _summary_line(share: GroupShare, copy_gbps: float | None, width: int) -> Line:
+def of_roofline(gbps: float, n_bytes: int, copy_gbps: float | None) -> str:
+    """The share of the copy bandwidth; above all of it, where caches give what memory cannot, that they do."""
+    if not copy_gbps:
+        return "–"
+    share = gbps / copy_gbps
+    return "cached" if share >= 1.005 and n_bytes <= CACHEABLE_BYTES else f"{share:.0%}"
+
+
+def _summary_line(share: GroupShare, copy_gbps: float | None, width: int, digits: int) -> Line:
     name = f"{share.name:<19}"
-    figures = f"{share.us:>8,.0f} {share.share:>4.0%}"
+    figures = f"{share.us:>{max(8, digits + 1)},.0f} {share.share:>4.0%}"
     rest = width - len(name) - len(figures) - 1
-    bar_width = min(16, max(0, rest - (16 if rest >= 26 else 0)))
+    bar_width = min(16, max(0, rest - (18 if rest >= 28 else 0)))
     line: Line = [(name, ""), (figures + " ", ""), (bar(share.share, bar_width), "value")]
-    if rest >= 26 and share.gbps:
-        roof = f" {share.gbps / copy_gbps:>4.0%}" if copy_gbps else ""
+    if rest >= 28 and share.gbps:
+        roof = f" {of_roofline(share.gbps, share.bytes, copy_gbps):>6}" if copy_gbps else ""
         line.append((f" {share.gbps:>5,.0f} GB/s{roof}", "dim"))
     return line
 
@@ -245,7 +271,7 @@ def _names(width: int) -> tuple[int, int, bool, bool]:
     with_roof = width >= 60
     with_bar = width >= 78
     rest = width - _FIXED - (_ROOF if with_roof else 0) - (_BAR + 1 if with_bar else 0)
-    role = 17 if rest >= 36 else min(10, rest)
+    role = 17 if rest >= 36 else 10 if rest >= 16 else rest  # one letter of a name would say nothing
     return role, max(0, rest - role), with_bar, with_roof
 
 
@@ -259,15 +285,19 @@ def _titles(width: int) -> str:
 def row(profile: KernelProfile, kernel: KernelTime, copy_gbps: float | None, width: int) -> Line:
     share = kernel.total_us / (max(profile.wall_us, kernels_us(profile)) or 1.0)
     role, name, with_bar, with_roof = _names(width)
-    name_of_role = kernel.role if role > 10 else _SHORT.get(kernel.role, kernel.role)
+    name_of_role = kernel.role if role > 16 else _SHORT.get(kernel.role, kernel.role)
     line: Line = [(name_of_role[: max(0, role - 1)].ljust(role), "dim")]
-    line.append((one_line(kernel.name)[: max(0, name - 1)].ljust(name), ""))
-    figures = f"{kernel.calls:>{_CALLS}}{kernel.total_us:>{_US},.1f}{share:>{_SHARE}.0%}"
+    line.append((_shortened(one_line(kernel.name), name - 1).ljust(name), ""))
+    decimals = 1 if kernel.total_us < 99_999 else 0
+    figures = f"{kernel.calls:>{_CALLS}}{kernel.total_us:>{_US},.{decimals}f}{share:>{_SHARE}.0%}"
     line.append((figures, ""))
     if with_bar:
         line.append((f" {bar(share, _BAR)}", "value"))
     line.append((f"{gbps(kernel):>{_GBPS},.{0 if gbps(kernel) >= 99.95 else 1}f}", ""))
     if with_roof:
-        roof = f"{gbps(kernel) / copy_gbps:.0%}" if copy_gbps else "–"
-        line.append((f"{roof:>{_ROOF}}", "dim"))
+        line.append((f"{of_roofline(gbps(kernel), kernel.bytes, copy_gbps):>{_ROOF}}", "dim"))
     return line
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…" if width > 0 else ""

@@ -46,13 +46,23 @@ def lines(view: Machine, width: int) -> list[Line]:
     absent = [counter for counter in view.counters if counter.absent]
     verdict = textwrap.wrap(f"⚠ {one_line(view.verdict)}", max(8, width)) if view.verdict else []
     said: list[Line] = [[(line, "warning")] for line in verdict]
-    return said + [_line(counter, width) for counter in (*there, *absent)]
+    said += [_line(counter, width) for counter in there]
+    return said + [line for counter in absent for line in _absent(counter, width)]
+
+
+def _absent(counter: Counter, width: int) -> list[Line]:
+    """Why there is no figure, in two lines where one does not do."""
+    reason = f"not available: {one_line(counter.absent)}"
+    first, *more = textwrap.wrap(reason, max(16, width - _NAME), max_lines=2, placeholder="…")
+    return [[(_name(counter), "dim"), (first, "dim")], *([(" " * _NAME + line, "dim")] for line in more)]
+
+
+def _name(counter: Counter) -> str:
+    return f"{one_line(counter.name)[: _NAME - 1]:<{_NAME}}"
 
 
 def _line(counter: Counter, width: int) -> Line:
-    name = f"{one_line(counter.name)[: _NAME - 1]:<{_NAME}}"
-    if counter.absent:
-        return [(name, "dim"), (f"not available: {one_line(counter.absent)}", "dim")]
+    name = _name(counter)
     if counter.value is None:
         return [(name, "dim"), (one_line(counter.text), "")]
     value = _figure(counter.value, counter.unit)

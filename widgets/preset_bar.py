@@ -42,33 +42,36 @@ class PresetBar(Widget):
 
     view: reactive[Presets] = reactive(Presets())
 
-    def __init__(self, backend_key: str, beam_key: str) -> None:
+    def __init__(self, backend_key: str, beam_key: str, list_key: str) -> None:
         super().__init__()
-        self._keys = backend_key, beam_key
+        self._keys, self._list_key = (backend_key, beam_key), list_key
 
     def render(self) -> Content:
         view, width = self.view, self.size.width
         first = Content.assemble(
             (one_line(view.name) or "no preset", "bold $text"),
-            (f"  {one_line(view.evidence)}", "$text-muted"),
+            (f"  {one_line(view.evidence)}", "$foreground 65%"),
         )
         second = _choices(self._keys[0], view.backends).append(Content("   "))
         second = second.append(_choices(f"{self._keys[1]} BEAM", view.beams))
-        problem = next((f"{c.label}: {c.problem}" for c in view.backends if c.problem), "")
-        if problem and second.cell_length + 8 < width:
-            second = second.append(Content.styled(f"   {one_line(problem)}", "$foreground 40%"))
+        problem = next((f"{c.label}: {one_line(c.problem)}" for c in view.backends if c.problem), "")
+        room = width - second.cell_length - 3
+        for said in (problem, f"{self._list_key} says why"):
+            if problem and len(said) <= room:
+                second = second.append(Content.styled(f"   {said}", "$foreground 65%"))
+                break
         return Content("\n").join(line.truncate(width, ellipsis=True) for line in (first, second))
 
 
 def _choices(key: str, choices: tuple[Choice, ...]) -> Content:
     """The one in use between marks, those that cannot be had in grey and struck through."""
-    parts: list[Content] = [Content.styled(key, "$text-muted")]
+    parts: list[Content] = [Content.styled(key, "$foreground 65%")]
     for choice in choices:
         label = one_line(choice.label)
         if choice.is_active:
             parts.append(Content.styled(f"‹{label}›", "bold $text-primary"))
         elif choice.problem:
-            parts.append(Content.styled(label, "$foreground 40% strike"))
+            parts.append(Content.styled(label, "$foreground 65% strike"))
         else:
             parts.append(Content(label))
     return Content(" ").join(parts)

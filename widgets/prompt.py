@@ -8,8 +8,8 @@ from enum import StrEnum
 from textual import _ansi_sequences, events
 from textual.content import Content
 from textual.message import Message
-from textual.widgets import TextArea
 
+from widgets.in_order import Editor
 from widgets.text import clean
 
 NEWLINE_KEYS = frozenset({"shift+enter", "alt+enter", "ctrl+j", "ctrl+enter", "shift+\r"})
@@ -25,7 +25,7 @@ class _LegacyKey(StrEnum):
 _ansi_sequences.ANSI_SEQUENCES_KEYS["\x1b\r"] = (_LegacyKey.ALT_ENTER,)  # type: ignore[index]
 
 
-class Prompt(TextArea):
+class Prompt(Editor):
     """Enter sends, Shift+Enter, Alt+Enter or Ctrl+J starts a new line, Up and Down at the first and last line
     walk through earlier prompts. What was edited on that walk, the draft too, is there again on the way back.
     """
@@ -41,6 +41,7 @@ class Prompt(TextArea):
         border-title-color: $text-muted;
         scrollbar-size-vertical: 1;
         &:focus { border: round $primary 60%; background: $background; background-tint: $background 0%; }
+        & .text-area--placeholder { color: $foreground 65%; }
         &.-editing, &.-editing:focus { border: round $warning; border-title-color: $text-warning; }
     }
     """
@@ -128,6 +129,11 @@ class Prompt(TextArea):
         """The row of the cursor as seen, long lines wrapped."""
         return self.wrapped_document.location_to_offset(self.cursor_location).y
 
+    def on_resize(self) -> None:
+        """Its height follows from the width, by which its lines are wrapped; the cursor stays in sight."""
+        self.call_after_refresh(self.refresh, layout=True)
+        self.call_after_refresh(self.scroll_cursor_visible)
+
     # --- keys -------------------------------------------------------------------------------------------
 
     async def _on_key(self, event: events.Key) -> None:
@@ -140,8 +146,6 @@ class Prompt(TextArea):
             event.stop()
             event.prevent_default()
             self.insert("\n")
-        else:
-            await super()._on_key(event)
 
     async def _on_paste(self, event: events.Paste) -> None:
         # Terminals paste line ends as CR. A pasted line end never sends.

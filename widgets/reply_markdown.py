@@ -30,19 +30,27 @@ class CodeTheme(HighlightTheme):
     }
 
 
-def _clean_inline(state: StateCore) -> None:
-    """Cleans again what entities (`&#x202e;`) expanded to."""
+def _as_meant(state: StateCore) -> None:
+    """Cleans again what entities (`&#x202e;`) expanded to, and ends lines where the model did: it does not wrap
+    its text, so that those are a poem's or an address's."""
     for token in state.tokens:
         for child in token.children or ():
             child.content = clean(child.content)
+            if child.type == "softbreak":
+                child.type = "hardbreak"
 
 
 @lru_cache(maxsize=1)
 def parser() -> MarkdownIt:
     """CommonMark with tables and strikethrough. HTML is shown as the text it is (a model that writes `<div>`
-    means it), images as links to them, and bare addresses are left to the terminal."""
-    markdown = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("image")
-    markdown.core.ruler.push("clean_inline", _clean_inline)
+    means it), images as links to them, and bare addresses are left to the terminal. Definitions of links are shown
+    too: they are mostly footnotes, and come when what refers to them has been drawn."""
+    markdown = (
+        MarkdownIt("commonmark", {"html": False})
+        .enable(["table", "strikethrough"])
+        .disable(["image", "reference"])
+    )
+    markdown.core.ruler.push("as_meant", _as_meant)
     return markdown
 
 
@@ -136,7 +144,9 @@ class ReplyMarkdown(Markdown):
         }
         MarkdownH1 { text-style: bold underline; }
         MarkdownBlockQuote { margin: 0 0 1 0; background: transparent; }
-        MarkdownHorizontalRule { border-bottom: solid $foreground 20%; padding: 0; }
+        MarkdownHorizontalRule {  /* on one line Textual draws the upper border alone */
+            border-bottom: none; border-top: solid $foreground 20%; padding: 0;
+        }
         MarkdownTableContent { keyline: thin $foreground 20%; }
     }
     """

@@ -8,6 +8,7 @@ from widgets.drawn import Drawn, Line
 from widgets.plot import Column, cells, figure, nice_top
 
 _AXIS = 5  # cells of an axis figure with the gap behind it
+LEAST_ROWS = 3  # of a graph, for which other lines go
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ GAP = Sample(0.0)
 @dataclass(frozen=True)
 class Throughput:
     """`samples` oldest first. `current`, `median`, `best` decode speed in tok/s, `prefill` the last prompt's;
-    None: none yet. `copy_gbps` is the device's measured copy bandwidth; `share` that of the roofline that is
-    reached. `memory` is what the memory controller itself tells, in words, or why it does not."""
+    None: none yet. `copy_gbps` is the device's measured bandwidth, of what `measured` says: a copy on a GPU, reading
+    on a CPU. `share` is that of the roofline that is reached; above it where weights stay in caches, which `is_cached`
+    says. `memory` is what the memory controller itself tells, in words, or why it does not."""
 
     samples: tuple[Sample, ...] = ()
     current: float | None = None
@@ -45,7 +47,9 @@ class Throughput:
     prefill: float | None = None
     gbps: float | None = None
     copy_gbps: float | None = None
+    measured: str = "copy"
     share: float | None = None
+    is_cached: bool = False
     memory: str = ""
 
 
@@ -58,13 +62,15 @@ class ThroughputGraph(Drawn[Throughput]):
 
 def lines(view: Throughput, width: int, height: int) -> list[Line]:
     figures = _figures(view, width)
+    if height - len(figures) < LEAST_ROWS:
+        figures = figures[:2]  # the machine panel says of the memory what there is to say
     rows = height - len(figures)
     if rows < 2 or width < 4 * _AXIS or not view.samples:
         return figures[:height]
     if rows < 7 or all(sample.gbps is None for sample in view.samples):
         return figures + _speeds(view, width, rows)
     upper = (rows - 1) // 2
-    middle: Line = [(_gbps_title(view)[:width], "dim")]
+    middle: Line = [(_gbps_title(view, width), "dim")]
     return [*figures, *_speeds(view, width, upper), middle, *_bandwidths(view, width, rows - upper - 1)]
 
 
@@ -73,8 +79,9 @@ def _figures(view: Throughput, width: int) -> list[Line]:
         return "–" if value is None else figure(value)
 
     share = "" if view.share is None else f"  {view.share:.0%} of roofline"
+    share += ", cached" if view.is_cached else ""
     figures: list[Line] = [
-        [(f"{said(view.current)} tok/s", "strong"), (share, "line")],
+        [(f"{said(view.current)} tok/s", "strong"), (share, "")],
         [(f"median {said(view.median)}  best {said(view.best)}  prefill {said(view.prefill)}", "dim")],
     ]
     if view.memory:
@@ -82,10 +89,13 @@ def _figures(view: Throughput, width: int) -> list[Line]:
     return figures
 
 
-def _gbps_title(view: Throughput) -> str:
+def _gbps_title(view: Throughput, width: int) -> str:
     now = "–" if view.gbps is None else figure(view.gbps)
-    most = "" if view.copy_gbps is None else f" · copy {figure(view.copy_gbps)} measured"
-    return f"{now} GB/s modelled{most}"
+    modelled = f"{now} GB/s modelled"
+    if view.copy_gbps is None:
+        return modelled
+    most = f"{modelled} · {view.measured} {figure(view.copy_gbps)}"
+    return f"{most} measured" if len(most) + 9 <= width else most
 
 
 def _speeds(view: Throughput, width: int, height: int) -> list[Line]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from textual.containers import VerticalScroll
 from textual.geometry import Size
 from textual.layout import DockArrangeResult
 from textual.widget import Widget
 
+from widgets.following import Following
 from widgets.turn import Turn
 from widgets.turn_view import TurnView
 
@@ -24,7 +24,7 @@ STEP = 20
 """Turns by which the window moves."""
 
 
-class Transcript(VerticalScroll, can_focus=False):
+class Transcript(Following):
     """Shows turns, follows the last one while it grows, and lets go when the user scrolls up."""
 
     DEFAULT_CSS = """
@@ -36,7 +36,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self.turns: list[Turn] = []
         self._first = 0  # the turns with a widget are turns[_first:_last]
         self._last = 0
-        self._has_end = True  # whether the last turn has, or is about to have, a widget
+        self.has_end = True  # whether the last turn has, or is about to have, a widget
         self._unfolded = False
         self._window = asyncio.Lock()  # who mounts and unmounts
         self._moving = False
@@ -47,7 +47,7 @@ class Transcript(VerticalScroll, can_focus=False):
     async def show(self, turns: Sequence[Turn]) -> None:
         """Replaces everything by `turns` and goes to the end."""
         self.turns = list(turns)
-        self._has_end = True
+        self.has_end = True
         async with self._window:
             await self._mount(len(self.turns) - MOUNTED, len(self.turns))
         self.anchor()  # for the sake of `_anchor_released`; `arrange` decides the rest
@@ -56,7 +56,7 @@ class Transcript(VerticalScroll, can_focus=False):
         """Adds `turn` at the end; it is visible if the end is."""
         self.turns.append(turn)
         async with self._window:
-            if self._has_end:  # else the user reads far above, and it gets a widget when they come back
+            if self.has_end:  # else the user reads far above, and it gets a widget when they come back
                 last = len(self.turns)
                 prune = last - self._first > MOUNTED + STEP and not self._anchor_released
                 await self._mount(last - MOUNTED if prune else self._first, last)
@@ -78,7 +78,7 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def to_end(self) -> None:
         """Scrolls to the end and follows it from there."""
-        if self._has_end:
+        if self.has_end:
             self.anchor()
         else:
             await self.show(self.turns)
@@ -110,7 +110,7 @@ class Transcript(VerticalScroll, can_focus=False):
     async def _mount(self, first: int, last: int) -> None:
         """Makes turns[first:last] the ones with a widget. Call with `_window` held."""
         first = max(0, first)
-        self._first, self._last, self._has_end = first, last, last == len(self.turns)
+        self._first, self._last, self.has_end = first, last, last == len(self.turns)
         wanted = self.turns[first:last]
         kept = [view for view in self._views if view.turn in wanted]
         with self.app.batch_update():
@@ -125,7 +125,7 @@ class Transcript(VerticalScroll, can_focus=False):
         super().watch_scroll_y(old_value, new_value)
         near = self.size.height  # one screen ahead of what is visible
         up = new_value < old_value and new_value < near and self._first > 0
-        down = new_value > old_value and new_value > self.max_scroll_y - near and not self._has_end
+        down = new_value > old_value and new_value > self.max_scroll_y - near and not self.has_end
         if (up or down) and not self._moving:
             self._moving = True
             self.call_later(self._move, -STEP if up else STEP)
@@ -153,15 +153,9 @@ class Transcript(VerticalScroll, can_focus=False):
         visible = (view for view in self._views if view.virtual_region.bottom > top)
         return next(((view, view.virtual_region.y - top) for view in visible), None)
 
-    def release_anchor(self) -> None:
-        if self.max_scroll_y > 0:  # where everything fits, the wheel means nothing
-            super().release_anchor()
-
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
-        """Textual's own, with two wishes of ours before anything is painted: a conversation that fits begins
-        at the top, one that does not follows its end unless the user let go; and `_hold` is held."""
+        """As ever, but before anything is painted `_hold` is held."""
         result = super().arrange(size, optimal)
-        self._anchored = self._has_end and result.total_region.bottom > size.height
         if self._hold is not None:
             held, line = self._hold
             for placement in result.placements:

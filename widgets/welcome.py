@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
@@ -22,6 +24,8 @@ class Welcome(Widget):
     ALLOW_SELECT = False
 
     status: reactive[EngineStatus] = reactive(EngineStatus())
+    remarks: Mapping[str, tuple[str, ...]] = {}
+    """Lines that are said of models, by name."""
 
     def render(self) -> Content:
         status = self.status
@@ -35,6 +39,7 @@ class Welcome(Widget):
         lines = [
             Content.styled(one_line(status.model) or "orin-chat", "bold $text-primary"),
             *(Content.styled(line, "$foreground 60%") for line in (known, where) if line),
+            *(Content.styled(line, "$foreground 80%") for line in self.remarks.get(status.model, ())),
             Content(""),
         ]
         width, height = self.size
