@@ -50,6 +50,14 @@ OTHER_KEYS = (
     ("Ctrl+P", "All commands, and the theme"),
 )
 
+PANE_KEYS = (
+    (
+        "In the kernel table",
+        "d decode or prefill, s sorts, f filters, p holds, m measures again, Enter shows the source; F9 or Tab goes "
+        "there",
+    ),
+)
+
 
 def key_label(key: str) -> str:
     """`ctrl+r` → Ctrl+R, `escape` → Esc."""

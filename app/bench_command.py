@@ -78,7 +78,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add = parser.add_argument_group("what is measured").add_argument
     add("--model", metavar="NAME", action="append", help="a model, as in orin-chat; again for another one")
     add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
-    add("--backend", choices=options.BACKENDS, help="the device")
+    options.add_backend(add, "the device")
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
     add("-p", "--prompt", type=counts, metavar="N,…", default=(32, 128, 256, 512), help="(32,128,256,512)")
     add("-n", "--gen", type=counts, metavar="N,…", default=(128,), help="tokens of generation (128)")

@@ -15,7 +15,7 @@ from textual import on, work
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal
-from textual.events import Event, Key, TextSelected
+from textual.events import Event, Key, Resize, TextSelected
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 
@@ -27,19 +27,22 @@ from app.export import ExportError, to_markdown, write_new_file
 from app.history import History, HistoryError
 from app.screens.chats import ChatsScreen
 from app.screens.help import HelpScreen
+from app.screens.presets import EditScreen
 from app.session import Session
 from app.setup import Setup
 from app.switching import Switching
 from engine.client import Engine
-from engine.events import Counter, Message, Sampling
-from presets import GUIDE, guide_path
+from engine.events import Counter, Sampling
+from presets import GUIDE
 from widgets.comparison import Comparison
 from widgets.reply_markdown import code_blocks
-from widgets.text import clean, one_line
+from widgets.text import clean
 from widgets.turn_view import TurnView
 
-OVER_PROMPT = ("next_backend", "next_beam")
+OVER_PROMPT = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
 """Actions whose keys mean something else in a box of text: there, and in no other screen, they come first."""
+FIRST = (*OVER_PROMPT, "quit")
+"""Actions whose keys come before those of what has the focus. Quitting does on every page."""
 WIDE_WIDTH = 110
 """Wider ones have room for the dashboard beside the chat; on others a key shows it in the chat's place."""
 SAVE_S = 1.0
@@ -60,8 +63,8 @@ class ChatApp(App[None]):
     """A conversation with an engine, saved in a history.
 
     `chat_id` opens a past chat, `initial_prompt` is sent as soon as the engine is ready, `think` asks a model
-    that can think to do so. `clock` gives the seconds for whatever is timed on the screen. The engine is
-    started when the application is, and closed with it.
+    that can think to do so. `theme` is one of Textual's; others are passed over. `clock` gives the seconds for
+    whatever is timed on the screen. The engine is started when the application is, and closed with it.
     """
 
     TITLE = "orin-chat"
@@ -86,7 +89,7 @@ class ChatApp(App[None]):
     """
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
         *(
-            Binding(action.key, action.name, action.title, show=False, priority=action.name in OVER_PROMPT)
+            Binding(action.key, action.name, action.title, show=False, priority=action.name in FIRST)
             for action in ACTIONS
         ),
         Binding("pageup", "scroll(-1)", show=False, priority=True),
@@ -108,6 +111,7 @@ class ChatApp(App[None]):
         chat_id: int | None = None,
         initial_prompt: str = "",
         think: bool = True,
+        theme: str = "",
         setup: Setup | None = None,
         read_counters: Callable[[], tuple[Counter, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -131,11 +135,14 @@ class ChatApp(App[None]):
         self.dashboard = Dashboard(self.session, setup, read_counters)
         self.notice = self.column.notice
         self.switching = Switching(self, self.session, setup, self.notice, self.dashboard.show_presets)
+        self._first_theme = theme
         self._open_first = chat_id
         self._send_first = initial_prompt
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
         self._frame_at = self._frame_cpu = self._save_at = self._key_at = 0.0
         self._draft = ""
+        self._is_prompt_seen = True
+        self._has_dashboard_drawn = False
         self.animation_level = "none"
 
     def compose(self) -> ComposeResult:
@@ -146,12 +153,11 @@ class ChatApp(App[None]):
 
     async def on_mount(self) -> None:
         self.page = self.screen  # another may be on top of it later
+        if self._first_theme in self.available_themes:
+            self.theme = self._first_theme
         self.prompt, self.transcript = self.column.prompt, self.column.transcript
         self.prompt.focus()
-        if self.setup is not None and self.setup.model_path == guide_path():
-            self.notice(
-                f"{GUIDE} answers, a small model that is built in · Ctrl+L for larger ones", seconds=60
-            )
+        self.column.welcome.remarks = {GUIDE: ("a small model that is built in", "Ctrl+L has larger ones")}
         self._read_history()
         self._show_comparison()
         if self._open_first is not None:
@@ -193,19 +199,37 @@ class ChatApp(App[None]):
         if now - self._key_at < TYPING_S and is_next_key_near and since < MAX_TYPING_FRAME_S:
             return
         self._frame_at, self._frame_cpu = now, cpu
+        self._focus_what_is_seen()
         self.switching.tell_of_download()
-        await self.column.draw()
-        self.dashboard.draw()
+        # One of them a frame, or a key would have to wait for both.
+        self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
+        if not self._has_dashboard_drawn:
+            await self.column.draw()
         if now >= self._save_at:
             self._save_at = now + SAVE_S
             if self.session.reply is not None and self.column.problem is None:
                 self.session.save()
             self._save_draft()
 
+    def _focus_what_is_seen(self) -> None:
+        """What is typed is for the prompt when that comes in sight, and never for what went out of it."""
+        focused, was_seen = self.page.focused, self._is_prompt_seen
+        self._is_prompt_seen = bool(self.prompt.size)
+        if focused is None or not focused.size or self._is_prompt_seen > was_seen:
+            seen = (widget for widget in (self.prompt, self.dashboard.table) if widget.size)
+            self.page.set_focus(next(seen, None))
+
     async def on_event(self, event: Event) -> None:
         if isinstance(event, Key):
             self._key_at = time.monotonic()
         await super().on_event(event)
+
+    def on_key(self, event: Key) -> None:
+        """What is typed where it means nothing is for the prompt."""
+        is_elsewhere = self.screen is self.page and self.page.focused is not self.prompt and self.prompt.size
+        if is_elsewhere and event.is_printable and event.key not in self.active_bindings:
+            self.prompt.focus()
+            self.prompt.insert(event.character or "")
 
     def _save_draft(self) -> None:
         draft = "\n".join(text for text in (self.session.queued, self.prompt.text) if text.strip())
@@ -224,8 +248,7 @@ class ChatApp(App[None]):
         if self.dashboard.whole is not None:
             self._show_whole(None)
         elif self.column.editing is not None:
-            self.column.end_editing()
-            self.prompt.put("")
+            self.column.leave_editing()
         elif self.session.is_answering:
             self.run_worker(self.session.stop())
         elif self.session.candidate is not None:
@@ -245,7 +268,8 @@ class ChatApp(App[None]):
     async def action_go_on(self) -> None:
         turns = self.session.conversation.turns
         if not turns and self._resumable is not None:
-            await self.session.open(self._resumable)
+            chat_id, self._resumable = self._resumable, None
+            await self.session.open(chat_id)
         elif not turns:
             self.notice("There is no reply to go on with yet")
         elif turns[-1].role == "user":
@@ -281,13 +305,12 @@ class ChatApp(App[None]):
             await self.session.open(None)
 
     def action_export(self) -> None:
-        turns = self.session.conversation.turns
-        if not turns:
+        conversation = self.session.conversation
+        if not conversation.turns:
             self.notice("There is nothing to export yet")
             return
-        messages = [Message(role=t.role, content=t.content, thinking=t.thinking) for t in turns]
-        title = one_line(turns[0].content)[:60]
-        document = to_markdown(title, self.session.status.snapshot().model, messages)
+        title, model = conversation.title, self.session.status.snapshot().model
+        document = to_markdown(title, model, conversation.all_messages())
         try:
             self.notice(f"Exported to {write_new_file(Path.cwd(), title, document)}")
         except (ExportError, OSError) as error:
@@ -303,7 +326,7 @@ class ChatApp(App[None]):
             self._show_whole(None)
         is_shown = self.dashboard.display and self.dashboard.size.width > 0
         self.page.set_class(not is_shown, "-with-dashboard")
-        self.page.set_class(is_shown, "-without-dashboard")
+        self.page.set_class(is_shown and self.size.width >= WIDE_WIDTH, "-without-dashboard")
         self._show_way_back()
         if is_shown or self.size.width >= WIDE_WIDTH:
             self.prompt.focus()
@@ -311,6 +334,11 @@ class ChatApp(App[None]):
     def action_zoom(self) -> None:
         if self.size.width >= TINY_WIDTH:
             self._show_whole(self.dashboard.next_pane)
+
+    def on_resize(self, event: Resize) -> None:
+        if event.size.width < TINY_WIDTH and self.dashboard.whole is not None:
+            self._show_whole(None)  # there is room for the chat alone
+        self.call_after_refresh(self._show_way_back)
 
     def _show_whole(self, pane: Widget | None) -> None:
         """Gives `pane` of the dashboard the screen; None: the chat is back."""
@@ -328,6 +356,8 @@ class ChatApp(App[None]):
             is_instead = self.size.width < WIDE_WIDTH and self.page.has_class("-with-dashboard")
             keys = "F9 whole pane  F5 back" if is_instead else ""
         self.column.way_back = keys
+        if keys and not self.column.activity.is_warning:
+            self.notice("")  # which would have their place
         self.column.show_status()
 
     # --- other engines ----------------------------------------------------------------------------------
@@ -413,6 +443,15 @@ class ChatApp(App[None]):
             self.action_stop()
         else:
             self.notice("Ctrl+Q quits")
+
+    async def action_quit(self) -> None:
+        """Leaves; a preset with edits that are not saved comes to the front first, and asks."""
+        for page in reversed(self.screen_stack):
+            if isinstance(page, EditScreen) and not page.may_be_lost("Ctrl+Q"):
+                while self.screen is not page:
+                    await self.screen.dismiss(None)
+                return
+        await super().action_quit()
 
     def action_help(self) -> None:
         self.push_screen(HelpScreen())

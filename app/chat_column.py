@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from textual import on
 from textual.app import ComposeResult
@@ -29,7 +29,12 @@ PLACEHOLDERS = (
     "Ask anything · F1 shows the keys",
     "Ask anything",
 )
-EDITING = "editing · Enter sends it in place of the old one and what follows · Esc leaves it"
+EDITING = (
+    "editing · Enter sends it in place of the old one and what follows · F2 the one before · Esc leaves it",
+    "editing · Enter replaces it and what follows · F2 the one before · Esc",
+    "editing · Enter replaces · F2 the one before · Esc",
+    "editing · Esc leaves it",
+)
 TINY_WIDTH = 40
 """Narrower terminals show the chat and the prompt only."""
 NOTICE_S = 5.0
@@ -56,6 +61,7 @@ class ChatColumn(Vertical):
         self.clock = clock
         self.problem: HistoryError | None = None  # why the conversation is not saved
         self.editing: int | None = None  # index of the turn that the prompt box replaces
+        self._set_aside = ""  # what was in the box before
         self.way_back = ""  # which keys bring the chat back, while panes have its place
         self._notice_until = 0.0
         self._title = ""
@@ -77,8 +83,7 @@ class ChatColumn(Vertical):
         yield self.prompt
 
     def on_resize(self, event: Resize) -> None:
-        room = event.size.width - 8
-        self.prompt.placeholder = next((p for p in PLACEHOLDERS if len(p) <= room), PLACEHOLDERS[-1])
+        self.prompt.placeholder = _fitting(PLACEHOLDERS, event.size.width)
 
     # --- what the session tells (app.session.View) ------------------------------------------------------
 
@@ -97,6 +102,8 @@ class ChatColumn(Vertical):
 
     async def opened(self) -> None:
         self.end_editing()
+        if isinstance(engine := self.session.engine, Compared):
+            engine.forget()
         await self.transcript.show(self.session.conversation.turns)
         self.show_status()
 
@@ -150,7 +157,7 @@ class ChatColumn(Vertical):
 
     def _show_title(self) -> None:
         """In the prompt's border: that it edits or, where there is no room elsewhere, the activity."""
-        title = EDITING if self.editing is not None else ""
+        title = _fitting(EDITING, self.size.width) if self.editing is not None else ""
         if self.app.size.width < TINY_WIDTH:
             title = title or self.activity.notice or describe(self.activity.status)
         if title != self._title:
@@ -170,21 +177,35 @@ class ChatColumn(Vertical):
         await self.session.send(event.text, in_place_of=index)
 
     def edit(self) -> None:
-        """Brings the last prompt back into the box."""
-        index = self.session.conversation.last_prompt
+        """Brings the last prompt back into the box or, where that is there, the one before."""
+        index = self.session.conversation.prompt_before(self.editing)
         if self.session.queued:
             self.session.take_back()
         elif index is None:
-            self.notice("There is no prompt to edit yet")
+            self.notice(
+                "There is no prompt to edit yet" if self.editing is None else "This is the first prompt"
+            )
         elif self.session.is_answering:
             self.notice("Esc stops the reply; then F2 edits the prompt")
-        elif self.editing is None:
+        else:
+            if self.editing is None:
+                self._set_aside = self.prompt.text
             self.editing = index
             self.prompt.put(self.session.conversation.turns[index].content)
             self.prompt.add_class("-editing")
             self._show_title()
 
+    def leave_editing(self) -> None:
+        """What was in the box before is there again."""
+        self.end_editing()
+        self.prompt.put(self._set_aside)
+
     def end_editing(self) -> None:
         self.editing = None
         self.prompt.remove_class("-editing")
         self._show_title()
+
+
+def _fitting(texts: Sequence[str], width: int) -> str:
+    """The longest that a box of this width has room for; texts get shorter."""
+    return next((text for text in texts if len(text) <= width - 8), texts[-1])

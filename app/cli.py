@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, TextIO, TypedDict, cast
 
 from app import options
 from engine.errors import OrinError, UsageError
@@ -30,21 +30,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     _open_streams()
     try:
-        if arguments and arguments[0] in COMMANDS:
-            return COMMANDS[arguments[0]][0](arguments[1:])
-        return _chat(arguments)
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # what is left may not find room: said here, and not when the interpreter ends
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of stdout has had enough
-        _give_up_stdout()
+        _give_up(sys.stdout)
         return 0
+    except OSError as error:  # a full disk, a device that is gone
+        _give_up(sys.stdout)
+        _complain(OrinError(f"Input or output failed: {error.strerror or error}."))
+        return OrinError.exit_code
+
+
+def _run(arguments: list[str]) -> int:
+    """Does what `arguments` ask for. Raises what only input and output, or Ctrl-C, can bring about."""
+    try:
+        if arguments and arguments[0] in COMMANDS:
+            return COMMANDS[arguments[0]][0](arguments[1:])
+        return _chat(arguments)
     except OrinError as error:
         _complain(error, as_json="--json" in arguments)
         return error.exit_code
-    except OSError as error:  # a full disk, a device that is gone
-        _give_up_stdout()
-        _complain(OrinError(f"Input or output failed: {error.strerror or error}."))
-        return OrinError.exit_code
+    except OSError:
+        raise
     except Exception as error:
         if "--verbose" in arguments:
             raise
@@ -64,16 +75,22 @@ def _open_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _give_up_stdout() -> None:
+def _give_up(stream: TextIO) -> None:
     """What is left in the buffer must not fail again when the interpreter ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _complain(error: OrinError, *, as_json: bool = False) -> None:
+    """Says what is wrong, where there is anyone to hear it. As JSON it is output, and raises OSError."""
     from app.oneshot import JsonOutput, TextOutput, failed
 
-    output = JsonOutput(sys.stdout) if as_json else TextOutput(sys.stdout, sys.stderr)
-    output.show(failed(error))
+    if as_json:
+        JsonOutput(sys.stdout).show(failed(error))
+        return
+    try:
+        TextOutput(sys.stdout, sys.stderr).show(failed(error))
+    except OSError:
+        _give_up(sys.stderr)
 
 
 def _chat(arguments: Sequence[str]) -> int:
@@ -158,6 +175,12 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not terminal and not given.plain:
         raise UsageError("The chat needs a terminal.", "Give a PROMPT for a single answer, or use --plain.")
+    in_lines = given.plain or os.environ.get("TERM") == "dumb"
+    if not in_lines and not sys.stderr.isatty():  # where Textual draws
+        raise UsageError(
+            "The screen is drawn on standard error, which goes elsewhere.",
+            "Leave its redirection (2>) away, or use --plain.",
+        )
     history = History.open()
     try:
         chat = _ChatArguments(
@@ -168,9 +191,10 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
             chat_id=_past_chat(given, history),
         )
         engine = make(engine_options)
-        if given.plain or os.environ.get("TERM") == "dumb":
+        if in_lines:
             return _converse_in_lines(engine, history, terminal, chat)
         from app.chat_app import ChatApp
+        from app.settings import remember, remembered
         from app.setup import Setup
 
         settings = _settings()
@@ -187,8 +211,9 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
             )
             if given.compare:
                 engine = setup.compare(engine)
-        app = ChatApp(engine, history, setup=setup, **chat)
+        app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), **chat)
         app.run()
+        remember("theme", app.theme)
         return app.return_code or 0
     finally:
         history.close()
@@ -264,7 +289,7 @@ def _models(command: str, arguments: Sequence[str]) -> int:
     if command == "rm":
         parser.add_argument("--yes", action="store_true", help="do not ask")
     if command == "show":
-        parser.add_argument("--backend", choices=options.BACKENDS, help="the device to measure")
+        options.add_backend(parser.add_argument, "the device to measure")
     parser.add_argument("--json", action="store_true", help="write JSON")
     given = parser.parse_args(arguments)
     own = _settings().names

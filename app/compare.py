@@ -129,22 +129,26 @@ class Comparison:
                 if isinstance(event, Failed | Finished):
                     return
         assert self._left.ready
-        await self._unless_stopped(self._ensure_rival(self._left.ready))
+        self._begin()
+        self._asked = request.prompt.messages[-1].content if isinstance(request.prompt, Chat) else ""
+        start = self._ensure_rival(self._left.ready)
+        if not start.done():
+            self._left.waits_for(self._right.name)
+        await self._unless_stopped(start)
         try:
             prompt = await asyncio.to_thread(self._ids, request)
         except OrinError as error:
             yield failed(error, request.request_id)
             return
         asked = replace(request, prompt=TokenIds(ids=tuple(prompt.ids)), sampling=GREEDY, fresh=True)
-        self._left.begin(len(prompt.ids))
-        self._right.begin(len(prompt.ids))
-        self._agreement, self._odds, self._is_complete = Agreement(), None, False
-        self._asked = request.prompt.messages[-1].content if isinstance(request.prompt, Chat) else ""
+        self._begin(len(prompt.ids))
         self._asked_together, rival_first = self.together, self._rival_first
         self._rival_first = not rival_first
         other: asyncio.Task[None] | None = None
+        heard = self.ours.on_event
         try:
             if self._asked_together:
+                self.ours.on_event = _unheard  # a shared machine's speed is not what the model is known for
                 other = asyncio.create_task(self._follow_rival(asked))
             elif rival_first:
                 await self._follow_rival(asked)
@@ -161,12 +165,25 @@ class Comparison:
             elif not rival_first:
                 await self._follow_rival(asked)
             await self._ask_for_odds(prompt.ids)
+            for side in (self._left, self._right):
+                side.passed_over()
             self._is_complete = True
             self.view()  # notes how much memory they hold, which cannot be seen later
             yield end
         finally:
+            self.ours.on_event = heard
             if other:
                 other.cancel()
+
+    def forget(self) -> None:
+        """Both are as before the first prompt."""
+        self._begin()
+        self._asked = ""
+
+    def _begin(self, prompt_tokens: int = 0) -> None:
+        self._left.begin(prompt_tokens)
+        self._right.begin(prompt_tokens)
+        self._agreement, self._odds, self._is_complete = Agreement(), None, False
 
     async def stop(self) -> None:
         """Ends both answers."""
@@ -310,6 +327,10 @@ class Comparison:
         if self._encode is None:
             self._encode = self._make_encode()
         return self._encode(request.prompt)
+
+
+def _unheard(event: Event) -> None:
+    pass
 
 
 async def _odds(engine: Engine, question: Generate) -> dict[int, float]:

@@ -44,7 +44,15 @@ class Compared(Protocol):
 
     def view(self) -> ComparisonView: ...
 
+    def forget(self) -> None:
+        """The conversation is another: the last answers are of no interest any more."""
+
     async def release(self) -> Engine: ...
+
+
+def is_shared(engine: Engine) -> bool:
+    """Whether the last answer of `engine` was given while another engine worked: no measure of a preset."""
+    return isinstance(engine, Compared) and engine.view().together
 
 
 class Side:
@@ -68,11 +76,20 @@ class Side:
         """The engine is on its way."""
         self.problem, self._state = "", "starting"
 
-    def begin(self, prompt_tokens: int) -> None:
-        """A new prompt."""
+    def begin(self, prompt_tokens: int = 0) -> None:
+        """A new prompt; without one, none that was asked."""
         self.tokens, self._text, self._end, self._prompt_tokens = [], "", None, prompt_tokens
         if self.ready:
-            self.problem, self._state = "", "its turn comes"
+            self.problem, self._state = "", "its turn comes" if prompt_tokens else "ready"
+
+    def waits_for(self, other: str) -> None:
+        """It is not asked before `other` is ready."""
+        self._state = f"waits for {other}"
+
+    def passed_over(self) -> None:
+        """Its turn does not come: the user has stopped the answers."""
+        if self.ready and not self._end and not self.problem:
+            self._state = "not asked"
 
     def observe(self, event: Event) -> None:
         match event:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from app.history import History, HistoryError
+import contextlib
+
+from app.history import UNTITLED, History, HistoryError
 from engine.events import Message
 from widgets.turn import Turn
 
@@ -45,10 +47,24 @@ class Conversation:
     def last_reply(self) -> Turn | None:
         return next((turn for turn in reversed(self.turns) if turn.role == "assistant"), None)
 
+    def prompt_before(self, index: int | None = None) -> int | None:
+        """Index of the last turn of the user, of those before `index` if there is one."""
+        return next(
+            (i for i in reversed(range(len(self.turns))[:index]) if self.turns[i].role == "user"), None
+        )
+
     @property
-    def last_prompt(self) -> int | None:
-        """Index of the last turn of the user."""
-        return next((i for i in reversed(range(len(self.turns))) if self.turns[i].role == "user"), None)
+    def title(self) -> str:
+        """What the past chats call it."""
+        with contextlib.suppress(HistoryError):
+            if self.chat_id is not None:
+                return self.history.title(self.chat_id)
+        return UNTITLED
+
+    def all_messages(self) -> list[Message]:
+        """Everything that was said, the system prompt first."""
+        system = [Message(role="system", content=self.system)] if self.system else []
+        return system + [Message(role=t.role, content=t.content, thinking=t.thinking) for t in self.turns]
 
     def messages(self) -> tuple[Message, ...]:
         """What a model is to see. A prompt that got no reply before the next one was sent is left out: it

@@ -4,16 +4,18 @@ of it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widget import Widget
 
-from app.compared import Compared
+from app.compared import Compared, is_shared
 from app.evidence import LEAST_TOKENS
 from app.performance import PerformanceObserver
 from app.screens.kernel import KernelScreen
@@ -66,7 +68,7 @@ class Dashboard(Vertical):
         session.watch = self.observe
 
     def compose(self) -> ComposeResult:
-        yield PresetBar("F6", "F7")
+        yield PresetBar("F6", "F7", "F8")
         yield ThroughputGraph()
         yield KernelTable()
         yield MachinePanel()
@@ -97,7 +99,7 @@ class Dashboard(Vertical):
             self._note_speed(event)
 
     def _note_speed(self, end: Finished) -> None:
-        if self.setup is None:
+        if self.setup is None or is_shared(self.session.engine):
             return
         decode, prefill = decode_rate(end.predicted_n, end.predicted_ms), None
         if end.prompt_n - end.cached_n >= LEAST_TOKENS and end.predicted_n:
@@ -120,19 +122,21 @@ class Dashboard(Vertical):
     def is_seen(self) -> bool:
         return self.display and self.size.width > 0 and self.app.screen is self.screen
 
-    def draw(self) -> None:
-        """Shows what has changed, FRAME_S after the last time at the earliest; asks an idle engine."""
+    def draw(self) -> bool:
+        """Shows what has changed, FRAME_S after the last time at the earliest; asks an idle engine. Whether anything
+        was drawn."""
         now = time.monotonic()
         if now - self._drawn_at < FRAME_S:
-            return
+            return False
         self._drawn_at = now
         self._ask_when_idle()
         if not self.is_seen or self._drawn == self.performance.changes:
-            return
+            return False
         self._drawn = self.performance.changes
         with self.app.batch_update():
             self.graph.view = self.performance.throughput(self._counters)
             self.table.view = self.performance.kernels
+        return True
 
     async def _sample(self) -> None:
         if not self.is_seen:
@@ -150,7 +154,7 @@ class Dashboard(Vertical):
             return ""
         best, then = self._best
         slowdown = then / must_read if must_read and then else 1.0
-        return verdict(rate, best, slowdown, performance.position, self._counters)
+        return verdict(rate, best, slowdown, performance.position, performance.bearing(self._counters))
 
     # --- what the idle engine is asked ------------------------------------------------------------------
 
@@ -205,7 +209,9 @@ class Dashboard(Vertical):
     def _own_processes(self) -> list[int]:
         engine = self.session.engine
         pids = engine.pids if isinstance(engine, Compared) else [getattr(engine, "pid", None)]
-        return [os.getpid(), *(pid for pid in pids if pid)]
+        if (candidate := self.session.candidate) is not None:
+            pids = [*pids, getattr(candidate.engine, "pid", None)]
+        return [os.getpid(), *(process for pid in pids if pid for process in _with_children(pid))]
 
     # --- full screen ------------------------------------------------------------------------------------
 
@@ -226,3 +232,11 @@ class Dashboard(Vertical):
         self.set_class(pane is not None, "-zoomed")
         if pane is not None:
             pane.focus()
+
+
+def _with_children(pid: int) -> Iterator[int]:
+    """An engine's process, and those that compile for it."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, children.read_text().split())

@@ -39,6 +39,7 @@ _SIGNS: dict[State, tuple[str, str]] = {
     "fair": ("!", "yellow"),
     "bad": ("✗", "red"),
 }
+_IN_ASCII = str.maketrans("✓·✗→…µ", "+-x>.u")  # for terminals without Unicode, where all would be "?"
 # What the environment may say that a report may repeat: none of these holds a secret.
 _VARIABLES = (
     "DEV", "CC", "PARALLEL", "BEAM", "JITBEAM", "MV_THREADS_PER_ROW", "MV_BLOCKSIZE", "MV_ROWS_PER_THREAD", "CUDA_PATH",
@@ -214,12 +215,13 @@ def show(section: Section, out: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column(min_width=12, max_width=24)
     table.add_column(overflow="fold")
+    spelled = {} if "utf" in out.encoding.lower() else _IN_ASCII
     for finding in section.findings:
         sign, style = _SIGNS[finding.state]
-        text = Text(one_line(finding.text))
+        text = Text(one_line(finding.text).translate(spelled))
         if finding.advice:
-            text.append(f"\n→ {one_line(finding.advice)}", style="cyan")
-        table.add_row(Text(sign, style=style), Text(one_line(finding.topic)), text)
+            text.append(f"\n→ {one_line(finding.advice)}".translate(spelled), style="cyan")
+        table.add_row(Text(sign.translate(spelled), style=style), Text(one_line(finding.topic)), text)
     out.print()
     out.print(Text(section.title, style="bold"))
     out.print(Padding(table, (0, 0, 0, 1)))

@@ -27,14 +27,24 @@ def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def write_new(path: Path, text: str) -> None:
+    """Writes a file that is not there yet, whole or not at all. Raises OSError, FileExistsError among them."""
+    with path.open("x", encoding="utf-8", errors="replace") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
 def write_new_file(folder: Path, title: str, text: str) -> Path:
     """Writes `text` to a new file in `folder` named after `title`; never over another. Raises ExportError."""
     name = "-".join(re.findall(r"\w+", one_line(title).lower()))[:50].strip("-") or "chat"
     for number in range(1, 1000):
         path = folder / f"{name}{'' if number == 1 else f'-{number}'}.md"
         try:
-            with path.open("x", encoding="utf-8", errors="replace") as file:
-                file.write(text)
+            write_new(path, text)
             return path
         except FileExistsError:
             continue

@@ -23,6 +23,11 @@ from engine.errors import OrinError
 from engine.events import Message
 
 TITLE_CHARS = 60
+UNTITLED = "Untitled"
+_WITHOUT_SPACES = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+"""Thai, Lao, Burmese, Khmer, Chinese and Japanese."""
 BUSY_TIMEOUT_MS = 2000
 
 # One tuple of statements for each version of the schema; `PRAGMA user_version` counts those applied.
@@ -177,6 +182,12 @@ class History:
             for id, role, content, thinking, finished in rows
         ]
 
+    def title(self, chat_id: int) -> str:
+        """The title that a chat was given, else its first prompt's first line."""
+        prompt = "SELECT content FROM messages WHERE chat_id = chats.id AND role = 'user' ORDER BY id LIMIT 1"
+        rows = self._run(f"SELECT title, ({prompt}) FROM chats WHERE id = ?", chat_id)
+        return _title(*rows[0]) if rows else UNTITLED
+
     def rename(self, chat_id: int, title: str) -> None:
         """Gives a chat a title; an empty one brings back the first prompt's first line."""
         self._run("UPDATE chats SET title = ? WHERE id = ?", _storable(title.strip()) or None, chat_id)
@@ -190,16 +201,10 @@ class History:
         """The most recently used chats first. With `query`, those where one message holds every word of it
         (the beginning of a word is enough) or whose title contains it."""
         of_chat = "messages WHERE chat_id = chats.id"
-        where, parameters, excerpt = f"EXISTS (SELECT 1 FROM {of_chat})", [], "last.content"
+        where, excerpt = f"EXISTS (SELECT 1 FROM {of_chat})", "last.content"
+        parameters: list[str] = []
         if terms := re.findall(r"\w+", query):
-            # Each word quoted, so that nothing the user types is FTS5 syntax.
-            match = " ".join(f'"{term}"*' for term in terms)
-            where = """(instr(lower(title), ?) OR chats.id IN (SELECT chat_id FROM messages
-                WHERE id IN (SELECT rowid FROM messages_text WHERE messages_text MATCH ?)))"""
-            excerpt = """coalesce((SELECT snippet(messages_text, 0, '', '', '…', 16)
-                FROM messages_text JOIN messages ON messages.id = messages_text.rowid
-                WHERE messages_text MATCH ? AND chat_id = chats.id LIMIT 1), last.content)"""
-            parameters = [match, query.strip().lower(), match]
+            where, excerpt, parameters = _search(query, terms)
         elif query.strip():
             return []
         rows = self._run(
@@ -214,7 +219,7 @@ class History:
         return [
             ChatSummary(
                 id=id,
-                title=title or _first_line(first_prompt or "") or "Untitled",
+                title=_title(title, first_prompt),
                 model=model,
                 updated=updated,
                 message_count=count,
@@ -345,6 +350,37 @@ def _create_private(path: Path) -> None:
 def _storable(text: str) -> str:
     """Without lone surrogates, which UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode()
+
+
+def _search(query: str, terms: list[str]) -> tuple[str, str, list[str]]:
+    """Conditions and excerpts for chats where one message holds all `terms`, or whose title contains `query`.
+
+    FTS5 finds words by their beginnings, but does not know where those are in scripts without spaces: what is
+    written in one of them is looked for anywhere.
+    """
+    words = [term for term in terms if not _WITHOUT_SPACES.search(term)]
+    others = [term for term in terms if term not in words]
+    match = [" ".join(f'"{word}"*' for word in words)] if words else []  # quoted: none is FTS5 syntax
+    holds = ["id IN (SELECT rowid FROM messages_text WHERE messages_text MATCH ?)"] * len(match)
+    holds += ["instr(content, ?)"] * len(others)
+    in_messages = " AND ".join(holds)
+    where = f"""(instr(lower(title), ?)
+        OR chats.id IN (SELECT chat_id FROM messages WHERE {in_messages}))"""
+    if match:
+        found = """SELECT snippet(messages_text, 0, '', '', '…', 16)
+            FROM messages_text JOIN messages ON messages.id = messages_text.rowid
+            WHERE messages_text MATCH ? AND chat_id = chats.id LIMIT 1"""
+        of_excerpt = match
+    else:
+        found = f"""SELECT substr(content, max(1, instr(content, ?) - 20)) FROM messages
+            WHERE chat_id = chats.id AND {in_messages} LIMIT 1"""
+        of_excerpt = [others[0], *others]
+    parameters = [*of_excerpt, query.strip().lower(), *match, *others]
+    return where, f"coalesce(({found}), last.content)", parameters
+
+
+def _title(given: str | None, first_prompt: str | None) -> str:
+    return given or _first_line(first_prompt or "") or UNTITLED
 
 
 def _first_line(text: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.utils import is_dumb_terminal
 
 from widgets.text import clean
@@ -26,14 +29,16 @@ class TerminalLines:
         keys.add("enter")(_send)
         keys.add("escape", "enter")(_new_line)
         self._history = InMemoryHistory(list(earlier))
-        self._session: PromptSession[str] = PromptSession(
-            PROMPT,
-            history=self._history,
-            completer=CommandCompleter(commands),
-            key_bindings=keys,
-            multiline=True,
-            prompt_continuation=" " * len(PROMPT),
-        )
+        # A dumb terminal takes no escape sequences; by itself, PromptSession would send one for the cursor.
+        with create_app_session(output=PlainTextOutput(sys.stdout) if is_dumb_terminal() else None):
+            self._session: PromptSession[str] = PromptSession(
+                PROMPT,
+                history=self._history,
+                completer=CommandCompleter(commands),
+                key_bindings=keys,
+                multiline=True,
+                prompt_continuation=" " * len(PROMPT),
+            )
 
     async def read(self, draft: str) -> str:
         if draft and is_dumb_terminal():  # where text that was not typed cannot be shown as typed

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from typing import TextIO
 
 from app.oneshot import EXIT_CODES
@@ -19,7 +20,7 @@ from widgets.kernel_table import Kernels
 from widgets.machine_panel import Machine
 from widgets.text import one_line
 
-WIDTH = 100
+MIN_WIDTH, MAX_WIDTH = 40, 100
 GRAPH_ROWS = 14
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 12
 TOKENS = 64
@@ -60,7 +61,7 @@ async def run(engine: Engine, out: TextIO, messages: TextIO) -> int:
         else:
             failed = [f"{engine.name} does not tell of its kernels."]
         status.clear()
-        _print(performance, machine_panel.lines(Machine(read), WIDTH), failed, out)
+        _print(performance, Machine(read), failed, out)
         return 0
     finally:
         status.clear()
@@ -73,21 +74,28 @@ def _complain(failure: Failed, status: StatusLine, messages: TextIO) -> int:
     return EXIT_CODES[failure.kind]
 
 
-def _print(performance: PerformanceObserver, machine: list[Line], failed: list[str], out: TextIO) -> None:
+def _print(performance: PerformanceObserver, machine: Machine, failed: list[str], out: TextIO) -> None:
     assert isinstance(performance.ready, Ready) and isinstance(performance.last_end, Finished)
+    width = _width(out)
     print(describe(performance.ready), figures(performance.last_end), sep="\n", file=out)
-    _section("throughput", throughput_graph.lines(performance.throughput(), WIDTH, GRAPH_ROWS), out)
+    _section("throughput", throughput_graph.lines(performance.throughput(), width, GRAPH_ROWS), out)
     for profile in (performance.kernels.decode, performance.kernels.prefill):
         if profile is not None:
             view = Kernels(copy_gbps=performance.copy_gbps)
             rows = [
-                kernel_table.row(profile, kernel, view.copy_gbps, WIDTH)
+                kernel_table.row(profile, kernel, view.copy_gbps, width)
                 for kernel in kernel_table.ordered(profile.kernels, "total")
             ]
-            _section(f"kernels, {profile.step}", kernel_table.header(profile, view, WIDTH) + rows, out)
+            _section(f"kernels, {profile.step}", kernel_table.header(profile, view, width) + rows, out)
     for sentence in failed:
         print("", one_line(sentence), sep="\n", file=out)
-    _section("machine", machine, out)
+    _section("machine", machine_panel.lines(machine, width), out)
+
+
+def _width(out: TextIO) -> int:
+    """As wide as the terminal, within limits; elsewhere as wide as ever."""
+    columns = shutil.get_terminal_size((MAX_WIDTH, 24)).columns if out.isatty() else MAX_WIDTH
+    return max(MIN_WIDTH, min(columns, MAX_WIDTH))
 
 
 def _section(title: str, lines: list[Line], out: TextIO) -> None:

@@ -6,13 +6,15 @@ import argparse
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import ModelFileError, UsageError
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
     from app.settings import Settings
     from engine.events import Chat, EngineOptions, RawText, Sampling, TokenIds
     from presets.loader import Preset
@@ -39,6 +41,10 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """Raises OSError, which ArgumentParser's own would keep to itself."""
+        (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message[0].upper()}{message[1:]}.", f"{self.prog} --help lists the options.")
@@ -79,7 +85,7 @@ def _parser(commands: dict[str, str]) -> Parser:
         help="qwen3:0.6b, hf.co/user/repository, a GGUF file (the last one, or orin-guide)",
     )
     add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
-    add("--backend", type=_backend, choices=BACKENDS, help="the device (auto takes the fastest there is)")
+    add_backend(add)
     add("--context", type=positive, metavar="N", help="context in tokens (the model's, within bounds)")
     add("--beam", type=count, metavar="N", help="width of the search for faster kernels (0)")
 
@@ -188,9 +194,10 @@ def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOpt
 
     from engine.events import EngineOptions
 
-    backend = _backend(settings.backend)
-    if backend not in BACKENDS:
-        raise UsageError(f"The settings name a backend {backend!r}.", f"There are {', '.join(BACKENDS)}.")
+    try:
+        backend = _backend(settings.backend)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"The backend in the settings {error}.") from None
     preset = _preset(options, settings)
     path = model_path(options.model, settings)
     _remember(_model_name(options.model, settings), settings)
@@ -239,12 +246,18 @@ def model_path(given: str | None, settings: Settings) -> Path:
         from app.models import obtain
 
         path = obtain(name, settings.names, sys.stderr, quiet=given is None)
-    if path.is_file():
-        return path
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise ModelFileError(
+            f"{path} cannot be read: {error.strerror}.", "Check that it is a file that you may read."
+        ) from None
     nearby = sorted((path if path.is_dir() else path.parent).glob("*.gguf"))
     names = ", ".join(map(str, nearby[:5])) + (f" and {len(nearby) - 5} more" if len(nearby) > 5 else "")
+    what = "a folder" if path.is_dir() else "a device or a pipe" if path.exists() else ""
     raise ModelFileError(
-        f"{path} is a folder, not a model file." if path.is_dir() else f"There is no file {path}.",
+        f"{path} is {what}, not a model file." if what else f"There is no file {path}.",
         f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE.",
     )
 
@@ -296,8 +309,19 @@ def _read_stdin() -> str:
 # --- values --------------------------------------------------------------------------------------------
 
 
+def add_backend(
+    add: Callable[..., Any], meaning: str = "the device (auto takes the fastest there is)"
+) -> None:
+    """Adds --backend, in capitals or not."""
+    add("--backend", type=_backend, choices=BACKENDS, help=meaning)
+
+
 def _backend(text: str) -> str:
-    return text.lower() if text.lower() == "auto" else text.upper()
+    """One of BACKENDS, however it is written. Raises ArgumentTypeError."""
+    for backend in BACKENDS:
+        if backend.lower() == text.lower():
+            return backend
+    raise argparse.ArgumentTypeError(f"must be one of {', '.join(BACKENDS)}, not {text!r}")
 
 
 def count(text: str, least: int = 0) -> int:

@@ -16,7 +16,7 @@ from typing import Annotated, Protocol, TextIO
 import msgspec
 
 from app.conversation import Conversation
-from app.export import to_markdown
+from app.export import to_markdown, write_new
 from app.history import History, HistoryError
 from app.oneshot import EXIT_CODES, TextOutput, on_signals
 from app.progress import describe, figures
@@ -192,7 +192,8 @@ class LineChat:
                     reply.finished, self._last = True, event
                     self._print(f"[{self._figures(event)}]")
                 elif isinstance(event, Failed) and event.request_id is None:
-                    self._ready = None  # the engine is gone: the next prompt starts it again
+                    self._ready = None  # the engine is gone
+                    self._output.say("The next message starts the engine again.")
         finally:
             self._save()
 
@@ -205,8 +206,11 @@ class LineChat:
         self._problem = problem
 
     def _figures(self, end: Finished) -> str:
-        context = f", context {end.context_used} of {self._ready.context_length}" if self._ready else ""
-        return figures(end) + context
+        length = self._ready.context_length if self._ready else 0
+        if not length:
+            return figures(end)
+        # The last token of a reply may be beyond it.
+        return f"{figures(end)}, context {min(end.context_used, length)} of {length}"
 
     def _open(self, chat_id: int) -> None:
         conversation = Conversation(self.history, chat_id=chat_id)
@@ -218,7 +222,7 @@ class LineChat:
 
     def _cut_after_last_prompt(self, *, with_it: bool) -> str:
         """Takes away what follows the last prompt, and that too if so asked; returns the prompt."""
-        index = self.conversation.last_prompt
+        index = self.conversation.prompt_before()
         if index is None:
             raise UsageError("There is no message yet.")
         prompt = self.conversation.turns[index].content
@@ -243,7 +247,10 @@ class LineChat:
 
     async def do_chats(self, words: str) -> None:
         """[WORDS]: past chats, or those that hold these words"""
-        for chat in self.history.chats(limit=20, query=words):
+        chats = self.history.chats(limit=20, query=words)
+        if not chats:
+            self._print("No message has these words." if words else "No chats yet.")
+        for chat in chats:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(chat.updated))
             self._print(f"  {chat.id:>4}  {when}  {one_line(chat.title)}")
 
@@ -268,10 +275,9 @@ class LineChat:
             raise UsageError("/save is followed by the name of a file.")
         path = Path(name).expanduser()
         model = self._ready.model.name if self._ready else ""
-        text = to_markdown("orin-chat", model, self.conversation.messages())
+        text = to_markdown(self.conversation.title, model, self.conversation.all_messages())
         try:
-            with path.open("x", encoding="utf-8", errors="replace") as file:
-                file.write(text)
+            write_new(path, text)
         except FileExistsError:
             raise UsageError(f"{path} exists already.", "Choose another name.") from None
         except OSError as error:

@@ -141,6 +141,8 @@ class Session:
         self.cancel_switch()
         self.candidate = Candidate(engine, name, StatusObserver(self.clock))
         self._spawn(self._switch(self.candidate, adopted))
+        if self.is_answering:
+            self.view.notice(f"{name} is being prepared and answers after this reply")
 
     def cancel_switch(self) -> None:
         """Gives up the engine that is being started."""
@@ -217,6 +219,8 @@ class Session:
             self.watch(event)
             if isinstance(event, Failed):
                 failure = event
+            elif isinstance(event, Ready) and event.warnings:
+                self.view.notice(" ".join(event.warnings), warning=True)
         self._is_starting = False
         if failure is not None:
             self.view.notice(_sentence(failure), warning=True)
@@ -229,7 +233,8 @@ class Session:
             await self.engine.close()
             candidate.status = StatusObserver(self.clock)
             end = await self._start_candidate(candidate)
-        if not await self._may_take_over(candidate):
+        has_failed = isinstance(end, Failed)  # which need not wait for the end of a reply
+        if not (self.candidate is candidate if has_failed else await self._may_take_over(candidate)):
             return
         self.candidate = None
         if isinstance(end, Failed):
@@ -238,11 +243,15 @@ class Session:
             return
         before, self.engine = self.engine, candidate.engine
         self._is_starting = False
-        self.status = candidate.status
-        self.status.new_conversation(context_used=None if self.conversation.turns else 0)
+        was, self.status = self.status.snapshot(), candidate.status
+        is_same = was.model == self.status.snapshot().model  # whose tokens are the same
+        used = was.context_used if is_same else None
+        self.status.new_conversation(context_used=used if self.conversation.turns else 0)
         self.watch(end)
         adopted()
-        self.view.notice(f"{candidate.name} answers now")
+        self.view.notice(
+            ". ".join([f"{candidate.name} answers now", *end.warnings]), warning=bool(end.warnings)
+        )
         await self._next(None)
         await before.close()
 
@@ -348,10 +357,12 @@ class Session:
         if end.reason == "cancelled":
             return "stopped · Ctrl+G goes on"
         if end.reason == "length":
-            used, length = end.context_used, self.status.snapshot().context_length
             if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
                 return f"stopped at {end.predicted_n:,} tokens, as asked · Ctrl+G goes on"
-            return f"{WARNING} The context is full: {used:,} of {length:,} tokens · Ctrl+N starts a new chat"
+            length = self.status.snapshot().context_length
+            if not length or end.context_used < length:  # a server may have a limit of its own
+                return f"cut at {end.predicted_n:,} tokens · Ctrl+G goes on"
+            return f"{WARNING} The context of {length:,} tokens is full · Ctrl+N starts a new chat"
         return ""
 
 
@@ -360,7 +371,8 @@ def _lacks_memory(event: Event) -> bool:
 
 
 def _sentence(failure: Failed) -> str:
-    return one_line(f"{failure.message} {failure.hint}")
+    message = failure.message if failure.message.endswith((".", "!", "?")) else f"{failure.message}."
+    return one_line(f"{message} {failure.hint}")
 
 
 async def _events(stream: AsyncIterator[Event]) -> AsyncIterator[Event]:

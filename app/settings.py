@@ -1,4 +1,4 @@
-"""What the user prefers (settings.toml, only read) and what orin-chat remembers (the last model)."""
+"""What the user prefers (settings.toml, only read) and what orin-chat remembers (the last model, the theme)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def load_settings(path: Path | None = None) -> Settings:
     except FileNotFoundError:
         return Settings()
     except (OSError, ValueError, UsageError) as error:  # msgspec's errors are ValueErrors
-        raise UsageError(f"The settings in {path} cannot be used: {str(error).rstrip('.')}.") from error
+        reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
+        raise UsageError(f"The settings in {path} cannot be used: {reason}.") from error
     return settings
 
 
@@ -79,24 +80,33 @@ def check_sampling(sampling: Sampling) -> None:
             raise UsageError(f"{name.replace('_', '-')} must be {allowed}, not {value}.")
 
 
-# --- the last model ------------------------------------------------------------------------------------
+# --- what is remembered --------------------------------------------------------------------------------
 
 
-def _last_model_path() -> Path:
-    return platformdirs.user_state_path("orin-chat", appauthor=False) / "last-model"
+def remembered(what: str) -> str:
+    """What `remember` was told last; "" when there is nothing."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return _remembered_path(what).read_text("utf-8").strip()
+    return ""
+
+
+def remember(what: str, value: str) -> None:
+    """Keeps `value`, a line, from one run to the next. A state folder that cannot be written is no reason to stop."""
+    with contextlib.suppress(OSError, UnicodeEncodeError):
+        _remembered_path(what).parent.mkdir(parents=True, exist_ok=True)
+        _remembered_path(what).write_text(f"{value}\n", "utf-8")
+
+
+def _remembered_path(what: str) -> Path:
+    return platformdirs.user_state_path("orin-chat", appauthor=False) / f"last-{what}"
 
 
 def last_model() -> str:
     """The path or the name of the model used last; "" when there is none."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return _last_model_path().read_text("utf-8").strip()
-    return ""
+    return remembered("model")
 
 
 def remember_model(name: str) -> None:
     """Keeps a path or a name as the model used last; the built-in one by its name, since where it lies changes
-    with the installation. A state folder that cannot be written is no reason to stop."""
-    name = GUIDE if name == str(guide_path()) else name
-    with contextlib.suppress(OSError, UnicodeEncodeError):
-        _last_model_path().parent.mkdir(parents=True, exist_ok=True)
-        _last_model_path().write_text(f"{name}\n", "utf-8")
+    with the installation."""
+    remember("model", GUIDE if name == str(guide_path()) else name)

@@ -155,7 +155,7 @@ class Setup:
             if found := min(presets, key=lambda name: (_search_width(presets[name]), name), default=None):
                 return found
         reasons = "; ".join(f"{backend}: {why}" for backend, why in self._flaws.items() if why)
-        raise UsageError("No other backend works here.", f"{reasons}.".capitalize() if reasons else "")
+        raise UsageError("No other backend works here.", f"{reasons}." if reasons else "")
 
     def next_beam(self) -> str:
         """The preset of this backend with the next width of the search. Raises UsageError."""

@@ -6,7 +6,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.events import Event, Failed, Finished, Loading, Prefilling, Ready, Token, Warming, decode_rate
+from engine.events import (
+    Event,
+    Failed,
+    Finished,
+    Loading,
+    Prefilling,
+    Ready,
+    Search,
+    Token,
+    Warming,
+    decode_rate,
+)
 from widgets.engine_status import EngineStatus, Phase
 
 
@@ -20,6 +31,7 @@ class StatusObserver:
         self._from = 0  # `done` at that time
         self._first_token: float | None = None  # seconds, by the engine's clock if it tells
         self._last_token = 0.0
+        self._search_left_s = self._search_told = 0.0  # time left, and when that was said
 
     @property
     def is_ready(self) -> bool:
@@ -34,9 +46,12 @@ class StatusObserver:
         if status.phase is Phase.GENERATING and self._first_token is not None:
             rate = decode_rate(status.tokens, (self._last_token - self._first_token) * 1e3)
             return replace(status, elapsed_s=elapsed, tokens_per_s=rate or None)
+        if status.searching:  # has a time of its own to end at
+            remains = max(0.0, self._search_left_s - (self._clock() - self._search_told))
+            return replace(status, elapsed_s=elapsed, seconds_left=remains or None)
         left = None
         gained = status.done - self._from
-        if status.total and gained > 0 and elapsed > 0.5:
+        if status.done < status.total and gained > 0 and elapsed > 0.5:
             left = max(0.0, (status.total - self._from) * elapsed / gained - elapsed)
         return replace(status, elapsed_s=elapsed, seconds_left=left)
 
@@ -56,8 +71,9 @@ class StatusObserver:
         match event:
             case Loading(done_bytes=done, total_bytes=total):
                 self._progress(Phase.LOADING, done, total)
-            case Warming(done=done, total=total):
-                self._progress(Phase.WARMING, done, total)
+            case Warming(search=search):
+                self._progress(Phase.WARMING, event.done, event.total)
+                self._searched(search, event.cached)
             case Ready(model=model):
                 self._enter(Phase.READY)
                 self._status = replace(
@@ -99,6 +115,12 @@ class StatusObserver:
         self._status = replace(status, tokens=status.tokens + 1, context_used=used)
         self._phase(Phase.GENERATING)
 
+    def _searched(self, search: Search | None, cached: int) -> None:
+        if (search is None) != (not self._status.searching):  # what is counted is another thing now
+            self._since, self._from = self._clock(), 0
+        self._search_left_s, self._search_told = search.left_s if search else 0.0, self._clock()
+        self._status = replace(self._status, cached=cached, searching=search.what if search else "")
+
     def _progress(self, phase: Phase, done: int, total: int, start: int = 0) -> None:
         if self._status.phase not in (phase, Phase.STOPPING):
             self._enter(phase)
@@ -108,7 +130,7 @@ class StatusObserver:
 
     def _enter(self, phase: Phase) -> None:
         self._since, self._from = self._clock(), 0
-        self._status = replace(self._status, phase=phase, done=0, total=0)
+        self._status = replace(self._status, phase=phase, done=0, total=0, cached=0, searching="")
 
     def _phase(self, phase: Phase) -> None:
         if not (self._status.phase is Phase.STOPPING and phase is Phase.GENERATING):

@@ -132,7 +132,9 @@ class Switching:
         session, engine = self._session, self._session.engine
         if session.is_busy:
             self._tell(
-                "Esc stops the reply first" if session.is_answering else "The engine is still starting"
+                "Esc stops the reply first"
+                if session.is_answering
+                else "The engine is still starting; F10 again when it is ready"
             )
         elif session.candidate is not None:
             self._tell(f"Esc gives up {session.candidate.name} first")

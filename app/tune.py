@@ -61,7 +61,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     )
     add = parser.add_argument
     add("--model", metavar="NAME", help="a model, as in orin-chat (the last one)")
-    add("--backend", choices=options.BACKENDS, help="the device")
+    options.add_backend(add, "the device")
     add(
         "--seconds", type=options.positive, default=int(SECONDS), metavar="N", help=f"at most ({SECONDS:.0f})"
     )

@@ -14,6 +14,7 @@ from textual.widgets.option_list import Option
 
 from app.history import ChatSummary, History, HistoryError
 from app.screens.page import Frame, Page
+from widgets.in_order import Field
 from widgets.text import one_line
 
 KEYS = "Enter opens · Esc closes · F2 renames · Delete deletes"
@@ -31,14 +32,17 @@ def when(seconds: float, now: float) -> str:
 
 
 def chat_line(chat: ChatSummary, now: float, is_current: bool) -> Content:
-    """Two lines of the list: the title with what is known of the chat, and an excerpt."""
-    facts = [when(chat.updated, now), f"{chat.message_count} messages", one_line(chat.model)]
-    marks = (" · interrupted" if chat.interrupted else "") + (" · open now" if is_current else "")
+    """Two lines of the list, of which narrow screens cut the ends: the title with how long the chat is and who
+    answered, then when it was, what is to be known of it, and an excerpt."""
+    count = f"{chat.message_count} message{'' if chat.message_count == 1 else 's'}"
+    facts = " · ".join(fact for fact in (count, one_line(chat.model)) if fact)
+    marks = ("interrupted" if chat.interrupted else "", "open now" if is_current else "")
+    known = " · ".join(mark for mark in (when(chat.updated, now), *marks) if mark)
     return Content.assemble(
         (one_line(chat.title), "bold"),
-        ("  " + " · ".join(fact for fact in facts if fact) + marks, "$foreground 60%"),
+        (f"  {facts}", "$foreground 60%"),
         "\n",
-        (one_line(chat.excerpt) or " ", "$foreground 45%"),
+        (f"{known}  {one_line(chat.excerpt)}", "$foreground 65%"),
     )
 
 
@@ -46,7 +50,7 @@ class ChatsScreen(Page[int | None]):
     """Dismissed with the id of the chat to open, or None."""
 
     DEFAULT_CSS = """
-    ChatsScreen #question { height: 1; display: none; color: $text-warning; padding: 0 1; }
+    ChatsScreen #question { height: auto; max-height: 3; display: none; color: $text-warning; padding: 0 1; }
     ChatsScreen #question.-asked { display: block; }
     """
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
@@ -71,7 +75,7 @@ class ChatsScreen(Page[int | None]):
 
     def compose(self) -> ComposeResult:
         with Frame("Past chats", KEYS):
-            yield Input(placeholder="Search in all messages", select_on_focus=False)
+            yield Field(placeholder="Search in all messages", select_on_focus=False)
             yield OptionList(markup=False)
             yield Static(id="question", markup=False)
 
@@ -164,7 +168,7 @@ class ChatsScreen(Page[int | None]):
         if (chosen := self._chosen) and self._renaming is None:
             self._deleting = chosen
             self.query_one(Input).disabled = True  # the answer is not a search
-            self._say(f"Delete “{one_line(chosen.title)}” for good? y deletes, any other key keeps it")
+            self._say(f"Delete it for good? y deletes, any other key keeps it: “{one_line(chosen.title)}”")
 
     def on_key(self, event: events.Key) -> None:
         if self._deleting is not None:

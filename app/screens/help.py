@@ -7,7 +7,7 @@ from textual.binding import Binding
 from textual.containers import Grid, VerticalScroll
 from textual.widgets import Static
 
-from app.actions import ACTIONS, OTHER_KEYS, key_label
+from app.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from app.screens.page import Frame, Page
 
 
@@ -28,7 +28,7 @@ class HelpScreen(Page[None]):
     def compose(self) -> ComposeResult:
         actions = tuple((key_label(action.key), action.help) for action in ACTIONS)
         with Frame("Keys", "Up and Down scroll · Esc closes"), VerticalScroll():
-            for table in (actions, OTHER_KEYS):
+            for table in (actions, OTHER_KEYS, PANE_KEYS):
                 with Grid():
                     for key, help in table:
                         yield Static(key, markup=False, classes="key")

@@ -22,9 +22,10 @@ from engine.catalog.downloads import offer
 from engine.catalog.names import HubModel, Source, parse
 from engine.catalog.room import fits, memory_bytes
 from engine.errors import OrinError, UsageError
+from widgets.in_order import Field
 from widgets.text import as_bytes, as_count, one_line
 
-KEYS = "Enter chooses or downloads · Esc closes · Delete deletes"
+KEYS = "Enter chooses or downloads · Esc back · Delete deletes"
 ASK_AFTER_S = 0.4
 """The hub is asked for the size of what stays highlighted this long."""
 POLL_S = 0.25
@@ -36,14 +37,14 @@ def model_line(entry: Entry, *, is_current: bool, room: str, hits: tuple[int, ..
     name = Content.styled(one_line(entry.name), "bold")
     for hit in hits:
         name = name.stylize("$text-accent underline", hit, hit + 1)
-    facts = [
+    facts = [  # what matters most first: narrow screens cut the rest
+        "in use" if is_current else "",
         entry.quantization,
         as_bytes(entry.size_bytes) if entry.size_bytes else "",
+        room,
+        f"{entry.tokens_per_s:.0f} tok/s" if entry.tokens_per_s else "",
         as_count(entry.parameters) if entry.parameters else "",
         f"{entry.context_length:,} tokens" if entry.context_length else "",
-        f"{entry.tokens_per_s:.0f} tok/s" if entry.tokens_per_s else "",
-        room,
-        "in use" if is_current else "",
     ]
     place = "not here" if entry.path is None else entry.path.name
     where = entry.problem or (str(entry.path) if entry.path == entry.source else f"{place} · {entry.source}")
@@ -51,7 +52,7 @@ def model_line(entry: Entry, *, is_current: bool, room: str, hits: tuple[int, ..
         name,
         ("  " + one_line(" · ".join(fact for fact in facts if fact)), "$foreground 60%"),
         "\n",
-        (one_line(where), "$text-warning" if entry.problem else "$foreground 45%"),
+        (one_line(where), "$text-warning" if entry.problem else "$foreground 65%"),
     )
 
 
@@ -60,7 +61,7 @@ class ModelsScreen(Page[Entry | None]):
     goes on when the screen is closed, and may be given to the next one."""
 
     DEFAULT_CSS = """
-    ModelsScreen .line { height: 1; display: none; padding: 0 1; }
+    ModelsScreen .line { height: auto; max-height: 3; display: none; padding: 0 1; }
     ModelsScreen .line.-shown { display: block; }
     ModelsScreen #question { color: $text-warning; }
     ModelsScreen #download { color: $text-accent; }
@@ -99,7 +100,7 @@ class ModelsScreen(Page[Entry | None]):
 
     def compose(self) -> ComposeResult:
         with Frame("Models", KEYS):
-            yield Input(placeholder="Search · hf.co/user/repository:Q4_K_M · a file", select_on_focus=False)
+            yield Field(placeholder="Search · hf.co/user/repository:Q4_K_M · a file", select_on_focus=False)
             yield OptionList(Option("Looking what is here …", disabled=True), markup=False)
             yield Static(id="download", classes="line", markup=False)
             yield Static(id="question", classes="line", markup=False)

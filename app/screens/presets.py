@@ -15,98 +15,168 @@ from textual.widgets.option_list import Option
 from app.screens.page import Frame, Page
 from app.setup import Offer, Setup
 from engine.errors import UsageError
-from presets.loader import save
+from presets.loader import delete, entries, save
+from widgets.in_order import Editor, Field
 from widgets.text import clean, one_line
 
-KEYS = "Enter chooses · Esc closes · F2 edits, as a preset of your own"
+KEYS = "Enter chooses · Esc closes · F2 edits, as your own · Del deletes your own"
 EDIT_KEYS = "Ctrl+S saves · Esc closes · Tab to the name"
 
 
 class PresetsScreen(Page[str | None]):
     """Dismissed with the name of the preset to go over to, or None."""
 
+    DEFAULT_CSS = """
+    PresetsScreen #question { height: auto; max-height: 3; color: $text-warning; }
+    """
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
         Binding("escape", "dismiss", "Close"),
         Binding("f2", "edit", "Edit"),
+        Binding("delete,ctrl+d", "delete", "Delete"),
     ]
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         self.setup = setup
+        self._deleting = ""  # which was asked about
 
     def compose(self) -> ComposeResult:
         with Frame("Presets", KEYS):
             yield OptionList(markup=False)
+            yield Static(id="question", markup=False)
 
     def on_mount(self) -> None:
         self.list = self.query_one(OptionList)
         self.list.focus()
         self._fill()
 
-    def _fill(self) -> None:
+    def _fill(self, chosen: str | None = None) -> None:
         offers = self.setup.offers()
         self.list.clear_options()
         for offer in offers:
             self.list.add_option(Option(_line(offer), id=offer.name, disabled=False))
-        self.list.highlighted = next((i for i, offer in enumerate(offers) if offer.is_active), 0)
+        self.list.highlighted = next(
+            (i for i, o in enumerate(offers) if (o.name == chosen if chosen else o.is_active)), 0
+        )
 
     @on(OptionList.OptionSelected)
     def choose(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option.id)
 
+    @on(OptionList.OptionHighlighted)
+    def _forget_question(self) -> None:
+        self._ask("")
+
+    @property
+    def _offer(self) -> Offer | None:
+        option = self.list.highlighted_option
+        return next((offer for offer in self.setup.offers() if option and offer.name == option.id), None)
+
     def action_edit(self) -> None:
-        if (index := self.list.highlighted) is None:
+        if offer := self._offer:
+            edit = EditScreen(offer.name, _text(offer.path))
+            self.app.push_screen(edit, lambda saved: self._fill(saved or offer.name))
+
+    def action_delete(self) -> None:
+        if (offer := self._offer) is None:
             return
-        name = self.list.get_option_at_index(index).id
-        offer = next(offer for offer in self.setup.offers() if offer.name == name)
-        self.app.push_screen(EditScreen(offer.name, _text(offer.path)), lambda _: self._fill())
+        if offer.built_in:
+            self._ask(f"{offer.name} comes with orin-chat; presets of your own can be deleted.")
+        elif self._deleting != offer.name:
+            self._ask(f"Delete again removes your own {offer.name} for good.", offer.name)
+        else:
+            try:
+                delete(offer.name)
+            except UsageError as error:
+                self._ask(str(error))
+            else:
+                self._fill(offer.name)
+
+    def _ask(self, question: str, deleting: str = "") -> None:
+        self._deleting = deleting
+        self.query_one("#question", Static).update(Content(one_line(question)))
 
 
-class EditScreen(Page[None]):
-    """A preset as text, under a name; saved only when it is one."""
+class EditScreen(Page[str | None]):
+    """A preset as text, under a name; saved only when it is one. Dismissed with the name it is saved under, or None.
+    What would be lost (edits, another preset of that name) takes its key twice."""
 
     DEFAULT_CSS = """
     EditScreen TextArea, EditScreen TextArea:focus { height: 1fr; border: none; margin: 1 0; padding: 0; }
     EditScreen #problem { height: auto; max-height: 4; color: $text-warning; }
     """
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
-        Binding("escape", "dismiss", "Close", priority=True),
-        Binding("ctrl+s", "save", "Save", priority=True),
+        Binding("escape", "leave", "Close"),
+        Binding("ctrl+s", "save", "Save"),
     ]
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__()
         self.preset_name, self.preset_text = name, text
+        self._asked: tuple[str, ...] = ()  # what would be lost, with the name and the text of then
 
     def compose(self) -> ComposeResult:
         with Frame("Preset", EDIT_KEYS):
-            yield Input(self.preset_name, placeholder="name")
-            yield TextArea(self.preset_text, soft_wrap=False, show_line_numbers=False)
+            yield Field(self.preset_name, placeholder="name")
+            yield Editor(self.preset_text, soft_wrap=False, show_line_numbers=False)
             yield Static(id="problem", markup=False)
 
     def on_mount(self) -> None:
         self.query_one(TextArea).focus()
+        self._before = self._now
+
+    @property
+    def _now(self) -> tuple[str, str]:
+        return self.query_one(Input).value.strip(), self.query_one(TextArea).text
+
+    def action_leave(self) -> None:
+        if self.may_be_lost("Esc"):
+            self.dismiss(None)
+
+    def may_be_lost(self, key: str) -> bool:
+        """Whether nothing is edited, or `key` was pressed before: else it is asked for once more."""
+        is_edited = self._now != self._before
+        return not is_edited or self._is_sure(key, f"This is not saved. {key} again leaves it, Ctrl+S saves.")
 
     def action_save(self) -> None:
+        name, text = self._now
+        entry = entries().get(name)
+        is_another = entry is not None and not entry.built_in and name != self.preset_name
+        question = f"There is a preset {name} of your own. Ctrl+S again replaces it."
+        if is_another and not self._is_sure(f"replace {name}", question):
+            return
         try:
-            save(self.query_one(Input).value.strip(), self.query_one(TextArea).text)
+            save(name, text)
         except UsageError as error:
-            self.query_one("#problem", Static).update(Content(one_line(str(error))))
+            self._say(str(error))
         else:
-            self.dismiss()
+            self.dismiss(name)
+
+    def _is_sure(self, what: str, question: str) -> bool:
+        """Whether `what` was asked for before, with nothing changed since."""
+        asked = what, *self._now
+        if self._asked == asked:
+            return True
+        self._asked = asked
+        self._say(question)
+        return False
+
+    def _say(self, text: str) -> None:
+        self.query_one("#problem", Static).update(Content(one_line(text)))
 
 
 def _line(offer: Offer) -> Content:
     """Two lines: name and title, and what was measured or why it cannot be had."""
-    style = "$foreground 40%" if offer.problem else ""
+    style = "$foreground 65% strike" if offer.problem else "bold"
     mark = "▸ " if offer.is_active else "  "
     own = "" if offer.built_in else "  your own"
     second = f"not available: {offer.problem}" if offer.problem else offer.evidence or "not measured yet"
     return Content.assemble(
-        (mark + one_line(offer.name), f"bold {style}".strip()),
-        (f"  {one_line(offer.title)}{own}", style or "$foreground 70%"),
+        mark,
+        (one_line(offer.name), style),
+        (f"  {one_line(offer.title)}{own}", "$foreground 65%" if offer.problem else "$foreground 80%"),
         "\n",
-        (f"    {one_line(second)}", "$foreground 45%"),
+        (f"    {one_line(second)}", "$foreground 65%"),
     )
 
 
