@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,11 @@ import pytest
 from engine.backends import prepare
 from engine.events import EngineOptions
 
+os.environ.setdefault("PARALLEL", "0")  # a process that computes for many tests has no compilers of its own
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("ORIN_SHARED", ROOT.parent / "shared"))
@@ -30,3 +36,14 @@ def llama_server() -> str:
     if not found:
         pytest.skip("there is no llama-server on PATH (LLAMA_SERVER names another place)")
     return found
+
+
+@pytest.fixture
+def children() -> Callable[[], set[str]]:
+    """Tells the processes that this test has started and that are not gone."""
+
+    def now() -> set[str]:
+        return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+    before = now()
+    return lambda: now() - before

@@ -27,11 +27,12 @@ from widgets.text import as_bytes
 REPLY_S = 4.0
 """Longer replies are stopped."""
 PROMPTS = (
-    "Why are there two tides a day?",
-    "And why are they higher at full moon?",
-    "How would I compute the next high tide?",
-    "Where do such tables go wrong?",
+    "What is the KV cache?",
+    "Why is decode bound by memory?",
+    "What does BEAM do?",
+    "Which key goes to the next backend?",
 )
+"""What the model that is built in can answer."""
 
 
 class Recording:

@@ -92,6 +92,7 @@ class Behaviour:
     context_length: int = 4096
     name: str = "Synthetic 0.5B"
     load_failure: str = ""  # an exception's name: of engine.errors, or "MemoryError", "RuntimeError"...
+    warm_up_fails: bool = False  # once it is ready
     failure: str = ""  # the same, in the answer, at token `fail_at`
     fail_at: int = 0
     die_at: int = -1  # SIGKILL
@@ -194,6 +195,10 @@ class SyntheticModel:
             context_used=len(self.cache),
             seed=request.sampling.seed or 0,
         )
+
+    def warm_up(self, interrupted: Callable[[], bool]) -> None:
+        if self.behaviour.warm_up_fails:
+            raise errors.BackendError("The GPU stopped.", "Restart the engine.")
 
     def measure(self, request: Measure) -> Measured:
         return Measured(

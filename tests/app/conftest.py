@@ -1,4 +1,8 @@
+from pathlib import Path
+
 import pytest
+
+from app.history import History
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +21,10 @@ def home(tmp_path, monkeypatch):
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+@pytest.fixture
+def history(tmp_path: Path):
+    history = History(tmp_path / "history.sqlite3")
+    yield history
+    history.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from engine.events import (
     Chat,
@@ -96,6 +96,7 @@ class FakeEngine:
         self.token_s = token_s
         self.requests: list[Generate] = []
         self.closed = 0
+        self.on_event: Callable[[Event], object] = lambda _: None
         self.seconds = 1000.0
         self._gate = asyncio.Event()
         self._stopped = asyncio.Event()

@@ -127,7 +127,7 @@ def beside(rival: FakeEngine) -> Callable[..., Comparison]:
 
 
 async def sees(pilot: Pilot[None], text: str) -> None:
-    for _ in range(200):
+    for _ in range(2000):  # a minute
         if text in "\n".join(strip.text for strip in drawn(pilot.app)):
             return
         await asyncio.sleep(0.03)
@@ -188,16 +188,21 @@ async def _past_chats(app: ChatApp, pilot: Pilot[None]) -> None:
 
 
 async def _measured(app: ChatApp, pilot: Pilot[None]) -> None:
-    await sees(pilot, "kernels · sum")
+    await sees(pilot, "143 kernels · ")
     await _sampled(app, pilot)
 
 
 async def _sampled(app: ChatApp, pilot: Pilot[None]) -> None:
-    await sees(pilot, "memory 71")
+    for _ in range(2000):  # a minute
+        if (view := app.dashboard.graph.view) is not None and "71" in view.memory:
+            return
+        await asyncio.sleep(0.03)
+    raise AssertionError("the counters were not read")
 
 
 async def _dashboard(app: ChatApp, pilot: Pilot[None]) -> None:
     await pilot.press("f5")
+    await sees(pilot, "d s f p m ⏎")  # the table has the keys
     await _measured(app, pilot)
 
 

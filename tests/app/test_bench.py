@@ -429,7 +429,7 @@ def test_what_was_measured_before_it_was_interrupted_is_not_lost(model, number, 
     runs = (line for line in process.stderr if line == b"a run\n")
     assert len(list(itertools.islice(runs, 5))) == 5
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == code
     assert b"Traceback" not in err
     assert b"pp8" in out

@@ -1,87 +1,19 @@
-"""The full-screen chat, driven by keys: every action, and everything that can go wrong on the way."""
+"""The full-screen chat, driven by keys: every action."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import re
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from app.chat_app import ChatApp
 from app.history import History
 from app.screens.chats import ChatsScreen
 from app.screens.help import HelpScreen
-from engine.events import Failed, Loading, Message, Prefilling, Token
-from tests import synthetic
-from tests.app.fake_engine import DIED, READY, STARTED, TOO_LONG, FakeEngine, reply, tokens
-from widgets.activity_line import ActivityLine
-from widgets.reply_markdown import Fence
-
-
-@pytest.fixture
-def history(tmp_path: Path):
-    history = History(tmp_path / "history.sqlite3")
-    yield history
-    history.close()
-
-
-class Driver:
-    """A running chat and what a user can see of it."""
-
-    def __init__(self, app: ChatApp, pilot: Pilot[None], engine: FakeEngine) -> None:
-        self.app, self.pilot, self.engine = app, pilot, engine
-
-    async def until(self, holds: Callable[[], object], what: str = "what was expected") -> None:
-        for _ in range(200):
-            if holds():
-                return
-            await asyncio.sleep(0.03)
-        raise AssertionError(f"{what} did not come:\n{self.screen()}")
-
-    def screen(self) -> str:
-        """The visible text, line by line."""
-        lines = self.app.screen._compositor.render_strips()
-        return "\n".join(strip.text.rstrip() for strip in lines)
-
-    async def sees(self, text: str) -> None:
-        await self.until(lambda: text in self.screen(), f"{text!r} on the screen")
-
-    async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-
-    async def say(self, text: str) -> None:
-        """Types a prompt (at once) and sends it."""
-        self.app.prompt.insert(text)
-        await self.press("enter")
-
-    async def idle(self) -> None:
-        await self.until(lambda: not self.app.session.is_busy, "the end of the reply")
-        await self.pilot.pause()
-
-    def turns(self) -> list[tuple[str, str]]:
-        return [(turn.role, turn.content) for turn in self.app.session.conversation.turns]
-
-    def notice(self) -> str:
-        return self.app.query_one(ActivityLine).notice
-
-
-@contextlib.asynccontextmanager
-async def chat(
-    engine: FakeEngine, history: History, size: tuple[int, int] = (100, 30), **options
-) -> AsyncIterator[Driver]:
-    app = ChatApp(engine, history, **options)
-    async with app.run_test(size=size) as pilot:
-        yield Driver(app, pilot, engine)
-
-
-def stored(history: History, chat_id: int) -> list[tuple[str, str, bool]]:
-    return [(s.message.role, s.message.content, s.finished) for s in history.messages(chat_id)]
-
+from engine.events import Loading, Message, Prefilling
+from tests.app.driver import chat, stored
+from tests.app.fake_engine import DIED, READY, STARTED, FakeEngine, reply, tokens
 
 # --- a conversation --------------------------------------------------------------------------------------
 
@@ -283,11 +215,38 @@ async def test_edit_replaces_the_last_prompt_and_what_follows(history):
         assert user.app.prompt.text == "a draft", "the draft is an earlier prompt now"
 
 
+async def test_edit_again_goes_to_the_prompt_before(history):
+    engine = FakeEngine(reply("A"), reply("B"), reply("C"))
+    async with chat(engine, history, initial_prompt="one") as user:
+        await user.idle()
+        await user.say("two")
+        await user.idle()
+        await user.press("f2", "f2")
+        assert user.app.prompt.text == "one"
+        await user.press("f2")
+        await user.sees("This is the first prompt")
+        await user.press("!", "enter")
+        await user.sees("C")
+        await user.idle()
+        assert user.turns() == [("user", "one!"), ("assistant", "C")]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+async def test_while_editing_the_keys_are_said_in_the_room_there_is(history, width):
+    async with chat(FakeEngine(), history, size=(width, 20), initial_prompt="one") as user:
+        await user.idle()
+        await user.press("f2")
+        await user.sees("editing · ")
+        [title] = [line for line in user.screen().splitlines() if "editing · " in line]
+        assert "Esc" in title and "…" not in title
+
+
 async def test_edit_can_be_left(history):
     async with chat(FakeEngine(), history, initial_prompt="one") as user:
         await user.idle()
+        user.app.prompt.insert("a draft")
         await user.press("f2", "x", "escape")
-        assert user.app.prompt.text == ""
+        assert user.app.prompt.text == "a draft", "as before"
         assert len(user.turns()) == 2
         assert "editing" not in user.screen()
 
@@ -384,17 +343,22 @@ async def test_new_chat_keeps_the_old_one(history):
 
 async def test_export(history, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    async with chat(
-        FakeEngine(reply("*Yes*", thinking="hm")), history, initial_prompt="Is it, or\nnot?"
-    ) as user:
+    engine = FakeEngine(reply("*Yes*", thinking="hm"))
+    async with chat(engine, history, system="Be brief.", initial_prompt="Is it, or\nnot?") as user:
         await user.idle()
         await user.press("ctrl+s")
         await user.press("ctrl+s")
-        assert "is-it-or-not-2.md" in user.notice()
-    text = (tmp_path / "is-it-or-not.md").read_text()
-    assert text.startswith("# Is it, or not?\n\n## You\n\nIs it, or\nnot?\n\n## Qwen3 0.6B\n\n<details>")
+        assert "is-it-or-2.md" in user.notice()
+        history.rename(user.app.session.conversation.chat_id, "To be")
+        await user.press("ctrl+s")
+        assert "to-be.md" in user.notice()
+    text = (tmp_path / "is-it-or.md").read_text()
+    assert text.startswith(
+        "# Is it, or\n\n## System\n\nBe brief.\n\n## You\n\nIs it, or\nnot?\n\n## Qwen3 0.6B\n\n<det"
+    )
     assert text.endswith("*Yes*\n")
-    assert (tmp_path / "is-it-or-not-2.md").read_text() == text
+    assert (tmp_path / "is-it-or-2.md").read_text() == text
+    assert (tmp_path / "to-be.md").read_text().startswith("# To be\n")
 
 
 async def test_export_where_nobody_may_write(history, tmp_path, monkeypatch):
@@ -507,7 +471,7 @@ async def test_rename_and_delete_a_past_chat(history):
         assert history.chats()[0].title == "dough"
         await user.sees("dough")
         await user.press("delete")
-        await user.sees("Delete “dough” for good?")
+        await user.sees("Delete it for good? y deletes, any other key keeps it: “dough”")
         await user.press("n")
         assert len(history.chats()) == 2
         await user.press("delete", "y")
@@ -517,6 +481,18 @@ async def test_rename_and_delete_a_past_chat(history):
             lambda: user.app.session.conversation.chat_id is None, "a new chat in place of the deleted"
         )
         assert user.turns() == []
+
+
+async def test_what_matters_in_the_list_is_not_cut_off_on_narrow_screens(history):
+    sea, _ = fill(history)
+    history.rename(sea, "A title that is longer than the screen is wide, " * 3)
+    async with chat(FakeEngine(), history, size=(50, 20), chat_id=sea) as user:
+        await user.press("ctrl+o", "up", "down")
+        await user.sees("open now  The Moon.")
+        await user.press("delete")
+        await user.sees("y deletes, any")
+        await user.press("n", "f2")
+        await user.sees("the first prompt")
 
 
 async def test_no_search_text_breaks_the_list(history):
@@ -530,205 +506,18 @@ async def test_no_search_text_breaks_the_list(history):
         assert not isinstance(user.app.screen, ChatsScreen)
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------
-
-
-async def test_an_engine_that_dies_in_mid_reply(history):
-    engine = FakeEngine([*reply("So far")[:-1], DIED], [*STARTED, *reply("Again")])
-    async with chat(engine, history, initial_prompt="Tell me") as user:
-        await user.sees("⚠ The engine process died (signal 9). The next prompt restarts it.")
-        assert user.turns() == [("user", "Tell me"), ("assistant", "So far")]
-        assert stored(history, user.app.session.conversation.chat_id)[-1] == ("assistant", "So far", False)
-        await user.sees("the engine has stopped")
-        await user.say("Still there?")
-        await user.sees("Again")
-        await user.idle()
-        assert engine.prompts()[-1] == [
-            ("user", "Tell me"),
-            ("assistant", "So far"),
-            ("user", "Still there?"),
-        ]
-
-
-async def test_an_engine_that_does_not_start_gives_the_prompt_back(history):
-    no_file = Failed(kind="model", message="There is no file [red]x.gguf[/red].", hint="Check\x1b the path.")
-    engine = FakeEngine([*STARTED, *reply("Here I am")], start=[STARTED[0], None, no_file])
-    async with chat(engine, history) as user:
-        await user.say("Hello?")
-        engine.release()
-        await user.sees("⚠ There is no file [red]x.gguf[/red]. Check the path.")
-        assert user.app.prompt.text == "Hello?"
-        await user.press("enter")
-        await user.sees("Here I am")
-
-
-async def test_a_context_that_is_too_small_for_the_prompt(history):
-    engine = FakeEngine([TOO_LONG], reply("Fine"))
-    async with chat(engine, history, initial_prompt="long text") as user:
-        await user.sees("⚠ The prompt has 9,000 tokens and the context holds 8,192. Shorten it. · Ctrl+N")
-        assert user.turns() == [("user", "long text")]
-        await user.say("short")
-        await user.sees("Fine")
-        await user.idle()
-        assert engine.prompts()[-1] == [("user", "short")], "a prompt that failed is not sent again"
-
-
-async def test_a_context_that_fills_up_says_so_with_numbers(history):
-    engine = FakeEngine(reply("So much", reason="length", context_used=8192))
-    async with chat(engine, history, initial_prompt="Tell me all") as user:
-        await user.sees("⚠ The context is full: 8,192 of 8,192 tokens · Ctrl+N starts a new chat")
-        await user.sees("8,192/8,192 tokens 100% full")
-
-
-async def test_an_empty_reply_is_said_to_be_one(history):
-    async with chat(FakeEngine(reply("")), history, initial_prompt="Hi") as user:
-        await user.sees("The model gave an empty reply")
-        assert user.turns() == [("user", "Hi")]
-
-
-async def test_an_engine_that_raises_is_a_line_too(history):
-    class Broken(FakeEngine):
-        async def generate(self, request):
-            yield Token(request_id=1, id=1, text="So far")
-            raise ValueError("[bold]oops")
-
-    async with chat(Broken(), history, initial_prompt="Hi") as user:
-        await user.sees("⚠ The engine broke off: ValueError: [bold]oops.")
-        assert user.turns() == [("user", "Hi"), ("assistant", "So far")]
-
-
-async def test_a_history_that_cannot_be_opened(tmp_path):
-    path = tmp_path / "h.sqlite3"
-    path.write_bytes(b"garbage, not a database" * 100)
-    async with chat(FakeEngine(), History.open(path), size=(240, 30)) as user:
-        await user.sees("is damaged. Move it away")
-        await user.sees("not saved")
-        await user.say("Hi")
-        await user.sees("Hello.")
-
-
-async def test_a_history_that_fails_later_catches_up_when_it_works_again(history):
-    async with chat(FakeEngine(), history, size=(240, 30)) as user:
+async def test_what_is_typed_where_it_means_nothing_is_for_the_prompt(history):
+    async with chat(FakeEngine(), history, size=(120, 40)) as user:
         await user.sees("ready")
-        history._db.execute("PRAGMA query_only = ON")
-        await user.say("one")
-        await user.sees("cannot be written")
-        await user.idle()
-        await user.sees("⚠ not saved")
-        history._db.execute("PRAGMA query_only = OFF")
-        await user.say("two")
-        await user.idle()
-        assert "not saved" not in user.screen()
-    assert [c for _, c, _ in stored(history, history.chats()[0].id)] == ["one", "Hello.", "two", "Hello."]
+        await user.press("tab", "h", "i")
+        assert user.app.prompt.text == "hi"
+        assert user.app.prompt.has_focus
 
 
-async def test_an_interrupted_reply_is_resumed(history):
-    chat_id = history.new_chat("m")
-    history.append(chat_id, Message(role="user", content="Count"))
-    reply_id = history.append(chat_id, Message(role="assistant", content="One, two"), finished=False)
-    history._db.execute("UPDATE messages SET writer = 999999999 WHERE id = ?", (reply_id,))
-    async with chat(FakeEngine(reply(", three")), history) as user:
-        await user.sees("The reply in “Count” was interrupted · Ctrl+G opens it")
-        await user.press("ctrl+g")
-        await user.sees("interrupted · Ctrl+G goes on with it")
-        await user.press("ctrl+g")
-        await user.sees("One, two, three")
-        await user.idle()
-    assert stored(history, chat_id)[-1] == ("assistant", "One, two, three", True)
-
-
-async def test_a_reply_is_saved_while_it_streams(history, monkeypatch):
-    monkeypatch.setattr("app.chat_app.SAVE_S", 0.05)
-    engine = FakeEngine([*tokens("So far"), None])
-    async with chat(engine, history, initial_prompt="Tell me") as user:
-        await user.until(lambda: history.chats())
-        chat_id = history.chats()[0].id
-        await user.until(lambda: stored(history, chat_id)[-1] == ("assistant", "So far", False))
-        user.app.prompt.insert("a draft")
-        await user.until(lambda: history._run("SELECT text FROM drafts") == [("a draft",)])
-
-
-async def test_leaving_in_mid_reply_saves_it_as_interrupted(history):
-    engine = FakeEngine([*tokens("So far"), None])
-    async with chat(engine, history, initial_prompt="Tell me") as user:
-        await user.sees("So far")
-        await user.press("ctrl+q")
-    assert stored(history, history.chats()[0].id)[-1] == ("assistant", "So far", False)
-    assert engine.closed
-
-
-# --- untrusted text --------------------------------------------------------------------------------------
-
-HOSTILE = "[bold red]markup[/] \x1b]0;title\x07\x1b[2Jcleared \u202egnp.exe &#x202e;x <b>html</b> ![i](http://x/y.png)"
-
-
-async def test_text_of_a_model_is_shown_as_text(history):
-    engine = FakeEngine(reply(f"{HOSTILE}\n\n```\n{HOSTILE}\n```\n", thinking=HOSTILE))
-    async with chat(engine, history, initial_prompt=HOSTILE, size=(140, 30)) as user:
-        await user.idle()
-        await user.press("ctrl+t")
-        everywhere = "in the prompt, the thinking, the prose and the code"
-        await user.until(lambda: user.screen().count("[bold red]markup[/]") == 4, everywhere)
-        screen = user.screen()
-        assert "<b>html</b>" in screen
-        for code in "\x1b\x07\u202e":
-            assert code not in screen
-
-
-# --- layout ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [(120, 40), (60, 20), (40, 10)])
-async def test_what_must_be_seen_is_seen_at_any_size(history, size):
-    async with chat(FakeEngine(), history, size=size, initial_prompt="Hi") as user:
-        await user.sees("Hello.")
-        await user.idle()
-        last = user.screen().splitlines()[-1]
-        for fact in ("Qwen3", "Q6_K", "CUDA", "tok/s", "%"):
-            assert fact in last
-
-
-async def test_a_tiny_terminal_shows_the_chat_and_the_prompt(history):
-    async with chat(FakeEngine([*tokens("Hello"), None]), history, size=(30, 8), initial_prompt="Hi") as user:
-        await user.sees("Hello")
-        assert "CUDA" not in user.screen()
-        await user.sees("answering")
-
-
-async def test_without_colour_everything_is_still_said(history, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    engine = FakeEngine([*reply("**So** far `code`")[:-1], DIED])
-    async with chat(engine, history, initial_prompt="Hi") as user:
-        await user.sees("⚠ The engine process died")
-        await user.sees("⚠ the engine has stopped")
-        colours = set(re.findall(r"#[0-9a-f]{6}", user.app.export_screenshot()))
-    of_the_frame = {"#ff5f57", "#febc2e", "#28c840", "#c5c8c6"}  # its buttons and its default
-    assert all(colour[1:3] == colour[3:5] == colour[5:7] for colour in colours - of_the_frame)
-
-
-async def test_code_is_plain_until_its_end_has_arrived(history):
-    engine = FakeEngine([*tokens("```python\ndef f(): pass\n"), None, *reply("```\n")[2:]])
-    async with chat(engine, history, initial_prompt="Hi") as user:
-        await user.sees("def f(): pass")
-        [fence] = user.app.query(Fence)
-        assert fence._highlighted_code.spans == []
-        engine.release()
-        await user.idle()
-        await user.until(lambda: user.app.query(Fence).first()._highlighted_code.spans)
-
-
-# --- the real engine process -----------------------------------------------------------------------------
-
-
-async def test_a_killed_engine_process_costs_one_line(history):
-    """SIGKILL in mid-reply: the partial reply and the conversation stay, and the next prompt works."""
-    engine = synthetic.engine(rate=200, tokens=40, die_at=20, load_s=0.02, prefill_s=0.02)
-    async with chat(engine, history, initial_prompt="Tell me") as user:
-        await user.sees("Ctrl+R tries again")
-        [(_, prompt), (role, partial)] = user.turns()
-        assert prompt == "Tell me" and role == "assistant" and partial
-        assert stored(history, user.app.session.conversation.chat_id)[-1] == ("assistant", partial, False)
-        await user.say("Still there?")
-        await user.until(lambda: len(user.turns()) == 4, "the beginning of another reply")
-        await user.idle()
-        assert user.app.session.conversation.messages()[1].content == partial
+async def test_the_theme_of_the_last_time_is_taken_if_there_still_is_one(history):
+    async with chat(FakeEngine(), history, theme="textual-light") as user:
+        await user.sees("ready")
+        assert user.app.theme == "textual-light"
+    async with chat(FakeEngine(), history, theme="of another time") as user:
+        await user.sees("ready")
+        assert user.app.theme in user.app.available_themes

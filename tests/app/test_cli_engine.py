@@ -3,13 +3,33 @@
 import json
 import math
 
+import pytest
+
 from app.cli import main
 from tests.generated_model import write
 
 
-def test_an_answer_with_log_probabilities(tmp_path, monkeypatch, capfd):
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path, monkeypatch):
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"):  # the cache, with its kernels, stays
         monkeypatch.setenv(name, str(tmp_path))
+
+
+def test_processes_that_compile_together_make_the_same_kernels(tmp_path, monkeypatch, capfd):
+    model = write(tmp_path / "noise.gguf")
+    options = "--backend CPU --context 64 --temperature 0 --max-tokens 5 --ignore-eos --prompt-ids 1,2,3"
+    said = []
+    for processes in ("0", "2"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / processes))
+        monkeypatch.setenv("PARALLEL", processes)
+        assert main(["--model", str(model), *options.split()]) == 0
+        said.append(capfd.readouterr())
+    assert said[0] == said[1] and said[0].out
+    kept = lambda processes: len(list((tmp_path / processes).rglob("*")))
+    assert kept("0") == kept("2") > 3
+
+
+def test_an_answer_with_log_probabilities(tmp_path, capfd):
     model = write(tmp_path / "noise.gguf")
     options = (
         "--backend CPU --json --logprobs 3 --temperature 0 --max-tokens 5 --ignore-eos --prompt-ids 1,2,3"

@@ -9,11 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from app.compare import Comparison, with_llama_server
-from app.compared import Agreement
+from app.compared import Agreement, is_shared
 from engine.errors import TemplateError
 from engine.events import (
     Chat,
     EngineOptions,
+    Event,
     Failed,
     Finished,
     Generate,
@@ -45,6 +46,9 @@ class Spy:
 
     def __getattr__(self, name):
         return getattr(self.engine, name)
+
+    def __setattr__(self, name, value):
+        vars(self.engine if name == "on_event" else self)[name] = value
 
     async def generate(self, request):
         self.requests.append(request)
@@ -118,13 +122,20 @@ async def test_they_take_turns_and_the_first_alternates(compare):
 
 async def test_together_they_compete(compare):
     comparison = compare(together=True)
+    heard: list[Event] = []
+    comparison.ours.on_event = heard.append
+    await collect(comparison.start())
     await collect(comparison.generate(ask()))
     assert sorted(comparison.log[:2]) == ["L begins", "R begins"]
-    assert comparison.view().together
+    assert comparison.view().together and is_shared(comparison)
+    assert not any(
+        isinstance(event, Finished) for event in heard
+    )  # no speed that says something of the model
     comparison.together = False  # from the next prompt on
     assert comparison.view().together
     await collect(comparison.generate(ask()))
-    assert not comparison.view().together
+    assert not comparison.view().together and not is_shared(comparison)
+    assert isinstance(heard[-1], Finished)
 
 
 async def test_where_they_part_and_how_probable_both_ways_were(compare):
@@ -215,21 +226,25 @@ async def test_stopping_ends_both(compare, together, theirs_first):
     while not (comparison.view().left.tokens or comparison.view().right.tokens):
         await asyncio.sleep(0.01)
     await comparison.stop()
-    events = await asyncio.wait_for(answer, 0.5)
+    events = await asyncio.wait_for(answer, 60)
     assert events[-1].reason == "cancelled"
     assert len(comparison.log) == (4 if together else 2)
+    first, second = ("right", "left") if theirs_first else ("left", "right")
+    assert getattr(comparison.view(), first).state == "stopped"
+    assert getattr(comparison.view(), second).state == ("stopped" if together else "not asked")
     await collect(comparison.generate(ask(max_tokens=2)))
     assert comparison.view().complete
 
 
 async def test_stopping_while_the_other_one_loads(compare):
-    comparison = compare(right={"load_s": 20.0})
+    comparison = compare(right={"load_s": 600.0})
     await collect(comparison.start())
-    answer = asyncio.create_task(collect(comparison.generate(ask())))
-    await asyncio.sleep(0.1)
     assert comparison.view().right.state.startswith(("starting", "loading"))
+    answer = asyncio.create_task(collect(comparison.generate(ask())))
+    await asyncio.sleep(0)  # it has begun
+    assert (comparison.view().asked, comparison.view().left.state) == ("hello", "waits for llama.cpp")
     await comparison.stop()
-    assert (await asyncio.wait_for(answer, 0.5))[-1].reason == "cancelled"
+    assert (await asyncio.wait_for(answer, 60))[-1].reason == "cancelled"
 
 
 async def test_the_comparison_ends_and_ours_goes_on(compare):
@@ -240,6 +255,22 @@ async def test_the_comparison_ends_and_ours_goes_on(compare):
     assert ours.pid is not None
     assert comparison.spies[1].pid is None
     assert (await collect(ours.generate(ask())))[-1].reason == "stop"
+
+
+async def test_what_was_compared_is_forgotten_with_its_conversation(compare):
+    comparison = compare()
+    await collect(comparison.start())
+    await collect(comparison.generate(ask()))
+    assert comparison.view().asked == "hello"
+    comparison.forget()
+    view = comparison.view()
+    assert (view.asked, view.left.text, view.right.text, view.complete) == ("", "", "", False)
+    assert (view.left.state, view.right.state, view.left.tokens, view.left.decode) == (
+        "ready",
+        "ready",
+        0,
+        None,
+    )
 
 
 async def test_the_view_before_anything(compare):

@@ -45,7 +45,7 @@ async def say(app, pilot, text):
     await pilot.pause(0.15)
 
 
-async def until(holds, seconds=10.0):
+async def until(holds, seconds=60.0):
     for _ in range(round(seconds / 0.02)):
         if holds():
             return
@@ -117,6 +117,17 @@ async def test_page_up_scrolls_both_texts():
         await pilot.press(*["pageup"] * 20)
         await sees(pilot, "line 0")
         assert "line 99" not in app.export_screenshot()
+
+
+async def test_another_chat_is_not_shown_with_the_answers_of_the_last():
+    async with chat(MeasuredEngine(reply("One.")), FakeEngine(reply("Eins."))) as (app, pilot):
+        await pilot.press("f10")
+        await say(app, pilot, "first")
+        await sees(pilot, "Eins.")
+        await until(lambda: not app.session.is_busy)
+        await pilot.press("ctrl+n")
+        await sees(pilot, "The next prompt is answered by both.")
+        assert "Eins." not in app.export_screenshot()
 
 
 async def test_without_llama_server_the_pane_says_so_and_the_chat_works():

@@ -91,6 +91,16 @@ def test_search_finds_words_in_messages_and_titles(history):
     assert found("sourdough") == set()
 
 
+def test_scripts_without_spaces_are_searched_anywhere(history):
+    tides, other = history.new_chat("m"), history.new_chat("m")
+    history.append(tides, user("請告訴我關於海洋和潮汐的事情,謝謝 Wikipedia"))
+    history.append(other, user("麵包要發酵多久?"))
+    found = lambda query: [chat.id for chat in history.chats(query=query)]
+    assert found("潮汐") == found("潮汐 海洋") == found("潮汐 wiki") == [tides]
+    assert found("潮汐 麵包") == []
+    assert "潮汐" in history.chats(query="潮汐")[0].excerpt
+
+
 def test_a_chat_without_messages_is_not_listed(history):
     history.new_chat("m")
     assert history.chats() == []

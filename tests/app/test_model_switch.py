@@ -1,6 +1,7 @@
 """Another model in mid-conversation, chosen in the chat: real files, engines from a script."""
 
 import pytest
+from msgspec.structs import replace
 
 from app import model_list
 from app.history import History
@@ -12,9 +13,9 @@ from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
 from engine.events import Chat, EngineOptions, Failed, Message
 from engine.formats.prompt import tokens_in
-from presets import GUIDE, guide_path
-from tests.app.fake_engine import STARTED, FakeEngine, reply
-from tests.app.test_chat_app import chat
+from presets import GUIDE
+from tests.app.driver import chat
+from tests.app.fake_engine import READY, STARTED, FakeEngine, reply
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
 
@@ -145,12 +146,13 @@ async def test_a_chat_without_a_setup_says_so(home, history):
         assert model_list.on_this_machine() == []
 
 
-async def test_the_built_in_model_says_what_it_is_until_another_is_chosen(history, first):
-    def made(path):
-        return Setup(EngineOptions(model_path=str(path)), make=lambda _: FakeEngine(), models={})
-
-    async with chat(FakeEngine(), history=history, setup=made(guide_path())) as user:
-        assert user.app.column.activity.notice.startswith(GUIDE)
-        assert "Ctrl+L" in user.app.column.activity.notice
-    async with chat(FakeEngine(), history=history, setup=made(first)) as user:
-        assert GUIDE not in user.app.column.activity.notice
+async def test_the_built_in_model_says_what_it_is_where_it_is_in_use(history):
+    guide = replace(READY, model=replace(READY.model, name=GUIDE))
+    async with chat(FakeEngine(start=[STARTED[0], None, guide]), history=history) as user:
+        await user.sees("loading · ")  # which nothing hides
+        user.engine.release()
+        await user.sees("a small model that is built in")
+        await user.sees("Ctrl+L has larger ones")
+    async with chat(FakeEngine(), history=history) as user:
+        await user.sees("ready")
+        assert "built in" not in user.screen()

@@ -389,7 +389,7 @@ def test_a_download_in_the_background_tells_its_error(fake_hub):
     assert download.path is None and "does not exist" in download.error.message
 
 
-def wait_until(done, seconds=10):
+def wait_until(done, seconds=60):
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end

@@ -43,7 +43,7 @@ class User:
     def __init__(self, app, pilot, screen, results):
         self.app, self.pilot, self.screen, self.results = app, pilot, screen, results
 
-    async def until(self, holds, seconds=10):
+    async def until(self, holds, seconds=60):
         end = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < end, self.text()
@@ -92,8 +92,8 @@ async def test_what_is_here_and_what_is_known(hub, home):
     async with opened({"work": str(mine)}, current=path) as user:
         first, work, other = user.rows()
         size = as_bytes(len(hub.files["model-Q8_0.gguf"]))
-        assert first.startswith(f"noise:q8_0  Q8_0 · {size} · ")
-        assert " · 2,048 tokens · 42 tok/s · in use\n" in first and f"model-Q8_0.gguf · {NAME}" in first
+        assert first.startswith(f"noise:q8_0  in use · Q8_0 · {size} · ")
+        assert " · 42 tok/s · " in first and f"model-Q8_0.gguf · {NAME}" in first
         assert work.startswith("work  Q8_0 · ") and str(mine) in work
         assert other.startswith("noise:f16  F16") and "not here · hf.co/user/model-GGUF:F16" in other
         assert user.chosen == "noise:q8_0"

@@ -2,9 +2,16 @@
 
 import io
 
+import pytest
+
 from app.once import run
 from engine.events import Failed
 from tests.app.fake_engine import FakeEngine, MeasuredEngine, reply
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 async def once(engine):
@@ -37,3 +44,12 @@ async def test_an_engine_that_does_not_start():
     code, out, messages = await once(engine)
     assert (code, out, engine.closed) == (4, "", 1)
     assert messages == "orin-chat: There is no driver. Choose CPU.\n"
+
+
+@pytest.mark.parametrize(("columns", "width"), [(60, 60), (20, 40), (200, 100)])
+async def test_it_is_as_wide_as_the_terminal(monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    code = await run(MeasuredEngine(reply("word " * 80)), out, io.StringIO())
+    panes = out.getvalue().partition("throughput\n")[2].partition("machine\n")[0].splitlines()
+    assert code == 0 and width - 12 <= max(map(len, panes)) <= width

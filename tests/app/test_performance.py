@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from app import evidence
 from app.performance import PerformanceObserver
@@ -68,6 +69,17 @@ def test_the_roofline_falls_as_the_context_grows(performance):
     assert first > last
 
 
+@pytest.mark.parametrize(
+    ("weights_mb", "rate", "is_cached"),
+    [(11, 12_000.0, True), (11, 5_000.0, False), (5_000, 40.0, False)],  # the last: no cache holds that
+)
+def test_a_small_model_faster_than_the_memory_is_in_a_cache(performance, weights_mb, rate, is_cached):
+    performance.observe(replace(READY, weight_bytes_per_token=weights_mb * 1_000_000, kv_bytes_per_token=0))
+    performance.observe(MEASURED)
+    decode(performance, int(rate), rate)
+    assert performance.throughput().is_cached is is_cached
+
+
 def test_an_engine_that_tells_no_bytes_has_no_roofline(clock):
     performance = PerformanceObserver(clock)
     decode(performance, 100, 100.0)
@@ -81,6 +93,25 @@ def test_prefill_by_its_progress(performance, clock):
         clock.now += 0.1
     speeds = [s.tokens_per_s for s in performance.throughput().samples if s.is_prefill]
     assert speeds == pytest.approx([5120, 5120, 4760])
+
+
+def test_a_prompt_too_short_for_progress_is_a_sample_of_its_own(performance):
+    for done in (10, 40):
+        performance.observe(Prefilling(request_id=1, done=done, total=40, cached=10))
+    decode(performance, 2, 100.0, start=0.02)
+    [sample] = [s for s in performance.throughput().samples if s is not GAP]
+    assert sample.is_prefill and sample.tokens_per_s == pytest.approx(30 / 0.02)
+    assert performance.throughput().prefill == pytest.approx(30 / 0.02), "said as soon as it is known"
+
+
+def test_the_current_speed_is_of_one_answer(performance):
+    decode(performance, 100, 100.0)
+    performance.observe(reply("")[-1])
+    decode(performance, 100, 200.0)
+    assert performance.current == pytest.approx(200)
+    performance.observe(reply("")[-1])
+    performance.observe(Prefilling(request_id=2, done=0, total=9, cached=0))
+    assert performance.current == pytest.approx(200), "until the next one says more"
 
 
 def test_answers_are_kept_apart(performance):
@@ -183,3 +214,14 @@ def test_evidence_that_cannot_be_kept_stops_nothing(remembered):
     evidence._path().unlink()
     evidence._path().mkdir()
     evidence.note(Path("m"), "cuda", decode=1.0, prefill=None)
+
+
+def test_the_counters_of_a_card_say_nothing_of_an_engine_on_the_cpu(performance):
+    counters = (Counter(name="memory activity", value=3.0), Counter(name="CPU load", value=90.0))
+    assert performance.bearing(counters) == counters
+    assert performance.throughput(counters).memory == "memory 3 % busy, measured"
+    assert performance.throughput(counters).measured == "copy"
+    performance.observe(replace(READY, backend="CPU"))
+    assert performance.bearing(counters) == counters[1:]
+    assert performance.throughput(counters).memory == "memory: not available: no counter here"
+    assert performance.throughput(counters).measured == "reading"

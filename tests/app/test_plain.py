@@ -4,13 +4,16 @@ import asyncio
 import io
 import os
 import signal
+import sys
 
 import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from prompt_toolkit.output.vt100 import Vt100_Output
 
 from app.history import History
 from app.line_input import CommandCompleter, FileLines, TerminalLines
@@ -54,7 +57,7 @@ def chat(history):
         chat = LineChat(
             synthetic.engine(**behaviour), history, script, out, messages, system=system, chat_id=chat_id
         )
-        chat.code = await asyncio.wait_for(chat.run(), 20)
+        chat.code = await asyncio.wait_for(chat.run(), 60)
         chat.out, chat.err, chat.drafts = out.getvalue(), messages.getvalue(), script.drafts
         return chat
 
@@ -128,11 +131,17 @@ async def test_thinking_is_asked_for_or_not(chat, history):
     assert contents(history)[1] == ("assistant", "Yes.\n")
 
 
+async def test_a_list_of_no_chats_says_so(chat):
+    c = await chat("/chats", "hello", "/chats nowhere")
+    assert "No chats yet." in c.out and "No message has these words." in c.out
+
+
 async def test_save_writes_a_new_file(chat, home):
     c = await chat(
         "Is it?", f"/save {home}/chat.md", f"/save {home}/chat.md", f"/save {home}/no/chat.md", "/save"
     )
-    assert "Is it?" in (home / "chat.md").read_text() and "Yes." in (home / "chat.md").read_text()
+    text = (home / "chat.md").read_text()
+    assert text.startswith("# Is it?\n") and "Yes." in text
     assert c.err.count("\n") == 3
 
 
@@ -162,7 +171,7 @@ async def test_ctrl_c_stops_the_reply_and_not_the_chat(chat, history):
 
 async def test_the_engine_dies_and_the_chat_does_not(chat, history):
     c = await chat("Is it?", "Is it?", "/stats", text="One two three four.", rate=50, die_at=2, tokens=4)
-    assert c.code == 0 and c.err.count("SIGKILL") == 2
+    assert c.code == 0 and c.err.count("SIGKILL") == c.err.count("next message starts the engine again") == 2
     assert c.out.count("ready in") == 2
     assert [content for _, content in contents(history)] == ["Is it?", "One two", "Is it?", "One two"]
     assert not history.messages(1)[1].finished
@@ -236,11 +245,13 @@ async def test_keys_of_the_prompt(keys):
         await lines.read("")
 
 
-async def test_a_dumb_terminal_is_shown_the_draft(keys, monkeypatch, capsys):
+async def test_a_dumb_terminal_is_shown_the_draft_and_sent_no_escape_sequences(monkeypatch, capsys):
     monkeypatch.setenv("TERM", "dumb")
-    keys.send_text("new\r")
-    assert await TerminalLines([], words()).read("a draft") == "new"
-    assert capsys.readouterr().out == "a draft\n"
+    terminal = Vt100_Output(sys.stdout, lambda: Size(24, 80))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=terminal):
+        keys.send_text("new\r")
+        assert await TerminalLines([], words()).read("a draft") == "new"
+    assert capsys.readouterr().out.splitlines() == ["a draft", "> new"]
 
 
 def test_completion_of_commands():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from app.history import History
 from app.session import Session
 from engine.events import Failed, Ready, Sampling
-from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens
+from tests.app.fake_engine import READY, STARTED, FakeEngine, reply, tokens
 
 
 class SilentView:
@@ -67,7 +68,7 @@ def begin():
 
 
 async def until(holds):
-    for _ in range(500):
+    for _ in range(30_000):  # a minute
         if holds():
             return
         await asyncio.sleep(0.002)
@@ -85,6 +86,16 @@ async def test_two_prompts_at_the_same_moment_are_answered_one_after_the_other(b
     await asyncio.gather(session.send("a"), session.send("b"))
     await until(lambda: len(engine.requests) == 2 and not session.is_busy)
     assert said(session) == ["a", "A", "b", "B"]
+
+
+async def test_what_is_wrong_with_a_model_is_said_when_it_is_ready(begin):
+    odd = replace(READY, warnings=("Its template does not work.",))
+    session, view = begin(FakeEngine(reply("A"), start=[odd]))
+    await until(lambda: not session.is_busy)
+    assert view.notices == ["Its template does not work."]
+    session.switch(FakeEngine(reply("B"), start=[odd]), "other")
+    await until(lambda: len(view.notices) == 2)
+    assert view.notices[1] == "other answers now. Its template does not work."
 
 
 async def test_regenerating_while_the_view_still_removes_the_old_reply(begin):
@@ -164,6 +175,18 @@ async def test_going_over_to_another_engine_keeps_the_conversation(begin):
     await until(lambda: not session.is_busy)
     assert said(session) == ["first", "Old.", "second", "New."]
     assert [content for _, content in new.prompts()[0]] == ["first", "Old.", "second"]
+
+
+@pytest.mark.parametrize(("model", "used"), [("Qwen3 0.6B", 97), ("Llama 3.2 1B", None)])
+async def test_how_full_the_context_is_is_known_of_the_same_model_only(begin, model, used):
+    ready = replace(READY, model=replace(READY.model, name=model))
+    old, new = FakeEngine(reply("Old.", context_used=97)), FakeEngine(start=[ready])
+    session, _ = begin(old)
+    await session.send("first")
+    await until(lambda: not session.is_busy)
+    session.switch(new, "cuda")
+    await until(lambda: session.engine is new)
+    assert session.status.snapshot().context_used == used
 
 
 async def test_a_reply_in_progress_ends_before_another_engine_takes_over(begin):

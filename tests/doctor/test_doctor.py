@@ -1,6 +1,7 @@
 """orin-chat doctor on machines that are folders, and on this one."""
 
 import getpass
+import io
 import json
 import os
 import subprocess
@@ -8,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from app import doctor
 from app.settings import Settings
-from engine.doctor import jetson, trials
+from engine.doctor import Section, bad, good, jetson, trials
 from engine.doctor.trials import Trial, attempt
 from engine.errors import UsageError
 from tests.doctor import machines
@@ -165,6 +167,11 @@ def test_a_trial_that_ends_without_an_answer(code, says):
     assert not trial.ok and says in trial.text and "report" in trial.advice
 
 
+def test_a_trial_that_cannot_be_started():
+    trial = attempt("CUDA", command=["/no/python"])
+    assert not trial.ok and "No such file" in trial.text and trial.advice
+
+
 def test_the_cpu_is_tried_for_real():
     trial = attempt("CPU")
     assert trial.ok, trial.text
@@ -223,6 +230,16 @@ def test_the_exit_code_says_whether_a_chat_is_possible(outcome, code, monkeypatc
     out = capsys.readouterr().out
     assert ("A chat is possible" in out) == (code == 0)
     assert "Backends" in out and (tmp_path / "r.txt").exists()
+
+
+@pytest.mark.parametrize("encoding, signs", [("utf-8", "✓✗→"), ("ascii", "+x>")])
+def test_good_and_bad_differ_on_every_terminal(encoding, signs):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace")
+    section = Section(title="Backends", findings=[good("CPU", "works"), bad("NV", "not", "mend it")])
+    doctor.show(section, Console(file=terminal, width=80))
+    terminal.seek(0)
+    shown = terminal.read()
+    assert [sign for sign in signs if sign in shown] == list(signs) and "?" not in shown
 
 
 def test_the_command(tmp_path):

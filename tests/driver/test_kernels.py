@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.processes import side_by_side
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = (
     "attention_whole",
@@ -16,13 +20,24 @@ CHECKS = (
 )
 
 
-def test_numbers_do_not_depend_on_the_order_of_warps(tmp_path):
-    environment = os.environ | {
-        "DEV": "TEGRA+NV",
-        "CACHEDB": str(tmp_path / "cache.db"),
-        "XDG_CACHE_HOME": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-m", "tests.driver.checks", *CHECKS]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def running(request, tmp_path_factory):
+    def run(check):
+        folder = tmp_path_factory.mktemp("cache", numbered=True)
+        environment = os.environ | {
+            "DEV": "TEGRA+NV",
+            "CACHEDB": str(folder / "cache.db"),
+            "XDG_CACHE_HOME": str(folder),
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-m", "tests.driver.checks", check]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    with side_by_side(request, run, "check") as started:
+        yield started
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_numbers_do_not_depend_on_the_order_of_warps(running, check):
+    done = running[check,].result()
     assert done.returncode == 0, done.stderr[-3000:]

@@ -46,6 +46,13 @@ def test_a_kernel_compiles_and_runs_without_a_clang_on_path(bare, tmp_path):
     assert result.stdout.split() == ["CPU", "42.0"], result.stderr
 
 
+def test_an_environment_without_a_path(bare, monkeypatch):
+    monkeypatch.setattr(backends, "_clang", lambda: "/bin/clang")
+    monkeypatch.delenv("PATH")
+    prepare()
+    assert os.environ["PATH"] == os.defpath
+
+
 def test_the_script_is_kept_and_mended(bare, tmp_path):
     pytest.importorskip("ziglang", reason="the extra `cpu` is not installed")
     prepare()
@@ -102,6 +109,26 @@ def test_which_device(bare, monkeypatch):
     monkeypatch.setenv("DEV", "CPU:LLVM")
     assert prepare("auto") == os.environ["DEV"] == "CPU:LLVM", "the user's own"
     assert prepare("NV") == os.environ["DEV"] == "NV", "unless asked for another"
+
+
+def test_kernels_are_compiled_by_all_cores_unless_candidates_are_timed_on_them(bare, monkeypatch):
+    program(bare / "clang", "echo clang version 18.1")
+    monkeypatch.setattr(backends.os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+
+    def compilers(**options):
+        monkeypatch.delenv("PARALLEL", raising=False)
+        backends.prepare(EngineOptions(model_path="", **options))
+        return os.environ["PARALLEL"]
+
+    assert (
+        compilers(backend="CPU")
+        == compilers(backend="CPU", kernels="fused")
+        == compilers(backend="NV")
+        == "3"
+    )
+    assert compilers(backend="CPU", kernels="graph") == "0"
+    monkeypatch.setattr(backends.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    assert compilers(backend="CPU") == "0"
 
 
 def test_the_driver_is_asked():

@@ -15,7 +15,7 @@ from engine.client import LocalEngine
 from engine.events import EngineOptions, Failed, Finished, Load, Ready, Token
 from engine.process import LOG_LIMIT_BYTES
 from engine.transport import pack
-from tests.engine.conftest import children, running
+from tests.engine.conftest import running
 from tests.engine.test_client import ask, collect, token_ids, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def scripted(code):
     return LocalEngine(EngineOptions(model_path="none"), command=command)
 
 
-async def vanish(pid, within_s=2.0):
+async def vanish(pid, within_s=30.0):
     deadline = time.monotonic() + within_s
     while running(pid):
         assert time.monotonic() < deadline, f"process {pid} lives on"
@@ -51,7 +51,8 @@ async def test_sigkill_in_mid_answer_ends_it_and_the_next_prompt_works(engines):
     last = events[-1]
     assert (last.kind, last.request_id) == ("backend", None)
     assert last.message == "The engine process died (signal 9, SIGKILL)."
-    assert str(engine.log_path) in last.hint and "next prompt starts it again" in last.hint
+    assert last.hint.endswith(f"The engine's log: {engine.log_path}")
+    assert "next prompt" not in last.hint  # which is the chat's to say: a single answer has none
     assert engine.pid is None
     events = await collect(engine.generate(ask(2, max_tokens=5)))
     assert any(isinstance(e, Ready) for e in events)
@@ -114,18 +115,18 @@ async def test_a_death_while_loading(engines):
         r"(lambda p: len(p).to_bytes(4, 'little') + p)(b'\x91' * 1000000)",
     ],
 )
-async def test_garbage_is_a_failure_and_the_end_of_the_process(engines, garbage):
+async def test_garbage_is_a_failure_and_the_end_of_the_process(engines, garbage, children):
     engine = engines.add(scripted(f"sock.sendall({garbage}); time.sleep(60)"))
     [event] = await collect(engine.start())
     assert event.message == "The engine process sent something that is not an event."
     assert engine.pid is None
     await engine.close()
-    assert children() == []
+    assert not children()
 
 
 async def test_a_worker_that_hangs_up_and_lives_is_ended(engines):
     engine = engines.add(scripted("sock.close(); time.sleep(60)"))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         [event] = await collect(engine.start())
     assert isinstance(event, Failed)
 
@@ -140,7 +141,7 @@ async def test_a_silent_worker_can_be_ended(engines, how):
     pid, started = engine.pid, time.perf_counter()
     if how == "close":
         await engine.close()
-        assert 1 < time.perf_counter() - started < 2, "asked, told, made"
+        assert 1 < time.perf_counter() - started < 10, "asked, told, made"
         assert isinstance((await task)[-1], Failed)
     else:
         task.cancel()
@@ -167,7 +168,7 @@ async def test_children_of_the_worker_end_with_it(engines):
         await vanish(child)
 
 
-async def test_nothing_leaks(engines):
+async def test_nothing_leaks(engines, children):
     fds = lambda: len(list(Path("/proc/self/fd").iterdir()))
     engine = engines(rate=1000, die_at=20)
     await collect(engine.start())
@@ -182,7 +183,7 @@ async def test_nothing_leaks(engines):
             async for _ in engine.start():
                 break
         await engine.close()
-    assert children() == [] and fds() == before
+    assert not children() and fds() == before
 
 
 async def test_the_log_stays_small(engines):

@@ -337,7 +337,10 @@ def test_refused_with_a_sentence_and_a_hint(write, case):
 
 
 def test_missing_file_folder_and_unreadable(tmp_path):
-    with pytest.raises(ModelFileError, match="There is no model file"):
+    # Who starts the program with a wrong path is told before: here it is a file that vanished meanwhile.
+    with pytest.raises(
+        ModelFileError, match=r"There is no model file .* moved or deleted\? .* choose another"
+    ):
         GGUF(tmp_path / "none.gguf")
     with pytest.raises(ModelFileError, match="is a folder"):
         GGUF(tmp_path)
@@ -364,7 +367,7 @@ def test_truncated_anywhere_is_refused(valid, write):
     read_all(write(valid))
 
 
-@settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=20_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_raise_nothing_else_and_take_no_memory(valid, write, data):
     damaged = bytearray(valid)
@@ -380,7 +383,7 @@ def test_flipped_bytes_raise_nothing_else_and_take_no_memory(valid, write, data)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
-@settings(max_examples=200, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=20_000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=st.binary(max_size=200), version=st.sampled_from([2, 3]), counts=st.tuples(*[st.integers(0, 5)] * 2)
 )

@@ -25,7 +25,7 @@ from tests.formats.vocabularies import (
 
 SHARED = Path(os.environ.get("ORIN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared folder with real vocabularies")
-no_function_scope = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=2000)
+no_function_scope = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=20_000)
 
 
 @pytest.fixture(scope="module")

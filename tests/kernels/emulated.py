@@ -16,9 +16,9 @@ from engine.kernels.attention import SLACK, Heads, Split, attention, combine, sp
 from engine.kernels.flash import FlashSplit, flash_attention, flash_split
 from engine.kernels.launch import Launches
 from engine.kernels.matmul import Tiles, fragment_index, fragments_size, matmul
-from engine.kernels.matvec import Best, GateUp, Residual, Schedule, Store, matvec
+from engine.kernels.matvec import Best, GateUp, Residual, Schedule, Stack, Store, matvec
 from engine.kernels.packing import UNIT, Packing, permuted_size, prescale, units_of
-from engine.kernels.prompt import attend_prompt, rotate_prompt
+from engine.kernels.prompt import Cut, attend_prompt, cut_for, rotate_prompt, tile_prompt
 from engine.kernels.repack import Layout, Rows, repack
 from engine.kernels.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
 from engine.kernels.schedules import matvec_schedule
@@ -103,7 +103,7 @@ def formats():
         planes, weights = packed(ggml_type, rows, cols)
         assert [(p.numel(), p.dtype) for p in planes] == packing.shapes(rows, cols)
         x, out = rng.standard_normal(cols).astype(np.float32), zeros(rows)
-        run(matvec(packing, rows, cols, schedule, Store(), "t"), out, laid_out(x, packing), *planes)
+        run(matvec(Stack.of(packing, rows, cols), schedule, Store(), "t"), out, laid_out(x, packing), *planes)
         close(out.numpy(), weights.astype(np.float64) @ x)
 
 
@@ -117,10 +117,10 @@ def epilogues():
     normed = y / np.sqrt(squares.sum() / cols + eps)
     schedule, vector = Schedule(2, 4, 2), laid_out(x, packing)
 
-    out, bias = zeros(rows + 3), rng.standard_normal(rows + 2).astype(np.float32)
-    kernel = matvec(packing, rows, cols, schedule, Store(3, 2), "t", 5, eps)
+    out, bias = zeros(rows), rng.standard_normal(rows).astype(np.float32)
+    kernel = matvec(Stack.of(packing, rows, cols), schedule, Store(True), "t", 5, eps)
     run(kernel, out, vector, buffer(squares), buffer(bias), *planes)
-    close(out.numpy()[3:], normed + bias[2:])
+    close(out.numpy(), normed + bias)
 
     stream, weight = (
         rng.standard_normal(rows).astype(np.float32),
@@ -128,7 +128,7 @@ def epilogues():
     )
     h, sums, following = buffer(stream.copy()), zeros(8), zeros(permuted_size(rows))
     run(
-        matvec(packing, rows, cols, schedule, Residual(), "t"),
+        matvec(Stack.of(packing, rows, cols), schedule, Residual(), "t"),
         h,
         sums,
         following,
@@ -141,16 +141,43 @@ def epilogues():
     close(following.numpy()[places(rows)], (stream + y) * weight)
 
     activated, scale = zeros(permuted_size(rows // 2)), prescale(6)
-    run(matvec(packing, rows, cols, schedule, GateUp(), "t"), activated, vector, buffer(scale), *planes)
+    run(
+        matvec(Stack.of(packing, rows, cols), schedule, GateUp(), "t"),
+        activated,
+        vector,
+        buffer(scale),
+        *planes,
+    )
     gate, up = y[0::2], y[1::2]
     close(activated.numpy()[places(rows // 2)] / scale[: rows // 2], gate / (1 + np.exp(-gate)) * up)
 
     logits, best, best_row = zeros(rows), zeros(8), zeros(8, dtypes.int32)
-    run(matvec(packing, rows, cols, schedule, Best(), "t"), logits, best, best_row, vector, *planes)
+    run(matvec(Stack.of(packing, rows, cols), schedule, Best(), "t"), logits, best, best_row, vector, *planes)
     close(logits.numpy(), y)
     state, history = buffer(np.array([0, 2], np.int32)), zeros(4, dtypes.int32)
     run(next_token(8, 4, 32), state, history, best, best_row)
     assert state.numpy().tolist() == [y.argmax(), 3] and history.numpy()[2] == y.argmax()
+
+
+def mixtures():
+    """Matrices of several types in one product: whole blocks and not, of one scaling and of two, one loop or more."""
+    cols = 512
+    x = rng.standard_normal(cols).astype(np.float32)
+    for kinds, schedule in (
+        (((12, 8), (14, 4)), Schedule(8, 2, 2)),
+        (((14, 3), (12, 6), (8, 2)), Schedule(4, 2, 2)),
+        (((1, 5), (2, 4)), Schedule(8, 2, 1)),
+    ):
+        stack = Stack(tuple((Packing(t), rows) for t, rows in kinds), cols)
+        matrices = [packed(t, rows, cols) for t, rows in kinds]
+        vectors = [laid_out(x, next(p for p, _ in stack.matrices if p.scaling == s)) for s in stack.scalings]
+        planes = [plane for own, _ in matrices for plane in own]
+        y = np.concatenate([weights.astype(np.float64) @ x for _, weights in matrices])
+        logits, n = zeros(stack.rows), stack.n_blocks(schedule)
+        best, best_row = zeros(n), zeros(n, dtypes.int32)
+        run(matvec(stack, schedule, Best(), "t"), logits, best, best_row, *vectors, *planes)
+        close(logits.numpy(), y)
+        assert best_row.numpy()[best.numpy().argmax()] == y.argmax()
 
 
 def embedding():
@@ -209,7 +236,7 @@ def turned(x, cos, sin, norm=None, eps=1e-6):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def decode_attention(position, split, normed, apart):
+def decode_attention(position, split, normed):
     heads = Heads(4, 2, 16, SLACK + 256, 1e-6 if normed else None)
     cache, h = Cache(heads, position), heads
     rows = rng.standard_normal((h.query + 2 * h.kv, h.dim)).astype(np.float32)
@@ -222,16 +249,22 @@ def decode_attention(position, split, normed, apart):
     values = np.concatenate([cache.v[:, :position], rows[-h.kv :, None].astype(np.float16)], 1)
     wanted = cache.attended(q, keys, values)
 
-    new = [buffer(rows[: -h.kv]), buffer(rows[-h.kv :])] if apart else [buffer(rows)]
     state = buffer(np.array([7, position], np.int32))
-    ins = [cache.keys, cache.values, *new, buffer(angles), state, *([buffer(norms)] if normed else [])]
+    ins = [
+        cache.keys,
+        cache.values,
+        buffer(rows),
+        buffer(angles),
+        state,
+        *([buffer(norms)] if normed else []),
+    ]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
     attend = flash_attention if isinstance(split, FlashSplit) else attention
     if split.splits == 1:
-        run(attend(heads, split, apart), out, *ins, ones)
+        run(attend(heads, split), out, *ins, ones)
     else:
         sums, tops = zeros(split.splits * h.query * h.dim), zeros(split.splits * h.query * 2)
-        run(attend(heads, split, apart), sums, tops, *ins)
+        run(attend(heads, split), sums, tops, *ins)
         run(combine(heads, split.splits), out, sums, tops, ones)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
     stored = cache.values.numpy().reshape(h.kv, -1, h.dim, 4)[:, position // 4, :, position % 4]
@@ -243,23 +276,23 @@ def decode_attention(position, split, normed, apart):
 def attention_whole():
     """One block a head: nothing cached, less than a tile, several tiles."""
     for position in (0, 5, 70):
-        decode_attention(position, Split(128, 1, 1, 64, 2, 4), normed=False, apart=False)
-    decode_attention(9, Split(128, 1, 1, 64, 2, 4), normed=True, apart=True)
+        decode_attention(position, Split(128, 1, 1, 64, 2, 4), normed=False)
+    decode_attention(9, Split(128, 1, 1, 64, 2, 4), normed=True)
 
 
 def attention_split():
     """Several blocks a head, some of them without tokens, two heads to a block; more values ahead than weights."""
     for position in (3, 130):
-        decode_attention(position, Split(256, 3, 2, 64, 2, 4), normed=True, apart=False)
+        decode_attention(position, Split(256, 3, 2, 64, 2, 4), normed=True)
 
 
 def attention_on_tensor_cores():
     """As above: one round and several, blocks that share heads or the values' dimensions, parts without tokens."""
-    decode_attention(0, FlashSplit(64, 1, 2, 2, 2), normed=False, apart=False)
-    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), normed=True, apart=False)
-    decode_attention(100, FlashSplit(128, 1, 2, 2, 1), normed=False, apart=False)
-    decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), normed=True, apart=True)
-    decode_attention(70, FlashSplit(128, 3, 2, 2, 1), normed=True, apart=False)
+    decode_attention(0, FlashSplit(64, 1, 2, 2, 2), normed=False)
+    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), normed=True)
+    decode_attention(100, FlashSplit(128, 1, 2, 2, 1), normed=False)
+    decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), normed=True)
+    decode_attention(70, FlashSplit(128, 3, 2, 2, 1), normed=True)
 
 
 def prompt_index(index, *sizes):
@@ -295,12 +328,18 @@ def prefill_products():
 
 def prefill_attention():
     """A prompt's queries and keys rotated and put away, and its causal attention over what came before too."""
-    tokens, n, position = 32, 21, 18
-    heads = Heads(4, 2, 16, SLACK + 64, 1e-6)
+    attended_prompt(Cut(1, 1, 2, 1), 21, 18)
+    # keys that all queries see and keys that they do not, a row unused
+    attended_prompt(Cut(2, 1, 1, 2), 30, 37)
+
+
+def attended_prompt(cut, n, position):
+    tokens = 32
+    heads = Heads(4, 2, 16, SLACK + 128, 1e-6)
     cache, h = Cache(heads, position, n), heads
     total = h.query + 2 * h.kv
     sums = rng.standard_normal((2, tokens, total * h.dim)).astype(np.float32)
-    cos, sin = (rng.standard_normal((64, h.dim // 2)).astype(np.float32) for _ in range(2))
+    cos, sin = (rng.standard_normal((128, h.dim // 2)).astype(np.float32) for _ in range(2))
     norms = rng.standard_normal((2, h.dim)).astype(np.float32)
     queries = zeros(tokens * h.query * h.dim, dtypes.float16)
     prompt = buffer(np.array([position, n], np.int32))
@@ -308,7 +347,10 @@ def prefill_attention():
     ins = [buffer(sums), buffer(cos), buffer(sin), prompt, buffer(norms)]
     run(kernel, queries, cache.keys, cache.values, *ins)
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
-    run(attend_prompt(heads, tokens, 1, 2, 1), out, queries, cache.keys, cache.values, prompt)
+    attend = attend_prompt(heads, tokens, cut)
+    tiles = [zeros(h.cache_size, dtypes.float16) for _ in range(2)]
+    run(tile_prompt(heads, 2), *tiles, cache.keys, cache.values, prompt)
+    run(attend, out, queries, *tiles, prompt)
 
     rows = sums.sum(0).reshape(tokens, total, h.dim)[:n]
     here = [t[position : position + n, None] for t in (cos, sin)]
@@ -337,11 +379,15 @@ def rule():
         (9, 3, 64),
     ):
         heads = Heads(query, kv, dim, SLACK, None)
+        for tokens in (64, 512):
+            cut = cut_for(heads, tokens)
+            assert cut.shared_bytes(dim) <= 48 << 10, (heads, cut)
+            attend_prompt(heads, tokens, cut)
         for sms, limit in ((n, limit) for n in (8, 16, 132) for limit in (256, 8192, 131072)):
             split = flash_split(heads, limit, 256, sms)
             assert split.shared_bytes(dim) < 46 << 10 and heads.shared_by % split.group == 0, (heads, split)
-            flash_attention(heads, split, False)
-            attention(heads, split_for(heads, limit, 256, sms), False)
+            flash_attention(heads, split)
+            attention(heads, split_for(heads, limit, 256, sms))
     for rows, cols in (
         (1, 32),
         (3, 64),
@@ -352,7 +398,7 @@ def rule():
         (4096, 14336),
         (5, 4096),
     ):
-        schedule = matvec_schedule(Packing(8), rows, cols, "sm_00")
+        schedule = matvec_schedule(Stack.of(Packing(8), rows, cols), "sm_00")
         assert schedule.fits() and schedule.block_rows % 2 == 0
 
 

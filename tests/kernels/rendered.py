@@ -15,7 +15,7 @@ from tinygrad.runtime.support.compiler_cuda import NVCCCompiler
 
 from engine.formats.gguf import GGUF
 from engine.kernels.matmul import fragments_size
-from engine.kernels.matvec import Store, activate, matvec
+from engine.kernels.matvec import Stack, Store, activate, matvec
 from engine.kernels.packing import UNIT, Packing, permuted_size
 from engine.kernels.prompt import activate_prompt
 from engine.kernels.schedules import matvec_schedule
@@ -35,7 +35,7 @@ def keep(_, source):
 
 def model(folder, **shape):
     """All that a model compiles when it is loaded: packing, decode of short and long contexts, drawing, prefill."""
-    path = generated_model.write(folder / "model.gguf", layers=2, heads=4, kv_heads=2, **shape)
+    path = generated_model.write(folder / "model.gguf", layers=3, heads=4, kv_heads=2, **shape)
     file = GGUF(path)
     FusedSteps(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 600)
 
@@ -64,8 +64,13 @@ if __name__ == "__main__":
     # what only models of mixed types, or with biases, take
     for ggml_type in (8, 12, 13):
         p, rows, cols = Packing(ggml_type), 512, 2048
-        body = matvec(p, rows, cols, matvec_schedule(p, rows, cols), Store(0, 0), "biased", 64, 1e-5)
+        stack = Stack.of(p, rows, cols)
+        body = matvec(stack, matvec_schedule(stack), Store(True), "biased", 64, 1e-5)
         kernel(body, (rows, F), (permuted_size(cols), F), (64, F), (rows, F), *p.shapes(rows, cols))
+    stack = Stack(((Packing(12), 256), (Packing(14), 128)), 2048)
+    body = matvec(stack, matvec_schedule(stack), Store(), "mixed", 64, 1e-5)
+    planes = [shape for p, n in stack.matrices for shape in p.shapes(n, 2048)]
+    kernel(body, (384, F), *[(permuted_size(2048), F)] * 2, (64, F), *planes)
     kernel(activate(512), (permuted_size(512), F), (1024, F), (UNIT, F))
     halves = (fragments_size(64, 512), H), (64 * 512 * 2, F), (64 * 512 * 2, F)
     kernel(activate_prompt(64, 512, (2, 2)), *halves)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TYPES = ["Q6_K"]  # ORIN_THOROUGH=1 takes all, which are minutes
-REST = ["Q5_1", "Q4_K", "Q8_0", "Q5_0", "Q4_0", "Q4_1", "Q5_K", "F16", "BF16", "F32"]
+from tests.processes import side_by_side
 
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = ["Q6_K"]
+if os.environ.get("ORIN_THOROUGH"):  # which takes minutes
+    TYPES += ["Q5_1", "Q4_K", "Q8_0", "Q5_0", "Q4_0", "Q4_1", "Q5_K", "F16", "BF16", "F32"]
 nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="CUDA's compiler is not installed")
 
 
@@ -29,14 +31,23 @@ def python(*arguments, cache, renderer="NVCC"):
     )
 
 
+@pytest.fixture(scope="module")
+def running(request, tmp_path_factory):
+    def prove(path, renderer):
+        cache = tmp_path_factory.mktemp("cache", numbered=True)
+        return python("-m", "tests.kernels.alignment", path, *TYPES, cache=cache, renderer=renderer)
+
+    with side_by_side(request, prove, "path", "renderer") as started:
+        yield started
+
+
 @pytest.mark.parametrize("renderer", [pytest.param("NVCC", marks=nvcc), "PTX"])
 @pytest.mark.parametrize("path", ["fused", "graph"])
-def test_every_vector_access_is_aligned(path, renderer, tmp_path):
-    types = TYPES + REST if os.environ.get("ORIN_THOROUGH") else TYPES
-    done = python("-m", "tests.kernels.alignment", path, *types, cache=tmp_path, renderer=renderer)
+def test_every_vector_access_is_aligned(running, path, renderer):
+    done = running[path, renderer].result()
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name, *_ in lines] == types
+    assert [name for name, *_ in lines] == TYPES
     assert all(int(kernels) and int(vectors) and int(wide) for _, kernels, vectors, wide in lines)
 
 

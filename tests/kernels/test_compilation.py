@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CHIPS = {87: "Jetson AGX Orin", 89: "GeForce RTX 40", 90: "H100, H200"}
 FAMILIES = (
-    "embed", "qkv", "attention", "combine", "o_", "gate_up", "down", "head", "next_token", "biased", "activate",
-    "penalize", "leaders", "ranked", "draw",
-    "prefill_embed", "prefill_norm", "prefill_qkv", "prefill_rotate", "prefill_attend", "prefill_o",
+    "embed", "qkv", "attention", "combine", "o_", "gate_up", "down", "head", "next_token", "biased", "mixed",
+    "activate", "penalize", "leaders", "ranked", "draw",
+    "prefill_embed", "prefill_norm", "prefill_qkv", "prefill_rotate", "prefill_tile", "prefill_attend", "prefill_o",
     "prefill_gate_up", "prefill_down", "prefill_activate",
 )  # fmt: skip
 

@@ -4,13 +4,13 @@ import functools
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from engine.kernels.packing import Packing, Words
+from tests.processes import side_by_side
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,23 +33,21 @@ CHECKS = (  # those that take longest first
     "attention_split",
     "sampling",
     "epilogues",
+    "mixtures",
     "rule",
 )
 
 
 @pytest.fixture(scope="module")
 def running(request):
-    """The checks that are asked for, each a process, as many at a time as there are CPUs."""
-    asked = {item.callspec.params.get("check") for item in request.session.items if hasattr(item, "callspec")}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        run = functools.partial(python, "-m", "tests.kernels.emulated", DEV="PYTHON::sm_90")
-        yield {check: pool.submit(run, check) for check in CHECKS if check in asked}
-        pool.shutdown(cancel_futures=True)
+    run = functools.partial(python, "-m", "tests.kernels.emulated", DEV="PYTHON::sm_90")
+    with side_by_side(request, run, "check") as started:
+        yield started
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_numbers(running, check):
-    running[check].result()
+    running[check,].result()
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 8])

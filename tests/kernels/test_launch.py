@@ -67,3 +67,30 @@ def test_a_kernel_that_is_another_is_not_taken_for_a_known_one(tmp_path):
 def test_without_a_cache_all_is_made_again(tmp_path):
     (tmp_path / "orin-chat").write_text("in the way")
     assert run(tmp_path) == run(tmp_path) == (2, 2)
+
+
+PACKING = """
+import numpy as np
+from tinygrad import Tensor
+from engine.fixes import program_cache
+from engine.kernels import repack
+from engine.kernels.packing import Packing
+program_cache.apply()
+scheduled, stock = [], Tensor.linear_with_vars
+Tensor.linear_with_vars = lambda *planes: scheduled.append(planes) or stock(*planes)
+layout = repack.Layout(Packing(14), (repack.Rows(16, 8), repack.Rows(16)), 256)
+rng = np.random.default_rng(0)
+def packed():
+    sources = [rng.integers(0, 255, 16 * layout.row_bytes, np.uint8) for _ in layout.rows]
+    planes = layout.empty()
+    repack.repack(layout, sources, planes)
+    return sum(int(plane.numpy().view(np.uint8).sum()) for plane in planes)
+repack.repacking(layout)
+print(len(scheduled), packed(), packed())
+"""
+
+
+def test_how_a_matrix_is_packed_is_scheduled_once_and_known_in_the_next_run(tmp_path):
+    scheduled, *sums = run(tmp_path, PACKING)
+    assert scheduled == 1
+    assert run(tmp_path, PACKING) == (0, *sums)

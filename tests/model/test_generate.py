@@ -141,6 +141,7 @@ class Drawing:
 
     def __init__(self, steps):
         self.chunk, self.chunks, self.depths = steps.chunk, steps.chunks, steps.depths
+        self.compiled = True
         self.prefill, self.decode, self.logits, self.replay = (
             steps.prefill, steps.decode, steps.logits, steps.replay,
         )  # fmt: skip
@@ -185,3 +186,19 @@ def test_finished_counts(model):
     end, _, _ = answer(model, "abc", max_tokens=1)
     assert isinstance(end, Finished)
     assert end.predicted_ms == 0 and end.prompt_ms > 0 and end.context_used == end.prompt_n + 1
+
+
+def test_what_is_captured_later_gives_way_to_a_prompt_and_to_a_conversation(model):
+    model._cached.clear()
+    asked = iter([False, False, True, False])
+    uses = []
+    model._warming = (uses.append(i) for i in range(9))
+    model.warm_up(lambda: next(asked))
+    assert uses == [0, 1]
+    answer(model, "once", sampling=GREEDY)
+    model.warm_up(lambda: False)
+    assert uses == [0, 1]
+    model._cached.clear()
+    model.warm_up(lambda: False)
+    model.warm_up(lambda: False)
+    assert uses == [*range(9)]

@@ -106,3 +106,16 @@ def test_ready_says_what_a_token_must_read(model):
     assert 0.5 * tensors < model.ready.weight_bytes_per_token < tensors
     assert model.ready.kv_bytes_per_token == 2 * 2 * LAYERS * DIM // 2
     assert Device.DEFAULT.startswith("CPU")
+
+
+def test_kernels_of_a_cpu_move_what_they_work_on_and_little_else(tmp_path):
+    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", dim=DIM, ffn=FFN)
+    model = TextModel(EngineOptions(model_path=str(path), context_length=CONTEXT), lambda _: None)
+    answer(model, 20)
+    profile = made(model)
+    read = {role: weights * 34 // 32 for role, weights in MATRICES.items()}
+    read["attention"] = model.ready.kv_bytes_per_token * (profile.position + 1)
+    for role, least in read.items():
+        kernels = [kernel for kernel in profile.kernels if kernel.role == role]
+        activations = 8 * (DIM + FFN) * sum(kernel.calls for kernel in kernels)
+        assert 0 <= sum(kernel.bytes for kernel in kernels) - least <= activations, role

@@ -10,7 +10,6 @@ import pytest
 
 from engine.events import Failed, Generate, Loading, RawText, Sampling, TokenIds
 from engine.peers.llama_process import find
-from tests.engine.conftest import children
 from tests.peers.conftest import collect
 from tests.peers.fake_server import CLOSE, WAIT, fake_server, sse
 
@@ -76,7 +75,12 @@ async def test_none(peers, monkeypatch, given):
         (
             "os.kill(os.getpid(), 11)",
             "backend",
-            "llama-server ended before it was ready (signal 11); it printed nothing.",
+            "llama-server ended before it was ready (signal 11, SIGSEGV); it printed nothing.",
+        ),
+        (
+            "print('loading', flush=True); os.kill(os.getpid(), 4)",
+            "backend",
+            "llama-server ended before it was ready (signal 4, SIGILL).",
         ),
         ("os.kill(os.getpid(), 9)", "backend", "llama-server was killed."),
         (
@@ -105,7 +109,7 @@ async def test_none(peers, monkeypatch, given):
         ),
     ],
 )
-async def test_one_that_ends(peers, program, run, kind, message):
+async def test_one_that_ends(peers, program, run, kind, message, children):
     peer = peers(program(run))
     *_, failed = await collect(peer.start())
     assert (failed.kind, failed.message) == (kind, message)
@@ -141,7 +145,7 @@ async def test_one_that_cannot_be_run(peers, tmp_path):
     assert failed.message == f"{path} cannot be run: Exec format error."
 
 
-async def test_one_that_never_gets_ready(peers, program):
+async def test_one_that_never_gets_ready(peers, program, children):
     peer = peers(program("time.sleep(60)"), start_s=0.3)
     *loading, failed = await collect(peer.start())
     assert loading and all(isinstance(event, Loading) for event in loading)
@@ -149,7 +153,7 @@ async def test_one_that_never_gets_ready(peers, program):
     assert peer.pid is None and not children()
 
 
-async def test_giving_up_while_it_starts(peers, program):
+async def test_giving_up_while_it_starts(peers, program, children):
     peer = peers(program("time.sleep(60)"))
     async for event in peer.start():
         assert isinstance(event, Loading)
@@ -162,13 +166,13 @@ async def test_giving_up_while_it_starts(peers, program):
         if len(events) == 2:
             asked = time.perf_counter()
             await peer.stop()
-    assert time.perf_counter() - asked < 0.1
+    assert time.perf_counter() - asked < 1
     assert events[-1].reason == "cancelled"
     await peer.close()
     assert peer.pid is None and not children()
 
 
-async def test_one_that_does_not_want_to_end(peers, program):
+async def test_one_that_does_not_want_to_end(peers, program, children):
     peer = peers(
         program("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"), start_s=0.5
     )
@@ -372,7 +376,7 @@ async def test_silence_can_be_stopped(peers, fake):
         if len(events) == 1:
             asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(peer.stop()))
     assert events[-1].reason == "cancelled"
-    await asyncio.wait_for(fake.hung_up.wait(), 1)
+    await asyncio.wait_for(fake.hung_up.wait(), 10)
 
 
 async def test_characters_that_took_several_tokens(peers, fake):

@@ -134,7 +134,7 @@ async def test_stopping_frees_the_server_at_once(peers, llama_server):
         if len(tokens(seen)) == 5:
             asked = time.perf_counter()
             await peer.stop()
-    assert time.perf_counter() - asked < 0.1
+    assert time.perf_counter() - asked < 1
     assert isinstance(seen[-1], Finished)
     assert seen[-1].reason == "cancelled"
     assert seen[-1].predicted_n >= 5
@@ -171,6 +171,16 @@ async def test_death_in_mid_answer_is_told_and_the_next_prompt_starts_it_again(p
         hint=f"If memory ran out, a smaller model or a shorter context needs less. Its log: {peer.log_path}",
     )
     assert peer.pid is None
+    assert (await collect(peer.generate(ask())))[-1].reason == "length"
+    assert peer.pid not in (None, before)
+
+
+async def test_one_that_died_unasked_is_there_again_for_the_next_prompt(peers, llama_server):
+    peer = peers(llama_server)
+    await collect(peer.start())
+    before = peer.pid
+    os.kill(before, signal.SIGKILL)
+    await peer._process.process.wait()
     assert (await collect(peer.generate(ask())))[-1].reason == "length"
     assert peer.pid not in (None, before)
 

@@ -50,10 +50,13 @@ def test_the_users_own_wins(own):
         ("backend = 'CPU'", "title"),
         ("title = 'x'\nbackend = 'TPU'", "$.backend"),
         ("title = 'x'\nbeam = -1", "$.beam"),
-        ("title = 'x'\nbaem = 1", "baem"),
+        ("title = 'x'\nbaem = 1", "there is no key baem; there are title, backend, kernels, beam, jitbeam"),
         ("title = 'x'\nkv = 'q8_0'", "'q8_0' does not exist, only f16 - at `$.kv`"),
         ("title = 'x'\n[sampling]\ntop_p = 2", "$.sampling.top_p"),
-        ("title = 'x'\n[matvec]\nwidth = 2", "width"),
+        (
+            "title = 'x'\n[matvec]\nwidth = 2",
+            "there is no key width; [matvec] has block_size, threads_per_row",
+        ),
         ("title = ", "end of document"),
     ],
 )
@@ -63,12 +66,13 @@ def test_a_bad_file_is_named_with_its_key_and_spoils_no_other(own, text, says):
         loader.find("bad")
     assert says in str(error.value) and "bad.toml" in str(error.value)
     assert loader.entries()["bad"].preset is None
+    assert says in loader.entries()["bad"].problem and "bad.toml" not in loader.entries()["bad"].problem
     assert loader.find("cpu")
 
 
 def test_bytes_that_are_no_text(own):
     (own / "bad.toml").write_bytes(b"\xff\xfe")
-    assert "bad.toml" in loader.entries()["bad"].problem
+    assert "utf-8" in loader.entries()["bad"].problem
 
 
 def test_a_name_that_is_not_there():
@@ -83,6 +87,23 @@ def test_saving(own):
         with pytest.raises(UsageError):
             loader.save(name, text)
     assert loader.find("mine").title == "Mine"
+
+
+def test_a_folder_that_cannot_be_written_is_named(own):
+    own.rmdir()
+    own.write_text("a file")
+    for act in (lambda: loader.save("mine", 'title = "Mine"'), lambda: loader.delete("mine")):
+        with pytest.raises(UsageError, match=r"mine is not \w+: .* \(.*presets.*\)\.$") as error:
+            act()
+        assert "Errno" not in str(error.value)
+
+
+def test_deleting_brings_back_the_built_in_one(own):
+    loader.save("cpu", 'title = "Mine"\n')
+    loader.delete("cpu")
+    assert loader.find("cpu").title == "CPU" and loader.entries()["cpu"].built_in
+    with pytest.raises(UsageError):
+        loader.delete("cpu")
 
 
 def test_what_is_chosen_reaches_tinygrads_environment(monkeypatch):

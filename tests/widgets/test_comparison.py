@@ -86,10 +86,18 @@ async def test_two_texts_and_their_figures():
         assert line_with(pane, "first token") == "first token 21 ms ◀ 2.00× 42 ms"
         assert line_with(pane, "prefill") == "prefill 1,905 tok/s ◀ 2.00× 952.5 tok/s"
         assert line_with(pane, "decode") == "decode 57.4 tok/s 1.04× ▶ 60.0 tok/s"
-        assert line_with(pane, "GB/s") == "modelled GB/s 42.4 (53% of copy) 44.3"
+        assert line_with(pane, "GB/s") == "modelled GB/s 42.4 (53% of roofline) 44.3"
         assert line_with(pane, "memory") == "memory 1.21 GB –"
         assert line_with(pane, "same") == "The same 9 tokens."
         assert line_with(pane, "greedy").startswith("in turn · greedy · ")
+
+
+async def test_both_sides_say_the_same_of_their_figures():
+    view = replace(DONE, left=replace(LEFT, decode=1204.0), right=replace(RIGHT, share=0.4))
+    async with showing(view, (60, 20)) as (pane, _):
+        assert line_with(pane, "GB/s") == "modelled GB/s 42.4 44.3"
+    async with showing(view, (28, 12)) as (pane, _):
+        assert line_with(pane, "1,204").replace("◀", " ◀ ").split() == ["1,204", "◀", "20.07×", "60.0"]
 
 
 async def test_the_figures_of_a_tie():
@@ -98,9 +106,23 @@ async def test_the_figures_of_a_tie():
 
 
 async def test_nothing_is_known_at_first():
-    async with showing(ComparisonView(Column("orin-chat"), Column("llama.cpp"))) as (pane, _):
+    async with showing(ComparisonView(Column("orin-chat"), Column("llama.cpp"))) as (pane, pilot):
         assert line_with(pane, "decode") == "decode – –"
         assert line_with(pane, "next") == "The next prompt is answered by both."
+        pane.view = ComparisonView(Column("orin-chat"), Column("llama.cpp", problem="It died."))
+        await pilot.pause()
+        assert line_with(pane, "next") == (
+            "The next prompt tries llama.cpp again; without it, orin-chat answers alone."
+        )
+
+
+async def test_texts_are_not_compared_before_both_have_begun():
+    begun = ComparisonView(replace(LEFT, same=0), Column("llama.cpp", state="its turn comes"), asked="Why?")
+    async with showing(begun) as (pane, pilot):
+        assert "same" not in "\n".join(lines(pane))
+        pane.view = replace(begun, right=RIGHT, same=2)
+        await pilot.pause()
+        assert line_with(pane, "same") == "The same so far: 2 tokens."
 
 
 async def test_where_the_texts_part():
@@ -140,6 +162,13 @@ async def test_a_problem_stands_in_its_column():
         assert "The water falls" in lines(pane)[1]
         assert line_with(pane, "decode") == "decode 57.4 tok/s –"
         assert line_with(pane, "compared") == "The texts cannot be compared."
+
+
+async def test_a_long_problem_is_read_from_its_beginning():
+    view = replace(DONE, right=Column("llama.cpp", problem="It was not found. " + "Look for it. " * 30))
+    async with showing(view, (60, 20)) as (pane, pilot):
+        await pilot.pause()
+        assert "It was not found." in "\n".join(lines(pane))
 
 
 async def test_the_prompt_and_the_keys_of_the_focus():
@@ -197,6 +226,14 @@ async def test_a_long_text_is_followed_to_its_end():
         await pilot.pause()
         await pilot.pause()
         assert any("line 3000" in line for line in lines(pane))
+        await pilot.resize_terminal(70, 30)
+        await pilot.pause()
+        assert any("line 3000" in line for line in lines(pane))
+        pane.scroll_pages(-1)
+        await pilot.pause()
+        pane.view = replace(view, left=replace(view.left, text=text + "\nline 3000\nline 3001"))
+        await pilot.pause()
+        assert not any("line 3001" in line for line in lines(pane)), "the user reads above"
 
 
 async def test_only_what_changed_is_drawn_again():

@@ -37,7 +37,8 @@ def test_the_meter_fits_and_says_how_full_it_is(width, used):
 
 def test_the_meter_warns_in_words():
     assert "nearly full" in context_meter(7000, 8192, 50).plain
-    assert context_meter(8192, 8192, 50).plain.endswith("100% full")
+    for used in (8192, 8193):
+        assert context_meter(used, 8192, 50).plain.endswith("8,192/8,192 tokens 100% full")
     assert "full" not in context_meter(4000, 8192, 50).plain
     assert context_meter(1, 8192, 50).plain[0] in "╸━", "something is never nothing"
 
@@ -86,6 +87,10 @@ def test_what_an_engine_does_in_words():
     )
     assert say(Phase.WARMING, done=3, total=48) == "preparing kernels · 3 of 48"
     assert say(Phase.WARMING, done=3, total=0) == "preparing kernels · 3"
+    assert say(Phase.WARMING, done=3, total=48, cached=2) == "preparing kernels · 3 of 48 · 2 from the cache"
+    assert say(Phase.WARMING, done=3, total=5, cached=2, searching="o Q6_K 2048x2048", seconds_left=14) == (
+        "searching · o Q6_K 2048x2048 · 3 of 5 products · 2 from the cache · 14 s left"
+    )
     assert say(Phase.PREFILLING, done=0, total=0) == "reading the prompt"
     assert say(Phase.PREFILLING, done=1024, total=4096, seconds_left=75) == (
         "reading the prompt · 1,024 of 4,096 tokens · 25% · 1 min 15 s left"

@@ -3,13 +3,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from textual.app import App
+from textual.color import Color
 
 from engine.events import Counter
 from tests.app.fake_engine import profile
 from widgets import kernel_table, machine_panel, throughput_graph
-from widgets.kernel_table import GAPS, GROUPS, Kernels, ordered, summary
+from widgets.kernel_table import GAPS, GROUPS, Kernels, KernelTable, ordered, summary
 from widgets.machine_panel import Machine
-from widgets.throughput_graph import GAP, Sample, Throughput
+from widgets.preset_bar import Choice, PresetBar, Presets
+from widgets.throughput_graph import GAP, Sample, Throughput, ThroughputGraph
 
 SAMPLES = tuple(Sample(90.0 + i % 7, 500_000_000) for i in range(100))
 
@@ -52,6 +56,17 @@ def test_a_roofline_far_above_does_not_flatten_the_graph():
     assert "100 " in "\n".join(lines) and "8.6k" not in "\n".join(lines)
 
 
+def test_a_share_above_all_of_the_roofline_says_why_within_the_narrowest_pane_beside_a_chat():
+    lines = text(throughput_graph.lines(view(current=1700.0, share=1.38, is_cached=True), 36, 20))
+    assert lines[0] == "1.7k tok/s  138% of roofline, cached"
+
+
+@pytest.mark.parametrize(("width", "title"), [(36, "48 GB/s modelled · copy 100 measured"),
+                                              (35, "48 GB/s modelled · copy 100")])  # fmt: skip
+def test_the_title_of_bandwidths_ends_with_a_word(width, title):
+    assert title in text(throughput_graph.lines(view(), width, 20))
+
+
 def test_a_graph_of_nothing():
     assert "– tok/s" in text(throughput_graph.lines(Throughput(), 40, 12))[0]
 
@@ -67,6 +82,15 @@ def test_the_summary_adds_up_to_the_wall_time():
     assert [share.name for share in shares] == [*GROUPS, GAPS]
     assert sum(share.us for share in shares) == pytest.approx(of.wall_us)
     assert sum(share.share for share in shares) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+@pytest.mark.parametrize("width", range(17, 80))
+def test_no_figure_of_the_steps_is_cut(width, is_paused):
+    slow = replace(profile(), wall_us=2_345_678.0)
+    line = text(kernel_table.header(slow, Kernels(), width, is_paused=is_paused))[0]
+    assert "wall 2,345,678 µs" in line and (not is_paused or "paused" in line or width < 25)
+    assert len(line) <= width
 
 
 def test_kernels_that_take_longer_alone_than_together():
@@ -94,6 +118,89 @@ def test_rows_fit_under_their_titles(width):
         assert len(row) <= max(width, 38)
 
 
+@pytest.mark.parametrize("width", [50, 78, 120])
+def test_figures_of_a_slow_step_do_not_run_into_each_other(width):
+    [kernel] = (k for k in profile("prefill").kernels if k.role == "FFN gate+up")
+    slow = replace(profile("prefill"), wall_us=9e6, kernels=(replace(kernel, total_us=2_795_967.4),))
+    head = text(kernel_table.header(slow, Kernels(copy_gbps=120), width))
+    [row] = text([kernel_table.row(slow, slow.kernels[0], 120.0, width)])
+    assert head[1].startswith("dequantize + matmul 2,795,967  31% ")
+    assert head[5].startswith("launch gaps         6,204,033  69% ")
+    assert "    28 2,795,967  31%" in row
+
+
+@pytest.mark.parametrize(("n_bytes", "says"), [(36_000, "cached"), (12_000, "100%"), (6_000_000_000, "150%")])
+def test_a_kernel_faster_than_the_memory_is_in_a_cache_if_it_can_be(n_bytes, says):
+    kernel = replace(
+        profile().kernels[0], bytes=n_bytes, total_us=n_bytes / (180e3 if n_bytes > 20_000 else 120e3)
+    )
+    of = replace(profile(), kernels=(kernel,))
+    assert text([kernel_table.row(of, kernel, 120.0, 80)])[0].endswith(f" {says}")
+    assert text(kernel_table.header(of, Kernels(copy_gbps=120), 80))[1].endswith(f" GB/s {says:>6}")
+
+
+class Table(App[None]):
+    def compose(self):
+        yield KernelTable()
+
+
+async def test_a_table_that_is_not_seen_whole_says_so():
+    async with Table().run_test(size=(60, 14)) as pilot:
+        table = pilot.app.query_one(KernelTable)
+        table.view = Kernels(decode=profile())
+        await pilot.pause()
+        assert text(table.draw(table.view, 56, 12))[-1] == "1–4 of 8"
+        assert len(text(table.draw(table.view, 56, 15))) == 15
+        assert "of 8" not in "".join(text(table.draw(table.view, 56, 15)))
+        table.focus()
+        await pilot.press(*["down"] * 7)
+        assert text(table.draw(table.view, 56, 12))[-1] == "5–8 of 8"
+
+
+async def test_keys_are_told_where_they_are_heard_and_in_words_where_there_is_room():
+    async with Table().run_test(size=(100, 14)) as pilot:
+        table = pilot.app.query_one(KernelTable)
+        pilot.app.set_focus(None)
+        await pilot.pause()
+        assert table.border_subtitle == "decode · by total"
+        table.focus()
+        await pilot.pause()
+        assert table.border_subtitle.endswith("s sort  f filter  p hold  m measure again  ⏎ source")
+        await pilot.resize_terminal(60, 14)
+        await pilot.pause()
+        assert table.border_subtitle == "decode · by total · d s f p m ⏎"
+
+
+@pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
+async def test_every_style_is_readable_on_its_background(theme):
+    class Panes(App[None]):
+        def compose(self):
+            yield ThroughputGraph()
+
+    app = Panes()
+    async with app.run_test() as pilot:
+        app.theme = theme
+        await pilot.pause()
+        pane = app.query_one(ThroughputGraph)
+        pane.view = view()
+        for kind in ("", "strong", "dim", "value", "hatched", "line", "warning"):
+            style = pane.get_component_rich_style(f"drawn--{kind}") if kind else pane.rich_style
+            background = app.screen.background_colors[1]
+            color = background.blend(Color.from_rich_color(style.color), 1.0)
+            assert contrast(color, background) >= 3.0, kind
+
+
+def contrast(a: Color, b: Color) -> float:
+    """WCAG 2.1, 1.4.3: 3 is the least for graphics and large text."""
+
+    def luminance(color: Color) -> float:
+        linear = [(c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for c in color.normalized]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    darker, lighter = sorted((luminance(a), luminance(b)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
 def test_the_machine_says_what_is_absent_last_and_why():
     counters = (
         Counter(name="EMC activity", absent="no permission for /debug/cactmon/mc_all"),
@@ -105,3 +212,36 @@ def test_the_machine_says_what_is_absent_last_and_why():
     assert lines[1].startswith("GPU clock       1,300 of 1,300 MHz") and "████" in lines[1]
     assert "MAXN[31m" in lines[2], "no control characters"
     assert lines[3].endswith("not available: no permission for /debug/cactmon/mc_all")
+
+
+def test_why_a_figure_is_absent_is_said_in_two_lines_of_a_narrow_pane():
+    absent = Counter(name="temperature", absent="there are no sensors (a virtual machine?)")
+    lines = text(machine_panel.lines(Machine((absent,)), 50))
+    assert lines == ["temperature     not available: there are no", " " * 16 + "sensors (a virtual machine?)"]
+    assert [len(line) <= 36 for line in text(machine_panel.lines(Machine((absent,)), 36))] == [True] * 2
+    assert len(machine_panel.lines(Machine((absent,)), 100)) == 1
+
+
+def test_a_low_graph_has_the_room_of_what_is_said_of_the_memory():
+    of = view(memory="memory 71 % busy, measured")
+    low, high = (text(throughput_graph.lines(of, 60, height)) for height in (5, 6))
+    assert "busy" not in "".join(low) and len(low) == 5
+    assert "busy" in "".join(high) and len(high) == 6
+
+
+@pytest.mark.parametrize(
+    ("width", "says"), [(90, "NV: there is no NVIDIA driver"), (54, "F8 says why"), (40, "")]
+)
+async def test_why_a_backend_cannot_be_had_is_said_whole_or_elsewhere(width, says):
+    class Bar(App[None]):
+        def compose(self):
+            yield PresetBar("F6", "F7", "F8")
+
+    app = Bar()
+    async with app.run_test(size=(width, 6)) as pilot:
+        bar = app.query_one(PresetBar)
+        bar.view = Presets(
+            "cpu", (Choice("NV", problem="there is no NVIDIA driver"), Choice("CPU", True)), (Choice("0"),)
+        )
+        await pilot.pause()
+        assert bar.render().plain.endswith(f"F7 BEAM 0   {says}" if says else "F7 BEAM 0")

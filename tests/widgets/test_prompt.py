@@ -152,3 +152,15 @@ async def test_no_draft_is_ever_lost(steps):
                 prompt.action_cursor_down()
         kept = "\n".join([*prompt._sent, *prompt._pages, prompt.text])
         assert all(text in kept for text in typed)
+
+
+async def test_a_narrower_terminal_keeps_the_cursor_in_sight():
+    async with prompting() as (prompt, pilot):
+        prompt.insert("\n".join(f"a line of this width, number {i}" for i in range(100)))
+        await pilot.resize_terminal(24, 20)
+        for _ in range(600):
+            shown = [prompt.render_line(y).text for y in range(prompt.size.height)]
+            if any("99" in line for line in shown):
+                break
+            await pilot.pause(0.1)
+        assert any("99" in line for line in shown)

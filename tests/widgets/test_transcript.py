@@ -49,7 +49,7 @@ async def showing(turns: list[Turn], size: tuple[int, int] = (60, 20)):
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(300):
+    for _ in range(6000):  # a minute
         if holds():
             return
         await asyncio.sleep(0.01)
@@ -214,3 +214,12 @@ async def test_a_streamed_reply_looks_like_the_whole(step):
         await transcript.sync(turn)
         await pilot.pause()
         assert text(transcript) == whole
+
+
+async def test_lines_end_where_the_model_ended_them():
+    poem = "Roses are red[^1],\nViolets are blue.\n\n---\n\n> quoted\n> twice\n\n[^1]: a note\n"
+    async with showing([Turn("assistant", poem)]) as (transcript, _):
+        lines = [line.removeprefix("▌ ") for line in text(transcript).splitlines() if line]
+        rule = lines.pop(2)
+        assert lines == ["Roses are red[^1],", "Violets are blue.", "quoted", "twice", "[^1]: a note"]
+        assert set(rule) == {"─"}, "a rule is seen"

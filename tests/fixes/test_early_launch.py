@@ -1,0 +1,135 @@
+"""That kernels of a chain are launched early, and that nothing runs before what it depends on."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinygrad.uop.ops import Ops, UOp
+
+from engine.fixes import early_launch
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAIN = [[], [0], [0, 1], [1, 2]]
+FORK = [[], [0], [0], [1, 2], [3]]
+
+
+@st.composite
+def graphs(draw):
+    sizes = range(draw(st.integers(1, 12)))
+    return [sorted(draw(st.sets(st.sampled_from(range(i))))) if i else [] for i in sizes]
+
+
+def reached(before, i):
+    return {i}.union(*(reached(before, k) for k in before[i]))
+
+
+@given(graphs())
+def test_the_last_dependency_comes_after_all_others(before):
+    for i, last in enumerate(early_launch.last_before(before)):
+        fits = [k for k in before[i] if set(before[i]) <= reached(before, k)]
+        assert fits == ([] if last is None else [last])
+
+
+RENDER = """
+import sys
+import tinygrad.renderer.cstyle as cstyle
+from tinygrad.helpers import Target
+from engine.fixes import early_launch, launch_bounds
+stock = 'struct a {\\n}; extern "C" __global__ void __launch_bounds__(64) k(int* a) {\\n  *a = 1;\\n}'
+cstyle.CStyleLanguage.render_kernel = lambda *a, **k: stock
+for fix in sys.argv[1:]:
+    {"early": early_launch, "bounds": launch_bounds}[fix].apply()
+class Renderer(cstyle.CUDARenderer):
+    def __init__(self, arch): self.target = Target.parse(f"NV::{arch}")
+for arch in ("sm_87", "sm_90", "sm_100a"):
+    print(repr(Renderer(arch).render_kernel("k_mb5", [], [], [])))
+"""
+
+
+@pytest.mark.parametrize("fixes", [(), ("early",), ("early", "bounds"), ("bounds", "early")])
+def test_kernels_wait_where_the_chip_can_launch_them_early(fixes):
+    run = [sys.executable, "-c", RENDER, *fixes]
+    done = subprocess.run(run, env={**os.environ}, cwd=ROOT, capture_output=True, text=True)
+    sources = done.stdout.splitlines()
+    assert len(sources) == 3, done.stderr[-2000:]
+    opening = r"k(int* a) {\n  asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n  *a = 1;\n}".replace(
+        '\\"', '"'
+    )
+    waits = [opening in source for source in sources]
+    assert waits == ([False, True, True] if "early" in fixes else [False] * 3)
+    assert all(("__launch_bounds__(64, 5)" in source) == ("bounds" in fixes) for source in sources)
+
+
+class Driver:
+    """What a graph's edges become, by the numbers of its nodes."""
+
+    CUgraphNode, CUgraphExec = ctypes.c_void_p, ctypes.c_void_p
+
+    def __init__(self, before, refuses):
+        self.edges = {(k, i): "full" for i, nodes in enumerate(before) for k in nodes}
+        self.refuses, self.instantiated = refuses, 0
+
+    def cuGraphRemoveDependencies(self, _graph, a, b, _count):
+        del self.edges[a[0] - 1, b[0] - 1]
+        return 0
+
+    def cuGraphAddDependencies(self, _graph, a, b, _count):
+        self.edges[a[0] - 1, b[0] - 1] = "full"
+        return 0
+
+    def add_early(self, _graph, a, b, _edge, _count):
+        if not self.refuses:
+            self.edges[a[0] - 1, b[0] - 1] = "early"
+        return int(self.refuses)
+
+    def cuGraphExecDestroy(self, _instance):
+        return 0
+
+    def cuGraphInstantiate_v2(self, *_arguments):
+        self.instantiated += 1
+        return 0
+
+
+def graph_of(monkeypatch, before, waits, refuses=False):
+    driver = Driver(before, refuses)
+    nodes = [ctypes.c_void_p(i + 1) for i in range(len(before))]
+    sources = ["{ " + early_launch._WAIT * waits[i] + "}" for i in range(len(before))]
+    programs = [UOp(Ops.PROGRAM, src=(UOp(Ops.SINK), UOp(Ops.SOURCE, arg=source))) for source in sources]
+
+    def stock_init(graph):
+        graph.edges = [([nodes[k] for k in earlier], nodes[i]) for i, earlier in enumerate(before)]
+
+    monkeypatch.setattr(early_launch, "cuda", driver)
+    monkeypatch.setattr(early_launch, "_stock_init", stock_init)
+    monkeypatch.setattr(early_launch, "_adder", lambda: driver.add_early)
+    graph = SimpleNamespace(graph=None, instance=None, calls=[(0, program, (), {}) for program in programs])
+    early_launch._init(graph)
+    return driver
+
+
+def test_a_chain_has_one_early_edge_from_each_kernel_to_the_next(monkeypatch):
+    driver = graph_of(monkeypatch, CHAIN, [True] * 4)
+    assert driver.edges == {(0, 1): "early", (1, 2): "early", (2, 3): "early"}
+    assert driver.instantiated == 1
+
+
+def test_kernels_that_do_not_wait_keep_their_edges(monkeypatch):
+    driver = graph_of(monkeypatch, CHAIN, [True, True, False, True])
+    assert driver.edges == {(0, 1): "early", (0, 2): "full", (1, 2): "full", (1, 3): "full", (2, 3): "full"}
+
+
+def test_a_kernel_after_two_independent_ones_keeps_its_edges(monkeypatch):
+    driver = graph_of(monkeypatch, FORK, [True] * 5)
+    full = {(1, 3): "full", (2, 3): "full"}
+    assert driver.edges == {(0, 1): "early", (0, 2): "early", (3, 4): "early", **full}
+
+
+def test_a_driver_that_refuses_gets_ordinary_edges(monkeypatch):
+    driver = graph_of(monkeypatch, CHAIN, [True] * 4, refuses=True)
+    assert driver.edges == {(0, 1): "full", (1, 2): "full", (2, 3): "full"}

@@ -1,0 +1,159 @@
+"""A model's steps beside llama.cpp's own bench, on one machine in one run:
+
+    python -m tests.step_rates MODEL... [--llama-bench PROGRAM] [--depths 0,4096] [--starts 3]
+
+Both sides are timed at their steps: no prompt, no text and no other process between. Ours are medians of greedy
+decode, one step ahead, and of prefill; llama-bench's are its means, with flash attention. `--starts` also times a
+one-shot as a whole process, first with nothing kept, then with its kernels kept. What is printed is Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+PROMPT, REPLY = 512, 128
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a side reached on a file, in tokens a second by depth of the context."""
+
+    decode: dict[int, float]
+    prefill: dict[int, float]
+    about: str = ""
+
+
+def ours(path: str, backend: str, depths: list[int], repetitions: int) -> Rates:
+    """To be called in a process of its own, which the engine sets up as it does its worker."""
+    from engine.backends import install, prepare
+    from engine.events import EngineOptions, Measure
+
+    options = EngineOptions(
+        model_path=path, backend=backend, context_length=max(depths) + max(PROMPT, REPLY) + 1
+    )
+    install(prepare(options))
+    from tinygrad import Device
+
+    from engine.model.generate import TextModel
+
+    model = TextModel(options, lambda _: None)
+    model.warm_up(lambda: False)
+    steps, device, draw = model._steps, Device[Device.DEFAULT], random.Random(0)
+    ids = [draw.randrange(1000) for _ in range(max(depths) + PROMPT)]
+
+    def prefill(tokens: list[int], position: int) -> None:
+        for start in range(0, len(tokens), steps.chunk):
+            steps.prefill(tokens[start : start + steps.chunk], position + start)
+        device.synchronize()
+
+    def decode(position: int) -> None:
+        token = 1
+        for i in range(REPLY):
+            token = steps.decode(token, position + i, ahead=i < REPLY - 1)
+
+    def rates(step: Callable[[int], None], n: int) -> Iterator[tuple[int, float]]:
+        for depth in depths:
+            prefill(ids[:depth], 0)
+            step(depth)  # what a first time needs
+            took = [_seconds(lambda at=depth: step(at)) for _ in range(repetitions)]
+            yield depth, n / statistics.median(took)
+
+    decoded = dict(rates(decode, REPLY))
+    prefilled = dict(rates(lambda depth: prefill(ids[depth : depth + PROMPT], depth), PROMPT))
+    measured = model.measure(Measure(request_id=0))
+    read = model.ready.weight_bytes_per_token
+    about = (
+        f"{measured.kernels_per_token} kernels and {read / 1e6:,.0f} MB of weights a token, "
+        f"{read * decoded[depths[0]] / 1e9:,.0f} of the {measured.copy_gbps:,.0f} GB/s of a copy; "
+        f"{model.ready.backend} on {model.ready.device_name}"
+    )
+    return Rates(decoded, prefilled, about)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def theirs(program: str, path: str, depths: list[int], repetitions: int, threads: int) -> Rates:
+    """Raises CalledProcessError."""
+    # fmt: off
+    command = [
+        program, "-m", path, "-p", str(PROMPT), "-n", str(REPLY), "-d", ",".join(map(str, depths)),
+        "-r", str(repetitions), "-t", str(threads), "-ngl", "99", "-fa", "1", "-o", "json",
+    ]
+    # fmt: on
+    tests = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    by_depth = lambda key: {test["n_depth"]: test["avg_ts"] for test in tests if test[key]}
+    return Rates(by_depth("n_gen"), by_depth("n_prompt"), f"llama.cpp {tests[0]['build_commit']}")
+
+
+def starts(path: str, backend: str, kept: int) -> list[float]:
+    """Seconds of whole one-shots: the first with nothing kept, then `kept` more."""
+    command = [sys.executable, "-m", "app", "--model", path, "--backend", backend, "--max-tokens", "1", "Hi"]
+    with tempfile.TemporaryDirectory() as home:
+        folders = {f"XDG_{kind}_HOME": f"{home}/{kind}" for kind in ("CACHE", "CONFIG", "DATA", "STATE")}
+        run = lambda: subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **folders}, stdout=subprocess.DEVNULL, check=True
+        )
+        return [_seconds(run) for _ in range(kept + 1)]
+
+
+def pair(left: float, right: float | None) -> str:
+    return f"{left:,.0f}" if right is None else f"{left:,.0f} : {right:,.0f} = {left / right:.2f}x"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="GGUF files")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--depths", default="0,4096", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--llama-bench", metavar="PROGRAM")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="llama-bench's")
+    parser.add_argument("--starts", type=int, default=0, metavar="N", help="one-shots with kept kernels")
+    given = parser.parse_args()
+    print(
+        "| | "
+        + " | ".join(f"{test} at {depth}" for test in ("tg128", "pp512") for depth in given.depths)
+        + " |"
+    )
+    print("|---" * (1 + 2 * len(given.depths)) + "|", flush=True)
+    notes = []
+    for path in given.models:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
+            our = own.submit(ours, path, given.backend, given.depths, given.repetitions).result()
+        their = Rates({}, {})
+        if given.llama_bench:
+            their = theirs(given.llama_bench, path, given.depths, 5, given.threads)
+        cells = [pair(our.decode[depth], their.decode.get(depth)) for depth in given.depths]
+        cells += [pair(our.prefill[depth], their.prefill.get(depth)) for depth in given.depths]
+        print(f"| {Path(path).stem} | " + " | ".join(cells) + " |", flush=True)
+        notes.append(f"{Path(path).stem}: {our.about}" + (f"; beside {their.about}" if their.about else ""))
+        if given.starts:
+            first, *kept = starts(path, given.backend, given.starts)
+            notes.append(
+                f"  starts: {first:.2f} s with nothing kept, then {', '.join(f'{s:.2f}' for s in kept)} s"
+            )
+    print("", *notes, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

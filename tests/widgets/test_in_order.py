@@ -1,0 +1,51 @@
+"""Keys that arrive together are done one after the other."""
+
+from __future__ import annotations
+
+import pytest
+from textual import events
+from textual.app import App, ComposeResult
+
+from widgets.in_order import Editor, Field
+from widgets.prompt import Prompt
+
+
+class BoxApp(App[None]):
+    def __init__(self, box: Field | Editor) -> None:
+        super().__init__()
+        self.box = box
+
+    def compose(self) -> ComposeResult:
+        yield self.box
+
+
+@pytest.mark.parametrize("kind", [Field, Editor, Prompt])
+async def test_editing_keys_come_before_what_is_typed_after_them(kind: type[Field | Editor]):
+    app = BoxApp(kind())
+    async with app.run_test() as pilot:
+        app.box.focus()
+        await pilot.pause()
+        for key in ("a", "b", "backspace", "c", "left", "left", "x", "end", "y"):
+            app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await pilot.pause()
+        text = app.box.value if isinstance(app.box, Field) else app.box.text
+        assert text == "xacy"
+
+
+async def test_a_key_without_a_meaning_here_is_the_applications():
+    class Counting(BoxApp):
+        BINDINGS = [("ctrl+c", "count")]  # noqa: RUF012
+        counted = 0
+
+        def action_count(self) -> None:
+            self.counted += 1
+
+    box = Editor("text")
+    app = Counting(box)
+    async with app.run_test() as pilot:
+        box.focus()
+        await pilot.press("ctrl+c")
+        assert app.counted == 1, "nothing is selected that could be copied"
+        box.select_all()
+        await pilot.press("ctrl+c")
+        assert (app.counted, app.clipboard) == (1, "text")
