@@ -353,6 +353,5 @@ def _stopped_before(request: Generate) -> Finished:
         predicted_n=0,
         predicted_ms=0.0,
         load_ms=0.0,
-        context_used=0,
         seed=0,
     )

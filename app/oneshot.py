@@ -107,7 +107,7 @@ class TextOutput:
             self.say(event.message, event.hint)
         elif self._verbose:
             self.say(figures(event) if isinstance(event, Finished) else describe(event))
-        if isinstance(event, Finished) and event.context_used > self._context_length > 0:
+        if isinstance(event, Finished) and event.context_used >= self._context_length > 0:
             self.say(f"The reply was cut: the context of {self._context_length} tokens is full.")
         if isinstance(event, Ready):
             self._context_length = event.context_length

@@ -207,10 +207,7 @@ class LineChat:
 
     def _figures(self, end: Finished) -> str:
         length = self._ready.context_length if self._ready else 0
-        if not length:
-            return figures(end)
-        # The last token of a reply may be beyond it.
-        return f"{figures(end)}, context {min(end.context_used, length)} of {length}"
+        return f"{figures(end)}, context {end.context_used} of {length}" if length else figures(end)
 
     def _open(self, chat_id: int) -> None:
         conversation = Conversation(self.history, chat_id=chat_id)

@@ -360,7 +360,7 @@ class Session:
             if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
                 return f"stopped at {end.predicted_n:,} tokens, as asked · Ctrl+G goes on"
             length = self.status.snapshot().context_length
-            if not length or end.context_used < length:  # a server may have a limit of its own
+            if not length or end.context_used < length - 1:  # a server's own limit; some leave one token free
                 return f"cut at {end.predicted_n:,} tokens · Ctrl+G goes on"
             return f"{WARNING} The context of {length:,} tokens is full · Ctrl+N starts a new chat"
         return ""

@@ -111,7 +111,9 @@ class StatusObserver:
             status = replace(
                 status, first_token_s=self._last_token - (self._since if token.at_ms is None else 0.0)
             )
-        used = None if status.context_used is None else status.context_used + 1
+        used = status.context_used
+        if used is not None and status.tokens:  # the token before this one has been read
+            used += 1
         self._status = replace(status, tokens=status.tokens + 1, context_used=used)
         self._phase(Phase.GENERATING)
 

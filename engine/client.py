@@ -312,7 +312,6 @@ class _Stream:
                 predicted_n=self._predicted_n,
                 predicted_ms=(self._last - self._first) * 1e3,
                 load_ms=self._load_ms,
-                context_used=self._prompt.done + self._predicted_n,
                 seed=self.request.sampling.seed or 0,
             )
         )

@@ -255,8 +255,12 @@ class Finished(_Record, frozen=True, kw_only=True, tag=True):
     predicted_n: int
     predicted_ms: float
     load_ms: float
-    context_used: int
     seed: int
+
+    @property
+    def context_used(self) -> int:
+        """How many tokens the KV cache holds: all but the last one, which none follows that would look at it."""
+        return self.prompt_n + max(self.predicted_n - 1, 0)
 
 
 class Measured(_Record, frozen=True, kw_only=True, tag=True):

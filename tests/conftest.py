@@ -7,12 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from engine.backends import prepare
 from engine.events import EngineOptions
 
 os.environ.setdefault("PARALLEL", "0")  # a process that computes for many tests has no compilers of its own
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about it
+settings.load_profile("any machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

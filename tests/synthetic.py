@@ -96,8 +96,8 @@ class Behaviour:
     failure: str = ""  # the same, in the answer, at token `fail_at`
     fail_at: int = 0
     die_at: int = -1  # SIGKILL
-    hang_at: int = -1  # for `hang_s`, deaf to Cancel
-    hang_s: float = 60.0
+    hang_at: int = -1  # deaf to Cancel
+    until: str = ""  # the file that ends a hang, and that loading waits for if nothing hangs
     profile_s: float = 0.0
     deaf: bool = False  # to Cancel, all the time
 
@@ -124,6 +124,8 @@ class SyntheticModel:
         for step in range(1, steps + 1):
             time.sleep(behaviour.load_s / 2 / steps)
             report(Warming(done=step, total=steps))
+        if behaviour.hang_at < 0 and behaviour.until:
+            _wait_for(behaviour.until)
         _fail(behaviour.load_failure, "while it loads")
         self.ready = Ready(
             model=ModelInfo(
@@ -192,7 +194,6 @@ class SyntheticModel:
             predicted_n=count,
             predicted_ms=(last - first) * 1e3,
             load_ms=0.0,
-            context_used=len(self.cache),
             seed=request.sampling.seed or 0,
         )
 
@@ -239,7 +240,12 @@ class SyntheticModel:
         if position == do.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if position == do.hang_at:
-            time.sleep(do.hang_s)
+            _wait_for(do.until)
+
+
+def _wait_for(path: str) -> None:
+    while not (path and Path(path).exists()):
+        time.sleep(0.01)
 
 
 def _prompt_texts(request: Generate) -> list[str]:

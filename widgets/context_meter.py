@@ -15,8 +15,6 @@ def context_meter(used: int | None, total: int, width: int) -> Content:
     """
     if total <= 0 or width < 4:
         return Content("")
-    if used == total + 1:  # a reply's last token takes no room: none follows that would look at it
-        used = total
     share = min(1.0, (used or 0) / total)
     color = "$text-error" if share >= 0.95 else "$text-warning" if share >= NEARLY_FULL else "$foreground 60%"
     percent = "–" if used is None else f"{share:.0%}"

@@ -149,7 +149,6 @@ class TextModel:
             predicted_n=len(tokens) - len(prompt.ids),
             predicted_ms=(last_token - first_token) * 1e3,
             load_ms=0.0,
-            context_used=len(tokens),
             seed=sampler.seed,
         )
 

@@ -77,7 +77,6 @@ class Tally:
             if self.predicted_ms is None
             else self.predicted_ms,
             load_ms=self.load_ms,
-            context_used=self.prompt_n + self.predicted_n,
             seed=self.seed,
         )
 

@@ -67,7 +67,6 @@ def reply(text: str, thinking: str = "", **changes: object) -> list[Event]:
         "predicted_n": len(pieces) + 1,
         "predicted_ms": len(pieces) * 10.0,
         "load_ms": 0.0,
-        "context_used": 96 + len(pieces),
         "seed": 7,
     }
     return [

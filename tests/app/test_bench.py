@@ -134,7 +134,7 @@ def test_figures(engines, model, capsys):
     prompt, generation = json.loads(out)
     assert prompt["avg_ns"] == pytest.approx(statistics.fmean(prompt["samples_ns"]))
     assert prompt["stddev_ts"] == pytest.approx(statistics.stdev(prompt["samples_ts"]))
-    assert 50 <= prompt["first_token_ms"] < 1000
+    assert prompt["first_token_ms"] >= 50
     assert prompt["avg_ts"] < 40 / 0.05  # the synthetic engine makes about two tokens of an id
     for ns, rate in zip(generation["samples_ns"], generation["samples_ts"], strict=True):
         assert rate == pytest.approx(8 / (ns / 1e9), rel=1e-3)  # nine tokens, eight timed

@@ -58,14 +58,14 @@ async def test_a_context_that_is_too_small_for_the_prompt(history):
 
 
 async def test_a_context_that_fills_up_says_so_with_numbers(history):
-    engine = FakeEngine(reply("So much", reason="length", context_used=8192))
+    engine = FakeEngine(reply("So much", reason="length", prompt_n=8190))
     async with chat(engine, history, initial_prompt="Tell me all") as user:
         await user.sees("⚠ The context of 8,192 tokens is full · Ctrl+N starts a new chat")
         await user.sees("8,192/8,192 tokens 100% full")
 
 
 async def test_a_server_that_cuts_a_reply_has_not_filled_the_context(history):
-    engine = FakeEngine(reply("So much", reason="length", context_used=40))
+    engine = FakeEngine(reply("So much", reason="length", prompt_n=38))
     async with chat(engine, history, initial_prompt="Tell me all") as user:
         await user.sees("tokens · Ctrl+G goes on")
         assert "full" not in user.screen()

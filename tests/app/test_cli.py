@@ -346,21 +346,13 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("orin-chat 0.")
 
 
-def test_help_costs_little():
-    """In processor time, which other processes do not lengthen; and by what is not imported."""
+def test_help_imports_nothing_that_it_does_not_need():
     code = (
         "import sys, app.cli\n"
         "assert not {'asyncio', 'msgspec', 'textual', 'tinygrad', 'numpy'} & set(sys.modules)\n"
         "sys.argv = ['orin-chat', '--help']; app.cli.main()"
     )
-
-    def cost():
-        before = os.times()
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
-
-    assert min(cost() for _ in range(3)) < 0.4
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_no_abbreviations():

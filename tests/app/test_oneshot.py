@@ -6,11 +6,11 @@ from app.oneshot import TextOutput
 from tests.app.fake_engine import READY, STARTED, reply
 
 
-@pytest.mark.parametrize("beyond, says", [(1, "cut: the context of 8192 tokens is full"), (0, "")])
-def test_a_reply_that_the_context_cuts_short_says_so(beyond, says):
+@pytest.mark.parametrize("missing, says", [(0, "cut: the context of 8192 tokens is full"), (1, "")])
+def test_a_reply_that_the_context_cuts_short_says_so(missing, says):
     out, messages = io.StringIO(), io.StringIO()
     output = TextOutput(out, messages)
-    end = {"reason": "length", "context_used": READY.context_length + beyond}
+    end = {"reason": "length", "prompt_n": READY.context_length - 1 - missing, "predicted_n": 2}
     for event in (*STARTED, *reply("Because", **end)):
         output.show(event)
     assert out.getvalue() == "Because\n"

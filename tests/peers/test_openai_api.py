@@ -280,7 +280,7 @@ async def test_stopping_hangs_up(engines, fake):
         events.append(event)
         await engine.stop()
     assert (events[-1].reason, events[-1].predicted_n) == ("cancelled", 1)
-    await asyncio.wait_for(fake.hung_up.wait(), 10)
+    await asyncio.wait_for(fake.hung_up.wait(), 60)
 
 
 async def test_a_key_that_no_header_holds(engines):
