@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import functools
+from collections.abc import Callable
 from importlib.metadata import version
 
 from engine.errors import BackendError
 
 TINYGRAD = "0.14.0"
+_made: set[str] = set()
 
 
 def require_tinygrad(fix: str) -> None:
@@ -20,7 +22,23 @@ def require_tinygrad(fix: str) -> None:
         )
 
 
+def once(fix: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """For the function `apply` of a module: it changes tinygrad once in a process, and raises BackendError where
+    another version is installed. `fix` is what it changes, for that error."""
+
+    def decorate(make: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(make)
+        def apply() -> None:
+            require_tinygrad(fix)
+            if make.__module__ not in _made:
+                _made.add(make.__module__)
+                make()
+
+        return apply
+
+    return decorate
+
+
 def applied() -> list[str]:
-    """The modules of the changes made in this process."""
-    modules = {name: module for name, module in sys.modules.items() if name.startswith(f"{__name__}.")}
-    return sorted(name for name, module in modules.items() if getattr(module, "_applied", False))
+    """The modules of the changes made `once` in this process."""
+    return sorted(_made)

@@ -20,7 +20,7 @@ from typing import Any
 
 import tinygrad.engine.worker as compile_workers
 
-from engine.fixes import applied, require_tinygrad
+from engine.fixes import applied, once
 
 _PRELOADED = [
     "tinygrad.codegen.opt.search",
@@ -29,16 +29,11 @@ _PRELOADED = [
     "engine.fixes.launch_bounds",
     "engine.fixes.program_cache",
 ]
-_applied = False
 
 
+@once("How compiler processes start")
 def apply() -> None:
-    """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied
-    require_tinygrad("How compiler processes start")
-    if _applied:
-        return
-    _applied = True
+    """Changes tinygrad in this process."""
     compile_workers._WorkerContext = _Context
 
 

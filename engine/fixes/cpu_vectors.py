@@ -26,22 +26,17 @@ from tinygrad.dtype import AddrSpace, dtypes
 from tinygrad.renderer.cstyle import ClangRenderer, base_rewrite
 from tinygrad.uop.ops import GroupOp, Ops, PatternMatcher, UOp, UPat
 
-from engine.fixes import require_tinygrad
+from engine.fixes import once
 
 _stock_devectorize = codegen.do_devectorize
 _stock_coalescing = codegen.memory_coalescing
 _stock_init_worker = compile_workers._init_worker
-_applied = False
 _WIDE = "__attribute__((min_vector_width(512)))"  # for some CPUs compilers prefer vectors of half the size
 
 
+@once("Whole vectors on the CPU")
 def apply() -> None:
-    """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied
-    require_tinygrad("Whole vectors on the CPU")
-    if _applied:
-        return
-    _applied = True
+    """Changes tinygrad in this process."""
     codegen.ew_devectorizer = _with_whole_vectors(codegen.ew_devectorizer)
     codegen.devectorizer2 = _with_whole_vectors(codegen.devectorizer2)
     codegen.memory_coalescing = _coalesce

@@ -12,18 +12,15 @@ from typing import Any
 from tinygrad.helpers import DEBUG
 from tinygrad.renderer.cstyle import CUDARenderer
 
-from engine.fixes import require_tinygrad
+from engine.fixes import once
 
 _stock_init = CUDARenderer.__init__
-_applied = False
 
 
+@once("Programs compiled to the end")
 def apply() -> None:
-    """Changes tinygrad in this process. Raises BackendError where another version is installed."""
-    global _applied
-    require_tinygrad("Programs compiled to the end")
+    """Changes tinygrad in this process."""
     CUDARenderer.__init__ = _init
-    _applied = True
 
 
 def _init(self: CUDARenderer, target: Any, use_nvcc: bool = False) -> None:

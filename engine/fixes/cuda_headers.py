@@ -15,19 +15,14 @@ from tinygrad.runtime.support.c import DLL
 from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 
 from engine.cuda_toolkit import headers, runtime_compilers, stock_headers
-from engine.fixes import require_tinygrad
+from engine.fixes import once
 
 _stock_init = NVRTCCompiler.__init__
-_applied = False
 
 
+@once("Where CUDA's compiler and headers are")
 def apply() -> None:
-    """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied
-    require_tinygrad("Where CUDA's compiler and headers are")
-    if _applied:
-        return
-    _applied = True
+    """Changes tinygrad in this process."""
     NVRTCCompiler.__init__ = _init
     if "nvrtc" not in DLL._loaded_:
         nvrtc.dll.__init__("nvrtc", [str(path) for path in runtime_compilers()])

@@ -26,23 +26,19 @@ from tinygrad.runtime.ops_cuda import check
 from tinygrad.runtime.support.c import init_c_var
 from tinygrad.uop.ops import Ops, UOp
 
-from engine.fixes import require_tinygrad
+from engine.fixes import once
 
 _WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
 _LEAST = 90  # the compute capability, times ten, from which on it is known
 
 _stock_render = CUDARenderer.render_kernel
 _stock_init, _stock_node = CUDAGraph.__init__, CUDAGraph.new_node
-_applied = False
 
 
+@once("The early launch of kernels")
 def apply() -> None:
-    """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied, _stock_render
-    require_tinygrad("The early launch of kernels")
-    if _applied:
-        return
-    _applied = True
+    """Changes tinygrad in this process."""
+    global _stock_render
     _stock_render = CUDARenderer.render_kernel  # as other changes have left it
     CUDARenderer.render_kernel = _render
     CUDAGraph.__init__, CUDAGraph.new_node = _init, _node

@@ -12,19 +12,15 @@ from typing import Any
 
 from tinygrad.renderer.cstyle import CUDARenderer
 
-from engine.fixes import require_tinygrad
+from engine.fixes import once
 
 _stock_render = CUDARenderer.render_kernel
-_applied = False
 
 
+@once("Blocks per multiprocessor")
 def apply() -> None:
-    """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied, _stock_render
-    require_tinygrad("Blocks per multiprocessor")
-    if _applied:
-        return
-    _applied = True
+    """Changes tinygrad in this process."""
+    global _stock_render
     _stock_render = CUDARenderer.render_kernel  # as other changes have left it
     CUDARenderer.render_kernel = _render
 

@@ -20,19 +20,16 @@ from tinygrad.codegen.opt.postrange import Scheduler
 from tinygrad.helpers import getenv
 from tinygrad.uop.ops import AxisType, Ops, UOp
 
-from engine.fixes import require_tinygrad
+from engine.fixes import once
 
 DEPTH = 3  # products below the one that is summed
 _stock = heuristic.hand_coded_optimizations
-_applied = False
 
 
+@once("The schedule of matrix-vector products")
 def apply() -> None:
-    """Changes tinygrad in this process. Raises BackendError where another version is installed."""
-    global _applied
-    require_tinygrad("The schedule of matrix-vector products")
+    """Changes tinygrad in this process."""
     heuristic.hand_coded_optimizations = _optimized
-    _applied = True
 
 
 def _optimized(kernel: Scheduler) -> Scheduler:

@@ -23,21 +23,16 @@ from tinygrad.runtime.ops_nv import NVKIface
 from tinygrad.runtime.support.memory import BumpAllocator
 
 from engine.errors import BackendError
-from engine.fixes import require_tinygrad
+from engine.fixes import once
 
 WINDOWS = range(0x7293_0000_0000, 0x7295_0000_0000)
 _MAP_NORESERVE, _MAP_FIXED_NOREPLACE = 0x4000, 0x100000  # of Linux' mman-common.h, on x86-64 and arm64
 _stock_alloc = NVKIface.alloc
-_applied = False
 
 
+@once("Addresses of NV's buffers")
 def apply() -> None:
-    """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
-    global _applied
-    require_tinygrad("Addresses of NV's buffers")
-    if _applied:
-        return
-    _applied = True
+    """Changes tinygrad in this process."""
     base = NVKIface.uvm_vaddr_allocator.base
     NVKIface.uvm_vaddr_allocator = BumpAllocator(WINDOWS.start - base, base=base, wrap=False)
     NVKIface.alloc = _alloc
