@@ -1,12 +1,12 @@
 """Presets: how an engine is set up, under a name. Built-in ones lie beside this file, the user's own in the
 folder of the configuration; a user's takes the place of a built-in one of the same name.
 
-    title = "CUDA, tensor graphs, searched 2 wide"    # what is shown
+    title = "CUDA, quantized kernels, searched 2 wide"    # what is shown
     backend = "CUDA"          # auto, CPU, CUDA, NV
-    kernels = "graph"         # fused (quantized kernels of our own), graph (tensor graphs that tinygrad compiles),
+    kernels = "fused"         # fused (quantized kernels of our own), graph (tensor graphs that tinygrad compiles),
                               # auto (fused)
     beam = 2                  # width of the search for kernels, 0 to 16; jitbeam: in the captured steps alone.
-                              # graph: tinygrad's search; fused: for how our products are cut, on a GPU
+                              # fused: for how our products are cut, on a GPU; graph: tinygrad's own search
     kv = "f16"                # the type of the KV cache
     context = 8192            # tokens
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"

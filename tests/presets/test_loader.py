@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from engine import backends
@@ -15,12 +17,19 @@ def own(tmp_path, monkeypatch):
 
 def test_the_built_in_ones_are_there_and_sound():
     found = loader.entries()
-    assert {"cpu", "cuda", "cuda-beam2", "cuda-beam4", "nv", "nv-jitbeam2", "nv-jitbeam4", "safe"} <= set(
-        found
-    )
+    names = "cpu cuda cuda-beam2 cuda-beam4 graph nv nv-jitbeam2 nv-jitbeam4 safe"
+    assert set(names.split()) == set(found)
     assert all(
         entry.preset and entry.built_in and loader.NAME.fullmatch(entry.name) for entry in found.values()
     )
+
+
+def test_a_width_of_the_search_is_all_that_its_key_changes():
+    for entry in loader.entries().values():
+        searched = entry.preset.options("m.gguf", 4096)
+        if searched.beam or searched.jitbeam:
+            plain = loader.find(searched.backend.lower()).options("m.gguf", 4096)
+            assert replace(searched, beam=0, jitbeam=0) == replace(plain, beam=0, jitbeam=0)
 
 
 def test_a_preset_becomes_options(own):
