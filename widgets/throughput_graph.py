@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from widgets.drawn import Drawn, Line
 from widgets.plot import Column, cells, figure, nice_top
 
 _AXIS = 5  # cells of an axis figure with the gap behind it
+_WIDTHS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 2)  # dots of a sample; few, so that the picture seldom changes
 LEAST_ROWS = 3  # of a graph, for which other lines go
 
 
@@ -98,10 +100,23 @@ def _gbps_title(view: Throughput, width: int) -> str:
     return f"{most} measured" if len(most) + 9 <= width else most
 
 
+def _columns(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """The last samples that fit into `most` columns of dots, each as often as it is wide. Where there are few they
+    are wide, so that one answer is a picture already, and the picture zooms out as there are more."""
+    fitting = (wide for wide in _WIDTHS if sum(_dots(sample, wide) for sample in samples) <= most)
+    wide = next(fitting, 1)
+    return [sample for sample in samples for _ in range(_dots(sample, wide))][-most:]
+
+
+def _dots(sample: Sample, wide: int) -> int:
+    """A gap is narrow: a cell, so that samples keep to whole cells."""
+    return min(2, wide) if sample is GAP else wide
+
+
 def _speeds(view: Throughput, width: int, height: int) -> list[Line]:
     """Decode solid against the left axis, prefill hatched against the right one, the roofline dotted."""
     room = width - 2 * _AXIS
-    shown = view.samples[-2 * room :]
+    shown = _columns(view.samples, 2 * room)
     decode = max((s.tokens_per_s for s in shown if not s.is_prefill), default=0.0)
     prefill = max((s.tokens_per_s for s in shown if s.is_prefill), default=0.0)
     rooflines = [s.roofline(view.copy_gbps) for s in shown]
@@ -124,7 +139,7 @@ def _speeds(view: Throughput, width: int, height: int) -> list[Line]:
 
 def _bandwidths(view: Throughput, width: int, height: int) -> list[Line]:
     room = width - 2 * _AXIS
-    shown = view.samples[-2 * room :]
+    shown = _columns(view.samples, 2 * room)
     most = max((s.gbps for s in shown if s.gbps is not None), default=0.0)
     copy = view.copy_gbps
     top = nice_top(max(most, copy if copy is not None and copy <= 8 * most else 0.0))

@@ -67,6 +67,41 @@ def test_the_title_of_bandwidths_ends_with_a_word(width, title):
     assert title in text(throughput_graph.lines(view(), width, 20))
 
 
+FEW = SAMPLES[:1]
+ANSWERS = (Sample(9_000.0, is_prefill=True), *SAMPLES[:3], GAP, *SAMPLES[:2], GAP)
+
+
+def drawn(lines, kinds):
+    """The cells from the left that each line has of `kinds`, where it has any."""
+    rows = []
+    for line in lines:
+        flags = [kind in kinds and part.strip() != "" for part, kind in line for _ in part]
+        rows.append([x for x, flag in enumerate(flags) if flag])
+    return [row for row in rows if row]
+
+
+@pytest.mark.parametrize("samples", [FEW, (*FEW, GAP), ANSWERS, ANSWERS * 5, SAMPLES * 6])
+@pytest.mark.parametrize("width", [36, 54, 160])
+def test_a_few_samples_are_drawn_wide_in_both_graphs(samples, width):
+    lines = throughput_graph.lines(view(samples=samples), width, 20)
+    bottoms = [row for row in drawn(lines, {"value"}) if row[-1] >= width - 7]
+    assert bottoms[0] == bottoms[-1], "speeds and bandwidths of the same time are one below the other"
+    room = width - 10
+    assert len(drawn(lines, {"value", "hatched"})[-1]) >= min(32, room // 2 - 8)
+
+
+def test_what_was_between_answers_stays_narrow():
+    *_, bottom = drawn(throughput_graph.lines(view(samples=ANSWERS), 54, 20), {"value"})
+    missing = sorted({*range(bottom[0], bottom[-1])} - {*bottom})
+    assert len(missing) == 1 and len(bottom) > 20
+
+
+def test_many_samples_are_a_column_each_and_the_last_are_seen():
+    samples = (*SAMPLES * 5, *(Sample(50.0, 500_000_000),) * 44)
+    top, *_ = drawn(throughput_graph.lines(view(samples=samples, copy_gbps=None), 54, 20), {"value"})
+    assert top[0] == 5 and len(top) == 22, "half of the room is of the slow ones"
+
+
 def test_a_graph_of_nothing():
     assert "– tok/s" in text(throughput_graph.lines(Throughput(), 40, 12))[0]
 
