@@ -35,6 +35,7 @@ ACTIONS = (
     Action("f8", "presets", "Presets", "Choose or edit how the engine is set up"),
     Action("f9", "zoom", "Whole pane", "Give the next pane of the dashboard the whole screen"),
     Action("f10", "compare", "Compare", "Have llama.cpp answer beside orin-chat, or no longer"),
+    Action("f12", "system", "System prompt", "See or change the system prompt of this chat"),
     Action("f1", "help", "Help", "All keys"),
     Action("ctrl+q", "quit", "Quit", "Leave; the conversation is saved"),
 )

@@ -26,8 +26,9 @@ from app.dashboard import Dashboard
 from app.export import ExportError, to_markdown, write_new_file
 from app.history import History, HistoryError
 from app.screens.chats import ChatsScreen
+from app.screens.edit_page import EditPage
 from app.screens.help import HelpScreen
-from app.screens.presets import EditScreen
+from app.screens.system import SystemScreen
 from app.session import Session
 from app.setup import Setup
 from app.switching import Switching
@@ -304,6 +305,14 @@ class ChatApp(App[None]):
         elif current in screen.deleted:
             await self.session.open(None)
 
+    @work(group="system", exclusive=True)
+    async def action_system(self) -> None:
+        system = await self.push_screen_wait(SystemScreen(self.session.conversation.system))
+        if system is not None and system != self.session.conversation.system:
+            self.session.set_system(system)
+            new, none = "The new system prompt holds from the next prompt on", "There is no system prompt now"
+            self.notice(new if system else none)
+
     def action_export(self) -> None:
         conversation = self.session.conversation
         if not conversation.turns:
@@ -445,9 +454,9 @@ class ChatApp(App[None]):
             self.notice("Ctrl+Q quits")
 
     async def action_quit(self) -> None:
-        """Leaves; a preset with edits that are not saved comes to the front first, and asks."""
+        """Leaves; a page with edits that are not saved comes to the front first, and asks."""
         for page in reversed(self.screen_stack):
-            if isinstance(page, EditScreen) and not page.may_be_lost("Ctrl+Q"):
+            if isinstance(page, EditPage) and not page.may_be_lost("Ctrl+Q"):
                 while self.screen is not page:
                     await self.screen.dismiss(None)
                 return

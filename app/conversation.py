@@ -12,8 +12,8 @@ INTERRUPTED = "interrupted · Ctrl+G goes on with it"
 
 
 class Conversation:
-    """Turns and the system prompt they are under. A history that fails is no reason to stop: `problem` says
-    so, and whatever is missing there is written with the next `save` that works."""
+    """Turns and the system prompt that they are under, which may be changed. A history that fails is no reason to
+    stop: `problem` says so, and whatever is missing there is written with the next `save` that works."""
 
     def __init__(self, history: History, system: str = "", chat_id: int | None = None) -> None:
         """A new conversation or, with `chat_id`, that chat of the history with its own system prompt.
@@ -25,7 +25,7 @@ class Conversation:
         self.system = system
         self.turns: list[Turn] = []
         self.problem: HistoryError | None = None
-        self._system_id: int | None = None
+        self._stored_system = ""
         self._cut_off = False  # the history has messages behind the last one that is ours
         if chat_id is not None:
             self._read(chat_id)
@@ -35,7 +35,7 @@ class Conversation:
         for stored in self.history.messages(chat_id):
             message = stored.message
             if message.role == "system":
-                self.system, self._system_id = message.content, stored.id
+                self.system = self._stored_system = message.content
                 continue
             turn = Turn(
                 message.role, message.content, message.thinking, stored.finished, message_id=stored.id
@@ -103,12 +103,13 @@ class Conversation:
             return
         if self.chat_id is None:
             self.chat_id = self.history.new_chat(model)
-        if self.system and self._system_id is None:
-            self._system_id = self.history.append(self.chat_id, Message(role="system", content=self.system))
+        if self.system != self._stored_system:
+            self.history.set_system(self.chat_id, self.system)
+            self._stored_system = self.system
         for index, turn in enumerate(self.turns):
             if turn.message_id is None:
                 if self._cut_off:
-                    before = self.turns[index - 1].message_id if index else self._system_id
+                    before = self.turns[index - 1].message_id if index else 0
                     self.history.truncate(self.chat_id, before or 0)
                     self._cut_off = False
                 message = Message(role=turn.role, content=turn.content, thinking=turn.thinking)

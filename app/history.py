@@ -168,9 +168,28 @@ class History:
                 message_id,
             )
 
+    def set_system(self, chat_id: int, text: str) -> None:
+        """Gives a chat another system prompt ("": none). Its id is the chat's, negative: it comes before all that
+        was said, whenever it was written."""
+        with self._transaction():
+            self._run("DELETE FROM messages WHERE chat_id = ? AND role = 'system'", chat_id)
+            if text:
+                self._insert(
+                    "INSERT INTO messages (id, chat_id, role, content, thinking, finished, writer)"
+                    " VALUES (?, ?, 'system', ?, '', 1, ?)",
+                    -chat_id,
+                    chat_id,
+                    _storable(text),
+                    os.getpid(),
+                )
+
     def truncate(self, chat_id: int, after_message_id: int) -> None:
-        """Deletes the messages of a chat that come after one (0: all of them)."""
-        self._run("DELETE FROM messages WHERE chat_id = ? AND id > ?", chat_id, after_message_id)
+        """Deletes what was said in a chat after a message (0: all of it); its system prompt stays."""
+        self._run(
+            "DELETE FROM messages WHERE chat_id = ? AND id > ? AND role != 'system'",
+            chat_id,
+            after_message_id,
+        )
 
     def messages(self, chat_id: int) -> list[StoredMessage]:
         rows = self._run(

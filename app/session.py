@@ -197,6 +197,11 @@ class Session:
         self.view.notice("")
         await self.view.opened()
 
+    def set_system(self, text: str) -> None:
+        """Gives this conversation another system prompt ("": none), from the next request on."""
+        self.conversation.system = text
+        self.save()
+
     async def close(self) -> None:
         """Ends the engines."""
         if self.candidate is not None:

@@ -12,6 +12,7 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
+from app.screens.edit_page import EditPage
 from app.screens.page import Frame, Page
 from app.setup import Offer, Setup
 from engine.errors import UsageError
@@ -97,72 +98,37 @@ class PresetsScreen(Page[str | None]):
         self.query_one("#question", Static).update(Content(one_line(question)))
 
 
-class EditScreen(Page[str | None]):
+class EditScreen(EditPage):
     """A preset as text, under a name; saved only when it is one. Dismissed with the name it is saved under, or None.
-    What would be lost (edits, another preset of that name) takes its key twice."""
-
-    DEFAULT_CSS = """
-    EditScreen TextArea, EditScreen TextArea:focus { height: 1fr; border: none; margin: 1 0; padding: 0; }
-    EditScreen #problem { height: auto; max-height: 4; color: $text-warning; }
-    """
-    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
-        Binding("escape", "leave", "Close"),
-        Binding("ctrl+s", "save", "Save"),
-    ]
+    Another preset of that name would be lost too."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__()
         self.preset_name, self.preset_text = name, text
-        self._asked: tuple[str, ...] = ()  # what would be lost, with the name and the text of then
 
     def compose(self) -> ComposeResult:
         with Frame("Preset", EDIT_KEYS):
             yield Field(self.preset_name, placeholder="name")
             yield Editor(self.preset_text, soft_wrap=False, show_line_numbers=False)
-            yield Static(id="problem", markup=False)
-
-    def on_mount(self) -> None:
-        self.query_one(TextArea).focus()
-        self._before = self._now
+            yield self.problem_line
 
     @property
-    def _now(self) -> tuple[str, str]:
+    def edited(self) -> tuple[str, str]:
         return self.query_one(Input).value.strip(), self.query_one(TextArea).text
 
-    def action_leave(self) -> None:
-        if self.may_be_lost("Esc"):
-            self.dismiss(None)
-
-    def may_be_lost(self, key: str) -> bool:
-        """Whether nothing is edited, or `key` was pressed before: else it is asked for once more."""
-        is_edited = self._now != self._before
-        return not is_edited or self._is_sure(key, f"This is not saved. {key} again leaves it, Ctrl+S saves.")
-
     def action_save(self) -> None:
-        name, text = self._now
+        name, text = self.edited
         entry = entries().get(name)
         is_another = entry is not None and not entry.built_in and name != self.preset_name
         question = f"There is a preset {name} of your own. Ctrl+S again replaces it."
-        if is_another and not self._is_sure(f"replace {name}", question):
+        if is_another and not self.is_sure(f"replace {name}", question):
             return
         try:
             save(name, text)
         except UsageError as error:
-            self._say(str(error))
+            self.say(str(error))
         else:
             self.dismiss(name)
-
-    def _is_sure(self, what: str, question: str) -> bool:
-        """Whether `what` was asked for before, with nothing changed since."""
-        asked = what, *self._now
-        if self._asked == asked:
-            return True
-        self._asked = asked
-        self._say(question)
-        return False
-
-    def _say(self, text: str) -> None:
-        self.query_one("#problem", Static).update(Content(one_line(text)))
 
 
 def _line(offer: Offer) -> Content:

@@ -13,6 +13,7 @@ from textual._context import visible_screen_stack
 from textual.app import App
 from textual.pilot import Pilot
 from textual.strip import Strip
+from textual.widgets import TextArea
 
 from app.chat_app import FRAME_S, WIDE_WIDTH, ChatApp
 from app.compare import Comparison
@@ -225,6 +226,16 @@ async def _edit_preset(app: ChatApp, pilot: Pilot[None]) -> None:
     await _presets(app, pilot)
     await pilot.press("down", "f2")
     await sees(pilot, "Ctrl+S saves")
+    app.screen.query_one(TextArea).cursor_blink = False
+
+
+async def _system(app: ChatApp, pilot: Pilot[None]) -> None:
+    app.session.set_system(
+        "You are a hydrographer. Answer in three sentences at most, with figures in metres."
+    )
+    await pilot.press("f12")
+    await sees(pilot, "Ctrl+S")
+    app.screen.query_one(TextArea).cursor_blink = False
 
 
 async def _help(app: ChatApp, pilot: Pilot[None]) -> None:
@@ -290,6 +301,8 @@ SCENES = {
     "kernel": Scene((110, 30), _all, QUESTION, shows="such terms", act=_whole(2, "enter")),
     "presets": Scene((100, 30), [], act=_presets, shows="ready"),
     "edit-preset": Scene((100, 24), [], act=_edit_preset, shows="ready"),
+    "system": Scene((60, 20), _all, QUESTION, act=_system, shows="such terms", theme="textual-light"),
+    "system-tiny": Scene((20, 8), [], act=_system, shows="Ask"),
     "comparison": Scene((120, 36), _pair, shows="ready", act=_compared(), rival=_llama),
     "comparison-narrow": Scene((60, 32), _pair, shows="ready", act=_compared(), rival=_llama),
     "comparison-absent": Scene(

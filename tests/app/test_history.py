@@ -65,6 +65,25 @@ def test_truncate_keeps_what_comes_before_and_other_chats(history):
     assert contents(history, second) == ["other"]
 
 
+def test_a_system_prompt_comes_first_whenever_it_is_written(history):
+    chat_id, other = history.new_chat("m"), history.new_chat("m")
+    history.append(chat_id, user("Is it?"))
+    history.append(chat_id, assistant("Half an ans"), finished=False)
+    history.set_system(chat_id, "Be brief.")
+    history.set_system(other, "Be kind.")
+    history.set_system(chat_id, "Be exact.")
+    assert contents(history, chat_id) == ["Be exact.", "Is it?", "Half an ans"]
+    [summary] = history.chats(query="exact")
+    assert summary.excerpt == "Be exact."
+    assert history.chats(query="brief") == []
+    assert next(chat for chat in history.chats() if chat.id == chat_id).excerpt == "Half an ans"
+    history.truncate(chat_id, 0)
+    assert contents(history, chat_id) == ["Be exact."]
+    history.set_system(chat_id, "")
+    assert contents(history, chat_id) == []
+    assert contents(history, other) == ["Be kind."]
+
+
 def test_message_ids_are_never_used_again(history):
     chat_id = history.new_chat("m")
     last = history.append(chat_id, user("a"))

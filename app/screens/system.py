@@ -1,0 +1,35 @@
+"""The system prompt of a conversation: what a model is told before all that is said."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.widgets import TextArea
+
+from app.screens.edit_page import EditPage
+from app.screens.page import Frame
+from widgets.in_order import Editor
+from widgets.text import clean
+
+KEYS = "Ctrl+S saves · Esc closes"
+NONE = "None. For example: Answer briefly."
+
+
+class SystemScreen(EditPage):
+    """Dismissed with the system prompt to go on with ("": none), or None."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = clean(text)
+
+    def compose(self) -> ComposeResult:
+        with Frame("System prompt", KEYS):
+            yield Editor(self._text, soft_wrap=True, show_line_numbers=False, placeholder=Content(NONE))
+            yield self.problem_line
+
+    def on_mount(self) -> None:
+        editor = self.query_one(TextArea)
+        editor.move_cursor(editor.document.end)
+
+    def action_save(self) -> None:
+        self.dismiss(self.query_one(TextArea).text.strip())
