@@ -4,18 +4,16 @@ of it."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widget import Widget
 
-from app.compared import Compared, is_shared
+from app.compared import is_shared
 from app.evidence import LEAST_TOKENS
 from app.performance import PerformanceObserver
 from app.screens.kernel import KernelScreen
@@ -57,7 +55,7 @@ class Dashboard(Vertical):
         super().__init__(id="dashboard")
         self.session, self.setup = session, setup
         self.performance = PerformanceObserver(session.clock)
-        self._read = read_counters or Counters(own=self._own_processes).read
+        self._read = read_counters or Counters().read
         self._counters: tuple[Counter, ...] = ()
         self._best: tuple[float, int] | None = None  # tok/s, bytes a token had to read
         self._drawn = -1
@@ -206,13 +204,6 @@ class Dashboard(Vertical):
     def _is_in_use(self, engine: object) -> bool:
         return engine is self.session.engine
 
-    def _own_processes(self) -> list[int]:
-        engine = self.session.engine
-        pids = engine.pids if isinstance(engine, Compared) else [getattr(engine, "pid", None)]
-        if (candidate := self.session.candidate) is not None:
-            pids = [*pids, getattr(candidate.engine, "pid", None)]
-        return [os.getpid(), *(process for pid in pids if pid for process in _with_children(pid))]
-
     # --- full screen ------------------------------------------------------------------------------------
 
     @property
@@ -232,11 +223,3 @@ class Dashboard(Vertical):
         self.set_class(pane is not None, "-zoomed")
         if pane is not None:
             pane.focus()
-
-
-def _with_children(pid: int) -> Iterator[int]:
-    """An engine's process, and those that compile for it."""
-    yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            yield from map(int, children.read_text().split())

@@ -4,7 +4,6 @@ show is printed."""
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from typing import TextIO
 
@@ -30,7 +29,7 @@ async def run(engine: Engine, out: TextIO, messages: TextIO) -> int:
     """Prints the dashboard of `engine` on `out`, progress and what went wrong on `messages`; closes it and
     returns the exit code."""
     performance, status = PerformanceObserver(), StatusLine(messages)
-    counters = Counters(own=lambda: [os.getpid(), *filter(None, [getattr(engine, "pid", None)])])
+    counters = Counters()
     request = Generate(
         request_id=1,
         prompt=RawText(text=PROMPT),

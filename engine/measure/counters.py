@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,11 +35,12 @@ class Counters:
         self,
         root: Path = Path("/"),
         *,
-        own: Callable[[], Iterable[int]] = lambda: (),
+        own: int | None = None,
         nvml: str = "pynvml",
     ) -> None:
-        """`own` gives the process ids whose load is not that of others."""
-        self._sources: list[Source] = [Cpu(root, own)]
+        """`own` is the id of the process (None: this one) whose load, with that of all that it started, is not that
+        of others."""
+        self._sources: list[Source] = [Cpu(root, os.getpid() if own is None else own)]
         if is_jetson(root):
             self._sources.insert(0, Jetson(root))
         elif (root / "dev/nvidiactl").exists():
@@ -87,7 +89,7 @@ class Cpu:
     """Load since the last reading, all of it and that of other programs; mean frequency, hottest zone, memory
     in use."""
 
-    def __init__(self, root: Path, own: Callable[[], Iterable[int]]) -> None:
+    def __init__(self, root: Path, own: int) -> None:
         self._root, self._own = root, own
         self._before, self._own_before = self._ticks(), self._own_ticks()
 
@@ -95,7 +97,7 @@ class Cpu:
         now, own = self._ticks(), self._own_ticks()
         busy, total = (a - b for a, b in zip(now, self._before, strict=True))
         if total > 0:
-            ours = sum(ticks - self._own_before.get(pid, ticks) for pid, ticks in own.items())
+            ours = max(0, own - self._own_before)  # less, where one ended for which no one waited
             self._before, self._own_before = now, own
             yield Counter(name="CPU load", value=100 * busy / total, unit="%", most=100)
             yield Counter(name="other load", value=100 * max(0, busy - ours) / total, unit="%", most=100)
@@ -112,14 +114,23 @@ class Cpu:
         ticks = [int(field) for field in fields]
         return (sum(ticks) - sum(ticks[3:5]), sum(ticks)) if len(ticks) >= 5 else (0, 0)
 
-    def _own_ticks(self) -> dict[int, int]:
-        """By process: utime and stime, fields 14 and 15 of proc(5)'s stat; the second, a name, may hold
-        spaces."""
-        found = {}
-        for pid in self._own():
-            fields = _text(self._root / f"proc/{pid}/stat").rpartition(")")[2].split()
-            if len(fields) > 12:
-                found[pid] = int(fields[11]) + int(fields[12])
+    def _own_ticks(self) -> int:
+        """Ticks so far of our process and of all that it started, however far down: those that are there, and those
+        that ended, which their parents' files count. (proc(5), stat: a name, which may hold spaces, state, parent, …;
+        utime and stime are the 14th and 15th, cutime and cstime, of children waited for, the 16th and 17th.)"""
+        ticks: dict[int, int] = {}
+        children: dict[int, list[int]] = {}
+        for process in (self._root / "proc").glob("[0-9]*"):
+            fields = _text(process / "stat").rpartition(")")[2].split()
+            if len(fields) > 14:
+                pid = int(process.name)
+                children.setdefault(int(fields[1]), []).append(pid)
+                ticks[pid] = sum(map(int, fields[11:15]))
+        found, family = 0, [self._own]
+        while family:
+            pid = family.pop()
+            found += ticks.get(pid, 0)
+            family += children.get(pid, ())
         return found
 
     def _frequency(self) -> Counter:

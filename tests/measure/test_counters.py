@@ -1,5 +1,6 @@
 """The machine's figures, from files that stand in for a Jetson, a PC and a machine that tells nothing."""
 
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -64,13 +65,49 @@ def test_a_pc(pc):
     assert "GPU load" not in figures
 
 
-def test_other_load_is_what_is_not_ours(pc):
-    stat = "7 (a ) name) S " + "0 " * 10 + "{} {} 0"
-    lay(pc, {"proc/7/stat": stat.format(100, 10)})
-    counters = Counters(pc, own=lambda: [7, 8])
-    lay(pc, {"proc/7/stat": stat.format(120, 20), "proc/8/stat": stat.format(500, 0)})
+STAT = "{} (a ) name) S {} " + "0 " * 9 + "{} {} {} {} 20 0 1\n"
+
+
+def processes(root, *tree):
+    """Lays down processes: each its id, its parent's, and ticks in user and system mode, of itself and of children
+    that it waited for. What else was there has ended."""
+    for gone in (root / "proc").glob("[0-9]*"):
+        (gone / "stat").unlink()
+    lay(root, {f"proc/{process[0]}/stat": STAT.format(*process) for process in tree})
+
+
+def other_load(pc, before, after):
+    """In percent, of 200 ticks of which 100 were busy."""
+    processes(pc, *before)
+    counters = Counters(pc, own=7)
+    processes(pc, *after)
     lay(pc, {"proc/stat": "cpu 180 0 40 300 20 0 0 0 0 0\n"})
-    assert {c.name: c.value for c in counters.read()}["other load"] == 35, "50 % less 30 of 200 ticks"
+    return {c.name: c.value for c in counters.read()}["other load"]
+
+
+APP, OTHER = (7, 1, 100, 10, 0, 0), (60, 1, 5, 5, 900, 90)
+
+
+def test_other_load_is_what_is_not_ours(pc):
+    busy = (7, 1, 120, 20, 0, 0), (60, 1, 50, 30, 900, 90)
+    assert other_load(pc, [APP, OTHER], busy) == 35, "50 % less 30 of 200 ticks"
+
+
+def test_all_that_our_processes_started_is_ours(pc):
+    engine, compiler = (8, 7, 40, 0, 0, 0), (10, 9, 30, 10, 0, 0)  # which 9 started for the engine
+    after = APP, engine, (9, 8, 0, 0, 0, 0), compiler, OTHER
+    assert other_load(pc, [APP, (8, 7, 20, 0, 0, 0), OTHER], after) == 20
+
+
+def test_what_ended_is_ours_as_long_as_it_was(pc):
+    """Its parent has waited for it, and it for its own children; what was counted before is not counted again."""
+    before = APP, (8, 7, 20, 0, 0, 0), (9, 8, 25, 15, 0, 0), OTHER
+    after = APP, (8, 7, 20, 0, 65, 35), OTHER
+    assert other_load(pc, before, after) == 20, "60 of 200 ticks since"
+
+
+def test_what_ended_with_no_one_waiting_makes_no_load_of_others(pc):
+    assert other_load(pc, [APP, (8, 7, 500, 0, 0, 0)], [APP]) == 50
 
 
 def test_a_jetson(jetson):
@@ -166,6 +203,14 @@ def test_an_nvidia_gpu_that_cannot_be_asked(gpu_pc, monkeypatch, reason):
     figures = read(gpu_pc, nvml="fake_nvml")
     assert reason in figures["GPU"].absent
     assert figures["CPU load"].value == 50
+
+
+def test_what_this_process_started_is_not_the_load_of_others():
+    counters = Counters()
+    before = counters._sources[-1]._own_ticks()
+    work = "import time\nwhile time.process_time() < 0.2: pass"
+    subprocess.run([sys.executable, "-c", work], check=True)
+    assert counters._sources[-1]._own_ticks() - before >= 15, "hundredths of a second"
 
 
 def test_this_machine_is_read():
