@@ -1,16 +1,21 @@
 """tinygrad reads its device and compiler from the environment, so they are set before any test imports it."""
 
+import functools
+import importlib.util
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
 
 from engine.backends import prepare
 from engine.events import EngineOptions
+from tests.reference import read_gguf
 
 os.environ.setdefault("PARALLEL", "0")  # a process that computes for many tests has no compilers of its own
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
@@ -31,6 +36,24 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"there is no test data at {SHARED} (ORIN_SHARED names another place)")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def make_model(shared: Path) -> Callable[[str, str, Path], None]:
+    """Writes a model of a shape and a quantization, with random weights and a real vocabulary, to a path: the maker
+    beside the checkout, in this process, where each vocabulary is read once."""
+    spec = importlib.util.spec_from_file_location("make_model", shared / "models" / "make_model.py")
+    assert spec and spec.loader
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+
+    def make(shape: str, quant: str, path: Path) -> None:
+        arguments = ["make_model", shape, str(path), "--quant", quant]
+        with mock.patch.object(sys, "argv", arguments), mock.patch.object(maker, "GGUFReader", vocabulary):
+            maker.main()
+
+    vocabulary = functools.cache(read_gguf)
+    return make
 
 
 @pytest.fixture(scope="session")

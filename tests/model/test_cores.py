@@ -1,8 +1,5 @@
 """The CPU's own steps against a float32 reference, and against llama.cpp's logits where these are at hand."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -52,13 +49,10 @@ def test_long_context(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tiny-llama-F32-0", "tiny-qwen3-Q4_K_M-0"])
-def test_llama_cpps_logits(shared, tmp_path, name):
+def test_llama_cpps_logits(shared, make_model, tmp_path, name):
     shape, quant, _ = name.rsplit("-", 2)
     path = tmp_path / "model.gguf"
-    script = str(shared / "models" / "make_model.py")
-    subprocess.run(
-        [sys.executable, script, shape, str(path), "--quant", quant], check=True, capture_output=True
-    )
+    make_model(shape, quant, path)
     oracle = np.load(shared / "oracle" / f"{name}.npz")
     tokens = oracle["tokens1"].tolist()
     steps = opened(path)

@@ -1,8 +1,5 @@
 """The transformer against a float32 reference, and against llama.cpp's own logits where these are at hand."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from tinygrad import Tensor
@@ -70,12 +67,11 @@ ORACLES = [
 
 
 @pytest.fixture(scope="module", params=ORACLES)
-def oracle(request, shared, tmp_path_factory):
+def oracle(request, shared, make_model, tmp_path_factory):
     """(quantization, model file, what llama.cpp says of it)"""
     shape, _, quant = request.param.removeprefix("tiny-").partition("-")
     path = tmp_path_factory.mktemp("oracle") / "model.gguf"
-    maker = [sys.executable, shared / "models/make_model.py", f"tiny-{shape}", path, "--quant", quant]
-    subprocess.run(maker, check=True, capture_output=True)
+    make_model(f"tiny-{shape}", quant, path)
     yield quant, path, np.load(shared / f"oracle/{request.param}-0.npz")
     path.unlink()
 
