@@ -50,6 +50,8 @@ class Conversations:
 
     def __init__(self, knowledge: Knowledge, rng: random.Random, excluded: Collection[str] = ()) -> None:
         self._know, self._rng = knowledge, rng
+        self._last: Fact | None = None
+        self._said, self._person = "", ""
         self._small = frozenset(knowledge.grammar["noise"]["dropped"])
         self._excluded = {normalized(question) for question in excluded}
         self._gists = {gist(question, self._small) for question in excluded} - {""}
@@ -74,8 +76,7 @@ class Conversations:
         rng = self._rng
         count = rng.choices([n for n, _ in TURNS], [weight for _, weight in TURNS])[0]
         messages = [Message("system", rng.choice(SYSTEM))] if rng.random() < 0.06 else []
-        self._last: Fact | None = None
-        self._said, self._person = "", ""
+        self._last, self._said, self._person = None, "", ""
         for _ in range(count if count < 4 else count + rng.randrange(3)):
             question, answer = self._turn()
             messages += [Message("user", question), Message("assistant", answer)]
@@ -211,7 +212,9 @@ class Conversations:
 
     def _dangling(self) -> tuple[str, str]:
         """A question about "it" where nothing was named."""
-        aspect = self._rng.choice(("set", "default", "how", "what", "command", "other", "live", "again"))
+        aspect = self._rng.choice(
+            ("set", "default", "how", "what", "command", "other", "live", "again", "undo")
+        )
         question = self._wording.phrase(self._rng.choice(self._grammar["follow"][aspect]), self._rng)
         nothing = aspect == "again" and not self._said
         if aspect == "again" and not nothing:
@@ -274,6 +277,7 @@ class Conversations:
         else:
             ways += self._about_the_same(fact) + self._about_another(fact)
             ways.append(_Short(follow["more"], {}, facts["talk.more"].answer, None, 0.3))
+        ways += self._undoing(fact)
         if fact.subject.startswith("command.") and (key := facts.get(f"key.{self._key_of(fact)}.press")):
             ways.append(_Short(follow["press"], {}, key.answer, key, 1.0))
         for entry in self._leads.get(fact.id, ()):
@@ -284,6 +288,17 @@ class Conversations:
         same = [other for other in self._by_subject[fact.subject] if other.id != fact.id and other.short]
         slots = {"name": PRONOUNS, "do": ("do it", "do that")}
         return [_Short(other.short, slots, other.answer, other, 3.0 / len(same)) for other in same]
+
+    def _undoing(self, fact: Fact) -> list[_Short]:
+        """How to undo what `fact` tells to do, if that is not said in follow.toml."""
+        facts, asked = self._know.facts, self._grammar["follow"]["undo"]
+        if undo := facts.get(f"{fact.subject}.undo"):
+            return [] if fact is undo else [_Short(asked, {}, undo.answer, undo, 1.0)]
+        if any("undo" in pattern for entry in self._leads.get(fact.id, ()) for pattern in entry.patterns):
+            return []
+        if fact.aspect == "set" and fact.topic.startswith("options"):
+            return [_Short(asked, {}, facts["option.undo"].answer, None, 0.7)]
+        return [_Short(asked, {}, facts["talk.undo"].answer, None, 0.1)]
 
     def _about_another(self, fact: Fact) -> list[_Short]:
         follow, facts, ways = self._grammar["follow"], self._know.facts, []

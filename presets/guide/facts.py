@@ -210,7 +210,8 @@ class _Builder:
             "list": ("", "", ()),
             "none": ("", "", ()),
         }[source.aspect]
-        do = phrases.get("do") or ([_first_clause(source.answer)] if by_verb and "ask" not in phrases else [])
+        clause = _first_clause(source.answer) if by_verb and "ask" not in phrases else ""
+        do = phrases.get("do") or ([clause] if clause else [])
         slots = {**source.slots, "do": do}
         asks = [Ask(frames[by_name], slots, 0.7)] if by_name else []
         if do:
@@ -221,6 +222,10 @@ class _Builder:
             source.subject, source.aspect, topic, source.answer, source.must, tuple(asks), tuple(short), slots
         )
         self.facts[fact.id] = fact
+        if "undo" in phrases:
+            said = phrases["undo"].format_map(self._figures)
+            undo = replace(fact, aspect="undo", answer=said, must=(said,), asks=())
+            self.facts[undo.id] = undo
 
     def subject(self, name: str, table: Mapping[str, Any], topic: str) -> None:
         """All aspects of a subject: questions by its names, by what one wants to do, and whole ones."""

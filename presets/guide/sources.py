@@ -11,10 +11,11 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
 from typing import NamedTuple
 
 from app import options, settings
-from app.actions import ACTIONS, OTHER_KEYS, key_label
+from app.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from app.cli import COMMANDS
 from app.plain import SETTABLE, commands
 from engine.catalog import names
@@ -39,6 +40,16 @@ def _lower(sentence: str) -> str:
 
 # --- keys ----------------------------------------------------------------------------------------------
 
+EDITING_KEYS = ("Ctrl+Z", "Ctrl+Y", "Ctrl+W", "Ctrl+U", "Ctrl+K", "Ctrl+A", "Ctrl+E", "Ctrl+D", "Ctrl+X")
+"""What orin-chat leaves to the text box, Textual's."""
+EDITING = (
+    "The prompt is edited as in other text boxes: Ctrl+Z undoes and Ctrl+Y redoes, Ctrl+W deletes a word, Ctrl+U to "
+    "the start and Ctrl+K to the end of the line; Ctrl+A and Ctrl+E go there."
+)
+OF_TERMINALS = ("Ctrl+H", "Ctrl+I", "Ctrl+M", "Ctrl+V")
+"""What terminals send as Backspace, Tab and Enter, or take to paste."""
+OTHER_FREE_KEYS = ("Insert", "Pause", "Scroll Lock", "Print Screen", "F13", "F14", "F15", "F16", "F20")
+
 
 def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
     """What each key does. `phrases` is keys.toml, which knows what the same is in the line mode."""
@@ -54,6 +65,29 @@ def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
         must = "copies" if name == "mouse" else label.split(", ")[0]
         names = tuple(written for part in label.split(", ") for written in _key_names(part))
         yield Source(f"key.{name}", "press", f"{begin}: {_lower(help)}.", (must,), {"key": names})
+    for place, help in PANE_KEYS:
+        parts = help.partition(";")[0].split(", ")
+        where = place[:1].lower() + place[1:]
+        names = tuple(f"{form} {where}" for part in parts for form in _key_names(part.split()[0]))
+        name = where.removeprefix("in the ")
+        yield Source(f"key.{name}", "press", f"{place}: {help}.", tuple(parts), {"key": names})
+    names = tuple(written for label in EDITING_KEYS for written in _key_names(label))
+    yield Source("key.editing", "press", EDITING, ("Ctrl+Z undoes",), {"key": names})
+    nothing = f"That key does nothing in orin-chat; {figures()['key_help']} lists all keys."
+    for label in free_keys():
+        yield Source(f"key.{label.lower()}", "press", nothing, ("nothing",), {"key": _key_names(label)})
+    forms = ("Alt+", "alt-", "alt ", "ctrl+alt+", "Ctrl-Alt-")
+    alt = tuple(f"{form}{letter}" for letter in ascii_lowercase for form in forms)
+    others = (*OTHER_FREE_KEYS, *(f"the {name.lower()} key" for name in OTHER_FREE_KEYS), *alt)
+    yield Source("key.none", "press", nothing, ("nothing",), {"key": others})
+
+
+def free_keys() -> tuple[str, ...]:
+    """The keys that somebody may try and that do nothing: no action's, and of no use in a text box."""
+    used = {key_label(action.key) for action in ACTIONS} | set(EDITING_KEYS) | set(OF_TERMINALS)
+    used |= {part for label, _ in OTHER_KEYS for part in label.split(", ")}
+    keys = [*(f"F{n}" for n in range(1, 13)), *(f"Ctrl+{letter}" for letter in ascii_uppercase)]
+    return tuple(key for key in keys if key not in used)
 
 
 def _key_names(label: str) -> tuple[str, ...]:

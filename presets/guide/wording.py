@@ -93,8 +93,8 @@ class Wording:
             word = match[0]
             return rng.choice(synonyms[word]) if word in synonyms and rng.random() < 0.35 else word
 
-        # Slots, and what looks like a name, an option or a command, stay as they are.
-        return re.sub(r"(?<![\w{/<-])[a-z]+(?![\w}-])", other, text)
+        # Slots, and what looks like a name, an option or a command, stay as they are: "the preset safe" too.
+        return re.sub(r"(?<![\w{/<-])(?<!\bpreset )[a-z]+(?![\w}-]| preset\b)", other, text)
 
     def reworded(self, question: str, rng: random.Random) -> str:
         """The same question, perhaps put in another way."""

@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from textual.widgets import TextArea
 
 from app import options
 from app.actions import ACTIONS, OTHER_KEYS, key_label
@@ -13,7 +14,8 @@ from app.oneshot import EXIT_CODES
 from app.plain import commands
 from engine.catalog.names import known_models
 from presets import loader
-from presets.guide import facts, questions
+from presets.guide import facts, questions, sources
+from presets.guide.conversations import Conversations
 from presets.guide.corpus import conversations
 from presets.guide.template import rendered
 from presets.guide.wording import gerund, gist, normalized
@@ -36,6 +38,7 @@ def test_answers_name_only_what_the_program_has(known):
     known_options = {name for action in parser._actions for name in action.option_strings} | theirs
     labels = {part for action in ACTIONS for part in [key_label(action.key)]}
     labels |= {part for names, _ in OTHER_KEYS for part in names.split(", ")} | {"Shift+Enter"}
+    labels |= set(sources.EDITING_KEYS)
     models = {model.name for model in known_models()}
     for fact in known.facts.values():
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", fact.answer)) <= known_options, fact.id
@@ -60,6 +63,28 @@ def test_all_of_the_program_is_known(known):
     assert {f"preset.{path.stem}.what" for path in loader.BUILT_IN.glob("*.toml")} <= ids
     described = {action.dest for action in options._parser({})._actions if action.option_strings} - {"help"}
     assert {f"{name}.set" for name in described} <= ids
+
+
+def test_keys_that_are_no_actions(known):
+    """Those that the text box has are said to edit, those that nothing has to do nothing."""
+    box = {key_label(key) for binding in TextArea.BINDINGS for key in binding.key.split(",")}
+    used = {key_label(action.key) for action in ACTIONS}
+    assert set(sources.EDITING_KEYS) <= box - used
+    free = set(sources.free_keys())
+    assert "F11" in free and not free & (box | used)
+    assert all("nothing" in known.facts[f"key.{key.lower()}.press"].answer for key in free)
+
+
+def test_second_turns_undo_what_the_first_was_about(known):
+    source = Conversations(known, random.Random(0))
+    for name, must in {
+        "key.zoom.press": "Esc brings the chat back", "key.stop.press": "Ctrl+G", "key.edit.press": "stays as it was",
+        "command.think.command": "/think on", "top_k.set": "without the option", "kv-cache.what": "nothing to undo",
+        "program.pull.program": "orin-chat rm",
+    }.items():  # fmt: skip
+        ways = source._follow_ups(known.facts[name])
+        undoing = [way for way in ways if any("undo" in pattern for pattern in way.patterns)]
+        assert undoing and all(must in way.answer for way in undoing), name
 
 
 def test_answers_are_the_words_of_the_help(known):
@@ -149,6 +174,11 @@ def test_noise_keeps_the_question(known):
     texts = {known.wording.typed("how do i stop the reply", rng) for _ in range(200)}
     assert len(texts) > 120
     assert sum("stop" in text.lower() for text in texts) > 120
+
+
+def test_names_of_presets_have_no_synonyms(known):
+    rng = random.Random(0)
+    assert {known.wording.phrase("what is preset graph", rng)[-12:] for _ in range(99)} == {"preset graph"}
 
 
 def test_rendered_is_what_the_template_makes(tmp_path):
