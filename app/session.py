@@ -7,10 +7,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from app.conversation import Conversation
+from app.found import Found
 from app.history import History, HistoryError
 from app.status import StatusObserver
 from engine.client import Engine
@@ -59,6 +60,11 @@ class Candidate:
     engine: Engine
     name: str
     status: StatusObserver
+    found: Found = field(default_factory=Found)
+
+    @property
+    def welcome(self) -> str:
+        return ", ".join(filter(None, [f"{self.name} answers now", self.found.words]))
 
 
 class Session:
@@ -254,15 +260,14 @@ class Session:
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
         self.watch(end)
         adopted()
-        self.view.notice(
-            ". ".join([f"{candidate.name} answers now", *end.warnings]), warning=bool(end.warnings)
-        )
+        self.view.notice(". ".join([candidate.welcome, *end.warnings]), warning=bool(end.warnings))
         await self._next(None)
         await before.close()
 
     async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
         async for event in _events(candidate.engine.start()):
             candidate.status.observe(event)
+            candidate.found.observe(event)
             if isinstance(event, Ready | Failed):
                 return event
         return Failed(kind="internal", message="It ended without a word.")

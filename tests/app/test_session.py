@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from app.history import History
 from app.session import Session
-from engine.events import Failed, Ready, Sampling
+from engine.events import Failed, Ready, Sampling, Search, Warming
 from tests.app.fake_engine import READY, STARTED, FakeEngine, reply, tokens
 
 
@@ -175,6 +175,41 @@ async def test_going_over_to_another_engine_keeps_the_conversation(begin):
     await until(lambda: not session.is_busy)
     assert said(session) == ["first", "Old.", "second", "New."]
     assert [content for _, content in new.prompts()[0]] == ["first", "Old.", "second"]
+
+
+def product(what, before_us, after_us, **changes):
+    return Search(
+        what=what,
+        choice="",
+        tried=9,
+        total=9,
+        refused=0,
+        before_us=before_us,
+        after_us=after_us,
+        left_s=1,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("searches", "said"),
+    [
+        (
+            [product("qkv", 500, 500), product("qkv", 500, 400), product("down", 400, 375)],
+            "made a step 33% faster",
+        ),
+        ([product("qkv", 500, 500), product("down", 500, 499)], "found nothing faster"),
+        ([product("qkv", 0, 0, found=True), product("down", 500, 400)], "made a step 25% faster"),
+        ([product("qkv", 0, 0, found=True)], "was known from an earlier start"),
+    ],
+)
+async def test_what_a_search_was_good_for_is_said(begin, searches, said):
+    session, view = begin(FakeEngine())
+    await until(lambda: not session.is_busy)
+    warming = [Warming(done=1, total=2, search=search) for search in searches]
+    session.switch(FakeEngine(start=[*warming, READY]), "cuda-beam2")
+    await until(lambda: view.notices)
+    assert view.notices == [f"cuda-beam2 answers now, its search {said}"]
 
 
 @pytest.mark.parametrize(("model", "used"), [("Qwen3 0.6B", 97), ("Llama 3.2 1B", None)])
