@@ -149,6 +149,9 @@ class ChatColumn(Vertical):
             self.comparison.view = session.engine.view()
         is_idle = status.phase in (Phase.READY, Phase.GONE)
         stops = "Esc stops" if session.is_answering else ""
+        is_at_work = status.phase in (Phase.PREFILLING, Phase.GENERATING)
+        two = session.engine if is_at_work and isinstance(session.engine, Compared) else None
+        self.activity.doing = two.doing if two else ""
         self.activity.hint = self.way_back or ("F1 keys  Ctrl+P commands" if is_idle else stops)
         if (candidate := session.candidate) is not None and not session.is_answering:
             doing = describe(candidate.status.snapshot())
@@ -159,7 +162,7 @@ class ChatColumn(Vertical):
         """In the prompt's border: that it edits or, where there is no room elsewhere, the activity."""
         title = _fitting(EDITING, self.size.width) if self.editing is not None else ""
         if self.app.size.width < TINY_WIDTH:
-            title = title or self.activity.notice or describe(self.activity.status)
+            title = title or self.activity.notice or self.activity.text
         if title != self._title:
             self._title = title
             self.prompt.border_title = Content(title)

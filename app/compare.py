@@ -215,6 +215,10 @@ class Comparison:
         """The processes of both that are ours."""
         return [pid for pid in (self.ours.pid, self._rival.pid if self._rival else None) if pid]
 
+    @property
+    def doing(self) -> str:
+        return "; ".join(doing for side in (self._left, self._right) if (doing := side.doing))
+
     # --- the view ---------------------------------------------------------------------------------------
 
     def view(self) -> ComparisonView:
@@ -286,6 +290,7 @@ class Comparison:
                 yield event
 
     async def _observed(self, asked: Generate) -> AsyncGenerator[Event, None]:
+        self._left.asked()
         async with aclosing(self.ours.generate(asked)) as events:
             async for event in events:
                 self._left.observe(event)
@@ -294,6 +299,7 @@ class Comparison:
     async def _follow_rival(self, asked: Generate) -> None:
         if self._stopped.is_set() or not self._rival or not self._right.ready:
             return
+        self._right.asked()
         async for event in self._rival.generate(asked):
             self._right.observe(event)
 

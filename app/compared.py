@@ -42,6 +42,11 @@ class Compared(Protocol):
     @property
     def pids(self) -> list[int]: ...
 
+    @property
+    def doing(self) -> str:
+        """Which of the two works, and at what; "" where neither does."""
+        ...
+
     def view(self) -> ComparisonView: ...
 
     def forget(self) -> None:
@@ -67,6 +72,7 @@ class Side:
         self.copy_gbps = 0.0
         self.tokens: list[Token] = []
         self._state = ""
+        self._is_busy = False
         self._text = ""
         self._prompt_tokens = 0
         self._end: Finished | None = None
@@ -74,17 +80,30 @@ class Side:
 
     def starting(self) -> None:
         """The engine is on its way."""
-        self.problem, self._state = "", "starting"
+        self.problem, self._state, self._is_busy = "", "starting", True
 
     def begin(self, prompt_tokens: int = 0) -> None:
         """A new prompt; without one, none that was asked."""
         self.tokens, self._text, self._end, self._prompt_tokens = [], "", None, prompt_tokens
         if self.ready:
+            self._is_busy = False
             self.problem, self._state = "", "its turn comes" if prompt_tokens else "ready"
 
     def waits_for(self, other: str) -> None:
         """It is not asked before `other` is ready."""
         self._state = f"waits for {other}"
+
+    def asked(self) -> None:
+        """It has its turn."""
+        self._state, self._is_busy = "reading the prompt", True
+
+    @property
+    def doing(self) -> str:
+        """What it works at, under its name; "" where it does nothing."""
+        if not self._is_busy:
+            return ""
+        counted = f" · {len(self.tokens):,} tokens" if self.tokens else ""
+        return f"{self.name}: {self._state}{counted}"
 
     def passed_over(self) -> None:
         """Its turn does not come: the user has stopped the answers."""
@@ -92,6 +111,7 @@ class Side:
             self._state = "not asked"
 
     def observe(self, event: Event) -> None:
+        self._is_busy = not isinstance(event, Ready | Finished | Failed)
         match event:
             case Ready():
                 self.ready, self._state, self.problem = event, "ready", ""

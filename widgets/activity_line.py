@@ -59,6 +59,7 @@ class ActivityLine(Widget):
     ALLOW_SELECT = False
 
     status: reactive[EngineStatus] = reactive(EngineStatus())
+    doing: reactive[str] = reactive("")  # by whoever knows better than `status` what is waited for
     notice: reactive[str] = reactive("", layout=True)
     is_warning: reactive[bool] = reactive(False)
     hint: reactive[str] = reactive("")
@@ -69,6 +70,11 @@ class ActivityLine(Widget):
     def watch_status(self, before: EngineStatus, now: EngineStatus) -> None:
         if (before.phase in _STARTS) != (now.phase in _STARTS):
             self.refresh(layout=True)
+
+    @property
+    def text(self) -> str:
+        """What is going on."""
+        return self.doing or describe(self.status)
 
     def render(self) -> Content:
         if not self.notice:
@@ -87,7 +93,7 @@ class ActivityLine(Widget):
             if self.status.phase is Phase.GONE
             else "·"
         )
-        left = Content.assemble((mark, "$text-accent" if busy else ""), f" {describe(self.status)}")
+        left = Content.assemble((mark, "$text-accent" if busy else ""), f" {self.text}")
         gap = width - left.cell_length - len(self.hint)
         if gap < 2:
             return left.truncate(width, ellipsis=True)

@@ -12,9 +12,9 @@ from app.compare import Comparison
 from app.history import History
 from app.setup import Setup
 from engine.client import LocalEngine
-from engine.events import EngineOptions, Failed
+from engine.events import EngineOptions, Failed, Loading
 from tests import generated_model, synthetic
-from tests.app.fake_engine import FakeEngine, MeasuredEngine, reply
+from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
 from tests.app.scenes import beside, sees
 from tests.app.test_compare import CACHE
 from widgets.comparison import Comparison as Pane
@@ -106,6 +106,27 @@ async def test_escape_stops_both_before_it_closes_anything():
         await pilot.press("tab", "escape")
         await until(lambda: not app.session.is_answering)
         assert isinstance(app.session.engine, Comparison)
+
+
+async def test_the_activity_says_which_of_the_two_is_waited_for():
+    ours = MeasuredEngine([None, *reply("One. Two.")[:4], None, *reply(" Three.")[2:]])
+    rival = FakeEngine([None, *reply("Eins.")], start=[Loading(done_bytes=1, total_bytes=4), None, READY])
+    async with chat(ours, rival) as (app, pilot):
+        await pilot.press("f10")
+        app.prompt.insert("go")
+        await pilot.press("enter")
+        await sees(pilot, "llama.cpp: loading 25%")
+        await sees(pilot, "waits for llama.cpp")
+        assert "reading the prompt" not in app.column.activity.text
+        rival.release()
+        await sees(pilot, "orin-chat: reading the prompt")
+        ours.release()
+        await sees(pilot, "orin-chat: answering · 2 tokens")
+        ours.release()
+        await sees(pilot, "llama.cpp: reading the prompt")
+        await pilot.press("escape")
+        await until(lambda: not app.session.is_answering)
+        await until(lambda: app.column.activity.text == "ready")
 
 
 async def test_page_up_scrolls_both_texts():
