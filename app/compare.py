@@ -19,10 +19,12 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from app.compared import Agreement, Side
+from app.verdict import other_programs
 from engine.client import Engine, LocalEngine
 from engine.errors import OrinError
 from engine.events import (
     Chat,
+    Counter,
     Event,
     Failed,
     Finished,
@@ -40,6 +42,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.formats.template import Prompt
 from engine.formats.thinking import ThinkSplitter
+from engine.measure.counters import Counters
 from engine.measure.memory import gpu_used_bytes
 from engine.peers.llama_server import LlamaServer
 from engine.peers.peer import failed, told_apart
@@ -91,6 +94,7 @@ class Comparison:
         encoder: Callable[[], Encode],
         *,
         together: bool = False,
+        read_counters: Callable[[], tuple[Counter, ...]] | None = None,
     ) -> None:
         self.ours = ours
         self.together = together
@@ -106,6 +110,8 @@ class Comparison:
         self._asked_together = together
         self._is_complete = False
         self._rival_first = False
+        self._read = read_counters or Counters().read
+        self._remark = ""
         self._stopped = asyncio.Event()
 
     # --- Engine -----------------------------------------------------------------------------------------
@@ -146,6 +152,7 @@ class Comparison:
         self._rival_first = not rival_first
         other: asyncio.Task[None] | None = None
         heard = self.ours.on_event
+        await asyncio.to_thread(self._read)  # loads are of the time since
         try:
             if self._asked_together:
                 self.ours.on_event = _unheard  # a shared machine's speed is not what the model is known for
@@ -164,6 +171,10 @@ class Comparison:
                 await other
             elif not rival_first:
                 await self._follow_rival(asked)
+            if (
+                self._rival and self._rival.pid
+            ):  # else it may be the rival itself that is taken for another program
+                self._remark = other_programs(await asyncio.to_thread(self._read))
             await self._ask_for_odds(prompt.ids)
             for side in (self._left, self._right):
                 side.passed_over()
@@ -184,6 +195,7 @@ class Comparison:
         self._left.begin(prompt_tokens)
         self._right.begin(prompt_tokens)
         self._agreement, self._odds, self._is_complete = Agreement(), None, False
+        self._remark = ""
 
     async def stop(self) -> None:
         """Ends both answers."""
@@ -243,6 +255,7 @@ class Comparison:
             asked=self._asked,
             together=self._asked_together,
             complete=self._is_complete,
+            remark=self._remark,
             same=same,
             difference=difference,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.events import Counter
 
@@ -26,12 +26,17 @@ def verdict(
     return f"{below}: {_cause({counter.name: counter for counter in counters})}"
 
 
+def other_programs(counters: Iterable[Counter]) -> str:
+    """That others work on this machine too; "" where they do little."""
+    load = next((counter.value for counter in counters if counter.name == "other load"), None)
+    return f"other programs take {load:.0f} % of the CPU" if load and load >= _OTHERS_PERCENT else ""
+
+
 def _cause(counters: dict[str, Counter]) -> str:
     if (throttled := counters.get("throttled")) and throttled.parts:
         return f"the GPU is held back, {', '.join(throttled.parts)}"
-    others = counters.get("other load")
-    if others and others.value is not None and others.value >= _OTHERS_PERCENT:
-        return f"other programs take {others.value:.0f} % of the CPU"
+    if others := other_programs(counters.values()):
+        return others
     for name in _CLOCKS:
         clock = counters.get(name)
         if clock and clock.value and clock.most and clock.value < NOTICEABLE * clock.most:

@@ -46,13 +46,14 @@ class Difference:
 @dataclass(frozen=True)
 class ComparisonView:
     """What the pane shows. `asked` is the prompt; `same` counts the tokens that are alike so far; `complete`:
-    both have ended."""
+    both have ended; `remark` is on what makes the figures worse than they could be."""
 
     left: Column
     right: Column
     asked: str = ""
     together: bool = False
     complete: bool = False
+    remark: str = ""
     same: int = 0
     difference: Difference | None = None
 
@@ -90,8 +91,9 @@ def times(ratio: float | None) -> str:
 
 
 def mode(view: ComparisonView) -> str:
-    """How the two were asked."""
-    return f"{'together: they share the memory' if view.together else 'in turn'} · greedy"
+    """How the two were asked, and what there is to say against their figures."""
+    how = f"{'together: they share the memory' if view.together else 'in turn'} · greedy"
+    return f"⚠ {one_line(view.remark)} · {how}" if view.remark else how
 
 
 def verdict(view: ComparisonView) -> str:

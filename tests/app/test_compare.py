@@ -9,10 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from app.compare import Comparison, with_llama_server
-from app.compared import Agreement, is_shared
+from app.compared import Agreement, is_shared, report
 from engine.errors import TemplateError
 from engine.events import (
     Chat,
+    Counter,
     EngineOptions,
     Event,
     Failed,
@@ -136,6 +137,27 @@ async def test_together_they_compete(compare):
     await collect(comparison.generate(ask()))
     assert not comparison.view().together and not is_shared(comparison)
     assert isinstance(heard[-1], Finished)
+
+
+@pytest.mark.parametrize(
+    ("load", "owned", "remark"),
+    [(43.4, True, "other programs take 43 % of the CPU"), (12.0, True, ""), (43.4, False, "")],
+)
+async def test_what_other_programs_take_is_said_beside_the_figures(compare, load, owned, remark):
+    """Where the other engine is a process of ours: else it may be that which takes so much."""
+    comparison = compare(
+        read_counters=lambda: (
+            Counter(name="other load", value=load, unit="%"),
+            Counter(name="CPU load", value=99.0),
+        )
+    )
+    if not owned:
+        comparison.spies[1].pid = None
+    await collect(comparison.generate(ask(max_tokens=2)))
+    assert comparison.view().remark == remark
+    assert report(comparison.view()).count(remark or "⚠") == bool(remark)
+    comparison.forget()
+    assert not comparison.view().remark
 
 
 async def test_where_they_part_and_how_probable_both_ways_were(compare):

@@ -105,6 +105,13 @@ async def test_the_figures_of_a_tie():
         assert line_with(pane, "decode") == "decode 57.4 tok/s alike 57.5 tok/s"
 
 
+@pytest.mark.parametrize("width", [120, 60])
+async def test_what_speaks_against_the_figures_stands_below_them(width):
+    view = replace(DONE, remark="other programs take 43 % of the CPU")
+    async with showing(view, (width, 30)) as (pane, _):
+        assert line_with(pane, "⚠").startswith("⚠ other programs take 43 % of the CPU · in turn · greedy")
+
+
 async def test_nothing_is_known_at_first():
     async with showing(ComparisonView(Column("orin-chat"), Column("llama.cpp"))) as (pane, pilot):
         assert line_with(pane, "decode") == "decode – –"
