@@ -129,6 +129,21 @@ async def test_the_activity_says_which_of_the_two_is_waited_for():
         await until(lambda: app.column.activity.text == "ready")
 
 
+async def test_speeds_of_two_at_once_are_no_evidence_of_a_preset():
+    async with chat(MeasuredEngine(reply("One. " * 60)), FakeEngine()) as (app, pilot):
+        noted = []
+        app.setup.note_speed = lambda decode, prefill: noted.append((decode, prefill))
+        await pilot.press("f10")
+        await say(app, pilot, "in turn")
+        [(decode, prefill)] = noted
+        assert decode and prefill
+        await pilot.press("tab", "t", "r")
+        await sees(pilot, "together: they share the memory")
+        await until(lambda: not app.session.is_busy)
+        await pilot.press("f10")
+        assert noted == [(decode, prefill)]
+
+
 async def test_page_up_scrolls_both_texts():
     text = "".join(f"line {i}\n\n" for i in range(100))
     async with chat(MeasuredEngine(reply(text)), FakeEngine(reply(text))) as (app, pilot):
