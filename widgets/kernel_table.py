@@ -63,8 +63,8 @@ def kernels_us(profile: KernelProfile) -> float:
 
 
 def summary(profile: KernelProfile) -> list[GroupShare]:
-    """Time by group; shares are of the wall time or, where kernels alone take longer than that (timed one by
-    one they do not overlap), of their sum."""
+    """Time by group; shares are of the wall time or, where kernels that are timed one by one take longer than
+    that, of their sum."""
     whole = max(profile.wall_us, kernels_us(profile)) or 1.0
     shares = []
     for name, roles in GROUPS.items():
@@ -218,12 +218,14 @@ class KernelTable(Drawn[Kernels]):
 
 # --- lines ---------------------------------------------------------------------------------------------
 
-_CALLS, _US, _SHARE, _GBPS, _ROOF = 6, 10, 5, 7, 7
+_NAME = 19  # of a group
+_CALLS, _US, _SHARE, _GBPS, _ROOF = 5, 10, 5, 7, 7
 _FIXED = _CALLS + _US + _SHARE + _GBPS
-_BAR = 10
-_SHORT: dict[KernelRole, str] = {
-    "QKV projection": "QKV", "attention": "attn", "attention output": "attn o", "FFN gate+up": "gate+up",
-    "FFN down": "down", "output head": "head", "element-wise": "elemw", "embedding": "embed", "sampling": "sample",
+_BAR, _ROLE, _LEAST_NAME = 10, 10, 20
+_SHORT: dict[KernelRole, tuple[str, ...]] = {
+    "QKV projection": ("QKV",), "attention": ("attn",), "attention output": ("attn output", "attn o"),
+    "FFN gate+up": ("gate+up",), "FFN down": ("down",), "output head": ("head",), "element-wise": ("elemw",),
+    "embedding": ("embed",), "sampling": ("sample",),
 }  # fmt: skip
 
 
@@ -231,17 +233,19 @@ def header(profile: KernelProfile, view: Kernels, width: int, *, is_paused: bool
     """Sum, wall time and what lies between them, the summary, and the titles of the rows."""
     calls, total = sum(k.calls for k in profile.kernels), kernels_us(profile)
     gap, digits = profile.wall_us - total, len(f"{max(profile.wall_us, total):,.0f}")
-    gaps = f"gap {gap:,.0f}" if gap >= 0 else f"overlap {-gap:,.0f}"
     state = "  paused" if is_paused else f"  {one_line(view.note)}" if view.note else ""
     room = width - (len(state) if is_paused else 0)
     wall = f"wall {profile.wall_us:,.0f} µs"  # a figure that was cut would be another figure
     summed, counted = f"{calls} kernels · sum {total:,.0f} · {wall}", f"{calls} kernels · {wall}"
     text = next((text for text in (summed, counted) if len(text) <= room), wall)
-    for more in (f" · {profile.tokens} tokens" if profile.tokens > 1 else "", f" · {gaps}"):
+    tokens = f" · {profile.tokens} tokens" if profile.tokens > 1 else ""
+    for more in (tokens, f" · gap {gap:,.0f}" if gap >= 0 else ""):
         text += more if len(text + more) <= room else ""
+    *groups, gaps = summary(profile)
     return [
         [(text[:width], "strong"), (state[: max(0, width - len(text))], "warning")],
-        *(_summary_line(share, view.copy_gbps, width, digits) for share in summary(profile)),
+        *(_summary_line(share, view.copy_gbps, width, digits) for share in groups),
+        _summary_line(gaps, None, width, digits) if gap >= 0 else _no_gaps(profile, width),
         [(_titles(width), "strong")],
     ]
 
@@ -255,7 +259,7 @@ def of_roofline(gbps: float, n_bytes: int, copy_gbps: float | None) -> str:
 
 
 def _summary_line(share: GroupShare, copy_gbps: float | None, width: int, digits: int) -> Line:
-    name = f"{share.name:<19}"
+    name = f"{share.name:<{_NAME}}"
     figures = f"{share.us:>{max(8, digits + 1)},.0f} {share.share:>4.0%}"
     rest = width - len(name) - len(figures) - 1
     bar_width = min(16, max(0, rest - (18 if rest >= 28 else 0)))
@@ -266,17 +270,31 @@ def _summary_line(share: GroupShare, copy_gbps: float | None, width: int, digits
     return line
 
 
-def _names(width: int) -> tuple[int, int, bool, bool]:
-    """Cells for role and name, and whether there is room for bars and for shares of the roofline."""
-    with_roof = width >= 60
-    with_bar = width >= 78
-    rest = width - _FIXED - (_ROOF if with_roof else 0) - (_BAR + 1 if with_bar else 0)
-    role = 17 if rest >= 36 else 10 if rest >= 16 else rest  # one letter of a name would say nothing
-    return role, max(0, rest - role), with_bar, with_roof
+def _no_gaps(profile: KernelProfile, width: int) -> Line:
+    """Where kernels take longer than the step: in it, some begin before the ones before them have ended, or clocks and
+    other load were not the same meanwhile. Which, no one can tell, and so neither is said."""
+    longer = kernels_us(profile) / (profile.wall_us or 1.0) - 1
+    said = (
+        f"none: timed one by one, kernels take {longer:.0%} longer than in the step",
+        f"none: timed one by one, kernels take {longer:.0%} longer",
+        f"none: one by one {longer:.0%} longer",
+        f"none: alone +{longer:.0%}",
+    )
+    fitting = next((text for text in said if _NAME + len(text) <= width), said[-1])
+    return [(f"{GAPS:<{_NAME}}", ""), (fitting if longer >= 0.005 else "none", "dim")]
+
+
+def _cells(width: int) -> tuple[int, int, bool, bool]:
+    """Cells for role and name, and whether there is room for bars and for shares of the roofline. The start of a name
+    would only repeat the role: where there is no room for more, the role is said in full and the name left out."""
+    with_roof, with_bar = width >= _FIXED + _ROLE + _ROOF, width >= 78
+    rest = max(0, width - _FIXED - (_ROOF if with_roof else 0) - (_BAR + 1 if with_bar else 0))
+    role = 17 if rest >= 36 else _ROLE if rest >= _ROLE + _LEAST_NAME else rest
+    return role, rest - role, with_bar, with_roof
 
 
 def _titles(width: int) -> str:
-    role, name, with_bar, with_roof = _names(width)
+    role, name, with_bar, with_roof = _cells(width)
     text = "role".ljust(role)[:role] + "kernel".ljust(name)[:name]
     text += f"{'calls':>{_CALLS}}{'µs':>{_US}}{'%':>{_SHARE}}" + (" " * (_BAR + 1) if with_bar else "")
     return text + f"{'GB/s':>{_GBPS}}" + (f"{'roof':>{_ROOF}}" if with_roof else "")
@@ -284,9 +302,10 @@ def _titles(width: int) -> str:
 
 def row(profile: KernelProfile, kernel: KernelTime, copy_gbps: float | None, width: int) -> Line:
     share = kernel.total_us / (max(profile.wall_us, kernels_us(profile)) or 1.0)
-    role, name, with_bar, with_roof = _names(width)
-    name_of_role = kernel.role if role > 16 else _SHORT.get(kernel.role, kernel.role)
-    line: Line = [(name_of_role[: max(0, role - 1)].ljust(role), "dim")]
+    role, name, with_bar, with_roof = _cells(width)
+    named = (kernel.role, *_SHORT.get(kernel.role, ()))
+    fitting = next((text for text in named if len(text) < role), named[-1])
+    line: Line = [(fitting[: max(0, role - 1)].ljust(role), "dim" if name else "")]
     line.append((_shortened(one_line(kernel.name), name - 1).ljust(name), ""))
     decimals = 1 if kernel.total_us < 99_999 else 0
     figures = f"{kernel.calls:>{_CALLS}}{kernel.total_us:>{_US},.{decimals}f}{share:>{_SHARE}.0%}"

@@ -134,7 +134,8 @@ def _speeds(view: Throughput, width: int, height: int) -> list[Line]:
         )
         for s, r in zip(shown, rooflines, strict=True)
     ]
-    return _framed(columns, room, height, (figure(top), "tok/s"), figure(right) if prefill else "")
+    left = figure(top) if decode else ""
+    return _framed(columns, room, height, (left, "tok/s"), figure(right) if prefill else "")
 
 
 def _bandwidths(view: Throughput, width: int, height: int) -> list[Line]:

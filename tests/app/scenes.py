@@ -194,8 +194,11 @@ async def _measured(app: ChatApp, pilot: Pilot[None]) -> None:
 
 
 async def _sampled(app: ChatApp, pilot: Pilot[None]) -> None:
+    """Returns when the graph shows the counters and all that the engine has told so far."""
+    dashboard = app.dashboard
     for _ in range(2000):  # a minute
-        if (view := app.dashboard.graph.view) is not None and "71" in view.memory:
+        view = dashboard.graph.view
+        if view is not None and "71" in view.memory and view == dashboard.performance.throughput(COUNTERS):
             return
         await asyncio.sleep(0.03)
     raise AssertionError("the counters were not read")

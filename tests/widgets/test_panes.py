@@ -51,6 +51,12 @@ def test_prefill_has_its_own_axis_and_another_look():
     assert "15k" in "\n".join(text(lines))
 
 
+def test_an_axis_says_nothing_before_there_is_a_speed():
+    prompt = view(samples=(Sample(3_900.0, is_prefill=True),), current=None, median=None, best=None)
+    top = text(throughput_graph.lines(prompt, 60, 7))[2]
+    assert top.split()[-1] == "4.0k" and top.startswith("     ")
+
+
 def test_a_roofline_far_above_does_not_flatten_the_graph():
     lines = text(throughput_graph.lines(view(copy_gbps=4300.0, share=0.01), 60, 20))
     assert "100 " in "\n".join(lines) and "8.6k" not in "\n".join(lines)
@@ -129,12 +135,19 @@ def test_no_figure_of_the_steps_is_cut(width, is_paused):
 
 
 def test_kernels_that_take_longer_alone_than_together():
-    from msgspec.structs import replace
-
-    of = replace(profile(), wall_us=100.0)
+    of = replace(profile(), wall_us=7500.0)
     assert sum(share.share for share in summary(of)) == pytest.approx(1)
     assert summary(of)[-1].us == 0
-    assert "overlap 8,090" in text(kernel_table.header(of, Kernels(), 80))[0]
+    for width, says in (
+        (36, "none: alone +9%"),
+        (50, "none: one by one 9% longer"),
+        (90, "none: timed one by one, kernels take 9% longer than in the step"),
+    ):
+        first, *_, gaps, _titles = text(kernel_table.header(of, Kernels(), width))
+        assert gaps.split(maxsplit=2) == ["launch", "gaps", says] and len(gaps) <= width
+        assert "gap" not in first and "7,500" in first
+    alike = replace(profile(), wall_us=8189.0)
+    assert text(kernel_table.header(alike, Kernels(), 50))[-2].split() == ["launch", "gaps", "none"]
 
 
 @pytest.mark.parametrize("sort", kernel_table.SORTS)
@@ -151,6 +164,18 @@ def test_rows_fit_under_their_titles(width):
         [row] = text([kernel_table.row(of, kernel, 120.0, width)])
         assert len(row) == len(titles)
         assert len(row) <= max(width, 38)
+
+
+def test_where_a_name_would_be_cut_to_its_role_the_role_is_said_in_full_and_the_roofline_s_share():
+    of = profile()
+    titles = text(kernel_table.header(of, Kernels(copy_gbps=120), 50))[-1]
+    assert titles.split() == ["role", "calls", "µs", "%", "GB/s", "roof"]
+    [row] = text([kernel_table.row(of, of.kernels[0], 120.0, 50)])
+    assert row.startswith("QKV projection ") and row.endswith(" 65%") and "qkv" not in row
+    roles = [text([kernel_table.row(of, k, 120.0, 50)])[0][:16].rstrip() for k in of.kernels]
+    assert roles[1:4] == ["attention", "attn output", "FFN gate+up"]
+    [row] = text([kernel_table.row(of, of.kernels[0], 120.0, 66)])
+    assert row.startswith("QKV       qkv_Q6_K_4096x1024 ")
 
 
 @pytest.mark.parametrize("width", [50, 78, 120])
