@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import textwrap
 from typing import TextIO
 
 from app.oneshot import EXIT_CODES
@@ -19,7 +20,8 @@ from widgets.kernel_table import Kernels
 from widgets.machine_panel import Machine
 from widgets.text import one_line
 
-MIN_WIDTH, MAX_WIDTH = 40, 100
+MIN_WIDTH, MAX_WIDTH = 34, 100
+"""Columns. Panes can be drawn down to the first; narrower terminals break their lines."""
 GRAPH_ROWS = 14
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 12
 TOKENS = 64
@@ -76,7 +78,8 @@ def _complain(failure: Failed, status: StatusLine, messages: TextIO) -> int:
 def _print(performance: PerformanceObserver, machine: Machine, failed: list[str], out: TextIO) -> None:
     assert isinstance(performance.ready, Ready) and isinstance(performance.last_end, Finished)
     width = _width(out)
-    print(describe(performance.ready), figures(performance.last_end), sep="\n", file=out)
+    for sentence in (describe(performance.ready), figures(performance.last_end)):
+        print(_wrapped(sentence, width, out), file=out)
     _section("throughput", throughput_graph.lines(performance.throughput(), width, GRAPH_ROWS), out)
     for profile in (performance.kernels.decode, performance.kernels.prefill):
         if profile is not None:
@@ -87,7 +90,7 @@ def _print(performance: PerformanceObserver, machine: Machine, failed: list[str]
             ]
             _section(f"kernels, {profile.step}", kernel_table.header(profile, view, width) + rows, out)
     for sentence in failed:
-        print("", one_line(sentence), sep="\n", file=out)
+        print("", _wrapped(one_line(sentence), width, out), sep="\n", file=out)
     _section("machine", machine_panel.lines(machine, width), out)
 
 
@@ -95,6 +98,11 @@ def _width(out: TextIO) -> int:
     """As wide as the terminal, within limits; elsewhere as wide as ever."""
     columns = shutil.get_terminal_size((MAX_WIDTH, 24)).columns if out.isatty() else MAX_WIDTH
     return max(MIN_WIDTH, min(columns, MAX_WIDTH))
+
+
+def _wrapped(sentence: str, width: int, out: TextIO) -> str:
+    """Broken between words for a terminal; files get one line."""
+    return textwrap.fill(sentence, width) if out.isatty() else sentence
 
 
 def _section(title: str, lines: list[Line], out: TextIO) -> None:
