@@ -109,7 +109,7 @@ class History:
         with self._guard():
             # Autocommit: each method below is one statement or one explicit transaction.
             self._db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_MS / 1e3, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode = WAL")  # some network file systems refuse; that is fine
+            self._write_ahead()
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._migrate()
@@ -308,6 +308,19 @@ class History:
             yield
         except sqlite3.Error as error:
             raise _explain(error, self.path) from error
+
+    def _write_ahead(self) -> None:
+        """Switches to the write-ahead log; some network file systems refuse, which is fine. Here alone SQLite does
+        not wait for other processes, which may be opening a new file too."""
+        give_up = time.monotonic() + BUSY_TIMEOUT_MS / 1e3
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > give_up:
+                    raise
+                time.sleep(0.01)
 
     def _migrate(self) -> None:
         def version() -> int:

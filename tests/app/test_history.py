@@ -230,6 +230,19 @@ def test_two_processes_write_at_once_from_the_first_moment(tmp_path):
     assert sorted(chat.message_count for chat in History(path).chats()) == [40, 40, 40]
 
 
+def test_a_new_file_that_another_process_is_writing_is_waited_for(tmp_path, monkeypatch):
+    """SQLite does not wait where it switches to the write-ahead log."""
+    path = tmp_path / "h.sqlite3"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("CREATE TABLE theirs (x)")
+    other.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr("app.history.time.sleep", lambda _: other.execute("COMMIT"))
+    history = History(path)
+    assert history.new_chat("m")
+    history.close()
+    other.close()
+
+
 # --- files that cannot be used ---------------------------------------------------------------------------
 
 
