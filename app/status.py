@@ -20,6 +20,9 @@ from engine.events import (
 )
 from widgets.engine_status import EngineStatus, Phase
 
+_LEAST_S, _LEAST = 0.5, 4
+"""So long and so many (of kernels, tokens, bytes) before it is said how long the rest takes."""
+
 
 class StatusObserver:
     """Folds events into an `EngineStatus`. `clock` gives seconds, from any origin."""
@@ -29,6 +32,7 @@ class StatusObserver:
         self._status = EngineStatus(context_used=0)
         self._since = clock()  # when the current phase began, or the request while it is answered
         self._from = 0  # `done` at that time
+        self._told, self._step = self._since, 0  # when `done` last grew, and by how much
         self._first_token: float | None = None  # seconds, by the engine's clock if it tells
         self._last_token = 0.0
         self._search_left_s = self._search_told = 0.0  # time left, and when that was said
@@ -49,11 +53,17 @@ class StatusObserver:
         if status.searching:  # has a time of its own to end at
             remains = max(0.0, self._search_left_s - (self._clock() - self._search_told))
             return replace(status, elapsed_s=elapsed, seconds_left=remains or None)
-        left = None
-        gained = status.done - self._from
-        if status.done < status.total and gained > 0 and elapsed > 0.5:
-            left = max(0.0, (status.total - self._from) * elapsed / gained - elapsed)
-        return replace(status, elapsed_s=elapsed, seconds_left=left)
+        return replace(status, elapsed_s=elapsed, seconds_left=self._seconds_left(elapsed))
+
+    def _seconds_left(self, elapsed: float) -> float | None:
+        """What is left takes as long as what was done did on average. Until more is done, that becomes less by what
+        the next step should take, and no more: a kernel whose search takes long (BEAM) does not make it grow."""
+        status, gained = self._status, self._status.done - self._from
+        if status.done >= status.total or gained < _LEAST or elapsed <= _LEAST_S:
+            return None
+        each = (self._told - self._since) / gained
+        waited = self._since + elapsed - self._told
+        return max(0.0, each * (status.total - status.done) - min(waited, each * self._step))
 
     def request(self) -> None:
         """A request is on its way to the engine."""
@@ -119,7 +129,7 @@ class StatusObserver:
 
     def _searched(self, search: Search | None, cached: int) -> None:
         if (search is None) != (not self._status.searching):  # what is counted is another thing now
-            self._since, self._from = self._clock(), 0
+            self._begin(self._status.done)
         self._search_left_s, self._search_told = search.left_s if search else 0.0, self._clock()
         self._status = replace(self._status, cached=cached, searching=search.what if search else "")
 
@@ -128,11 +138,17 @@ class StatusObserver:
             self._enter(phase)
         if self._status.total == 0:
             self._from = start
+        if done > self._status.done:
+            self._told, self._step = self._clock(), done - self._status.done
         self._status = replace(self._status, done=done, total=total)
 
     def _enter(self, phase: Phase) -> None:
-        self._since, self._from = self._clock(), 0
+        self._begin()
         self._status = replace(self._status, phase=phase, done=0, total=0, cached=0, searching="")
+
+    def _begin(self, done: int = 0) -> None:
+        self._since = self._told = self._clock()
+        self._from, self._step = done, 0
 
     def _phase(self, phase: Phase) -> None:
         if not (self._status.phase is Phase.STOPPING and phase is Phase.GENERATING):

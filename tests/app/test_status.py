@@ -1,7 +1,7 @@
 """What the screen says of an engine, from its events."""
 
 from app.status import StatusObserver
-from engine.events import Search, Warming
+from engine.events import Prefilling, Search, Warming
 from widgets.activity_line import describe
 
 
@@ -47,3 +47,46 @@ def test_no_time_is_left_where_all_is_done_but_the_end():
         status.observe(Warming(done=done, total=12))
         clock.now += 0.1
     assert describe(status.snapshot()) == "preparing kernels · 12 of 12"
+
+
+def test_how_long_kernels_take_that_are_searched_one_by_one():
+    """As tinygrad's search goes: each takes its own time, and more become known."""
+    clock = Clock()
+    status = StatusObserver(clock)
+
+    def left(now, done=None, total=20):
+        clock.now = now
+        if done is not None:
+            status.observe(Warming(done=done, total=total))
+        return status.snapshot().seconds_left
+
+    left(0.0, 0)
+    assert [left(2.0 * done, done) for done in (1, 2, 3)] == [None] * 3, "too few to tell"
+    assert left(8.0, 4) == 32.0
+    assert (left(9.0), left(10.0), left(15.0), left(40.0)) == (31.0, 30.0, 30.0, 30.0), "one takes long"
+    assert left(40.0, 5) == 8.0 * 15
+    assert left(40.0, 5, total=25) == 8.0 * 20, "more are known"
+    assert left(40.0, 25, total=25) is None
+
+
+def test_how_long_a_prompt_takes_is_told_between_its_chunks_too():
+    clock = Clock()
+    status = StatusObserver(clock)
+    for done in (100, 600, 1100):
+        status.observe(Prefilling(request_id=1, done=done, total=1600, cached=100))
+        clock.now += 5.0
+    assert status.snapshot().seconds_left == 0.0
+    clock.now -= 3.0
+    assert status.snapshot().seconds_left == 3.0
+
+
+def test_kernels_after_a_search_are_not_judged_by_those_before_it():
+    clock = Clock()
+    status = StatusObserver(clock)
+    status.observe(Warming(done=40, total=40))
+    status.observe(searching(5, 1, 20.0))
+    clock.now = 30.0
+    for done in range(40, 46):
+        status.observe(Warming(done=done, total=60))
+        clock.now += 1.0
+    assert status.snapshot().seconds_left == 14.0
