@@ -22,6 +22,12 @@ ASKED = {
     ("hello",): "orin-guide",
     ("What is the population of Portugal?",): "do not know",
     ("what is 12 times 12",): "cannot calculate",
+    ("what does F11 do?",): "does nothing",
+    ("which kernels are slow?",): "s sorts",
+    ("make it fall silent in the middle of a sentence",): "Esc",
+    ("how do I change the system prompt while chatting?",): "F12",
+    ("what is the preset graph for?",): "tensor graphs",
+    ("what does F9 do?", "and how do I undo that?"): "Esc brings the chat back",
     ("How do I start a new chat?", "and how do I undo that?"): "Ctrl+O",
     ("what is the temperature", "how do I set it", "thanks", "and what is the default?"): "0.7",
 }
