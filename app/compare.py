@@ -223,11 +223,6 @@ class Comparison:
         return self.ours
 
     @property
-    def pids(self) -> list[int]:
-        """The processes of both that are ours."""
-        return [pid for pid in (self.ours.pid, self._rival.pid if self._rival else None) if pid]
-
-    @property
     def doing(self) -> str:
         return "; ".join(doing for side in (self._left, self._right) if (doing := side.doing))
 

@@ -40,9 +40,6 @@ class Compared(Protocol):
     def ours(self) -> Engine: ...
 
     @property
-    def pids(self) -> list[int]: ...
-
-    @property
     def doing(self) -> str:
         """Which of the two works, and at what; "" where neither does."""
         ...
