@@ -11,10 +11,10 @@ import contextlib
 import importlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.events import Counter
 
@@ -85,19 +85,47 @@ def _text(path: Path) -> str:
 # --- the CPU -------------------------------------------------------------------------------------------
 
 
+class _Process(NamedTuple):
+    """Of a process, in ticks: what it used, and what those of its children used that ended and that it waited for.
+    (proc(5), stat: after the name, which may hold spaces, come state, parent, …; utime and stime are the 14th and 15th
+    field, cutime and cstime the 16th and 17th.)"""
+
+    parent: int
+    used: int
+    waited: int
+
+
+def _ticks_since(before: Mapping[int, _Process], now: Mapping[int, _Process]) -> int:
+    """What a family used since. Of one that has ended its parent tells, if it waited for it, all that it ever used."""
+    told = dict.fromkeys(
+        now, 0
+    )  # by the nearest that is there: what was counted before of those that have ended
+    for pid, process in before.items():
+        if pid not in now:
+            parent = process.parent
+            while parent not in now and parent in before:
+                parent = before[parent].parent
+            told[parent] = told.get(parent, 0) + process.used + process.waited
+    new, ticks = _Process(0, 0, 0), 0
+    for pid, process in now.items():
+        was = before.get(pid, new)
+        ticks += max(0, process.used - was.used) + max(0, process.waited - was.waited - told[pid])
+    return ticks
+
+
 class Cpu:
     """Load since the last reading, all of it and that of other programs; mean frequency, hottest zone, memory
     in use."""
 
     def __init__(self, root: Path, own: int) -> None:
         self._root, self._own = root, own
-        self._before, self._own_before = self._ticks(), self._own_ticks()
+        self._before, self._own_before = self._ticks(), self._family()
 
     def read(self) -> Iterator[Counter]:
-        now, own = self._ticks(), self._own_ticks()
+        now, own = self._ticks(), self._family()
         busy, total = (a - b for a, b in zip(now, self._before, strict=True))
         if total > 0:
-            ours = max(0, own - self._own_before)  # less, where one ended for which no one waited
+            ours = _ticks_since(self._own_before, own)
             self._before, self._own_before = now, own
             yield Counter(name="CPU load", value=100 * busy / total, unit="%", most=100)
             yield Counter(name="other load", value=100 * max(0, busy - ours) / total, unit="%", most=100)
@@ -114,24 +142,24 @@ class Cpu:
         ticks = [int(field) for field in fields]
         return (sum(ticks) - sum(ticks[3:5]), sum(ticks)) if len(ticks) >= 5 else (0, 0)
 
-    def _own_ticks(self) -> int:
-        """Ticks so far of our process and of all that it started, however far down: those that are there, and those
-        that ended, which their parents' files count. (proc(5), stat: a name, which may hold spaces, state, parent, …;
-        utime and stime are the 14th and 15th, cutime and cstime, of children waited for, the 16th and 17th.)"""
-        ticks: dict[int, int] = {}
+    def _family(self) -> dict[int, _Process]:
+        """Our process and all that it started, however far down, by process id."""
+        found: dict[int, _Process] = {}
         children: dict[int, list[int]] = {}
         for process in (self._root / "proc").glob("[0-9]*"):
             fields = _text(process / "stat").rpartition(")")[2].split()
             if len(fields) > 14:
-                pid = int(process.name)
-                children.setdefault(int(fields[1]), []).append(pid)
-                ticks[pid] = sum(map(int, fields[11:15]))
-        found, family = 0, [self._own]
-        while family:
-            pid = family.pop()
-            found += ticks.get(pid, 0)
-            family += children.get(pid, ())
-        return found
+                pid, parent = int(process.name), int(fields[1])
+                children.setdefault(parent, []).append(pid)
+                used, waited = (sum(map(int, fields[at : at + 2])) for at in (11, 13))
+                found[pid] = _Process(parent, used, waited)
+        family, todo = {}, [self._own]
+        while todo:
+            pid = todo.pop()
+            if pid in found:
+                family[pid] = found[pid]
+            todo += children.get(pid, ())
+        return family
 
     def _frequency(self) -> Counter:
         cores = self._root / "sys/devices/system/cpu"

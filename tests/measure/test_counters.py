@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from engine.measure.counters import Counters
+from engine.measure.counters import Counters, _ticks_since
 
 
 def lay(root, files):
@@ -106,8 +106,16 @@ def test_what_ended_is_ours_as_long_as_it_was(pc):
     assert other_load(pc, before, after) == 20, "60 of 200 ticks since"
 
 
-def test_what_ended_with_no_one_waiting_makes_no_load_of_others(pc):
-    assert other_load(pc, [APP, (8, 7, 500, 0, 0, 0)], [APP]) == 50
+def test_a_family_that_ended_is_counted_once(pc):
+    """The compilers of an engine, which waited for them before it ended."""
+    before = APP, (8, 7, 20, 0, 30, 0), (9, 8, 25, 15, 0, 0), OTHER
+    after = (7, 1, 100, 10, 130, 0), OTHER
+    assert other_load(pc, before, after) == 30, "130 less 90 that were known"
+
+
+def test_what_others_used_is_told_where_no_one_waited_for_one_that_ended(pc):
+    before = APP, (8, 7, 20, 0, 0, 0), (9, 8, 5000, 0, 0, 0)
+    assert other_load(pc, before, [APP, (8, 7, 60, 0, 0, 0)]) == 30
 
 
 def test_a_jetson(jetson):
@@ -207,10 +215,11 @@ def test_an_nvidia_gpu_that_cannot_be_asked(gpu_pc, monkeypatch, reason):
 
 def test_what_this_process_started_is_not_the_load_of_others():
     counters = Counters()
-    before = counters._sources[-1]._own_ticks()
+    source = counters._sources[-1]
+    before = source._family()
     work = "import time\nwhile time.process_time() < 0.2: pass"
     subprocess.run([sys.executable, "-c", work], check=True)
-    assert counters._sources[-1]._own_ticks() - before >= 15, "hundredths of a second"
+    assert _ticks_since(before, source._family()) >= 15, "hundredths of a second"
 
 
 def test_this_machine_is_read():
