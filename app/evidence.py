@@ -41,17 +41,24 @@ class Evidence(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         """decode 84.2 ± 0.6, prefill 1,200 tok/s (2026-05-07); "" where nothing was measured."""
-        parts = [
-            f"{name} {_spread(values)}"
-            for name, values in (
-                ("decode", [r.decode for r in self.runs if r.decode is not None]),
-                ("prefill", [r.prefill for r in self.runs if r.prefill is not None]),
-            )
-            if values
-        ]
-        if not parts:
-            return ""
-        return f"{', '.join(parts)} tok/s ({datetime.fromtimestamp(self.runs[-1].at):%Y-%m-%d})"
+        return next(iter(self.phrasings), "")
+
+    @property
+    def phrasings(self) -> tuple[str, ...]:
+        """The same in fewer and fewer words, for narrow places."""
+        decode = (
+            [f"decode {_spread(d)}"] if (d := [r.decode for r in self.runs if r.decode is not None]) else []
+        )
+        prefill = (
+            [f"prefill {_spread(p)}"]
+            if (p := [r.prefill for r in self.runs if r.prefill is not None])
+            else []
+        )
+        if not decode and not prefill:
+            return ()
+        date = f"{datetime.fromtimestamp(self.runs[-1].at):%Y-%m-%d}"
+        both = [*decode, *prefill]
+        return tuple(dict.fromkeys(f"{', '.join(said)} tok/s ({date})" for said in (both, both[:1])))
 
 
 class Use(msgspec.Struct, frozen=True):

@@ -141,7 +141,7 @@ class Setup:
                 Choice(backend, backend == self._backend, self._flaws.get(backend, "")) for backend in ORDER
             ),
             beams=tuple(Choice(str(n), n == width) for n in widths),
-            evidence=str(found or ""),
+            evidence=found.phrasings if found else (),
         )
 
     def next_backend(self) -> str:

@@ -22,12 +22,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Presets:
-    """`name` of the preset in use ("" for none); `evidence` its last measured speeds, in words."""
+    """`name` of the preset in use ("" for none); `evidence` its last measured speeds, in fewer and fewer words."""
 
     name: str = ""
     backends: tuple[Choice, ...] = ()
     beams: tuple[Choice, ...] = ()
-    evidence: str = ""
+    evidence: tuple[str, ...] = ()
 
 
 class PresetBar(Widget):
@@ -48,10 +48,10 @@ class PresetBar(Widget):
 
     def render(self) -> Content:
         view, width = self.view, self.size.width
-        first = Content.assemble(
-            (one_line(view.name) or "no preset", "bold $text"),
-            (f"  {one_line(view.evidence)}", "$foreground 65%"),
-        )
+        first = Content.styled(one_line(view.name) or "no preset", "bold $text")
+        phrasings = [f"  {one_line(said)}" for said in view.evidence]
+        fitting = [said for said in phrasings if first.cell_length + len(said) <= width]
+        first = first.append(Content.styled(next(iter(fitting or phrasings[-1:]), ""), "$foreground 65%"))
         second = _choices(self._keys[0], view.backends).append(Content("   "))
         second = second.append(_choices(f"{self._keys[1]} BEAM", view.beams))
         problem = next((f"{c.label}: {one_line(c.problem)}" for c in view.backends if c.problem), "")

@@ -305,3 +305,27 @@ async def test_why_a_backend_cannot_be_had_is_said_whole_or_elsewhere(width, say
         )
         await pilot.pause()
         assert bar.render().plain.endswith(f"F7 BEAM 0   {says}" if says else "F7 BEAM 0")
+
+
+@pytest.mark.parametrize(
+    ("width", "says"),
+    [
+        (70, "decode 20,013, prefill 12,627 tok/s (2026-11-22)"),
+        (54, "decode 20,013 tok/s (2026-11-22)"),
+        (36, "decode 20,01…"),
+    ],
+)
+async def test_the_evidence_of_a_preset_is_said_in_the_words_that_there_is_room_for(width, says):
+    phrasings = "decode 20,013, prefill 12,627 tok/s (2026-11-22)", "decode 20,013 tok/s (2026-11-22)"
+
+    class Bar(App[None]):
+        def compose(self):
+            yield PresetBar("F6", "F7", "F8")
+
+    app = Bar()
+    async with app.run_test(size=(width, 6)) as pilot:
+        bar = app.query_one(PresetBar)
+        bar.view = Presets("cuda-beam2", evidence=phrasings)
+        await pilot.pause()
+        assert bar.render().plain.splitlines()[0].startswith(f"cuda-beam2  {says[:-1]}")
+        assert ("…" in bar.render().plain) == says.endswith("…")
