@@ -98,11 +98,20 @@ class Recording:
         await self.pilot.press("enter")
         await self.pilot.pause(0.6)
         self.picture(f"{preset}-starting")
-        await self.until(
-            lambda: app.session.engine is not before or app.session.candidate is None, f"the preset {preset}"
-        )
+        is_there = lambda: app.session.engine is not before or app.session.candidate is None
+        await self.until(lambda: is_there() or self._products_searched() > 1, f"the preset {preset}")
+        if not is_there():
+            await self.pilot.pause(0.5)
+            self.picture(f"{preset}-searching")
+        await self.until(is_there, f"the preset {preset}")
         await self.pilot.pause(0.2)
         self.picture(f"{preset}-in-use")
+
+    def _products_searched(self) -> int:
+        """By the preset that is on its way, 0 where it does not search."""
+        candidate = self.app.session.candidate
+        status = candidate.status.snapshot() if candidate else None
+        return status.done if status and status.searching else 0
 
     async def panes(self, preset: str) -> None:
         """Each pane of the dashboard alone, and the kernel that takes longest."""
