@@ -225,14 +225,11 @@ class TextModel:
         if not width or not isinstance(self._steps, SearchableSteps):
             return
         seconds = SECONDS_A_WIDTH * width if options.search_s is None else options.search_s
-        self._steps.search(
-            width,
-            seconds,
-            lambda done, total, cached, search: report(
-                Warming(done=done, total=total, cached=cached, search=search)
-            ),
-            options.search_again,
+        told = lambda done, total, cached, search: report(
+            Warming(done=done, total=total, cached=cached, search=search)
         )
+        with kernels_reported(lambda done, total: None):  # the candidates' are told of as candidates
+            self._steps.search(width, seconds, told, options.search_again)
 
     def _first_uses(self) -> Iterator[None]:
         """Runs, and so captures, each step that there is, one after the other: first of all what shows that the

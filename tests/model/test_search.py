@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tinygrad.engine.realize
 
-from engine.events import EngineOptions
+from engine.events import EngineOptions, Warming
 from engine.kernels import schedules, trial
 from engine.kernels.kept import Kept
 from engine.kernels.matvec import Schedule, Stack
 from engine.kernels.packing import Packing
 from engine.kernels.schedules import _by_rule, candidates, units_of
+from engine.measure.compiling import kernels_reported
 from engine.model.fused import search
 from engine.model.generate import TextModel
 from engine.model.steps import SECONDS_A_WIDTH
@@ -81,6 +83,9 @@ def test_the_fastest_is_found_kept_and_not_searched_again():
     steps = Steps(product(), product(), product(rows=2048))
     told = run(steps)
     assert [p.schedule for p in steps.products] == [FASTEST] * 3
+    assert [said[:3] for said in told if not said[3].tried] == [(0, 2, 0), (1, 2, 0)], (
+        "before the first of each"
+    )
     assert told[-1][:3] == (2, 2, 0)
     end = told[-1][3]
     assert end.after_us < end.before_us and end.tried == end.total and not end.found
@@ -165,6 +170,7 @@ class Searchable:
         self.asked = []
 
     def search(self, width, seconds, report, again=False):
+        tinygrad.engine.realize.tqdm(total=9).update(3)  # candidates are compiled
         report(1, 2, 1, search._told(product(), found=True))
         self.asked.append((width, seconds, again))
 
@@ -180,6 +186,7 @@ class Searchable:
 )
 def test_a_preset_s_width_steers_it(options, wanted):
     model, told = SimpleNamespace(_steps=Searchable()), []
-    TextModel._search(model, EngineOptions(model_path="", **options), told.append)
+    with kernels_reported(lambda done, total: told.append(Warming(done=done, total=total))):
+        TextModel._search(model, EngineOptions(model_path="", **options), told.append)
     assert model._steps.asked == wanted
     assert [(event.done, event.total, event.cached) for event in told] == [(1, 2, 1)] * len(wanted)

@@ -66,12 +66,16 @@ def search(bench: Bench, width: int, seconds: float, report: Report, again: bool
     todo.sort(key=lambda alike: -alike[0].stack.n_bytes * len(alike))
     for i, alike in enumerate(todo):
         one = _OneShape(bench, alike, wanted)
+
+        def tell(done: int, one: _OneShape = one) -> None:
+            report(cached + done, len(shapes), cached, one.told(max(0.0, deadline - time.monotonic())))
+
+        tell(i)
         share = (deadline - time.monotonic()) / (len(todo) - i)
-        for progress in one.run(_CANDIDATES_A_WIDTH * width, time.monotonic() + share):
-            left = max(0.0, deadline - time.monotonic())
-            report(cached + i, len(shapes), cached, progress(left))
+        for _ in one.run(_CANDIDATES_A_WIDTH * width, time.monotonic() + share):
+            tell(i)
         note_searched(alike[0].stack, alike[0].schedule, width)
-        report(cached + i + 1, len(shapes), cached, one.told(max(0.0, deadline - time.monotonic())))
+        tell(i + 1)
 
 
 class _OneShape:
@@ -84,8 +88,9 @@ class _OneShape:
         self._total = 0
         self._before = self._after = bench.seconds(bench.step().captured())
 
-    def run(self, most: int, deadline: float) -> Iterator[Callable[[float], Search]]:
-        """Sets the best schedule among `most`, the one that is set included, as far as time allows."""
+    def run(self, most: int, deadline: float) -> Iterator[None]:
+        """Sets the best schedule among `most`, the one that is set included, as far as time allows. A turn for each
+        candidate."""
         stack, current = self._first.stack, self._first.schedule
         untried = candidates(stack.rows, stack.cols, current)
         todo = [s for s in untried if not refused(store(), self._key(s))][:most]
@@ -104,7 +109,7 @@ class _OneShape:
                     self._refused += 1
                 else:
                     timed.append((taken, schedule))
-                yield self.told
+                yield
                 if time.monotonic() > deadline:
                     break
             if time.monotonic() > deadline:
