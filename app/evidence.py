@@ -56,9 +56,10 @@ class Evidence(msgspec.Struct, frozen=True):
         )
         if not decode and not prefill:
             return ()
-        date = f"{datetime.fromtimestamp(self.runs[-1].at):%Y-%m-%d}"
-        both = [*decode, *prefill]
-        return tuple(dict.fromkeys(f"{', '.join(said)} tok/s ({date})" for said in (both, both[:1])))
+        both, date = [*decode, *prefill], f"({datetime.fromtimestamp(self.runs[-1].at):%Y-%m-%d})"
+        return tuple(
+            dict.fromkeys((f"{', '.join(both)} tok/s {date}", f"{both[0]} tok/s {date}", f"{both[0]} tok/s"))
+        )
 
 
 class Use(msgspec.Struct, frozen=True):

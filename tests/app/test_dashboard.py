@@ -304,7 +304,7 @@ async def test_speeds_are_noted_for_the_preset():
         await until(lambda: evidence.recall(app.setup.model_path))
         known = evidence.recall(app.setup.model_path)["cuda"]
         assert (round(known.runs[0].decode), round(known.runs[0].prefill)) == (100, 457)
-        full, short = known.phrasings
+        full, short, _ = known.phrasings
         assert full.startswith("decode 100, prefill 457 tok/s (20") and "prefill" not in short
         await sees(pilot, "decode 100")
 

@@ -259,17 +259,11 @@ PATHS: dict[str, Callable[[Weights, int], Steps]] = {"fused": FusedSteps, "graph
 
 def load_and_step(path: str, quant: str) -> None:
     """Loads a small model whose matrices are of one type, and takes its steps."""
-    file = generated_model.write(
-        Path(tempfile.mkdtemp()) / "m.gguf",
-        architecture="qwen3",
-        quant=quant,
-        layers=1,
-        dim=256,
-        heads=4,
-        kv_heads=4,
-        ffn=256,
-    )
-    gguf = GGUF(file)
+    shape = {"layers": 1, "dim": 256, "heads": 4, "kv_heads": 4, "ffn": 256}
+    with tempfile.TemporaryDirectory() as folder:
+        gguf = GGUF(
+            generated_model.write(Path(folder) / "m.gguf", architecture="qwen3", quant=quant, **shape)
+        )
     steps = PATHS[path](Weights(gguf, ModelConfig.from_gguf(gguf), lambda _: None), 600)
     steps.prefill([1] * 20, 0)
     for position in (0, 300):

@@ -468,20 +468,12 @@ def sampling():
 
 def model():
     """Whole decode steps, one of them launched ahead of being asked for and then not wanted, one that draws."""
-    path = generated_model.write(
-        Path(tempfile.mkdtemp()) / "model.gguf",
-        architecture="qwen2",
-        quant="F32",
-        layers=1,
-        dim=32,
-        heads=2,
-        kv_heads=1,
-        ffn=32,
-    )
-    file = GGUF(path)
-    steps = FusedSteps(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 32)
+    shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
     tokens = [3, 77]
-    wanted = Reference(path).logits(tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen2", quant="F32", **shape)
+        file, wanted = GGUF(path), Reference(path).logits(tokens)
+    steps = FusedSteps(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 32)
     steps._drawing = Drawing(Shortlist(wanted.shape[1], 16, (16, 4, 1)), 32)  # emulation takes its time
     steps.decode(tokens[0], 0, ahead=True)
     assert isinstance(steps, DrawingSteps)
