@@ -46,20 +46,16 @@ class Evidence(msgspec.Struct, frozen=True):
     @property
     def phrasings(self) -> tuple[str, ...]:
         """The same in fewer and fewer words, for narrow places."""
-        decode = (
-            [f"decode {_spread(d)}"] if (d := [r.decode for r in self.runs if r.decode is not None]) else []
-        )
-        prefill = (
-            [f"prefill {_spread(p)}"]
-            if (p := [r.prefill for r in self.runs if r.prefill is not None])
-            else []
-        )
-        if not decode and not prefill:
+        speeds = {
+            "decode": [r.decode for r in self.runs if r.decode is not None],
+            "prefill": [r.prefill for r in self.runs if r.prefill is not None],
+        }
+        said = [f"{name} {_spread(values)}" for name, values in speeds.items() if values]
+        if not said:
             return ()
-        both, date = [*decode, *prefill], f"({datetime.fromtimestamp(self.runs[-1].at):%Y-%m-%d})"
-        return tuple(
-            dict.fromkeys((f"{', '.join(both)} tok/s {date}", f"{both[0]} tok/s {date}", f"{both[0]} tok/s"))
-        )
+        date = f"({datetime.fromtimestamp(self.runs[-1].at):%Y-%m-%d})"
+        phrasings = f"{', '.join(said)} tok/s {date}", f"{said[0]} tok/s {date}", f"{said[0]} tok/s"
+        return tuple(dict.fromkeys(phrasings))
 
 
 class Use(msgspec.Struct, frozen=True):
