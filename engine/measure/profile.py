@@ -34,10 +34,10 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 @dataclass(frozen=True)
 class Use:
     """What a buffer of the model is for. A step touches all of it, or the rows of its tokens ("token") out of
-    `rows`, or those of the tokens up to its last ("context")."""
+    `rows`, or those of the tokens up to its last ("past"); or it reads those and writes its own ("context")."""
 
     role: KernelRole
-    touched: Literal["all", "token", "context"] = "all"
+    touched: Literal["all", "token", "past", "context"] = "all"
     rows: int = 1
 
 
@@ -266,7 +266,8 @@ def _bytes(replay: Replay, call: UOp, role: KernelRole, position: int) -> int:
         use = next((replay.uses[b] for b in _buffers(argument) if b in replay.uses), None)
         if use is not None and use.touched != "all" and role != "output head":
             written = all(slot in outs and slot not in ins for slot in slots)
-            rows = replay.tokens if use.touched == "token" or written else position + replay.tokens
+            own = use.touched == "token" or (use.touched == "context" and written)
+            rows = replay.tokens if own else position + replay.tokens
             n_bytes = n_bytes * min(rows, use.rows) // use.rows
         total += n_bytes
     program = call.src[0]

@@ -4,6 +4,7 @@ python -m tests.kernels.emulated CHECK`. A process of its own, since a process h
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -23,9 +24,11 @@ from engine.kernels.repack import Layout, Rows, repack
 from engine.kernels.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
 from engine.kernels.schedules import matvec_schedule
 from engine.kernels.token import embed, next_token
+from engine.measure import profile
 from engine.model.config import ModelConfig
 from engine.model.fused import FusedSteps
 from engine.model.fused.drawing import Drawing
+from engine.model.fused.weights import PackedModel
 from engine.model.sampling import Sampler
 from engine.model.steps import DrawingSteps
 from engine.model.weights import Weights
@@ -480,6 +483,42 @@ def model():
     assert steps.prepare(Sampling(top_k=1), tokens, np.zeros(1))
     assert steps.draw(tokens[1], 1) == wanted[1].argmax()
     assert divergence(wanted[1], steps.logits()) < 1e-6
+
+
+def profiled_prefill():
+    """What the kernels of a prompt are for and must move, of 8 tokens after 24."""
+    heads, tokens, position, padded = 2, 8, 24, 64
+    shape = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": heads, "ffn": 64}
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen3", quant="F16", **shape)
+        file = GGUF(path)
+    config = ModelConfig.from_gguf(file)
+    with (
+        mock.patch.object(FusedSteps, "_compile"),
+        mock.patch.object(PackedModel, "fill"),
+    ):  # nothing is to run
+        steps = FusedSteps(Weights(file, config, lambda _: None), 32)
+    kernels = steps._prefill.step(padded).compiled().src
+    replay = profile.Replay(kernels, steps._uses(), tokens, run=lambda: None)
+    told = {}
+    for call, role in zip(replay.calls, profile.roles_of(replay.calls, replay.uses), strict=True):
+        name = profile._name(call).split("_")[1]
+        told[name] = role, profile._bytes(replay, call, role, position)
+    assert {name: role for name, (role, _) in told.items()} == {
+        "embed": "embedding",
+        "norm": "norm",
+        "qkv0": "QKV projection",
+        "rotate": "attention",
+        "tile": "attention",
+        "attend": "attention",
+        "o": "attention output",
+        "gate": "FFN gate+up",
+        "down": "FFN down",
+    }
+    row = heads * config.head_dim * 2  # bytes of a token's keys, or values
+    assert told["tile"][1] == 4 * row * (position + tokens) + 8, told
+    queries = 2 * padded * config.heads * config.head_dim * 2  # and what comes of them
+    assert told["attend"][1] == queries + 2 * row * (position + tokens) + 8, told
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ CHECKS = (  # those that take longest first
     "sampling",
     "epilogues",
     "mixtures",
+    "profiled_prefill",
     "rule",
 )
 

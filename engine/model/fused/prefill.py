@@ -53,7 +53,6 @@ class Prefill:
             step.add(kernel, out, x, self.prompt, *part.planes)
             return out, tiles.parts
 
-        past = [self._buffer(name, heads.cache_size, dtypes.float16) for name in ("keys", "values")]
         added: list[tuple[Tensor, int]] = []  # what the stream has yet to take up
 
         def norm(weight: Floats) -> None:
@@ -73,8 +72,8 @@ class Prefill:
             if layer is model.layers[-1]:
                 break
             attend = attend_prompt(heads, tokens, cut_for(heads, tokens))
-            step.add(tile_prompt(heads, multiprocessors()), *past, layer.keys, layer.values, self.prompt)
-            step.add(attend, attended, queries, *past, self.prompt)
+            step.add(tile_prompt(heads, multiprocessors()), *self.past, layer.keys, layer.values, self.prompt)
+            step.add(attend, attended, queries, *self.past, self.prompt)
             added.append(product(layer.o.only, attended, "o"))
             norm(layer.norms[1])
             if len(layer.gate_up.matrices) == 1:
@@ -88,6 +87,11 @@ class Prefill:
                 step.add(activate_prompt(tokens, config.ffn, (a, b)), activated, gate, up)
             added.append(product(layer.down.only, activated, "down"))
         return step
+
+    @property
+    def past(self) -> list[Tensor]:
+        """Keys and values of a layer's tokens so far, as attention reads them: float16, as large as its cache."""
+        return [self._buffer(name, self._heads.cache_size, dtypes.float16) for name in ("keys", "values")]
 
     def _buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
         """Scratch memory, the same for all layers."""

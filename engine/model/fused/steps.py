@@ -231,6 +231,8 @@ class FusedSteps:
         note(Use("embedding", "token", model.config.vocab), *model.embedding.planes)
         note(Use("attention", "token", self._context), *self._tables)
         note(Use("attention"), *self._decode.partial)
+        if self._tensor_cores:
+            note(Use("attention", "past", self._heads.length), *self._prefill.past)
         note(Use("norm"), *self._scales.norms.values())
         for layer in model.layers:
             note(Use("QKV projection"), layer.bias, *layer.qkv.planes)
