@@ -171,9 +171,8 @@ class Comparison:
                 await other
             elif not rival_first:
                 await self._follow_rival(asked)
-            if (
-                self._rival and self._rival.pid
-            ):  # else it may be the rival itself that is taken for another program
+            # Of a rival that is no process of ours, the load would be taken for another program's.
+            if self._rival and self._rival.pid:
                 self._remark = other_programs(await asyncio.to_thread(self._read))
             await self._ask_for_odds(prompt.ids)
             for side in (self._left, self._right):
