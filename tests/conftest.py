@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +28,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("ORIN_SHARED", ROOT.parent / "shared"))
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a test leaves in the environment is no other's."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
