@@ -96,10 +96,9 @@ class _Process(NamedTuple):
 
 
 def _ticks_since(before: Mapping[int, _Process], now: Mapping[int, _Process]) -> int:
-    """What a family used since. Of one that has ended its parent tells, if it waited for it, all that it ever used."""
-    told = dict.fromkeys(
-        now, 0
-    )  # by the nearest that is there: what was counted before of those that have ended
+    """What a family used since. Of one that has ended its parent tells, if it waited for it, all that it ever used:
+    what was counted of it before is kept under its nearest ancestor that is there."""
+    told = dict.fromkeys(now, 0)
     for pid, process in before.items():
         if pid not in now:
             parent = process.parent

@@ -28,6 +28,7 @@ from engine.events import (
     TokenIds,
 )
 from engine.formats.template import Prompt
+from engine.measure import counters
 from tests import generated_model, synthetic
 from tests.synthetic import _pieces
 
@@ -137,6 +138,13 @@ async def test_together_they_compete(compare):
     await collect(comparison.generate(ask()))
     assert not comparison.view().together and not is_shared(comparison)
     assert isinstance(heard[-1], Finished)
+
+
+def test_no_answer_waits_for_counters_that_are_not_the_cpus(monkeypatch):
+    monkeypatch.setattr(counters, "is_jetson", lambda root: True)
+    monkeypatch.setattr(counters.subprocess, "run", None)  # a Jetson's power mode is asked of a program
+    read = Comparison(None, None, None)._read()
+    assert {"CPU load", "memory"} <= {counter.name for counter in read}
 
 
 @pytest.mark.parametrize(

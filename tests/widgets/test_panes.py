@@ -289,17 +289,17 @@ def test_a_low_graph_has_the_room_of_what_is_said_of_the_memory():
     assert "busy" in "".join(high) and len(high) == 6
 
 
+class BarApp(App[None]):
+    def compose(self):
+        yield PresetBar("F6", "F7", "F8")
+
+
 @pytest.mark.parametrize(
     ("width", "says"), [(90, "NV: there is no NVIDIA driver"), (54, "F8 says why"), (40, "")]
 )
 async def test_why_a_backend_cannot_be_had_is_said_whole_or_elsewhere(width, says):
-    class Bar(App[None]):
-        def compose(self):
-            yield PresetBar("F6", "F7", "F8")
-
-    app = Bar()
-    async with app.run_test(size=(width, 6)) as pilot:
-        bar = app.query_one(PresetBar)
+    async with BarApp().run_test(size=(width, 6)) as pilot:
+        bar = pilot.app.query_one(PresetBar)
         bar.view = Presets(
             "cpu", (Choice("NV", problem="there is no NVIDIA driver"), Choice("CPU", True)), (Choice("0"),)
         )
@@ -318,13 +318,8 @@ async def test_why_a_backend_cannot_be_had_is_said_whole_or_elsewhere(width, say
 async def test_the_evidence_of_a_preset_is_said_in_the_words_that_there_is_room_for(width, says):
     phrasings = "decode 20,013, prefill 12,627 tok/s (2026-11-22)", "decode 20,013 tok/s (2026-11-22)"
 
-    class Bar(App[None]):
-        def compose(self):
-            yield PresetBar("F6", "F7", "F8")
-
-    app = Bar()
-    async with app.run_test(size=(width, 6)) as pilot:
-        bar = app.query_one(PresetBar)
+    async with BarApp().run_test(size=(width, 6)) as pilot:
+        bar = pilot.app.query_one(PresetBar)
         bar.view = Presets("cuda-beam2", evidence=phrasings)
         await pilot.pause()
         assert bar.render().plain.splitlines()[0].startswith(f"cuda-beam2  {says[:-1]}")
