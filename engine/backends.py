@@ -16,9 +16,9 @@ from pathlib import Path
 
 import platformdirs
 
+from engine.devices.nvidia import gpus, why_not_nv
 from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
-from engine.nvidia import gpus, why_not_nv
 from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")

@@ -366,10 +366,10 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     # What takes long to import, and needs no device, while the device's driver starts.
     threading.Thread(target=import_module, args=("engine.formats.prompt",), daemon=True).start()
     install(prepare(options))  # sets the environment that tinygrad reads when it is imported
-    from engine.kernels import trial
+    from engine import candidate_trial
     from engine.model.generate import TextModel
 
-    trial.restart = restart
+    candidate_trial.restart = restart
     model: Model = TextModel(options, report)
     return model
 

@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from engine.backends import prepare
 from engine.events import EngineOptions
+from tests.paths import SHARED
 from tests.reference import read_gguf
 
 os.environ.setdefault("PARALLEL", "0")  # a process that computes for many tests has no compilers of its own
@@ -25,9 +26,6 @@ settings.load_profile("any machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-ROOT = Path(__file__).resolve().parents[1]
-SHARED = Path(os.environ.get("ORIN_SHARED", ROOT.parent / "shared"))
 
 
 @pytest.fixture(autouse=True)

@@ -26,11 +26,11 @@ import threading
 import time
 from pathlib import Path
 
-from app.history import History
+from app.chat.history import History
 from engine.events import Finished, Generate, Message, RawText, decode_rate
 from tests import synthetic
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 COLUMNS, ROWS = 160, 48
 CODE = "".join(
     f"def step_{i}(state: dict[str, float], rate: float) -> float:\n    return state['h'] * rate + {i}\n\n"

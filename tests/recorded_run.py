@@ -16,10 +16,10 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
-from app.chat_app import ChatApp
-from app.evidence import recorded
-from app.history import History
-from app.setup import Setup
+from app.chat.history import History
+from app.chat.speed_history import recorded
+from app.screens.chat_app import ChatApp
+from app.screens.setup import Setup
 from engine.events import Sampling
 from presets.loader import find
 from widgets.text import as_bytes

@@ -17,10 +17,10 @@ from pathlib import Path
 from textual.app import App
 from textual.pilot import Pilot
 
-from app.chat_app import ChatApp
-from app.evidence import recorded
-from app.history import History
-from app.setup import Setup
+from app.chat.history import History
+from app.chat.speed_history import recorded
+from app.screens.chat_app import ChatApp
+from app.screens.setup import Setup
 from engine.events import EngineOptions, Sampling
 from presets import guide_path
 from tests.app.scenes import SCENES

@@ -24,8 +24,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.paths import ROOT
+
 PROMPT, REPLY = 512, 128
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)

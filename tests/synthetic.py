@@ -44,6 +44,7 @@ from engine.events import (
     Warming,
 )
 from engine.worker import Report, serve
+from tests.paths import ROOT
 
 THOUGHT = (
     "The question is about streaming. I will show a list, some code and a table, and then say it again. "
@@ -108,7 +109,7 @@ def engine(**behaviour: Any) -> LocalEngine:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in behaviour.items()]
     return LocalEngine(
         EngineOptions(model_path="synthetic.gguf", backend="CPU"),
-        environment={"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+        environment={"PYTHONPATH": str(ROOT)},
         command=(sys.executable, "-m", "tests.synthetic", *arguments),
     )
 

@@ -1,29 +1,29 @@
-"""One turn of a conversation as the screen shows it: plain data that grows while a reply streams."""
+"""What the transcript sees of a turn of the conversation. The application owns the turns and changes them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 WARNING = "⚠"
 """What a note begins with where something went wrong."""
 
 
-@dataclass(eq=False)
-class Turn:
-    """`content` and `thinking` are as they came from the user or the model; what shows them cleans them.
+class Turn(Protocol):
+    """`content` and `thinking` are raw text, which the widgets clean. `streaming`: more text is on its way.
+    `finished`: the reply came to its own end. `thinking_s`: how long the model thought, in seconds (None: not
+    measured). `note`: one line about the turn."""
 
-    `streaming` is True while more of it is on its way; `finished` is False for a reply that did not come to
-    its end, for as long as it does not. `thinking_s` is how long the model thought, in seconds
-    (None: not measured). `note` is one line about the turn (stopped, failed), never sent to a model.
-    `message_id` is its row in the history (None: not saved yet).
-    """
-
-    role: Literal["user", "assistant"]
-    content: str = ""
-    thinking: str = ""
-    finished: bool = True
-    streaming: bool = False
-    thinking_s: float | None = None
-    note: str = ""
-    message_id: int | None = None
+    @property
+    def role(self) -> Literal["user", "assistant"]: ...
+    @property
+    def content(self) -> str: ...
+    @property
+    def thinking(self) -> str: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def streaming(self) -> bool: ...
+    @property
+    def thinking_s(self) -> float | None: ...
+    @property
+    def note(self) -> str: ...

@@ -12,7 +12,7 @@ from textual.content import Content
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from app.history import ChatSummary, History, HistoryError
+from app.chat.history import ChatSummary, History, HistoryError
 from app.screens.page import Frame, Page
 from widgets.in_order import Field
 from widgets.text import one_line

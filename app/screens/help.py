@@ -7,7 +7,7 @@ from textual.binding import Binding
 from textual.containers import Grid, VerticalScroll
 from textual.widgets import Static
 
-from app.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
+from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from app.screens.page import Frame, Page
 
 

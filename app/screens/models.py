@@ -14,13 +14,13 @@ from textual.fuzzy import FuzzySearch
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from app.downloading import Download, describe
-from app.model_list import Entry, not_here, on_this_machine, read_entry
+from app.chat.downloading import Download, describe
+from app.chat.model_list import Entry, not_here, on_this_machine, read_entry
 from app.screens.page import Frame, Page
 from engine.catalog import cache
 from engine.catalog.downloads import offer
+from engine.catalog.memory_fit import fits, memory_bytes
 from engine.catalog.names import HubModel, Source, parse
-from engine.catalog.room import fits, memory_bytes
 from engine.errors import OrinError, UsageError
 from widgets.in_order import Field
 from widgets.text import as_bytes, as_count, one_line

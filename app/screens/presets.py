@@ -14,7 +14,7 @@ from textual.widgets.option_list import Option
 
 from app.screens.edit_page import EditPage
 from app.screens.page import Frame, Page
-from app.setup import Offer, Setup
+from app.screens.setup import Offer, Setup
 from engine.errors import UsageError
 from presets.loader import delete, entries, save
 from widgets.in_order import Editor, Field

@@ -10,11 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engine.backends import flaw
+from engine.devices.device_name import device_name
 from engine.doctor import Finding, bad, fair, good, note
 from engine.errors import BackendError
 from engine.events import Counter
 from engine.fixes import TINYGRAD
-from engine.measure.machine import device_name
 
 _GPU_DRIVERS = re.compile(r"nvgpu|nvmap|NVRM|ga10b|Xid|host1x|arm-smmu")
 LEAST_FREE_BYTES = 2e9  # a small model and its context

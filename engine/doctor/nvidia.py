@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.cuda_toolkit import headers, runtime_compilers, stock_headers
+from engine.devices.cuda_toolkit import headers, runtime_compilers, stock_headers
+from engine.devices.nvidia import gpus, why_not_nv
 from engine.doctor import Finding, bad, fair, good, note
 from engine.doctor.host import as_text, read
 from engine.measure.counters import Nvml
-from engine.nvidia import gpus, why_not_nv
 
 _TOOLKIT = "Install CUDA's toolkit (on a Jetson: sudo apt install cuda-toolkit-12-6)"
 

@@ -24,8 +24,8 @@ def run(backend: str) -> Trial:
     import numpy as np
     from tinygrad import Device, Tensor, TinyJit, dtypes
 
+    from engine.devices.device_name import device_name
     from engine.measure.bandwidth import copy_gbps
-    from engine.measure.machine import device_name
 
     started = time.perf_counter()
     device = Device[Device.DEFAULT]

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from engine.backends import flaw
+from engine.devices.nvidia import why_not_nv
 from engine.doctor import Finding, bad, good, note
-from engine.nvidia import why_not_nv
 
 TIMEOUT_S = 120.0
 _ROOT = Path(__file__).resolve().parents[2]

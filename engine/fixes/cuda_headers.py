@@ -2,8 +2,8 @@
 
 Kernels in half precision include cuda_fp16.h. tinygrad tells the compiler of three folders, or of $CUDA_PATH alone,
 and where the header lies in none of them every such kernel fails to compile. With this fix the compiler is told of
-the folder in which the header was found (`engine.cuda_toolkit`; $CUDA_INCLUDE_PATH names one), and a libnvrtc that
-lies in none of the linker's folders is loaded from where it is.
+the folder in which the header was found (`engine.devices.cuda_toolkit`; $CUDA_INCLUDE_PATH names one). A libnvrtc
+that lies in none of the linker's folders is loaded from where it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tinygrad.runtime.autogen import nvrtc
 from tinygrad.runtime.support.c import DLL
 from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 
-from engine.cuda_toolkit import headers, runtime_compilers, stock_headers
+from engine.devices.cuda_toolkit import headers, runtime_compilers, stock_headers
 from engine.fixes import once
 
 _stock_init = NVRTCCompiler.__init__

@@ -2,7 +2,7 @@
 
 tinygrad works its way from tensors to code anew in every process, which takes seconds a model, in Python; its own
 cache on disk holds only what the compiler makes of the source afterwards. Both of its tables that hold results of
-this work are keyed by the content that they were made of. With this fix they are kept in `engine.kernels.kept`
+this work are keyed by the content that they were made of. With this fix they are kept in `engine.disk_cache`
 too, so that a model's second start compiles nothing.
 
 Of a program's steps only what a launch and a profile need is kept: names, sizes, parameters, source, binary.
@@ -19,8 +19,8 @@ from tinygrad import Device
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops, UOp
 
+from engine.disk_cache import Kept, store
 from engine.fixes import require_tinygrad
-from engine.kernels.kept import Kept, store
 
 _stock_compile_kernel = realize._compile_kernel
 _CANDIDATE = "test"  # what tinygrad's search calls a kernel that it tries

@@ -2,7 +2,7 @@
 
 tinygrad times candidates in its own process. One that faults leaves the device unusable, and all that follow fail;
 one that hangs is waited for without end (on CUDA its timeout is not looked at). With this fix each is a trial
-(`engine.kernels.trial`): the process is restarted, and the candidate remembered and left out from then on. What the
+(`engine.candidate_trial`): the process is restarted, and the candidate remembered and left out from then on. What the
 compiler makes of a kernel is what it is known by.
 """
 
@@ -16,9 +16,9 @@ import tinygrad.codegen.opt.search as search
 from tinygrad import Device
 from tinygrad.uop.ops import UOp
 
+from engine.candidate_trial import RefusedError, refused, trial
+from engine.disk_cache import store
 from engine.fixes import require_tinygrad
-from engine.kernels.kept import store
-from engine.kernels.trial import RefusedError, refused, trial
 
 LIMIT_S = 15.0  # tinygrad stops to compile a candidate after 10; to time one takes milliseconds
 _stock = search._time_program

@@ -14,7 +14,7 @@ from tinygrad.engine import realize
 from tinygrad.engine.jit import graph_split_rewrite
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.kept import source_version, store
+from engine.disk_cache import source_version, store
 
 Kernel = Callable[..., UOp]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tinygrad import Device, Tensor, dtypes
 
-from engine.kernels.copying import PIECE, copying
+from engine.kernels.gpu.copying import PIECE, copying
 from engine.kernels.launch import Launches
 
 DEVICE_BYTES = 256 << 20  # beyond the caches of the largest devices (50 MB of L2 on an H100)
@@ -22,7 +22,7 @@ def copy_gbps(device: str) -> float:
     """10^9 bytes a second, by the best of some rounds, in the memory of `device` (tinygrad's name): of copies, read
     and written; on a CPU, where all cores take part, of reading."""
     if device.split(":")[0] == "CPU":
-        from engine.kernels.cpu.read import read_gbps
+        from engine.kernels.cpu.read_bandwidth import read_gbps
 
         return read_gbps(HOST_BYTES, HOST_ROUNDS)
     gbps = _kernel_copy_gbps(device)

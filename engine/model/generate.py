@@ -12,6 +12,7 @@ import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import GlobalCounters
 
+from engine.devices.device_name import device_name
 from engine.errors import ContextFullError, UsageError
 from engine.events import (
     Chat,
@@ -42,7 +43,6 @@ from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import StreamDecoder
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
-from engine.measure.machine import device_name
 from engine.measure.profile import profile
 from engine.model import summary
 from engine.model.cache import KVCache

@@ -25,8 +25,8 @@ import numpy as np
 import platformdirs
 from numpy.typing import NDArray
 
+from engine.disk_cache import source_version
 from engine.formats.gguf import GGUF
-from engine.kernels.kept import source_version
 
 _MAGIC = b"orinpack"
 _HEAD_BYTES = 24  # magic, place of the table, its bytes

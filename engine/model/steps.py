@@ -157,7 +157,7 @@ def open_steps(
             f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
         )
     if kernels != "graph" and device == "CPU":
-        from engine.model.cores import CoreSteps
+        from engine.model.cpu_steps import CoreSteps
 
         return CoreSteps(weights, context_length, keep_packed)
     if kernels != "graph" and device in FUSED:

@@ -102,7 +102,7 @@ class LlamaProcess:
 
     async def _spawn(self, command: list[str]) -> None:
         self.key = secrets.token_urlsafe(24)
-        leash = str(Path(__file__).with_name("leash.py"))
+        leash = str(Path(__file__).with_name("die_with_parent.py"))
         with open_log(self.log_path) as log:
             self._log_start = log.seek(0, os.SEEK_END) if log.seekable() else 0
             try:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from app.history import History
+from app.chat.history import History
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 from textual.pilot import Pilot
 
-from app.chat_app import ChatApp
-from app.history import History
+from app.chat.history import History
+from app.screens.chat_app import ChatApp
 from tests.app.fake_engine import FakeEngine
 from widgets.activity_line import ActivityLine
 

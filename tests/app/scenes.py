@@ -15,10 +15,10 @@ from textual.pilot import Pilot
 from textual.strip import Strip
 from textual.widgets import TextArea
 
-from app.chat_app import FRAME_S, WIDE_WIDTH, ChatApp
-from app.compare import Comparison
-from app.history import History
-from app.setup import Setup
+from app.chat.history import History
+from app.comparison.engine import Comparison
+from app.screens.chat_app import FRAME_S, WIDE_WIDTH, ChatApp
+from app.screens.setup import Setup
 from engine.client import Engine
 from engine.events import Counter, EngineOptions, Event, Failed, Loading, Message, Token, TopToken
 from engine.formats.template import Prompt

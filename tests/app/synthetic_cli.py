@@ -7,7 +7,7 @@ import json
 import sys
 
 import engine.client
-from app.cli import main
+from app.main import main
 from tests import synthetic
 
 if __name__ == "__main__":

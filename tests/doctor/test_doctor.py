@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from app import doctor
-from app.settings import Settings
+from app.chat.settings import Settings
+from app.cli import doctor
 from engine.doctor import Section, bad, good, jetson, trials
 from engine.doctor.trials import Trial, attempt
 from engine.errors import UsageError
 from tests.doctor import machines
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("CUDA_PATH", "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LIBRARY_PATH")
 
 
@@ -26,8 +26,8 @@ VARIABLES = ("CUDA_PATH", "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LI
 def nothing_of_this_machine(monkeypatch, tmp_path):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("engine.cuda_toolkit.shutil.which", lambda name: None)
-    monkeypatch.setattr("engine.cuda_toolkit._packages", lambda: [])
+    monkeypatch.setattr("engine.devices.cuda_toolkit.shutil.which", lambda name: None)
+    monkeypatch.setattr("engine.devices.cuda_toolkit._packages", lambda: [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(trials, "flaw", lambda backend: "")
 

@@ -16,8 +16,8 @@ from tests.driver.simulate import simulated
 def main(*checks: str) -> None:
     device.install()
     with simulated() as kernel:
-        from engine.kernels.gpu import multiprocessors
-        from tests.kernels import emulated
+        from engine.kernels.gpu.device import multiprocessors
+        from tests.kernels.gpu import emulated
 
         assert multiprocessors() == MULTIPROCESSORS
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.tegra import abi
 from tests import generated_model
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = (
     5,
     17,

@@ -13,8 +13,7 @@ from engine.events import EngineOptions, Failed
 from engine.tegra import abi
 from tests import generated_model
 from tests.engine.conftest import running
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tests.processes import side_by_side
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECKS = (
     "attention_whole",
     "attention_split",

@@ -17,8 +17,7 @@ from engine.process import LOG_LIMIT_BYTES
 from engine.transport import pack
 from tests.engine.conftest import running
 from tests.engine.test_client import ask, collect, token_ids, until
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 def scripted(code):

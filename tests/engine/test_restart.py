@@ -2,18 +2,16 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from engine import candidate_trial
 from engine.client import LocalEngine
+from engine.disk_cache import Kept
 from engine.events import EngineOptions, Failed, Ready, Warming
-from engine.kernels import trial
-from engine.kernels.kept import Kept
 from engine.worker import MOST_RESTARTS
 from tests.engine.test_client import ask, collect, token_ids, until
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 WORKER = """
 import os, socket, subprocess, sys, threading, time
@@ -85,31 +83,31 @@ def kept(tmp_path):
 @pytest.fixture
 def restarts(monkeypatch):
     seen = []
-    monkeypatch.setattr(trial, "restart", lambda: seen.append("restart"))
+    monkeypatch.setattr(candidate_trial, "restart", lambda: seen.append("restart"))
     return seen
 
 
 def test_what_works_may_be_tried_again(kept, restarts):
     for _ in range(5):
-        with trial.trial(kept, "key", 5, lambda: True):
+        with candidate_trial.trial(kept, "key", 5, lambda: True):
             pass
-        assert not trial.refused(kept, "key")
+        assert not candidate_trial.refused(kept, "key")
     assert not restarts
 
 
 @pytest.mark.parametrize("is_well", [True, False])
 def test_what_faults_is_refused_and_the_device_mended(kept, restarts, is_well):
-    with pytest.raises(trial.RefusedError), trial.trial(kept, "key", 5, lambda: is_well):
+    with pytest.raises(candidate_trial.RefusedError), candidate_trial.trial(kept, "key", 5, lambda: is_well):
         raise RuntimeError("CUDA Error 700")
-    assert trial.refused(kept, "key") and restarts == ([] if is_well else ["restart"])
-    assert not trial.refused(kept, "another")
+    assert candidate_trial.refused(kept, "key") and restarts == ([] if is_well else ["restart"])
+    assert not candidate_trial.refused(kept, "another")
 
 
 HANGS = """
 import sys, time
 from pathlib import Path
-from engine.kernels.kept import Kept
-from engine.kernels.trial import trial
+from engine.disk_cache import Kept
+from engine.candidate_trial import trial
 with trial(Kept(Path(sys.argv[1]), ""), "key", float(sys.argv[2]), lambda: True):
     time.sleep(0.05)
     if len(sys.argv) > 3:
@@ -121,11 +119,11 @@ with trial(Kept(Path(sys.argv[1]), ""), "key", float(sys.argv[2]), lambda: True)
 def test_what_hangs_ends_the_process_and_is_refused(kept, tmp_path):
     done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "kept"), "0.2"], cwd=ROOT)
     assert done.returncode == 75
-    assert trial.refused(kept, "key")
+    assert candidate_trial.refused(kept, "key")
 
 
 def test_what_kills_the_process_is_refused_the_second_time(kept, tmp_path):
     for wanted in (False, True):
         done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "kept"), "9", "dies"], cwd=ROOT)
         assert done.returncode == -11
-        assert trial.refused(kept, "key") == wanted
+        assert candidate_trial.refused(kept, "key") == wanted

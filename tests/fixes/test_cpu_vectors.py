@@ -12,9 +12,9 @@ from tinygrad.uop.ops import Ops
 import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import cpu_vectors
-from engine.kernels.cpu.cores import piece_of_work
 from engine.kernels.cpu.packing import Packing
 from engine.kernels.cpu.product import inputs_of, product
+from engine.kernels.cpu.thread_pool import piece_of_work
 
 Q4_K = 12
 X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
@@ -85,8 +85,8 @@ def test_compiler_processes_apply_it_too() -> None:
 import numpy as np
 from tinygrad import dtypes
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.cores import Cores
-from engine.kernels.cpu.cores import piece_of_work
+from engine.kernels.cpu.thread_pool import Cores
+from engine.kernels.cpu.thread_pool import piece_of_work
 from engine.kernels.cpu.packing import Packing
 from engine.kernels.cpu.product import product, shape_of
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import ctypes
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from tinygrad.uop.ops import Ops, UOp
 
 from engine.fixes import early_launch
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CHAIN = [[], [0], [0, 1], [1, 2]]
 FORK = [[], [0], [0], [1, 2], [3]]
 

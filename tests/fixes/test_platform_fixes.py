@@ -3,16 +3,14 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import engine.fixes
-from engine import cuda_toolkit
+from engine.devices import cuda_toolkit
 from engine.errors import BackendError
 from engine.fixes import compiler_processes, cuda_headers, nv_windows
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 def python(code, *arguments, stdin=False, **env):

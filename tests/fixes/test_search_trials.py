@@ -3,15 +3,13 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import search_trials
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 SEARCH = """
 import math, sys, time

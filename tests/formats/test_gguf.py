@@ -1,4 +1,3 @@
-import os
 import resource
 import struct
 from pathlib import Path
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGML_BLOCK, GGUF, StringArray
+from tests.paths import SHARED
 
-SHARED = Path(os.environ.get("ORIN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 STRING, ARRAY = 8, 9
 
 WEIGHTS = np.arange(6 * 64, dtype=np.float32).reshape(6, 64)

@@ -1,7 +1,5 @@
-import os
 import shutil
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,8 +11,8 @@ from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
 from tests.formats.vocabularies import CONTROL, USER_DEFINED, byte_level, sentencepiece
+from tests.paths import SHARED
 
-SHARED = Path(os.environ.get("ORIN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared folder with real templates")
 
 CHATML = (

@@ -1,6 +1,4 @@
-import os
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +19,8 @@ from tests.formats.vocabularies import (
     sentencepiece,
     write,
 )
+from tests.paths import SHARED
 
-SHARED = Path(os.environ.get("ORIN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared folder with real vocabularies")
 no_function_scope = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 

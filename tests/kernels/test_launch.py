@@ -3,9 +3,8 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 CODE = """
 import functools
@@ -15,8 +14,8 @@ from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 from engine.fixes import program_cache
 from engine.kernels.launch import Launches, compile_all
-from engine.kernels.mailbox import sent
-from engine.kernels.uops import at, f32, finish, load
+from engine.kernels.gpu.mailbox import sent
+from engine.kernels.gpu.uops import at, f32, finish, load
 program_cache.apply()
 built, compiled, stock = [], [], realize._compile_kernel
 realize._compile_kernel = lambda task: compiled.append(task) or stock(task)
@@ -73,8 +72,8 @@ PACKING = """
 import numpy as np
 from tinygrad import Tensor
 from engine.fixes import program_cache
-from engine.kernels import repack
-from engine.kernels.packing import Packing
+from engine.kernels.gpu import repack
+from engine.kernels.gpu.packing import Packing
 program_cache.apply()
 scheduled, stock = [], Tensor.linear_with_vars
 Tensor.linear_with_vars = lambda *planes: scheduled.append(planes) or stock(*planes)

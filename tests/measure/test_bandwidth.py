@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from engine.measure import bandwidth
 from engine.measure.bandwidth import copy_gbps
+from tests.paths import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_reading_by_the_cores_of_this_machine():
 COPY = """
 import numpy as np
 from tinygrad import Tensor
-from engine.kernels.copying import PIECE, copying
+from engine.kernels.gpu.copying import PIECE, copying
 from engine.kernels.launch import Launches
 from engine.measure import bandwidth
 
@@ -40,7 +40,7 @@ assert 0 < bandwidth._kernel_copy_gbps("PYTHON") < 5000
 
 
 def test_a_gpu_copies_all_of_it():
-    root, env = Path(__file__).parents[2], {**os.environ, "DEV": "PYTHON::sm_90"}
+    root, env = ROOT, {**os.environ, "DEV": "PYTHON::sm_90"}
     subprocess.run([sys.executable, "-c", COPY], cwd=root, env=env, check=True)
 
 

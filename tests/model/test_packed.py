@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.model import cores, packed
+from engine.model import cpu_steps, packed
 from engine.model.config import ModelConfig
-from engine.model.cores import CoreSteps
+from engine.model.cpu_steps import CoreSteps
 from engine.model.weights import Weights
 from tests import generated_model
 
@@ -97,5 +97,5 @@ def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
     def fails(*_):
         raise AssertionError("packed again")
 
-    monkeypatch.setattr(cores, "repack", fails)
+    monkeypatch.setattr(cpu_steps, "repack", fails)
     np.testing.assert_array_equal(logits(), first)

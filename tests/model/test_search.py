@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import tinygrad.engine.realize
 
+from engine import candidate_trial
+from engine.disk_cache import Kept
 from engine.events import EngineOptions, Warming
-from engine.kernels import schedules, trial
-from engine.kernels.kept import Kept
-from engine.kernels.matvec import Schedule, Stack
-from engine.kernels.packing import Packing
-from engine.kernels.schedules import _by_rule, candidates, units_of
+from engine.kernels.gpu import schedules
+from engine.kernels.gpu.matvec import Schedule, Stack
+from engine.kernels.gpu.packing import Packing
+from engine.kernels.gpu.schedules import _by_rule, candidates, units_of
 from engine.measure.compiling import kernels_reported
 from engine.model.fused import search
 from engine.model.generate import TextModel
@@ -124,7 +125,7 @@ def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypat
     def restart():
         raise Restarted
 
-    monkeypatch.setattr(trial, "restart", restart)
+    monkeypatch.setattr(candidate_trial, "restart", restart)
     faults = lambda s: s.threads == 16
     restarts = 0
     while True:

@@ -27,6 +27,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.model.generate import TextModel
 from tests.engine.conftest import running
+from tests.paths import ROOT
 from tests.peers.conftest import collect
 
 GREEDY = Sampling(temperature=0)
@@ -212,7 +213,7 @@ async def test_it_ends_even_when_we_are_killed(llama_server, model, tmp_path):
     import sys
 
     us = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2]
+        sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
     pid = int(await us.stdout.readline())
     assert running(pid)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from textual.app import App, ComposeResult
 
+from app.chat.turn import Turn
 from widgets.transcript import Transcript
-from widgets.turn import Turn
 from widgets.turn_view import TurnView
 
 MOUNTED, STEP = 12, 6

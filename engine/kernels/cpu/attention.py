@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.cpu.cores import Kernel
 from engine.kernels.cpu.program import F32, Index, Program
 from engine.kernels.cpu.rows import POSITION, Heads, tokens_of
+from engine.kernels.cpu.thread_pool import Kernel
 
 _REGISTERS = 16  # sums that are kept at a time
 _MASKED = -1e30

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from engine.kernels.cpu.cores import Kernel
 from engine.kernels.cpu.packing import PAIRS, UNIT, Packing, as_float
 from engine.kernels.cpu.program import F32, I16, I32, Index, Program, share
+from engine.kernels.cpu.thread_pool import Kernel
 
 MAX_TILES = 8
 TILES = 2  # where the state says how many tiles of tokens there are

@@ -15,9 +15,9 @@ from tinygrad import Tensor, UOp, dtypes
 
 from engine.formats.quantization import Format
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.cores import Cores, Kernel
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.program import U16, Index, Program, share, shift_left, shift_right
+from engine.kernels.cpu.thread_pool import Cores, Kernel
 
 Place = tuple[Index, Index]  # a byte of a block and the lowest bit in it
 

@@ -10,10 +10,10 @@ from math import gcd
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.cpu.cores import Kernel
 from engine.kernels.cpu.packing import PAIRS, UNIT, Packing
 from engine.kernels.cpu.product import TILES, silu
 from engine.kernels.cpu.program import F16, F32, I16, I32, Index, Program, share
+from engine.kernels.cpu.thread_pool import Kernel
 
 POSITION = 1  # where the state says how many tokens came before
 # The largest activations as integers. With several tokens, scales of 8 bits go into weights of 6 (Q6_K), and sums of

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor
 
-from engine.kernels.mailbox import sent
-from engine.kernels.packing import UNIT, Packing, prescale
+from engine.kernels.gpu.mailbox import sent
+from engine.kernels.gpu.packing import UNIT, Packing, prescale
 
 Floats = NDArray[np.float32]
 

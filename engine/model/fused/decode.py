@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
-from engine.kernels.attention import Heads, Split, attention, combine, split_for
-from engine.kernels.flash import FlashSplit, flash_attention, flash_split
-from engine.kernels.gpu import multiprocessors, tensor_cores
+from engine.kernels.gpu.attention import Heads, Split, attention, combine, split_for
+from engine.kernels.gpu.device import multiprocessors, tensor_cores
+from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
+from engine.kernels.gpu.mailbox import zeros
+from engine.kernels.gpu.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
+from engine.kernels.gpu.packing import QUARTER, UNIT, permuted_size
+from engine.kernels.gpu.token import embed, next_token
 from engine.kernels.launch import Launches
-from engine.kernels.mailbox import zeros
-from engine.kernels.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
-from engine.kernels.packing import QUARTER, UNIT, permuted_size
-from engine.kernels.token import embed, next_token
 from engine.model.fused.buffers import Floats, Scales
 from engine.model.fused.drawing import Drawing
 from engine.model.fused.weights import Layer, PackedModel, Product

@@ -1,4 +1,4 @@
-"""The end of a decode step that draws its token: kernels of `engine.kernels.sample`, and what they draw by."""
+"""The end of a decode step that draws its token: kernels of `engine.kernels.gpu.sample`, and what they draw by."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.events import Sampling
+from engine.kernels.gpu.mailbox import send, zeros
+from engine.kernels.gpu.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
 from engine.kernels.launch import Launches
-from engine.kernels.mailbox import send, zeros
-from engine.kernels.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
 
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
@@ -44,7 +44,7 @@ class Drawing:
         return True
 
     def add_to(self, step: Launches, logits: Tensor, state: Tensor, history: Tensor, penalizes: bool) -> None:
-        """Kernels that end a decode step as `engine.kernels.token.next_token` does."""
+        """Kernels that end a decode step as `engine.kernels.gpu.token.next_token` does."""
         shortlist, context = self._shortlist, self._context
         if penalizes:
             kernel = penalize(shortlist.vocab, context)

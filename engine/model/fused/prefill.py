@@ -5,12 +5,11 @@ from __future__ import annotations
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from engine.kernels.attention import Heads
-from engine.kernels.gpu import multiprocessors
-from engine.kernels.launch import Launches
-from engine.kernels.mailbox import zeros
-from engine.kernels.matmul import fragments_size, matmul, tiles_for
-from engine.kernels.prompt import (
+from engine.kernels.gpu.attention import Heads
+from engine.kernels.gpu.device import multiprocessors
+from engine.kernels.gpu.mailbox import zeros
+from engine.kernels.gpu.matmul import fragments_size, matmul, tiles_for
+from engine.kernels.gpu.prefill import (
     activate_prompt,
     attend_prompt,
     cut_for,
@@ -19,6 +18,7 @@ from engine.kernels.prompt import (
     rotate_prompt,
     tile_prompt,
 )
+from engine.kernels.launch import Launches
 from engine.model.fused.buffers import Floats, Scales
 from engine.model.fused.weights import Matrix, PackedModel
 

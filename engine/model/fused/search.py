@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 from tinygrad import Device
 
+from engine.candidate_trial import RefusedError, refused, trial
+from engine.disk_cache import store
 from engine.events import Search
-from engine.kernels.kept import store
+from engine.kernels.gpu.matvec import Schedule, Stack
+from engine.kernels.gpu.schedules import candidates, note_searched, searched
 from engine.kernels.launch import Launches, compile_all
-from engine.kernels.matvec import Schedule, Stack
-from engine.kernels.schedules import candidates, note_searched, searched
-from engine.kernels.trial import RefusedError, refused, trial
 from engine.model.fused.weights import Product
 from engine.model.sampling import Logits
 

@@ -17,12 +17,12 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from engine.errors import UsageError
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
-from engine.kernels.attention import SLACK, Heads
-from engine.kernels.gpu import capability
+from engine.kernels.gpu.attention import SLACK, Heads
+from engine.kernels.gpu.device import capability
+from engine.kernels.gpu.mailbox import Mailbox, send, sent, zeros
+from engine.kernels.gpu.repack import repacking
+from engine.kernels.gpu.sample import Shortlist
 from engine.kernels.launch import Launches, compile_all
-from engine.kernels.mailbox import Mailbox, send, sent, zeros
-from engine.kernels.repack import repacking
-from engine.kernels.sample import Shortlist
 from engine.measure.profile import Replay, Use
 from engine.model.fused import search
 from engine.model.fused.buffers import Scales

@@ -9,11 +9,11 @@ from itertools import groupby
 import numpy as np
 from tinygrad import Device, Tensor
 
-from engine.kernels.mailbox import sent
-from engine.kernels.matvec import Stack
-from engine.kernels.packing import Packing
-from engine.kernels.repack import Layout, Rows, forget_plans, repack
-from engine.kernels.schedules import schedule_here
+from engine.kernels.gpu.mailbox import sent
+from engine.kernels.gpu.matvec import Stack
+from engine.kernels.gpu.packing import Packing
+from engine.kernels.gpu.repack import Layout, Rows, forget_plans, repack
+from engine.kernels.gpu.schedules import schedule_here
 from engine.model.config import ModelConfig
 from engine.model.fused.buffers import Floats
 from engine.model.weights import Weights

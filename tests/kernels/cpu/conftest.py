@@ -1,6 +1,6 @@
 import pytest
 
-from engine.kernels.cpu.cores import Cores
+from engine.kernels.cpu.thread_pool import Cores
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,11 @@ from tinygrad.uop.ops import Ops
 
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.attention import attention, mask, scratch_size
-from engine.kernels.cpu.cores import Cores
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import inputs_of, product, shape_of, span_of
 from engine.kernels.cpu.repack import repack
 from engine.kernels.cpu.rows import Heads, Prepared, prepare, rotate
+from engine.kernels.cpu.thread_pool import Cores
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
 
 unicorn = pytest.importorskip("unicorn", reason="the emulator unicorn is not installed")

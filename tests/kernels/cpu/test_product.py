@@ -8,11 +8,11 @@ from tinygrad import dtypes
 
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.cores import Cores
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import inputs_of, product, shape_of, span_of
 from engine.kernels.cpu.repack import half_split, repack
 from engine.kernels.cpu.rows import Prepared, embed, prepare
+from engine.kernels.cpu.thread_pool import Cores
 from tests.formats.test_quantization import random_blocks
 
 LANES = 8  # kernels of half the size: less to compile

@@ -1,0 +1,272 @@
+"""`orin-chat doctor`: what this machine has for the engine, what it lacks, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from app.chat.settings import Settings
+from app.cli import options
+from engine import backends
+from engine.catalog.cache import hub_folder
+from engine.devices.nvidia import gpus
+from engine.doctor import Finding, Section, State, fair, good, host, jetson, note, nvidia, trials
+from engine.doctor.trials import Trial
+from engine.errors import BackendError, UsageError
+from engine.measure.counters import is_jetson
+from engine.peers.llama_process import find as find_llama_server
+from widgets.text import as_bytes, one_line
+
+NOTHING_WORKS = 1
+_SIGNS: dict[State, tuple[str, str]] = {
+    "good": ("✓", "green"),
+    "note": ("·", "dim"),
+    "fair": ("!", "yellow"),
+    "bad": ("✗", "red"),
+}
+_IN_ASCII = str.maketrans("✓·✗→…µ", "+-x>.u")  # for terminals without Unicode, where all would be "?"
+# What the environment may say that a report may repeat: none of these holds a secret.
+_VARIABLES = (
+    "DEV", "CC", "PARALLEL", "BEAM", "JITBEAM", "MV_THREADS_PER_ROW", "MV_BLOCKSIZE", "MV_ROWS_PER_THREAD", "CUDA_PATH",
+    "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LIBRARY_PATH", "LLAMA_SERVER", "TERM", "COLORTERM", "LANG",
+)  # fmt: skip
+_MANY_FILES = 100_000
+
+Attempt = Callable[[str], Trial]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written to a file: no prompts, no tokens, no names of people, folders of theirs, or machines."""
+
+    orin_chat: str
+    at: str
+    sections: list[Section]
+    trials: list[Trial]
+    variables: dict[str, str]
+    board: Any = None
+
+    @property
+    def works(self) -> bool:
+        return any(trial.ok for trial in self.trials)
+
+
+def run(arguments: Sequence[str], settings: Settings) -> int:
+    """Prints what was found; returns 0 where a chat is possible, on whatever backend. Raises UsageError."""
+    given = _parse(arguments)
+    out = Console(highlight=False, soft_wrap=False)
+    report = shown(settings, out)
+    out.print()
+    if report.works:
+        names = " and ".join(trial.backend for trial in report.trials if trial.ok)
+        out.print(f"A chat is possible, on {names}.", style="bold")
+    else:
+        out.print("No backend works: a chat is not possible until one does.", style="bold red")
+    if given.report:
+        write(report, given.report)
+        out.print(
+            f"The report is in {given.report}: look through it, then attach it to your issue.", markup=False
+        )
+    return 0 if report.works else NOTHING_WORKS
+
+
+def _parse(arguments: Sequence[str]) -> Any:
+    parser = options.Parser(
+        prog="orin-chat doctor",
+        description="What this machine has for the engine, and what to do about what it lacks.",
+        epilog="exit codes: 0 a chat is possible, 1 no backend works",
+    )
+    what = "also write it to FILE (JSON if it ends so), to be attached to an issue; it holds nothing private"
+    parser.add_argument("--report", type=Path, metavar="FILE", help=what)
+    return parser.parse_args(arguments)
+
+
+def shown(settings: Settings, out: Console) -> Report:
+    """As `examine`, printed as it is found."""
+    status = out.status("")
+
+    def section(section: Section) -> None:
+        status.stop()
+        show(section, out)
+
+    def trial(backend: str) -> None:
+        status.update(f"trying {backend}")
+        status.start()
+
+    try:
+        return examine(settings, on_section=section, on_trial=trial)
+    finally:
+        status.stop()
+
+
+def examine(
+    settings: Settings,
+    root: Path = Path("/"),
+    *,
+    attempt: Attempt = trials.attempt,
+    on_section: Callable[[Section], None] = lambda section: None,
+    on_trial: Callable[[str], None] = lambda backend: None,
+) -> Report:
+    """Looks at everything, the backends last. What is found is told as soon as it is."""
+    on_a_jetson = is_jetson(root) or (root / "dev/nvgpu/igpu0/ctrl").exists()
+    sections: list[Section] = []
+
+    def found(title: str, findings: list[Finding]) -> None:
+        if findings:
+            sections.append(Section(title=title, findings=findings))
+            on_section(sections[-1])
+
+    found("Machine", host.examine(root))
+    ask = on_a_jetson and root == Path("/") and not backends.flaw("NV")
+    found("Jetson", [*jetson.examine(root), *([trials.interface()] if ask else [])])
+    found("NVIDIA", nvidia.examine(root, jetson=on_a_jetson))
+    found("Around", list(_around(settings)))
+    names, tried, findings = gpus(root), [], []
+    for backend in backends.BACKENDS:
+        if (reason := trials.possible(backend, names, jetson=on_a_jetson)) is not None:
+            findings.append(reason)
+            continue
+        on_trial(backend)
+        tried.append(attempt(backend))
+        findings.append(tried[-1].finding())
+    found("Backends", findings)
+    return Report(
+        orin_chat=_version(),
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        sections=sections,
+        trials=tried,
+        variables={name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
+    )
+
+
+def _version() -> str:
+    try:
+        return version("orin-chat")
+    except PackageNotFoundError:
+        return "checkout"
+
+
+# --- what lies around the engine -------------------------------------------------------------------------
+
+
+def _around(settings: Settings) -> Iterator[Finding]:
+    try:
+        yield good("llama.cpp", find_llama_server(settings.llama_server or None))
+    except BackendError as error:
+        yield note("llama.cpp", "no llama-server: nothing to compare with", error.hint)
+    cache = platformdirs.user_cache_path("orin-chat", appauthor=False)
+    for topic, folder in (("models", hub_folder()), ("our cache", cache)):
+        yield note(topic, f"{as_bytes(_size(folder))} in {folder}")
+    free = shutil.disk_usage(_existing(cache)).free
+    space = f"{as_bytes(free)} free where the caches are"
+    yield (
+        good("disk", space)
+        if free > 4 << 30
+        else fair("disk", space, "Make room: orin-chat models, orin-chat rm")
+    )
+    yield _terminal()
+
+
+def _size(folder: Path) -> int:
+    """Of the files in it, links not followed (the hub's cache has each file under two names)."""
+    total = 0
+    for i, path in enumerate(folder.rglob("*")):
+        if i > _MANY_FILES:
+            break
+        if path.is_file() and not path.is_symlink():
+            total += path.stat().st_size
+    return total
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _terminal() -> Finding:
+    if not sys.stdout.isatty():
+        return note("terminal", "none: the output goes elsewhere")
+    size, colors = shutil.get_terminal_size(), Console().color_system or "no colours"
+    encoding = (sys.stdout.encoding or "ascii").upper()
+    text = f"{size.columns}x{size.lines}, {colors}, {encoding}"
+    if "UTF" not in encoding:
+        return fair("terminal", text, "Set a UTF-8 locale, as LANG=C.UTF-8, or use orin-chat --plain.")
+    return good("terminal", text)
+
+
+# --- shown and written -----------------------------------------------------------------------------------
+
+
+def show(section: Section, out: Console) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(min_width=12, max_width=24)
+    table.add_column(overflow="fold")
+    spelled = {} if "utf" in out.encoding.lower() else _IN_ASCII
+    for finding in section.findings:
+        sign, style = _SIGNS[finding.state]
+        text = Text(one_line(finding.text).translate(spelled))
+        if finding.advice:
+            text.append(f"\n→ {one_line(finding.advice)}".translate(spelled), style="cyan")
+        table.add_row(Text(sign.translate(spelled), style=style), Text(one_line(finding.topic)), text)
+    out.print()
+    out.print(Text(section.title, style="bold"))
+    out.print(Padding(table, (0, 0, 0, 1)))
+
+
+def as_plain_text(report: Report) -> str:
+    lines = [f"orin-chat {report.orin_chat}, {report.at}"]
+    for section in report.sections:
+        lines += ["", section.title]
+        for finding in section.findings:
+            lines.append(f"  {_SIGNS[finding.state][0]} {finding.topic}: {one_line(finding.text)}")
+            if finding.advice:
+                lines.append(f"      {one_line(finding.advice)}")
+    lines += ["", *(f"{name}={one_line(value)}" for name, value in report.variables.items())]
+    return "\n".join(lines) + "\n"
+
+
+def write(report: Report, path: Path) -> None:
+    """Raises UsageError where the file cannot be written."""
+    if path.suffix == ".json":
+        text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+    else:
+        text = as_plain_text(report)
+    write_text(text, path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes what may name its user without these names. Raises UsageError."""
+    try:
+        path.write_text(without_names(text), "utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def without_names(text: str) -> str:
+    """`text` without what says whose machine this is: the home folder, the user, the host."""
+    home = str(Path.home())
+    if home != "/":
+        text = text.replace(home, "~")
+    user = home.rpartition("/")[2]
+    for name, instead in (
+        (user, "<user>"),
+        (os.environ.get("USER", ""), "<user>"),
+        (socket.gethostname(), "<host>"),
+    ):
+        if len(name) > 1 and name not in ("root", "localhost"):
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
+    return text

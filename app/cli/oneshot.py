@@ -1,0 +1,155 @@
+"""One prompt, one answer: the reply on stdout and nothing else there; or, as JSON, every event."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TextIO
+
+import msgspec
+
+from app.cli.progress import StatusLine, describe, figures
+from engine.client import Engine
+from engine.errors import OrinError
+from engine.events import Event, Failed, FailureKind, Finished, Generate, Ready, Thinking, Token
+from widgets.text import clean, one_line
+
+EXIT_CODES: dict[FailureKind, int] = {"internal": 1, "usage": 2, "model": 3, "backend": 4, "context": 5}
+
+
+class Output(Protocol):
+    def show(self, event: Event) -> None: ...
+
+
+async def run(engine: Engine, request: Generate, output: Output) -> int:
+    """Starts `engine`, has it answer `request`, shows every event, closes it, and returns the exit code.
+
+    SIGINT and SIGTERM stop the answer. What writing to `output` raises (BrokenPipeError) is passed on."""
+    task = asyncio.current_task()
+    assert task is not None
+    code, answering = 0, False
+    stopping: asyncio.Future[None] | None = None
+
+    def interrupt(number: int) -> None:
+        nonlocal code, stopping
+        code = 128 + number
+        if answering:
+            stopping = asyncio.ensure_future(engine.stop())
+        else:
+            task.cancel()
+
+    try:
+        with on_signals(interrupt, signal.SIGINT, signal.SIGTERM):
+            async for event in engine.start():
+                output.show(event)
+                if isinstance(event, Failed):
+                    return EXIT_CODES[event.kind]
+            answering = True
+            async for event in engine.generate(request):
+                output.show(event)
+                if isinstance(event, Failed):
+                    return code or EXIT_CODES[event.kind]
+    except asyncio.CancelledError:
+        if not code:
+            raise
+        task.uncancel()
+    finally:
+        if stopping:
+            await stopping
+        await engine.close()
+    return code
+
+
+@contextlib.contextmanager
+def on_signals(handle: Callable[[int], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Calls `handle` with the number of each of these signals that arrives, from the event loop."""
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+class TextOutput:
+    """The reply on `out`; on `messages` failures, progress (on a terminal) and, when `verbose`, figures."""
+
+    def __init__(self, out: TextIO, messages: TextIO, *, verbose: bool = False) -> None:
+        self._out = out
+        self._messages = messages
+        self._status = StatusLine(messages)
+        self._verbose = verbose
+        self._line_open = False
+        self._context_length = 0  # 0: not known
+
+    def show(self, event: Event) -> None:
+        match event:
+            case Thinking():
+                self._status.show(describe(event))
+            case Token():
+                if text := clean(event.text):
+                    self._write(text)
+            case Finished() | Failed() | Ready():
+                if self._line_open:
+                    self._write("\n")
+                self._status.clear()
+                self._tell(event)
+            case _:
+                self._status.show(describe(event))
+
+    def _tell(self, event: Finished | Failed | Ready) -> None:
+        if isinstance(event, Failed):
+            self.say(event.message, event.hint)
+        elif self._verbose:
+            self.say(figures(event) if isinstance(event, Finished) else describe(event))
+        if isinstance(event, Finished) and event.context_used >= self._context_length > 0:
+            self.say(f"The reply was cut: the context of {self._context_length} tokens is full.")
+        if isinstance(event, Ready):
+            self._context_length = event.context_length
+            for warning in event.warnings:
+                self.say(warning)
+
+    def say(self, *sentences: str) -> None:
+        """One line on `messages`, whatever the sentences hold."""
+        print("orin-chat:", *(one_line(sentence) for sentence in sentences if sentence), file=self._messages)
+
+    def _write(self, text: str) -> None:
+        self._status.clear()
+        self._out.write(text)
+        self._out.flush()
+        self._line_open = not text.endswith("\n")
+
+
+class JsonOutput:
+    """Every event as a JSON object on a line of its own; log-probabilities where they were asked for."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def show(self, event: Event) -> None:
+        fields = {"event": type(event).__name__.lower()} | _without_tags(msgspec.to_builtins(event))
+        fields.pop("request_id", None)
+        fields.pop("at_ms", None)
+        if fields.get("logprob", ...) is None:
+            del fields["logprob"], fields["top"]
+        # ASCII alone, so that text from a model stays data on a terminal too (json leaves DEL as it is).
+        self._out.write(json.dumps(fields).replace("\x7f", "\\u007f") + "\n")
+        self._out.flush()
+
+
+def failed(error: OrinError) -> Failed:
+    """What ended the program before an engine could say so."""
+    kind = next(kind for kind, code in EXIT_CODES.items() if code == error.exit_code)
+    return Failed(kind=kind, message=error.message, hint=error.hint)
+
+
+def _without_tags(value: Any) -> Any:
+    """Builtins as msgspec makes them of tagged records, without the tags."""
+    if isinstance(value, dict):
+        return {name: _without_tags(item) for name, item in value.items() if name != "type"}
+    return [_without_tags(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,342 @@
+"""The command line: what the arguments ask for is imported when it starts, so that `--help` and mistakes are
+answered at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, TypedDict, cast
+
+from app.cli import options
+from engine.errors import OrinError, UsageError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from app.chat.history import History
+    from app.chat.settings import Settings
+    from engine.client import Engine
+    from engine.events import EngineOptions, Sampling
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (None: the program's own) and returns its exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    _open_streams()
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # what is left may not find room: said here, and not when the interpreter ends
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has had enough
+        _give_up(sys.stdout)
+        return 0
+    except OSError as error:  # a full disk, a device that is gone
+        _give_up(sys.stdout)
+        _complain(OrinError(f"Input or output failed: {error.strerror or error}."))
+        return OrinError.exit_code
+
+
+def _run(arguments: list[str]) -> int:
+    """Does what `arguments` ask for. Raises what only input and output, or Ctrl-C, can bring about."""
+    try:
+        if arguments and arguments[0] in COMMANDS:
+            return COMMANDS[arguments[0]][0](arguments[1:])
+        return _chat(arguments)
+    except OrinError as error:
+        _complain(error, as_json="--json" in arguments)
+        return error.exit_code
+    except OSError:
+        raise
+    except Exception as error:
+        if "--verbose" in arguments:
+            raise
+        what = f"Internal error: {type(error).__name__}: {error}."
+        _complain(OrinError(what, "With --verbose it shows where."), as_json="--json" in arguments)
+        return OrinError.exit_code
+
+
+def _open_streams() -> None:
+    """Makes input and output always possible: what is closed is empty or leads nowhere, and what cannot be
+    shown is "?"."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 (open until the end)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _give_up(stream: TextIO) -> None:
+    """What is left in the buffer must not fail again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _complain(error: OrinError, *, as_json: bool = False) -> None:
+    """Says what is wrong, where there is anyone to hear it. As JSON it is output, and raises OSError."""
+    from app.cli.oneshot import JsonOutput, TextOutput, failed
+
+    if as_json:
+        JsonOutput(sys.stdout).show(failed(error))
+        return
+    try:
+        TextOutput(sys.stdout, sys.stderr).show(failed(error))
+    except OSError:
+        _give_up(sys.stderr)
+
+
+def _chat(arguments: Sequence[str]) -> int:
+    given = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
+    settings = _settings()
+    sampling = options.sampling(given, settings)
+    make = _maker(given)
+    engine_options = None if given.engine is not None else options.engine_options(given, settings)
+    greeting = options.greeting(given, engine_options)
+    if given.system is None and not given.raw:
+        given.system = settings.system
+    if given.once:
+        from app.screens.once import main as print_dashboard
+
+        return print_dashboard(make(engine_options), sys.stdout, sys.stderr)
+    if greeting and (given.one_shot or given.plain):
+        print(f"orin-chat: {greeting}", file=sys.stderr, flush=True)
+    return (_answer if given.one_shot else _converse)(given, engine_options, make, sampling)
+
+
+Make = Callable[["EngineOptions | None"], "Engine"]
+
+
+def _maker(given: Namespace) -> Make:
+    """What makes who answers: the engine of ours, or a server, which is set up elsewhere. Raises UsageError."""
+    if given.engine is not None:
+        from engine.peers.openai_api import OpenAIEngine
+
+        url, key, model = given.engine, options.key(given), given.model or ""
+        return lambda _: OpenAIEngine(url, api_key=key, model=model)
+    from app.chat.speed_history import recorded
+
+    return cast(Make, recorded)
+
+
+def _settings() -> Settings:
+    """The user's settings; where they cannot be used, a warning and the defaults."""
+    from app.chat.settings import Settings, load_settings
+
+    try:
+        return load_settings()
+    except UsageError as error:
+        _complain(UsageError(error.message, "The defaults are used instead."))
+        return Settings()
+
+
+def _answer(given: Namespace, engine_options: EngineOptions | None, make: Make, sampling: Sampling) -> int:
+    import asyncio
+
+    from app.cli.oneshot import JsonOutput, TextOutput, run
+    from engine.events import Generate
+
+    request = Generate(
+        request_id=1,
+        prompt=options.prompt(given),
+        sampling=sampling,
+        max_tokens=given.max_tokens,
+        logprobs=given.logprobs or 0,
+        ignore_eos=given.ignore_eos,
+    )
+    output = (
+        JsonOutput(sys.stdout) if given.json else TextOutput(sys.stdout, sys.stderr, verbose=given.verbose)
+    )
+    engine = make(engine_options)
+    if not given.compare:
+        return asyncio.run(run(engine, request, output))
+    from app.comparison.engine import with_llama_server
+    from app.comparison.figures import report
+    from engine.client import LocalEngine
+
+    assert isinstance(engine, LocalEngine)
+    where = given.llama_server or _settings().llama_server
+    comparison = with_llama_server(engine, where, api_key=options.key(given))
+    code = asyncio.run(run(comparison, request, output))
+    sys.stdout.write(report(comparison.view(), as_json=given.json))
+    return code
+
+
+def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make, sampling: Sampling) -> int:
+    from app.chat.history import History
+
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not terminal and not given.plain:
+        raise UsageError("The chat needs a terminal.", "Give a PROMPT for a single answer, or use --plain.")
+    in_lines = given.plain or os.environ.get("TERM") == "dumb"
+    if not in_lines and not sys.stderr.isatty():  # where Textual draws
+        raise UsageError(
+            "The screen is drawn on standard error, which goes elsewhere.",
+            "Leave its redirection (2>) away, or use --plain.",
+        )
+    history = History.open()
+    try:
+        chat = _ChatArguments(
+            sampling=sampling,
+            system=given.system,
+            max_tokens=given.max_tokens,
+            think=not given.no_think,
+            chat_id=_past_chat(given, history),
+        )
+        engine = make(engine_options)
+        if in_lines:
+            return _converse_in_lines(engine, history, terminal, chat)
+        from app.chat.settings import remember, remembered
+        from app.screens.chat_app import ChatApp
+        from app.screens.setup import Setup
+
+        settings = _settings()
+        setup = None
+        if engine_options:
+            setup = Setup(
+                engine_options,
+                options.preset_name(given, settings),
+                context_length=given.context or settings.context,
+                sampling=options.sampling(given, settings, with_preset=False),
+                models=settings.names,
+                llama_server=given.llama_server or settings.llama_server,
+                api_key=options.key(given),
+            )
+            if given.compare:
+                engine = setup.compare(engine)
+        app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), **chat)
+        app.run()
+        remember("theme", app.theme)
+        return app.return_code or 0
+    finally:
+        history.close()
+
+
+class _ChatArguments(TypedDict):
+    """What both kinds of chat take."""
+
+    sampling: Sampling
+    system: str
+    max_tokens: int | None
+    think: bool
+    chat_id: int | None
+
+
+def _past_chat(given: Namespace, history: History) -> int | None:
+    """The id of the chat to go on with, None for a new one. Raises UsageError where there is no such chat."""
+    chat_id: int | None = given.chat
+    if given.resume:
+        recent = history.chats(limit=1)
+        if not recent:
+            raise UsageError("There is no chat to go on with.", "Leave --continue away to start one.")
+        chat_id = recent[0].id
+    if chat_id is not None and not history.messages(chat_id):
+        raise UsageError(f"There is no chat {chat_id}.", "--plain lists them: /chats.")
+    return chat_id
+
+
+def _converse_in_lines(engine: Engine, history: History, terminal: bool, chat: _ChatArguments) -> int:
+    import asyncio
+
+    from app.lines.line_chat import LineChat, words
+    from app.lines.line_input import FileLines, TerminalLines
+
+    lines = TerminalLines(history.prompts(), words()) if terminal else FileLines(sys.stdin, sys.stdout)
+    return asyncio.run(LineChat(engine, history, lines, sys.stdout, sys.stderr, **chat).run())
+
+
+def _tokenize(arguments: Sequence[str]) -> int:
+    from app.cli.tokenize import run
+
+    parser = options.Parser(
+        prog="orin-chat tokenize", description="What a model's tokenizer makes of a text."
+    )
+    add = parser.add_argument
+    add("text", nargs="?", metavar="TEXT", help="the text (standard input without it)")
+    add("--model", metavar="FILE", help="a GGUF file; one with a vocabulary alone will do")
+    add("--special", action="store_true", help="read special tokens where they are written in the text")
+    add("--json", action="store_true", help='write {"ids": [...], "pieces": [...]}')
+    add(
+        "--jsonl", action="store_true", help="one JSON string a line on standard input, one object a line out"
+    )
+    given = parser.parse_args(arguments)
+    if given.jsonl and given.text is not None:
+        raise UsageError("--jsonl reads standard input and takes no TEXT.")
+    path = options.model_path(given.model, _settings())
+    return run(
+        str(path),
+        given.text,
+        special=given.special,
+        as_json=given.json,
+        jsonl=given.jsonl,
+        stdin=sys.stdin,
+        stdout=sys.stdout,
+    )
+
+
+def _models(command: str, arguments: Sequence[str]) -> int:
+    parser = options.Parser(prog=f"orin-chat {command}", description=f"{COMMANDS[command][1].capitalize()}.")
+    if command != "models":
+        names = "qwen3:0.6b, hf.co/user/repository:Q4_K_M, an address, a file, or a name of your own"
+        parser.add_argument("model", metavar="NAME", help=names)
+    if command == "rm":
+        parser.add_argument("--yes", action="store_true", help="do not ask")
+    if command == "show":
+        options.add_backend(parser.add_argument, "the device to measure")
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    given = parser.parse_args(arguments)
+    own = _settings().names
+    from app.cli import models
+
+    match command:
+        case "models":
+            return models.list_models(given, own, sys.stdout)
+        case "pull":
+            return models.pull(given, own, sys.stdout, sys.stderr)
+        case "rm":
+            return models.remove(given, own, sys.stdout, sys.stderr, sys.stdin)
+    return models.show(given, own, sys.stdout)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from app.bench.command import run
+
+    return run(arguments, _settings())
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from app.cli.doctor import run
+
+    return run(arguments, _settings())
+
+
+def _board(arguments: Sequence[str]) -> int:
+    from app.bench.board import run
+
+    return run(arguments, _settings())
+
+
+def _tune(arguments: Sequence[str]) -> int:
+    from app.cli.tune import run
+
+    return run(arguments, _settings())
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "bench": (_bench, "how fast models are on this machine, also beside llama.cpp"),
+    "board": (_board, "measure a Jetson beside the figures of before, with a report"),
+    "doctor": (_doctor, "what this machine has and lacks, and what to do about it"),
+    "models": (partial(_models, "models"), "the models on this machine, and those known by name"),
+    "pull": (partial(_models, "pull"), "download a model, or verify and update it"),
+    "rm": (partial(_models, "rm"), "delete a downloaded model"),
+    "show": (partial(_models, "show"), "what a model's file says, and how fast it could be here"),
+    "tokenize": (_tokenize, "what a model's tokenizer makes of a text"),
+    "tune": (_tune, "find the fastest way to run a model on this GPU, and keep it"),
+}

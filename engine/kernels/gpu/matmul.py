@@ -1,0 +1,153 @@
+"""A quantized matrix times the activations of many tokens, for prefill, on tensor cores.
+
+Tensor cores multiply tiles of 16 x 16 by 16 x 8 whose elements lie spread over the 32 threads of a warp
+(mma.m16n8k16 in the PTX manual): thread 4g + t holds, of rows g and g + 8 of the left tile and of column g of the
+right one, the four elements of `t`. Which four of the common dimension these are does not matter as long as both
+sides agree; here thread t takes a quarter of a unit, sixteen columns, four at a time. So a thread loads its part
+of the weights straight from their planes, sixteen of one row, and makes them half-precision numbers in registers;
+activations lie in memory in the order in which threads hold them (`fragment_index`), 16 bytes a load.
+
+Each warp has its own tile of the product, and nothing passes through shared memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType
+
+from engine.kernels.gpu.matvec import gated
+from engine.kernels.gpu.packing import QUARTER, UNIT, Packing, units_of
+from engine.kernels.gpu.uops import F16, at, f32, finish, load, load_index, registers
+
+Kernel = Callable[..., UOp]
+LARGEST = 65504.0  # of half precision
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A warp's tile of the product: 16 * `rows` tokens by 8 * `cols` rows of the matrix; a block has `down` by
+    `across` of them, and `parts` blocks share the common dimension, each leaving a sum of its own."""
+
+    rows: int
+    cols: int
+    down: int
+    across: int
+    parts: int
+
+    @property
+    def tokens(self) -> int:
+        return 16 * self.rows * self.down
+
+    @property
+    def width(self) -> int:
+        return 8 * self.cols * self.across
+
+
+def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
+    """Tiles that give every multiprocessor two blocks, by cutting the common dimension where there are too few;
+    `paired` products, whose gate and up must be whole, are not cut."""
+    # Tall tiles: each weight is made a half-precision number once for 128 tokens.
+    tiles = Tiles(min(8, tokens // 16), 4, 1, 2, 1)
+    blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
+    parts = 1
+    while not paired and parts < 8 and blocks * parts < 2 * multiprocessors and units_of(cols) // parts >= 8:
+        parts *= 2
+    return Tiles(tiles.rows, tiles.cols, tiles.down, tiles.across, parts)
+
+
+def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
+    """Where an activation lies for `matmul`: [16 tokens, unit, four columns of each quarter, thread, element]."""
+    unit, quarter, quad, i = column // UNIT, column % UNIT // QUARTER, column % QUARTER // 4, column % 4
+    thread = token % 8 * 4 + quarter
+    element = i // 2 * 4 + token % 16 // 8 * 2 + i % 2
+    return (((token // 16 * units_of(cols) + unit) * 4 + quad) * 32 + thread) * 8 + element
+
+
+def fragments_size(tokens: int, cols: int) -> int:
+    return tokens * units_of(cols) * UNIT
+
+
+def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
+    """c + a b: 8, 4 and 4 elements of each thread."""
+    product = UOp.wmma(UOp.stack(*a), UOp.stack(*b), UOp.stack(*c), (8, 16, 16), "CUDA", 32)
+    return [product.index(UOp.const(i)) for i in range(4)]
+
+
+@functools.cache
+def matmul(
+    packing: Packing, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str
+) -> Kernel:
+    """The kernel body. Buffers: the output; activations, float16 (fragments_size(tokens, cols),); the prompt
+    (position, tokens in it); the matrix's planes. The output is a sum for each part, float32 (parts, tokens,
+    rows); for `paired` rows (gate and up in turn) it is SiLU(gate) * up in fragments, float16
+    (fragments_size(tokens, rows / 2),)."""
+    units = units_of(cols)
+    assert tokens % tiles.tokens == 0 and tiles.parts <= units
+    steps = -(-units // tiles.parts)
+
+    def kernel(out: UOp, x: UOp, prompt: UOp, *planes: UOp) -> UOp:
+        thread, down, across = (
+            UOp.special(32, "lidx0"),
+            UOp.special(tiles.down, "lidx1"),
+            UOp.special(tiles.across, "lidx2"),
+        )
+        block, column_block = (
+            UOp.special(-(-rows // tiles.width), "gidx1"),
+            UOp.special(tokens // tiles.tokens, "gidx0"),
+        )
+        part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
+        n = load_index(prompt, 1, tokens + 1)
+        first_tile = (column_block * tiles.down + down) * tiles.rows
+        first_row = (block * tiles.across + across) * (8 * tiles.cols)
+        n_acc = tiles.rows * tiles.cols * 4
+        acc = registers(n_acc, 0)
+        acc = acc.after(UOp.group(*(at(acc, i).store(f32(0)) for i in range(n_acc))))
+        # blocks beyond the prompt have nothing to do
+        todo = (units - part * steps).minimum(steps) if units % tiles.parts else UOp.const(steps)
+        bound = (column_block * tiles.tokens < n).where(todo, 0)
+        step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
+        unit = part * steps + step
+        so_far = acc.after(step) if steps > 1 else acc
+        sums = [[load(so_far, j * 4 + i) for i in range(4)] for j in range(tiles.rows * tiles.cols)]
+        weights = []
+        for j in range(tiles.cols):
+            row = first_row + j * 8 + thread // 4
+            if rows % tiles.width:
+                row = row.minimum(rows - 1)
+            values = packing.quarter(planes, row, units, unit, thread % 4)
+            weights.append([v.cast(F16) for v in values])
+        for quad in range(4):
+            for i in range(tiles.rows):
+                place = ((((first_tile + i) * units + unit) * 4 + quad) * 32 + thread) * 8
+                a = [load(x, place + k) for k in range(8)]
+                for j in range(tiles.cols):
+                    k = i * tiles.cols + j
+                    sums[k] = wmma(a, weights[j][quad * 4 : quad * 4 + 4], sums[k])
+        stores = [at(acc, j * 4 + i).store(sums[j][i]) for j in range(len(sums)) for i in range(4)]
+        acc = acc.after(UOp.group(*stores).end(step) if steps > 1 else UOp.group(*stores))
+        results = []
+        for i in range(tiles.rows):
+            for j in range(tiles.cols):
+                value = [load(acc, (i * tiles.cols + j) * 4 + k) for k in range(4)]
+                for k in (0, 1):
+                    token = (first_tile + i) * 16 + thread // 4 + 8 * k
+                    row = first_row + j * 8 + thread % 4 * 2
+                    ok = token < n if rows % tiles.width == 0 else (token < n) & (row < rows)
+                    if paired:
+                        silu = gated(value[2 * k], value[2 * k + 1]).maximum(-LARGEST).minimum(LARGEST)
+                        place = fragment_index(token, row // 2, rows // 2)
+                        results.append(at(out, place, ok).store(silu.cast(F16)))
+                    else:
+                        for e in (0, 1):
+                            inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
+                            place = part * (tokens * rows) + token * rows + row + e
+                            results.append(at(out, place, inside).store(value[2 * k + e]))
+        shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}"
+        full = f"prefill_{name}_{packing.name}_{tokens}_{rows}x{cols}_{shape}"
+        return finish(full, results, packing.n_bytes(rows, cols), 2 * tokens * rows * cols)
+
+    return kernel

@@ -1,0 +1,221 @@
+"""orin-chat board: the plan and the figures of before; runs that work, fail, hang, and are gone on with."""
+
+import json
+import sys
+
+import pytest
+
+from app.bench import board, board_plan
+from app.bench.board_plan import BoardModel, Lengths, Run, load
+from app.bench.report import Result, to_json
+from app.chat.settings import Settings
+from app.cli import doctor
+from engine.doctor import Section, good, trials
+from engine.doctor.trials import Trial, endurance
+from engine.errors import UsageError
+from presets.loader import parse
+from tests import generated_model
+
+CPU = Trial(backend="CPU", ok=True, text="works")
+
+
+@pytest.fixture(autouse=True)
+def a_healthy_cpu(monkeypatch):
+    """The doctor and the endurance test have tests of their own."""
+    report = doctor.Report(
+        orin_chat="1", at="now", sections=[Section(title="Machine", findings=[])], trials=[CPU], variables={}
+    )
+    monkeypatch.setattr(board.doctor, "examine", lambda settings, **told: report)
+    monkeypatch.setattr(board, "endurance", lambda backend: [good(backend, "endures")])
+    monkeypatch.setattr(board, "kernel_log", lambda: ["nvgpu: all is well"])
+    monkeypatch.delenv("LLAMA_SERVER", raising=False)
+
+
+def test_the_plan_is_the_users_tables():
+    planned = load()
+    assert [model.name for model in planned.models] == ["llama3.2:1b", "qwen3:0.6b", "qwen3:1.7b"]
+    by_backend = {
+        backend: {setup.name.partition("-")[2] for setup in planned.setups if setup.backend == backend}
+        for backend in ("NV", "CUDA", "CPU")
+    }
+    assert by_backend["NV"] == by_backend["CUDA"] == {"fused", "heuristic", "jitbeam2", "jitbeam4"}
+    assert not by_backend["CPU"]
+    for setup in planned.setups:
+        preset = parse(setup.preset())
+        assert (preset.backend, preset.kernels, preset.jitbeam) == (
+            setup.backend,
+            setup.kernels,
+            setup.jitbeam,
+        )
+        assert preset.beam == 0
+    assert Lengths().names == ["tg128", "pp32", "pp128", "pp256", "pp512"]
+    figures = planned.figures["llama3.2:1b"]
+    assert figures["nv-jitbeam4"]["tg128"] == 36.71 and figures["llama.cpp"]["tg128"] == 25.62
+    names = {setup.name for setup in planned.setups} | {"llama.cpp"}
+    for of_model in planned.figures.values():
+        assert set(of_model) <= names
+        assert all(test in Lengths().names for tests in of_model.values() for test in tests)
+
+
+def test_a_setup_that_does_not_exist():
+    with pytest.raises(UsageError, match="warp"):
+        load(setups=["warp"])
+
+
+ARGUMENTS = ["--setup", "cpu", "-p", "16", "-n", "4", "-r", "1"]
+
+
+def measured(tmp_path, *more):
+    return board.run(["--folder", str(tmp_path / "out"), *ARGUMENTS, *more], Settings())
+
+
+def test_a_run_is_measured_once_and_a_broken_one_is_told(tmp_path, capsys, monkeypatch):
+    model = generated_model.write(tmp_path / "noise.gguf", layers=1)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF, but not really")
+    both = ("--model", str(broken), "--model", str(model))
+    assert measured(tmp_path, *both) == 0
+    said = capsys.readouterr().out
+    assert (
+        "1/2 broken.gguf, CPU, quantized kernels: " in said and "2/2 noise.gguf" in said and ": done" in said
+    )
+    out = tmp_path / "out"
+    report = json.loads((out / "report.json").read_text())
+    runs = {run["model"]: run for run in report["board"]["runs"]}
+    assert runs["broken.gguf"]["failed"] and not runs["broken.gguf"]["results"]
+    tests = {r["engine"] + " " + ("pp16" if r["n_prompt"] else "tg4") for r in runs["noise.gguf"]["results"]}
+    assert tests == {"orin-chat pp16", "orin-chat tg4"} and not runs["noise.gguf"]["failed"]
+    assert report["board"]["kernel_log"] == ["nvgpu: all is well"]
+    assert [s["title"] for s in report["sections"]] == ["Machine", "Endurance"]
+    text = (out / "report.txt").read_text()
+    assert "noise.gguf: tokens a second" in text and "broken.gguf, CPU, quantized kernels: " in text
+
+    monkeypatch.setattr(board_plan, "_run", lambda *_: pytest.fail("it is done"))
+    assert measured(tmp_path, *both) == 0  # nothing is done twice
+    tried = []
+    monkeypatch.setattr(board_plan, "_run", lambda command, *_: tried.append(command) or 4)
+    measured(tmp_path, *both, "--retry")
+    assert len(tried) == 1 and str(broken) in tried[0]
+
+
+def test_what_cannot_be_started_is_left_for_later(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(board_plan, "_run", lambda *_: pytest.fail("not to be started"))
+    model = str(generated_model.write(tmp_path / "noise.gguf", layers=1))
+    arguments = ["--folder", str(tmp_path / "out"), "--model", model, "--model", str(tmp_path / "none.gguf")]
+    assert board.run([*arguments, "--setup", "nv-fused"], Settings()) == 1
+    said = capsys.readouterr().out
+    assert "noise.gguf, NV, quantized kernels: NV does not work here" in said
+    assert "none.gguf, NV, quantized kernels: There is no file" in said
+    assert not list((tmp_path / "out").glob("*.failed.txt"))  # it is tried again next time
+
+
+def test_the_time_is_over_before_the_last_run(tmp_path, capsys, monkeypatch):
+    clock = iter([0, 0, 0, 70, 70, 70, 70])
+    monkeypatch.setattr(board.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(board_plan, "_run", lambda *_: 0)
+    models = [str(generated_model.write(tmp_path / f"{n}.gguf", layers=1)) for n in "ab"]
+    measured(tmp_path, "--model", models[0], "--model", models[1], "--minutes", "1")
+    assert "b.gguf, CPU, quantized kernels: the 1 minutes were over" in capsys.readouterr().out
+
+
+def test_figures_of_before_stand_beside(tmp_path, capsys):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    plan = load(setups=["nv-jitbeam4"])
+    run = Run(folder, plan.models[0], plan.setups[0])
+    result = Result(engine="orin-chat", n_gen=128, median_ts=123.4, samples_ts=[123.4])
+    peer = Result(engine="llama.cpp", n_gen=128, median_ts=30.0, samples_ts=[30.0])
+    (folder / f"{run.name}.json").write_text(to_json([result, peer]))
+    table = board._table(plan, plan.models[0], [run], Lengths())
+    cells = {
+        row: [column._cells[i] for column in table.columns] for i, row in enumerate(table.columns[0]._cells)
+    }
+    assert cells["NV, graphs, JITBEAM=4"][:2] == ["NV, graphs, JITBEAM=4", "123 (36.7)"]
+    assert cells["llama.cpp"][1:3] == ["30.0 (25.6)", "– (574)"]
+
+
+# --- runs of their own -----------------------------------------------------------------------------------
+
+
+def a_run(tmp_path, setup=0, model="m"):
+    plan = load(setups=["nv-fused", "cuda-fused"])
+    return Run(tmp_path, BoardModel(name=model, title=model), plan.setups[setup])
+
+
+def program(monkeypatch, code):
+    """Runs of a board are this instead of a benchmark; its last argument but one names the file for results."""
+    stock = board_plan._run
+
+    def run(command, *rest):
+        return stock([sys.executable, "-c", code, command[command.index("--save") + 1]], *rest)
+
+    monkeypatch.setattr(board_plan, "_run", run)
+
+
+WRITES = f"import sys; open(sys.argv[1], 'w').write('''{to_json([Result(n_gen=4, samples_ts=[1.0])])}''');"
+
+
+def test_a_run_that_hangs_keeps_what_it_had(tmp_path, monkeypatch):
+    program(
+        monkeypatch,
+        "import signal, sys, time\n"
+        f"def end(*_):\n    {WRITES} raise SystemExit(143)\n"
+        "signal.signal(signal.SIGTERM, end); time.sleep(600)",
+    )
+    run = a_run(tmp_path)
+    assert not run.do(tmp_path / "m.gguf", Lengths(), "", timeout_s=5)
+    assert run.is_done and "longer than" in run.failed and len(run.results()) == 1
+    run.forget_failure()
+    assert not run.is_done
+
+
+@pytest.mark.parametrize(
+    "code, says",
+    [
+        (
+            "import sys; print('warming', file=sys.stderr); sys.exit('orin-chat: The GPU is gone. Restart.')",
+            "The GPU is",
+        ),
+        ("import os, sys; print('driver: oops', file=sys.stderr, flush=True); os.abort()", "driver: oops"),
+        ("raise SystemExit(4)", "exit code 4"),
+    ],
+)
+def test_a_run_that_fails_says_why(code, says, tmp_path, monkeypatch):
+    program(monkeypatch, code)
+    run = a_run(tmp_path)
+    assert run.do(tmp_path / "m.gguf", Lengths(), "", timeout_s=120)
+    assert says in run.failed and not run.results()
+
+
+def test_where_a_backend_hung_its_other_runs_come_last(tmp_path):
+    nv, cuda = ([a_run(tmp_path, setup, name) for name in "ab"] for setup in (1, 0))
+    assert nv[0].setup.backend == "NV"
+    order = []
+    for run in board_plan.in_turn([*nv, *cuda]):
+        order.append(run)
+        if run is nv[0]:
+            run._failure.write_text("it took longer than 2 minutes")
+    assert order == [nv[0], *cuda, nv[1]]
+
+
+# --- endurance -------------------------------------------------------------------------------------------
+
+
+def test_endurance_of_the_cpu(monkeypatch):
+    monkeypatch.setattr(trials, "_WORKS_S", 4.0)
+    found = endurance("CPU")
+    assert [finding.state for finding in found] == ["good", "good"], found
+    assert "10,000 dependent kernels, none lost" in found[0].text and "killed" in found[1].text
+
+
+def test_endurance_sees_lost_kernels(monkeypatch):
+    from engine.doctor import endurance as child
+
+    monkeypatch.setattr(child, "install", lambda dev: None)
+    monkeypatch.setattr(child, "prepare", lambda options: "CPU")
+    monkeypatch.setattr(child, "count_kernels", lambda n: 2)
+    trial = child.run("CPU")
+    assert not trial.ok and "2 of 10,000" in trial.text
+    monkeypatch.setattr(child, "count_kernels", lambda n: 0)
+    monkeypatch.setattr(child, "hold_buffers", lambda n_bytes, each: (each * 3, 1))
+    assert not child.run("CPU").ok

@@ -1,0 +1,31 @@
+import contextlib
+import resource
+
+import pytest
+
+from app.chat.export import ExportError, write_new_file
+
+
+@contextlib.contextmanager
+def full_disk():
+    """A file may have four bytes; as short as can be, since pytest's own output may be a file too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_chat_is_written_under_its_title_and_never_over_another(tmp_path):
+    paths = [write_new_file(tmp_path, "Why is *this*?", text) for text in ("one", "two")]
+    assert [(path.name, path.read_text()) for path in paths] == [
+        ("why-is-this.md", "one"),
+        ("why-is-this-2.md", "two"),
+    ]
+
+
+def test_half_a_file_is_not_left_on_a_full_disk(tmp_path):
+    with full_disk(), pytest.raises(ExportError, match="cannot be written"):
+        write_new_file(tmp_path, "Why?", "more than four bytes")
+    assert not list(tmp_path.iterdir())

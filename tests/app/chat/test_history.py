@@ -1,0 +1,332 @@
+import multiprocessing
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.chat.history import MIGRATIONS, History, HistoryError
+from engine.events import Message
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def assistant(text: str, thinking: str = "") -> Message:
+    return Message(role="assistant", content=text, thinking=thinking)
+
+
+@pytest.fixture
+def history(tmp_path: Path):
+    history = History(tmp_path / "data" / "history.sqlite3")
+    yield history
+    history.close()
+
+
+def contents(history: History, chat_id: int) -> list[str]:
+    return [stored.message.content for stored in history.messages(chat_id)]
+
+
+def test_a_chat_comes_back_as_it_was(history):
+    chat_id = history.new_chat("qwen3")
+    history.append(chat_id, Message(role="system", content="Be brief."))
+    history.append(chat_id, user("Hello,\nworld"))
+    reply_id = history.append(chat_id, assistant(""), finished=False)
+    history.update(reply_id, "Hi", "hm", finished=False)
+    history.update(reply_id, "Hi!", "hm…", finished=True)
+
+    again = History(history.path)
+    stored = again.messages(chat_id)
+    assert [s.message for s in stored] == [
+        Message(role="system", content="Be brief."),
+        user("Hello,\nworld"),
+        assistant("Hi!", "hm…"),
+    ]
+    assert all(s.finished for s in stored)
+    [chat] = again.chats()
+    assert (chat.title, chat.model, chat.message_count, chat.excerpt) == ("Hello,", "qwen3", 3, "Hi!")
+
+
+def test_truncate_keeps_what_comes_before_and_other_chats(history):
+    first, second = history.new_chat("m"), history.new_chat("m")
+    ids = [history.append(first, user(str(i))) for i in range(4)]
+    history.append(second, user("other"))
+    history.truncate(first, ids[1])
+    assert contents(history, first) == ["0", "1"]
+    history.truncate(first, 0)
+    assert contents(history, first) == []
+    assert contents(history, second) == ["other"]
+
+
+def test_a_system_prompt_comes_first_whenever_it_is_written(history):
+    chat_id, other = history.new_chat("m"), history.new_chat("m")
+    history.append(chat_id, user("Is it?"))
+    history.append(chat_id, assistant("Half an ans"), finished=False)
+    history.set_system(chat_id, "Be brief.")
+    history.set_system(other, "Be kind.")
+    history.set_system(chat_id, "Be exact.")
+    assert contents(history, chat_id) == ["Be exact.", "Is it?", "Half an ans"]
+    [summary] = history.chats(query="exact")
+    assert summary.excerpt == "Be exact."
+    assert history.chats(query="brief") == []
+    assert next(chat for chat in history.chats() if chat.id == chat_id).excerpt == "Half an ans"
+    history.truncate(chat_id, 0)
+    assert contents(history, chat_id) == ["Be exact."]
+    history.set_system(chat_id, "")
+    assert contents(history, chat_id) == []
+    assert contents(history, other) == ["Be kind."]
+
+
+def test_message_ids_are_never_used_again(history):
+    chat_id = history.new_chat("m")
+    last = history.append(chat_id, user("a"))
+    history.truncate(chat_id, 0)
+    assert history.append(chat_id, user("b")) > last
+
+
+def test_search_finds_words_in_messages_and_titles(history):
+    sea, bread = history.new_chat("m"), history.new_chat("m")
+    history.append(sea, user("Tell me of the Océan and its tides"))
+    history.append(bread, user("How long does sourdough rise?"))
+    history.append(bread, assistant("Until it has doubled: four hours."))
+    found = lambda query: {chat.id for chat in history.chats(query=query)}
+    assert found("ocean") == {sea}, "diacritics and case do not matter"
+    assert found("doub four") == {bread}, "the beginning of a word is enough"
+    assert found("ocean sourdough") == set()
+    history.rename(sea, "100% water_")
+    assert found("100% water") == {sea}
+    assert found("0_ water") == set(), "% and _ are no wildcards"
+    assert "doubled" in history.chats(query="doubled")[0].excerpt
+    history.update(history.messages(bread)[1].id, "Until tomorrow")
+    assert found("doubled") == set()
+    history.delete(bread)
+    assert found("sourdough") == set()
+
+
+def test_scripts_without_spaces_are_searched_anywhere(history):
+    tides, other = history.new_chat("m"), history.new_chat("m")
+    history.append(tides, user("請告訴我關於海洋和潮汐的事情,謝謝 Wikipedia"))
+    history.append(other, user("麵包要發酵多久?"))
+    found = lambda query: [chat.id for chat in history.chats(query=query)]
+    assert found("潮汐") == found("潮汐 海洋") == found("潮汐 wiki") == [tides]
+    assert found("潮汐 麵包") == []
+    assert "潮汐" in history.chats(query="潮汐")[0].excerpt
+
+
+def test_a_chat_without_messages_is_not_listed(history):
+    history.new_chat("m")
+    assert history.chats() == []
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.text(max_size=40)
+    | st.sampled_from(['"', "NEAR(a b)", "a AND", "col:", "-x", "'", "*", "a*b", "\ud800"])
+)
+def test_no_text_breaks_storing_or_searching(text):
+    history = History(":memory:")
+    chat_id = history.new_chat(text)
+    history.append(chat_id, user(text))
+    history.rename(chat_id, text)
+    history.chats(query=text)
+    assert contents(history, chat_id) == [text.encode("utf-8", "replace").decode()]
+
+
+def test_titles(history):
+    chat_id = history.new_chat("m")
+    history.append(chat_id, user("\n  " + "word " * 40))
+    assert len(history.chats()[0].title) <= 60
+    history.rename(chat_id, " Mine ")
+    assert history.chats()[0].title == "Mine"
+    history.rename(chat_id, "")
+    assert history.chats()[0].title.startswith("word word")
+
+
+def test_only_this_user_can_read_it(history):
+    path = Path(history.path)
+    history.new_chat("m")
+    mode = lambda p: stat.S_IMODE(p.stat().st_mode)
+    assert mode(path.parent) == 0o700
+    assert {mode(file) for file in path.parent.iterdir()} == {0o600}, "the write-ahead log too"
+
+
+def test_a_lax_mode_is_mended(tmp_path):
+    path = tmp_path / "h.sqlite3"
+    path.touch(0o644)
+    History(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+# --- crashes ---------------------------------------------------------------------------------------------
+
+CRASH = """
+    import os, signal, sys
+    from app.chat.history import History
+    from engine.events import Message
+    history = History(sys.argv[1])
+    chat_id = history.new_chat("m")
+    history.append(chat_id, Message(role="user", content="Why?"))
+    history.save_draft("half a thou")
+    reply = history.append(chat_id, Message(role="assistant", content="Because"), finished=False)
+    history.update(reply, "Because of", finished=False)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_its_reply_marked_as_interrupted(history):
+    subprocess.run([sys.executable, "-c", textwrap.dedent(CRASH), history.path], check=False)
+    [chat] = history.unfinished()
+    assert chat.title == "Why?"
+    assert contents(history, chat.id) == ["Why?", "Because of"]
+    assert history.take_draft() == "half a thou"
+    assert history.take_draft() == ""
+    history.update(history.messages(chat.id)[-1].id, "Because of you.", finished=True)
+    assert history.unfinished() == []
+
+
+def test_a_reply_in_progress_is_not_interrupted(history):
+    chat_id = history.new_chat("m")
+    history.append(chat_id, assistant("so f"), finished=False)
+    assert history.unfinished() == []
+
+
+def test_a_draft_of_a_living_process_is_its_own(history):
+    history.save_draft("mine")
+    assert history.take_draft() == ""
+    history.save_draft("")
+
+
+def test_prompts_are_recalled_without_repetition(history):
+    chat_id = history.new_chat("m")
+    for text in ("a", "b", "a"):
+        history.append(chat_id, user(text))
+    assert history.prompts() == ["b", "a"]
+    assert history.prompts(limit=1) == ["a"]
+
+
+def _write_many(path: str, count: int) -> None:
+    history = History(path)
+    chat_id = history.new_chat(str(os.getpid()))
+    for i in range(count):
+        history.append(chat_id, user(f"message {i}"))
+
+
+def test_two_processes_write_at_once_from_the_first_moment(tmp_path):
+    path = str(tmp_path / "h.sqlite3")
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_write_many, args=(path, 40)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert sorted(chat.message_count for chat in History(path).chats()) == [40, 40, 40]
+
+
+def test_a_new_file_that_another_process_is_writing_is_waited_for(tmp_path, monkeypatch):
+    """SQLite does not wait where it switches to the write-ahead log."""
+    path = tmp_path / "h.sqlite3"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("CREATE TABLE theirs (x)")
+    other.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr("app.chat.history.time.sleep", lambda _: other.execute("COMMIT"))
+    history = History(path)
+    assert history.new_chat("m")
+    history.close()
+    other.close()
+
+
+# --- files that cannot be used ---------------------------------------------------------------------------
+
+
+def test_a_damaged_file_is_one_sentence_and_the_chat_goes_on_in_memory(tmp_path):
+    path = tmp_path / "h.sqlite3"
+    path.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(HistoryError, match="damaged") as raised:
+        History(path)
+    assert raised.value.hint
+    history = History.open(path)
+    assert history.problem is not None
+    chat_id = history.new_chat("m")
+    history.append(chat_id, user("still works"))
+    assert history.chats(query="works")[0].id == chat_id
+    assert path.read_bytes().startswith(b"not a database"), "what was there is left alone"
+
+
+def test_damage_found_later_is_one_sentence(history):
+    chat_id = history.new_chat("m")
+    for i in range(200):
+        history.append(chat_id, user(f"text {i} " * 20))
+    history.close()
+    raw = bytearray(Path(history.path).read_bytes())
+    raw[4096:40960] = b"\xff" * (40960 - 4096)
+    Path(history.path).write_bytes(raw)
+    with pytest.raises(HistoryError, match="damaged"):
+        again = History(history.path)
+        again.append(again.new_chat("m"), user("x"))
+        again.chats()
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(HistoryError, match="cannot be created"):
+        History(tmp_path / "file" / "history.sqlite3")
+    with pytest.raises(HistoryError, match="cannot be"):
+        History(tmp_path)
+
+
+def test_a_read_only_history_is_one_sentence(history):
+    chat_id = history.new_chat("m")
+    history._db.execute("PRAGMA query_only = ON")
+    with pytest.raises(HistoryError, match="cannot be written"):
+        history.append(chat_id, user("x"))
+    assert history.messages(chat_id) == []
+
+
+def test_a_full_disk_is_one_sentence_and_mends_itself(history):
+    chat_id = history.new_chat("m")
+    pages = history._db.execute("PRAGMA page_count").fetchone()[0]
+    history._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(HistoryError, match="disk is full"):
+        history.append(chat_id, user("x" * 100_000))
+    history._db.execute("PRAGMA max_page_count = 1000000")
+    history.append(chat_id, user("x" * 100_000))
+    assert len(history.messages(chat_id)) == 1
+
+
+def test_a_newer_schema_is_refused(history):
+    history._db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    with pytest.raises(HistoryError, match="newer version"):
+        History(history.path)
+
+
+def test_each_migration_is_applied_once(tmp_path, monkeypatch):
+    path = tmp_path / "h.sqlite3"
+    history = History(path)
+    history.append(history.new_chat("m"), user("old"))
+    history.close()
+    monkeypatch.setattr(
+        "app.chat.history.MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE chats ADD COLUMN preset TEXT",))
+    )
+    for _ in range(2):
+        again = History(path)
+        assert again.chats()[0].title == "old"
+        columns = [row[1] for row in again._db.execute("PRAGMA table_info(chats)")]
+        assert columns.count("preset") == 1
+        again.close()
+
+
+def test_a_migration_that_fails_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("app.chat.history.MIGRATIONS", (("CREATE TABLE a (x)", "nonsense"),))
+    with pytest.raises(HistoryError):
+        History(tmp_path / "h.sqlite3")
+    assert sqlite3.connect(tmp_path / "h.sqlite3").execute(
+        "SELECT count(*) FROM sqlite_master"
+    ).fetchone() == (0,)

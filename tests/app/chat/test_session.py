@@ -1,0 +1,297 @@
+"""A session without a screen: what happens when several things want to happen at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from app.chat.history import History
+from app.chat.session import Session
+from engine.events import Failed, Ready, Sampling, Search, Warming
+from tests.app.fake_engine import READY, STARTED, FakeEngine, reply, tokens
+
+
+class SilentView:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+        self.given_back: list[str] = []
+
+    async def added(self, turn):
+        await asyncio.sleep(0)
+
+    changed = cut = added
+
+    async def opened(self):
+        await asyncio.sleep(0)
+
+    def queue_changed(self):
+        pass
+
+    def give_back(self, text):
+        self.given_back.append(text)
+
+    def notice(self, text, *, warning=False):
+        self.notices.append(text)
+
+    def problem_changed(self, problem):
+        assert problem is None
+
+
+@pytest.fixture
+def begin():
+    tasks = []
+
+    def begin(engine: FakeEngine) -> tuple[Session, SilentView]:
+        view = SilentView()
+        session = Session(
+            engine,
+            History(":memory:"),
+            view,
+            spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
+            sampling=Sampling(),
+            system="",
+            max_tokens=None,
+            think=True,
+        )
+        session.start()
+        return session, view
+
+    yield begin
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.result()  # raises what it raised
+        task.cancel()
+
+
+async def until(holds):
+    for _ in range(30_000):  # a minute
+        if holds():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError
+
+
+def said(session: Session) -> list[str]:
+    return [turn.content for turn in session.conversation.turns]
+
+
+async def test_two_prompts_at_the_same_moment_are_answered_one_after_the_other(begin):
+    engine = FakeEngine(reply("A"), reply("B"))
+    session, _ = begin(engine)
+    await until(lambda: not session.is_busy)
+    await asyncio.gather(session.send("a"), session.send("b"))
+    await until(lambda: len(engine.requests) == 2 and not session.is_busy)
+    assert said(session) == ["a", "A", "b", "B"]
+
+
+async def test_what_is_wrong_with_a_model_is_said_when_it_is_ready(begin):
+    odd = replace(READY, warnings=("Its template does not work.",))
+    session, view = begin(FakeEngine(reply("A"), start=[odd]))
+    await until(lambda: not session.is_busy)
+    assert view.notices == ["Its template does not work."]
+    session.switch(FakeEngine(reply("B"), start=[odd]), "other")
+    await until(lambda: len(view.notices) == 2)
+    assert view.notices[1] == "other answers now. Its template does not work."
+
+
+async def test_regenerating_while_the_view_still_removes_the_old_reply(begin):
+    session, _ = begin(FakeEngine(reply("A"), reply("B")))
+    await session.send("a")
+    await until(lambda: said(session) == ["a", "A"] and not session.is_busy)
+    await session.regenerate()
+    await until(lambda: not session.is_busy)
+    assert said(session) == ["a", "B"]
+
+
+async def test_a_reply_belongs_to_the_chat_it_was_asked_in(begin):
+    engine = FakeEngine([*tokens("So far"), None], reply("Other"))
+    session, _ = begin(engine)
+    await session.send("a")
+    await until(lambda: said(session) == ["a", "So far"])
+    first = session.conversation
+    await asyncio.gather(session.open(None), session.send("typed meanwhile"))
+    await until(lambda: not session.is_busy)
+    assert [turn.content for turn in first.turns][:2] == ["a", "So far"]
+    assert first.turns[1].note.startswith("stopped")
+    assert "So far" not in said(session)
+    assert not session.queued
+
+
+async def test_an_engine_that_does_not_stop_is_not_waited_for(begin, monkeypatch):
+    monkeypatch.setattr("app.chat.session.STOP_S", 0.05)
+
+    class Deaf(FakeEngine):
+        async def stop(self) -> None:
+            pass
+
+    engine = Deaf([*tokens("So far"), None, *tokens(" and on")], reply("Other"))
+    session, _ = begin(engine)
+    await session.send("a")
+    await until(lambda: said(session) == ["a", "So far"])
+    first = session.conversation
+    await session.open(None)
+    assert said(session) == []
+    engine.release()
+    await asyncio.sleep(0.02)
+    assert said(session) == [], "what still comes of it is dropped"
+    assert [turn.content for turn in first.turns] == ["a", "So far"]
+    await session.send("b")
+    await until(lambda: not session.is_busy)
+    assert said(session) == ["b", "Other"]
+
+
+async def test_a_prompt_that_waits_goes_back_when_the_chat_changes(begin):
+    session, view = begin(FakeEngine(start=[None]))
+    await session.send("a")
+    assert session.queued == "a"
+    await session.open(None)
+    assert view.given_back == ["a"]
+    assert not session.queued
+
+
+# --- another engine ------------------------------------------------------------------------------------
+
+NO_DRIVER = Failed(kind="backend", message="There is no NVIDIA driver.", hint="Choose CPU.")
+NO_MEMORY = Failed(kind="backend", message="There is not enough memory for this model and context.")
+
+
+async def test_going_over_to_another_engine_keeps_the_conversation(begin):
+    old, new = FakeEngine(reply("Old.")), FakeEngine(reply("New."))
+    session, view = begin(old)
+    await session.send("first")
+    await until(lambda: not session.is_busy)
+    adopted, seen = [], []
+    session.watch = seen.append
+    session.switch(new, "cuda", lambda: adopted.append(session.engine))
+    await until(lambda: session.engine is new and old.closed)
+    assert adopted == [new] and session.candidate is None
+    assert isinstance(seen[0], Ready) and session.status.is_ready
+    assert "cuda answers now" in view.notices
+    await session.send("second")
+    await until(lambda: not session.is_busy)
+    assert said(session) == ["first", "Old.", "second", "New."]
+    assert [content for _, content in new.prompts()[0]] == ["first", "Old.", "second"]
+
+
+def product(what, before_us, after_us, **changes):
+    return Search(
+        what=what,
+        choice="",
+        tried=9,
+        total=9,
+        refused=0,
+        before_us=before_us,
+        after_us=after_us,
+        left_s=1,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("searches", "said"),
+    [
+        (
+            [product("qkv", 500, 500), product("qkv", 500, 400), product("down", 400, 375)],
+            "made a step 33% faster",
+        ),
+        ([product("qkv", 500, 500), product("down", 500, 499)], "found nothing faster"),
+        ([product("qkv", 0, 0, found=True), product("down", 500, 400)], "made a step 25% faster"),
+        ([product("qkv", 0, 0, found=True)], "was known from an earlier start"),
+    ],
+)
+async def test_what_a_search_was_good_for_is_said(begin, searches, said):
+    session, view = begin(FakeEngine())
+    await until(lambda: not session.is_busy)
+    warming = [Warming(done=1, total=2, search=search) for search in searches]
+    session.switch(FakeEngine(start=[*warming, READY]), "cuda-beam2")
+    await until(lambda: view.notices)
+    assert view.notices == [f"cuda-beam2 answers now, its search {said}"]
+
+
+@pytest.mark.parametrize(("model", "used"), [("Qwen3 0.6B", 97), ("Llama 3.2 1B", None)])
+async def test_how_full_the_context_is_is_known_of_the_same_model_only(begin, model, used):
+    ready = replace(READY, model=replace(READY.model, name=model))
+    old, new = FakeEngine(reply("Old.")), FakeEngine(start=[ready])
+    session, _ = begin(old)
+    await session.send("first")
+    await until(lambda: not session.is_busy)
+    session.switch(new, "cuda")
+    await until(lambda: session.engine is new)
+    assert session.status.snapshot().context_used == used
+
+
+async def test_a_reply_in_progress_ends_before_another_engine_takes_over(begin):
+    old, new = FakeEngine([*reply("A long reply.")[:3], None, *reply("A long reply.")[3:]]), FakeEngine()
+    session, _ = begin(old)
+    await session.send("first")
+    await until(lambda: session.reply is not None)
+    session.switch(new, "cuda")
+    await asyncio.sleep(0.02)
+    assert session.engine is old and not old.closed
+    old.release()
+    await until(lambda: session.engine is new)
+    assert said(session)[-1] == "A long reply."
+
+
+async def test_an_engine_that_does_not_start_leaves_the_other_in_use(begin):
+    old, new = FakeEngine(reply("Old.")), FakeEngine(start=[NO_DRIVER])
+    session, view = begin(old)
+    await until(lambda: not session.is_busy)
+    session.switch(new, "cuda")
+    await until(lambda: new.closed)
+    assert session.engine is old and not old.closed and session.candidate is None
+    assert view.notices[-1] == "cuda did not start: There is no NVIDIA driver. Choose CPU."
+    await session.send("first")
+    await until(lambda: not session.is_busy)
+    assert said(session) == ["first", "Old."]
+
+
+async def test_where_there_is_no_room_for_two_it_starts_alone(begin):
+    old, new = FakeEngine(), FakeEngine()
+    starts = [[NO_MEMORY], STARTED]
+
+    async def start():
+        async for event in new._play(starts.pop(0)):
+            yield event
+
+    new.start = start
+    session, _ = begin(old)
+    await until(lambda: not session.is_busy)
+    session.switch(new, "cuda")
+    await until(lambda: session.engine is new)
+    assert old.closed and not starts
+
+
+@pytest.mark.parametrize("by", ["key", "another"])
+async def test_a_switch_is_given_up(begin, by):
+    old, slow, third = FakeEngine(), FakeEngine(start=[*STARTED[:1], None, *STARTED[1:]]), FakeEngine()
+    session, _ = begin(old)
+    await until(lambda: not session.is_busy)
+    session.switch(slow, "slow")
+    await until(lambda: session.candidate.status.snapshot().done)
+    if by == "key":
+        session.cancel_switch()
+    else:
+        session.switch(third, "third")
+    slow.release()
+    await until(lambda: slow.closed)
+    await asyncio.sleep(0.02)
+    assert session.engine is (old if by == "key" else third)
+    assert session.candidate is None
+
+
+async def test_another_engine_takes_over_from_one_that_does_not_get_ready(begin):
+    stuck, new = FakeEngine(start=[*STARTED[:1], None]), FakeEngine(reply("New."))
+    session, view = begin(stuck)
+    await session.send("first")
+    session.switch(new, "cuda")
+    await until(lambda: said(session) == ["first", "New."] and not session.is_busy)
+    stuck.release()
+    await asyncio.sleep(0.02)
+    assert not any("did not start" in notice for notice in view.notices)
+    await session.close()
+    assert new.closed == 1

@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import pytest
+
+from app.chat.settings import (
+    Settings,
+    check_sampling,
+    last_model,
+    load_settings,
+    remember,
+    remember_model,
+    remembered,
+)
+from engine.errors import UsageError
+from engine.events import EngineOptions, Generate, RawText, Sampling, command_decoder, encode
+
+
+def test_no_file_gives_the_defaults(home):
+    assert load_settings() == Settings()
+
+
+def test_every_key_is_read(home):
+    path = home / "settings.toml"
+    path.write_text(
+        'model = "m.gguf"\nbackend = "CPU"\ncontext = 512\nsystem = "Be brief."\n'
+        "[sampling]\ntemperature = 0\nseed = 7\n"
+    )
+    settings = load_settings(path)
+    assert (settings.model, settings.backend, settings.context) == ("m.gguf", "CPU", 512)
+    assert (settings.sampling.temperature, settings.sampling.seed, settings.sampling.top_k) == (0, 7, 40)
+
+
+def test_sampling_from_the_file_travels_as_sampling(home):
+    path = home / "settings.toml"
+    path.write_text("[sampling]\ntop_k = 3\n")
+    request = Generate(request_id=1, prompt=RawText(text=""), sampling=load_settings(path).sampling)
+    assert command_decoder.decode(encode(request)).sampling == Sampling(top_k=3)
+    assert EngineOptions(model_path="m").backend == Settings().backend
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("modle = 'x'", "modle"),
+        ("[sampling]\ntemp = 1", "temp"),
+        ("[sampling]\ntemperature = 'hot'", "temperature"),
+        ("[sampling]\ntop_p = 2", "top-p"),
+        ("context = 1.5", "context"),
+        ("model = ", "settings.toml"),
+        ("\0", "settings.toml"),
+    ],
+)
+def test_a_broken_file_is_named_with_what_is_wrong(home, text, named):
+    path = home / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=named):
+        load_settings(path)
+
+
+def test_bytes_that_are_not_text(home):
+    path = home / "settings.toml"
+    path.write_bytes(b"model = '\xff\xfe'")
+    with pytest.raises(UsageError, match=r"settings\.toml"):
+        load_settings(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 1.01},
+        {"min_p": -1.0},
+        {"repeat_penalty": 0.0},
+        {"seed": -1},
+        {"seed": 2**32},
+    ],
+)
+def test_sampling_out_of_range_is_refused_by_name(wrong):
+    check_sampling(Sampling())
+    with pytest.raises(UsageError, match=next(iter(wrong)).replace("_", "-")):
+        check_sampling(Sampling(**wrong))
+
+
+def test_the_last_model_is_remembered(home):
+    assert last_model() == ""
+    remember_model(str(home / "a model.gguf"))
+    assert last_model() == str(home / "a model.gguf")
+
+
+def test_a_state_folder_that_cannot_be_written_is_no_reason_to_stop(home):
+    (home / ".local").write_text("a file where a folder should be")
+    remember_model(str(home / "m.gguf"))
+    assert last_model() == ""
+
+
+def test_what_is_remembered_is_apart_and_lost_without_a_word(home, monkeypatch):
+    assert remembered("theme") == ""
+    remember("theme", "textual-light")
+    remember("model", "m.gguf")
+    assert (remembered("theme"), last_model()) == ("textual-light", "m.gguf")
+    monkeypatch.setattr("app.chat.settings._remembered_path", lambda what: Path("/dev/null") / what)
+    remember("theme", "dark")
+    assert remembered("theme") == ""

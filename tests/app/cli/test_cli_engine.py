@@ -1,0 +1,51 @@
+"""The command line with the real engine behind it: a generated model on the CPU."""
+
+import json
+import math
+
+import pytest
+
+from app.main import main
+from tests.generated_model import write
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path, monkeypatch):
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"):  # the cache, with its kernels, stays
+        monkeypatch.setenv(name, str(tmp_path))
+
+
+def test_processes_that_compile_together_make_the_same_kernels(tmp_path, monkeypatch, capfd):
+    model = write(tmp_path / "noise.gguf")
+    options = "--backend CPU --context 64 --temperature 0 --max-tokens 5 --ignore-eos --prompt-ids 1,2,3"
+    said = []
+    for processes in ("0", "2"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / processes))
+        monkeypatch.setenv("PARALLEL", processes)
+        assert main(["--model", str(model), *options.split()]) == 0
+        said.append(capfd.readouterr())
+    assert said[0] == said[1] and said[0].out
+    kept = lambda processes: len(list((tmp_path / processes).rglob("*")))
+    assert kept("0") == kept("2") > 3
+
+
+def test_an_answer_with_log_probabilities(tmp_path, capfd):
+    model = write(tmp_path / "noise.gguf")
+    options = (
+        "--backend CPU --json --logprobs 3 --temperature 0 --max-tokens 5 --ignore-eos --prompt-ids 1,2,3"
+    )
+    code = main(["--model", str(model), *options.split()])
+    out, err = capfd.readouterr()
+    events = [json.loads(line) for line in out.splitlines()]
+    assert code == 0, err
+    assert {"loading", "ready", "prefilling"} <= {event["event"] for event in events}
+    tokens = [event for event in events if event["event"] == "token"]
+    assert len(tokens) == 5
+    for token in tokens:
+        top = [candidate["logprob"] for candidate in token["top"]]
+        assert top == sorted(top, reverse=True) and len(top) == 3
+        assert sum(map(math.exp, top)) < 1
+        assert token["top"][0] == {"id": token["id"], "logprob": token["logprob"]}  # greedy
+    end = events[-1]
+    assert (end["event"], end["reason"], end["prompt_n"], end["predicted_n"]) == ("finished", "length", 3, 5)
+    assert min(end["prompt_ms"], end["predicted_ms"], end["load_ms"]) > 0

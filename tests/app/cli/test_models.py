@@ -1,0 +1,406 @@
+"""`orin-chat models`, `pull`, `rm` and `show`, and models by name, against a hub on loopback."""
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import engine.client
+from app.chat import speed_history
+from app.chat.downloading import Download, describe
+from app.chat.model_list import not_here, on_this_machine
+from app.chat.settings import last_model
+from app.cli import models
+from app.main import main
+from engine.catalog import cache
+from engine.catalog.names import HubModel, known_models, parse
+from engine.catalog.progress import Progress
+from presets import GUIDE, guide_path
+from tests import synthetic
+from tests.catalog.fixtures import fake_hub
+from tests.generated_model import write
+from widgets.text import as_bytes
+
+__all__ = ["fake_hub"]
+
+NAME = "hf.co/user/model-GGUF:Q8_0"
+
+
+@pytest.fixture
+def hub(fake_hub, tmp_path):
+    """A hub with two models that can run, one with a name that plays tricks."""
+    fake_hub.files = {
+        "model-Q8_0.gguf": write(tmp_path / "q8.gguf", architecture="qwen3").read_bytes(),
+        "model-F16.gguf": write(tmp_path / "f16.gguf", quant="F16", context=512).read_bytes(),
+    }
+    return fake_hub
+
+
+@pytest.fixture
+def run(home, monkeypatch, capfd):
+    """Runs the command line with no terminal: exit code, standard output, standard error."""
+
+    def run(*arguments, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = main([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+# --- pull ----------------------------------------------------------------------------------------------
+
+
+def test_pull_says_what_it_resolved_to_and_where_it_is(run, hub):
+    code, out, err = run("pull", NAME)
+    path = cache.find(parse(NAME))
+    size = as_bytes(len(hub.files["model-Q8_0.gguf"]))
+    assert (code, err) == (0, f"orin-chat: Downloading {NAME}.\n")
+    assert out == f"{NAME} is model-Q8_0.gguf (Q8_0, {size}): {path}\n"
+
+
+def test_pull_as_json_tells_progress_and_ends_with_the_model(run, hub):
+    code, out, err = run("pull", NAME, "--json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert {event["event"] for event in events[:-1]} == {"progress"}
+    assert events[-2]["done_bytes"] == events[-2]["total_bytes"] == len(hub.files["model-Q8_0.gguf"])
+    assert events[-1]["event"] == "finished"
+    assert events[-1]["path"] == str(cache.find(parse(NAME)))
+
+
+def test_pull_again_mends_what_is_damaged(run, hub):
+    run("pull", NAME)
+    path = cache.find(parse(NAME))
+    path.resolve().write_bytes(b"GGUF" + bytes(1000))
+    assert run("pull", NAME)[0] == 0
+    assert path.read_bytes() == hub.files["model-Q8_0.gguf"]
+
+
+def test_progress_on_a_terminal_overwrites_itself(hub, home):
+    messages = Terminal()
+    hub.pause_s = 0.01
+    models.obtain(NAME, {}, messages)
+    assert "\r" in messages.getvalue()
+    assert messages.getvalue().endswith(f"orin-chat: {NAME} is model-Q8_0.gguf (Q8_0).\n")
+    assert "\x1b" not in messages.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name, code, sentence",
+    [
+        ("qwen3:0.6", 2, "There is no model called 'qwen3:0.6'. Near it: qwen3:0.6b"),
+        ("hf.co/user/nothing", 3, "hf.co/user/nothing does not exist, or it is private."),
+        ("hf.co/user/model-GGUF:Q6_K", 3, "hf.co/user/model-GGUF has no Q6_K. It has F16, Q8_0"),
+        ("./some.gguf", 2, "some.gguf is a file: there is nothing to download."),
+        ("http://127.0.0.1:9/x.gguf", 3, "http://127.0.0.1:9/x.gguf cannot be reached:"),
+    ],
+)
+def test_what_cannot_be_pulled_gets_one_line(run, hub, name, code, sentence):
+    got, out, err = run("pull", name)
+    lines = [line for line in err.splitlines() if "Downloading" not in line]
+    assert (got, out, len(lines)) == (code, "", 1)
+    assert sentence in lines[0] and "Traceback" not in err
+
+
+def test_names_from_the_hub_cannot_reach_the_terminal(run, hub):
+    hub.files = {"evil\x1b[31m\u202e-Q8_0.gguf": hub.files["model-Q8_0.gguf"]}
+    _, out, err = run("pull", NAME)
+    assert "\x1b" not in out + err and "\u202e" not in out + err
+
+
+# --- models --------------------------------------------------------------------------------------------
+
+
+def test_at_first_the_built_in_model_is_here(run):
+    code, out, _ = run("models")
+    _, guide, nothing, known, *_ = out.splitlines()
+    assert code == 0
+    assert guide.startswith(f"{GUIDE}  ") and "  Q8_0  " in guide and nothing == ""
+    assert known.startswith("Not here, but known: llama3.2:1b, ")
+
+
+def test_the_built_in_model_stays(run):
+    code, _, err = run("rm", GUIDE, "--yes")
+    assert code == 2 and f"{GUIDE} is built in" in err and guide_path().is_file()
+
+
+def test_the_list_tells_what_each_model_is(run, hub, home):
+    run("pull", NAME)
+    speed_history.note_use(cache.find(parse(NAME)), "CUDA", 100, 123.45)
+    mine = write(home / "mine.gguf", context=256)
+    (home / "broken.gguf").write_bytes(b"GGUF")
+    speed_history.note_use(home / "broken.gguf")
+    (home / ".config/orin-chat").mkdir(parents=True)
+    (home / ".config/orin-chat/settings.toml").write_text(f'[models]\nwork = "{mine}"\n')
+    code, out, _ = run("models")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].split() == [
+        "NAME",
+        "SIZE",
+        "TYPE",
+        "PARAMETERS",
+        "CONTEXT",
+        "LAST",
+        "USED",
+        "SPEED",
+        "WHERE",
+    ]
+    row = next(line for line in lines if line.startswith(NAME))
+    assert "  Q8_0  " in row and "  2,048  " in row and "  just now  " in row and "  123.5 tok/s  " in row
+    assert "~/hf/hub/models--user--model-GGUF/snapshots/" in row
+    assert "  256  " in next(line for line in lines if line.startswith("work "))
+    assert any("broken.gguf cannot be used: broken.gguf is truncated" in line for line in lines)
+
+
+def test_the_list_as_json(run, hub):
+    run("pull", NAME)
+    [here, guide, *others] = json.loads(run("models", "--json")[1])
+    assert guide["name"] == GUIDE and guide["path"] == str(guide_path())
+    assert here["name"] == NAME and Path(here["path"]).is_file()
+    assert here["quantization"] == "Q8_0" and here["architecture"] == "qwen3" and here["parameters"] > 0
+    assert [other["name"] for other in others] == [model.name for model in known_models()]
+    assert all(other["path"] is None and other["size_bytes"] is None for other in others)
+
+
+def test_known_models_that_are_here_are_listed_once(run, hub, monkeypatch):
+    hub.repository = "Qwen/Qwen3-0.6B-GGUF"
+    hub.files = {"Qwen3-0.6B-Q8_0.gguf": hub.files["model-Q8_0.gguf"]}
+    assert run("pull", "qwen3:0.6b")[1].startswith("qwen3:0.6b is Qwen3-0.6B-Q8_0.gguf (Q8_0, ")
+    here = on_this_machine()
+    assert [entry.name for entry in here] == ["qwen3:0.6b"]
+    assert "qwen3:0.6b" not in [entry.name for entry in not_here(here)]
+
+
+def test_ages_in_words():
+    now = time.time()
+    assert [models.ago(now - past) for past in (0, 70, 3700, 2 * 86_400 + 5)] == [
+        "just now",
+        "1 minute ago",
+        "1 hour ago",
+        "2 days ago",
+    ]
+
+
+# --- rm ------------------------------------------------------------------------------------------------
+
+
+def test_rm_asks(hub, run, monkeypatch, capfd):
+    run("pull", NAME)
+    for answer, stays in (("\n", True), ("n\n", True), ("y\n", False)):
+        monkeypatch.setattr(sys, "stdin", Terminal(answer))
+        assert main(["rm", NAME]) == 0
+        assert (cache.find(parse(NAME)) is not None) == stays
+    out, err = capfd.readouterr()
+    size = as_bytes(len(hub.files["model-Q8_0.gguf"]))
+    assert f"Delete model-Q8_0.gguf ({size})? [y/N] " in err
+    assert out == f"Deleted model-Q8_0.gguf, {size} are free again.\n"
+
+
+def test_rm_without_a_terminal_needs_a_yes(hub, run):
+    run("pull", NAME)
+    code, _, err = run("rm", NAME, stdin="y\n")
+    assert code == 2 and "--yes" in err
+    code, out, _ = run("rm", NAME, "--yes", "--json")
+    assert code == 0
+    assert json.loads(out)["freed_bytes"] == len(hub.files["model-Q8_0.gguf"])
+    assert run("rm", NAME, "--yes")[0] == 3
+
+
+def test_rm_takes_the_path_of_a_download_and_no_other(hub, run, home):
+    run("pull", NAME)
+    mine = write(home / "mine.gguf")
+    code, _, err = run("rm", mine, "--yes")
+    assert code == 2 and "was not downloaded" in err and mine.exists()
+    assert run("rm", cache.find(parse(NAME)), "--yes")[0] == 0
+    assert cache.installed() == []
+
+
+# --- show ----------------------------------------------------------------------------------------------
+
+
+def test_show_predicts_the_ceiling(hub, run, monkeypatch):
+    monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
+    run("pull", NAME)
+    speed_history.note_use(cache.find(parse(NAME)), "CPU", 100, 50.0)
+    shown = json.loads(run("show", NAME, "--json", "--backend", "CPU")[1])
+    assert shown["copy_gbps"] == 100.0 and shown["device"].startswith("CPU (")
+    assert sum(kind["bytes"] for kind in shown["tensors"].values()) == shown["bytes_per_token"]  # tied
+    assert shown["ceiling_tokens_per_s"] == pytest.approx(100e9 / shown["bytes_per_token"])
+    assert shown["tokens_per_s"] == 50.0
+    assert shown["metadata"]["general.architecture"] == "qwen3"
+    assert shown["metadata"]["tokenizer.ggml.tokens"].endswith(" strings]")
+    out = run("show", NAME, "--backend", "CPU")[1]
+    for words in (
+        "copy bandwidth",
+        "100 GB/s on CPU",
+        "tokens/s: that bandwidth by those bytes",
+        "tensors in Q8_0",
+    ):
+        assert words in out
+
+
+def test_show_says_why_there_is_no_ceiling(run, home):
+    path = write(home / "mine.gguf")
+    code, out, _ = run("show", path, "--backend", "CUDA")
+    if "GB/s on CUDA" not in out:
+        assert code == 0 and "not measured: The CUDA backend cannot be used" in out
+
+
+def test_an_untied_embedding_is_not_read_whole(run, home, monkeypatch):
+    monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
+    path = write(home / "untied.gguf", tied=False)
+    shown = json.loads(run("show", path, "--json", "--backend", "CPU")[1])
+    total = sum(kind["bytes"] for kind in shown["tensors"].values())
+    assert shown["bytes_per_token"] < total
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("qwen3:4b", "hf.co/Qwen/Qwen3-4B-GGUF:Q4_K_M is not on this machine. orin-chat pull"),
+        ("/no/such.gguf", "/no/such.gguf is not on this machine. Check the path"),
+    ],
+)
+def test_show_of_what_is_not_here(run, fake_hub, name, sentence):
+    code, out, err = run("show", name)
+    assert (code, out) == (3, "") and sentence in err
+
+
+def test_metadata_are_data(run, home, monkeypatch):
+    monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
+    path = write(home / "evil.gguf", template="\x1b[31m{{ messages }}\u202e\nsecond line")
+    for arguments in (("show", path, "--backend", "CPU"), ("show", path, "--json", "--backend", "CPU")):
+        out = run(*arguments)[1]
+        assert "\x1b" not in out and "\u202e" not in out
+        assert not any(line.startswith("second line") for line in out.splitlines())
+
+
+# --- chatting by name ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answered(run, monkeypatch):
+    """Asks for one answer of a synthetic engine: exit code, output, errors, the file it was started with."""
+
+    def answered(*arguments):
+        started = []
+
+        def make(options):
+            started.append(Path(options.model_path))
+            return synthetic.engine(rate=0, load_s=0, prefill_s=0, tokens=40, text="word ")
+
+        monkeypatch.setattr(engine.client, "LocalEngine", make)
+        return *run(*arguments), started[0] if started else None
+
+    return answered
+
+
+def test_a_name_is_downloaded_once_and_remembered(answered, hub):
+    code, _, err, path = answered("--model", NAME, "why?")
+    assert code == 0 and path == cache.find(parse(NAME))
+    assert err == f"orin-chat: Downloading {NAME}.\norin-chat: {NAME} is model-Q8_0.gguf (Q8_0).\n"
+    assert last_model() == NAME
+    hub.requests.clear()
+    code, _, err, again = answered("why?")
+    assert (code, err, again, hub.requests) == (0, "", path, [])
+    assert last_model() == NAME
+
+
+def test_no_network_is_needed_for_what_is_here(answered, hub, monkeypatch):
+    answered("--model", NAME, "why?")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert answered("--model", NAME, "why?")[0] == 0
+
+
+def test_names_of_the_users_own(answered, hub, home):
+    (home / ".config/orin-chat").mkdir(parents=True)
+    (home / ".config/orin-chat/settings.toml").write_text(f'model = "fast"\n[models]\nfast = "{NAME}"\n')
+    code, _, err, path = answered("why?")
+    assert code == 0 and path.name == "model-Q8_0.gguf"
+    assert "fast is model-Q8_0.gguf (Q8_0)." in err
+
+
+def test_an_unknown_name_suggests_the_nearest(answered, hub):
+    code, out, err, path = answered("--model", "lama3.2:1b", "why?")
+    assert (code, out, path) == (2, "", None)
+    assert err == (
+        "orin-chat: There is no model called 'lama3.2:1b'. Near it: llama3.2:1b, llama3.2:3b, llama3.1:8b.\n"
+    )
+
+
+# --- the record of speeds ------------------------------------------------------------------------------
+
+
+def test_replies_are_recorded_by_file(answered, hub):
+    answered("--model", NAME, "why?")
+    [(path, use)] = speed_history.uses().items()
+    assert path == cache.find(parse(NAME)).resolve()
+    assert use.backend == "CPU" and use.tokens_per_s > 0
+    assert abs(use.used_at - time.time()) < 60
+
+
+def test_short_replies_say_nothing_of_speed(home):
+    file = home / "here.gguf"
+    file.write_bytes(b"x")
+    speed_history.note_use(file, "CPU", 100, 10.0)
+    speed_history.note_use(file, "CUDA", 5, 99.0)
+    [(path, use)] = speed_history.uses().items()
+    assert path == file and (use.tokens_per_s, use.backend) == (10.0, "CPU")
+
+
+def test_a_damaged_record_is_no_reason_to_stop(home):
+    speed_history.note_use(write(home / "m.gguf"))
+    [record] = home.rglob("evidence.json")
+    record.write_bytes(b"{nonsense")
+    assert speed_history.uses() == {}
+    speed_history.note_use(home / "m.gguf")
+    assert len(speed_history.uses()) == 1
+
+
+# --- downloads beside a screen -------------------------------------------------------------------------
+
+
+def test_a_download_in_the_background_can_be_stopped_and_goes_on(hub, home):
+    hub.files["model-Q8_0.gguf"] *= 4
+    hub.pause_s = 0.01
+    source = parse(NAME)
+    first = Download(NAME, source)
+    wait_until(lambda: first.progress.done_bytes > 50_000)
+    first.stop()
+    wait_until(lambda: first.is_over)
+    assert first.path is None and first.error is None
+    second = Download(NAME, source)
+    wait_until(lambda: second.is_over)
+    assert second.path == cache.find(source)
+
+
+def test_a_download_in_the_background_tells_its_error(fake_hub):
+    download = Download("nothing", HubModel("user/nothing"))
+    wait_until(lambda: download.is_over)
+    assert download.path is None and "does not exist" in download.error.message
+
+
+def wait_until(done, seconds=60):
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_progress_in_words():
+    assert describe(Progress("m.gguf", 0, 0, note="asking the hub")) == "m.gguf: asking the hub"
+    assert (
+        describe(Progress("m.gguf", 312_000_000, 636_000_000, 41_200_000.0))
+        == "m.gguf: 312 MB of 636 MB, 49%, 41.2 MB/s, 7.9 s left"
+    )
+    assert describe(Progress("m.gguf", 5_000_000, 0, 1e6)) == "m.gguf: 5.00 MB, 1.00 MB/s"

@@ -1,0 +1,17 @@
+import io
+
+import pytest
+
+from app.cli.oneshot import TextOutput
+from tests.app.fake_engine import READY, STARTED, reply
+
+
+@pytest.mark.parametrize("missing, says", [(0, "cut: the context of 8192 tokens is full"), (1, "")])
+def test_a_reply_that_the_context_cuts_short_says_so(missing, says):
+    out, messages = io.StringIO(), io.StringIO()
+    output = TextOutput(out, messages)
+    end = {"reason": "length", "prompt_n": READY.context_length - 1 - missing, "predicted_n": 2}
+    for event in (*STARTED, *reply("Because", **end)):
+        output.show(event)
+    assert out.getvalue() == "Because\n"
+    assert says in messages.getvalue() and messages.getvalue().count("\n") == bool(says)

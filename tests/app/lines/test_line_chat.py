@@ -1,0 +1,265 @@
+"""The line mode, with a synthetic engine behind it and a script instead of a terminal."""
+
+import asyncio
+import io
+import os
+import signal
+import sys
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.data_structures import Size
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from prompt_toolkit.output.vt100 import Vt100_Output
+
+from app.chat.history import History
+from app.lines.line_chat import LineChat, commands, words
+from app.lines.line_input import CommandCompleter, FileLines, TerminalLines
+from engine.errors import UsageError
+from tests import synthetic
+
+
+class Script:
+    """Gives lines one after the other; what is callable is called, for what happens in between."""
+
+    def __init__(self, *lines):
+        self.lines = list(lines)
+        self.drafts = []
+
+    async def read(self, draft):
+        self.drafts.append(draft)
+        while self.lines:
+            line = self.lines.pop(0)
+            if not callable(line):
+                return line
+            line()
+        raise EOFError
+
+
+@pytest.fixture
+def history(home):
+    history = History()
+    yield history
+    history.close()
+
+
+@pytest.fixture
+def chat(history):
+    """Runs lines through a chat: the chat, its exit code, what it printed, what it complained of."""
+
+    async def chat(*lines, chat_id=None, system="", **behaviour):
+        behaviour = {"rate": 0, "load_s": 0, "prefill_s": 0, "text": "Yes.\n", "tokens": 2} | behaviour
+        out, messages = io.StringIO(), io.StringIO()
+        script = Script(*lines)
+        chat = LineChat(
+            synthetic.engine(**behaviour), history, script, out, messages, system=system, chat_id=chat_id
+        )
+        chat.code = await asyncio.wait_for(chat.run(), 60)
+        chat.out, chat.err, chat.drafts = out.getvalue(), messages.getvalue(), script.drafts
+        return chat
+
+    return chat
+
+
+def contents(history, chat_id=1):
+    return [(stored.message.role, stored.message.content) for stored in history.messages(chat_id)]
+
+
+async def test_a_chat_is_answered_and_kept(chat, history):
+    c = await chat("Is it?", "", "Really?")
+    assert (c.code, c.err) == (0, "")
+    assert c.out.count("Yes.\n[prompt ") == 2
+    assert contents(history) == [
+        ("user", "Is it?"),
+        ("assistant", "Yes.\n"),
+        ("user", "Really?"),
+        ("assistant", "Yes.\n"),
+    ]
+    assert all(stored.finished for stored in history.messages(1))
+
+
+async def test_nothing_from_the_model_steers_the_terminal(chat):
+    c = await chat("x", "/model", "/chats", text="\x1b[2J\x9b\x07.", name="\x1b]0;x\x07")
+    assert "[2J." in c.out
+    assert not set(c.out) & {"\x1b", "\x07", "\x9b"}
+
+
+async def test_regenerate_replaces_the_reply(chat, history):
+    await chat("Is it?", "/regenerate")
+    assert contents(history) == [("user", "Is it?"), ("assistant", "Yes.\n")]
+
+
+async def test_edit_brings_the_message_back_and_replaces_it(chat, history):
+    c = await chat("Is it?", "/edit", "Was it?")
+    assert c.drafts[2] == "Is it?"
+    assert contents(history) == [("user", "Was it?"), ("assistant", "Yes.\n")]
+
+
+async def test_a_past_chat_goes_on(chat, history):
+    await chat("Is it?", "/new", "Other.")
+    c = await chat("And now?", "/chats", "/open 2", chat_id=1)
+    assert "> Is it?\nYes.\n" in c.out and "2  20" in c.out and "Other." in c.out
+    assert [role for role, _ in contents(history)] == ["user", "assistant"] * 2
+    with pytest.raises(UsageError, match="no chat 7"):
+        await chat(chat_id=7)
+
+
+async def test_a_system_prompt_begins_a_new_chat(chat, history):
+    await chat("Is it?", "/system Be brief.", "Is it?", "/system none", "Is it?")
+    assert contents(history, 2)[0] == ("system", "Be brief.")
+    assert [role for role, _ in contents(history, 3)] == ["user", "assistant"]
+
+
+async def test_set_changes_the_sampling_within_its_range(chat):
+    c = await chat("/set temperature 0.25", "/set top-k 0", "/set seed 7", "/set max_tokens 9")
+    assert (c.sampling.temperature, c.sampling.top_k, c.sampling.seed, c.max_tokens) == (0.25, 0, 7, 9)
+    assert c.err == "" and "temperature 0.25" in c.out
+    c = await chat("/set seed 7", "/set seed none", "/set max_tokens 9", "/set max_tokens none")
+    assert (c.sampling.seed, c.max_tokens, c.err) == (None, None, "")
+    c = await chat("/set temperature -1", "/set top-k x", "/set seed", "/set max_tokens 0", "/set heat 3")
+    assert c.sampling.temperature == 0.7 and c.max_tokens is None
+    assert c.err.count("\n") == 5
+
+
+async def test_thinking_is_asked_for_or_not(chat, history):
+    await chat("Is it?", "/think off", "Is it?", "/think maybe", thinking=3, tokens=7)
+    thoughts = [stored.message.thinking for stored in history.messages(1)]
+    assert thoughts[1] and not thoughts[3]
+    assert contents(history)[1] == ("assistant", "Yes.\n")
+
+
+async def test_a_list_of_no_chats_says_so(chat):
+    c = await chat("/chats", "hello", "/chats nowhere")
+    assert "No chats yet." in c.out and "No message has these words." in c.out
+
+
+async def test_save_writes_a_new_file(chat, home):
+    c = await chat(
+        "Is it?", f"/save {home}/chat.md", f"/save {home}/chat.md", f"/save {home}/no/chat.md", "/save"
+    )
+    text = (home / "chat.md").read_text()
+    assert text.startswith("# Is it?\n") and "Yes." in text
+    assert c.err.count("\n") == 3
+
+
+async def test_a_mistaken_command_is_not_sent_and_not_lost(chat, history):
+    c = await chat("/etc/hosts is a file", "/regenerate", "/edit", "/stats", "/open x")
+    assert c.drafts[1] == " /etc/hosts is a file"
+    assert c.err.count("\n") == 4
+    assert history.chats() == []
+
+
+async def test_help_lists_every_command(chat):
+    c = await chat("/help", "/quit", "never read")
+    assert all(f"/{name} " in c.out for name in commands())
+    assert "never" not in c.out
+    assert all(meaning and "\n" not in meaning for meaning in commands().values())
+
+
+async def test_ctrl_c_stops_the_reply_and_not_the_chat(chat, history):
+    def interrupt_soon():
+        asyncio.get_running_loop().call_later(0.4, os.kill, os.getpid(), signal.SIGINT)
+
+    c = await chat(interrupt_soon, "Is it?", "/stats", rate=50, tokens=5000)
+    assert c.code == 0 and c.out.count("stopped") == 2
+    (_, (role, content)) = contents(history)
+    assert role == "assistant" and content.startswith("Yes.\nYes.\n")
+
+
+async def test_the_engine_dies_and_the_chat_does_not(chat, history):
+    c = await chat("Is it?", "Is it?", "/stats", text="One two three four.", rate=50, die_at=2, tokens=4)
+    assert c.code == 0 and c.err.count("SIGKILL") == c.err.count("next message starts the engine again") == 2
+    assert c.out.count("ready in") == 2
+    assert [content for _, content in contents(history)] == ["Is it?", "One two", "Is it?", "One two"]
+    assert not history.messages(1)[1].finished
+
+
+async def test_a_failure_leaves_the_message_where_it_can_be_repeated(chat, history):
+    c = await chat("Is it?", failure="ContextFullError", tokens=3)
+    assert c.code == 0 and "ContextFullError" in c.err
+    assert contents(history) == [("user", "Is it?")]
+
+
+async def test_a_model_that_does_not_load_ends_the_chat(chat):
+    c = await chat("never read", load_failure="ModelFileError")
+    assert c.code == 3 and c.err.count("\n") == 1
+
+
+async def test_sigterm_ends_the_chat(chat, history):
+    def terminate_soon():
+        asyncio.get_running_loop().call_later(0.4, os.kill, os.getpid(), signal.SIGTERM)
+
+    c = await chat(terminate_soon, "Is it?", "never read", rate=50, tokens=5000)
+    assert c.code == 143
+    assert contents(history)[1][1].startswith("Yes.\n")
+
+
+async def test_without_a_history_the_chat_goes_on(home):
+    data = home / ".local" / "share"
+    data.parent.mkdir()
+    data.write_text("a file where a folder should be")
+    out, messages = io.StringIO(), io.StringIO()
+    engine = synthetic.engine(rate=0, load_s=0, prefill_s=0, text="Yes.\n", tokens=2)
+    code = await LineChat(engine, History.open(), Script("Is it?"), out, messages).run()
+    assert code == 0 and "Yes." in out.getvalue() and messages.getvalue().count("\n") == 1
+
+
+# --- where lines come from -----------------------------------------------------------------------------
+
+
+async def test_lines_of_a_file():
+    echo = io.StringIO()
+    lines = FileLines(io.StringIO("one\n\ntwo"), echo)
+    assert [await lines.read("") for _ in range(3)] == ["one", "", "two"]
+    with pytest.raises(EOFError):
+        await lines.read("")
+    assert echo.getvalue() == "> one\n> \n> two\n"
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """A terminal on which text can be typed."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        yield keys
+
+
+async def test_keys_of_the_prompt(keys):
+    lines = TerminalLines(["an earlier one"], words())
+    keys.send_text("one\x1b\rtwo\r")  # Alt+Enter
+    assert await lines.read("") == "one\ntwo"
+    keys.send_text("\x1b[A\x1b[A\x1b[A\r")  # Up to the first line, then to earlier prompts
+    assert await lines.read("") == "an earlier one"
+    keys.send_text(" now\r")
+    assert await lines.read("a draft") == "a draft now"
+    keys.send_text("given up\x03")  # Ctrl-C
+    with pytest.raises(KeyboardInterrupt):
+        await lines.read("")
+    keys.send_text("\x1b[A\r")
+    assert await lines.read("") == "given up"
+    keys.send_text("\x04")  # Ctrl-D
+    with pytest.raises(EOFError):
+        await lines.read("")
+
+
+async def test_a_dumb_terminal_is_shown_the_draft_and_sent_no_escape_sequences(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Vt100_Output(sys.stdout, lambda: Size(24, 80))
+    with create_pipe_input() as keys, create_app_session(input=keys, output=terminal):
+        keys.send_text("new\r")
+        assert await TerminalLines([], words()).read("a draft") == "new"
+    assert capsys.readouterr().out.splitlines() == ["a draft", "> new"]
+
+
+def test_completion_of_commands():
+    def complete(text):
+        completer = CommandCompleter(words())
+        return [c.text for c in completer.get_completions(Document(text), CompleteEvent())]
+
+    assert complete("/s") == ["save", "stats", "system", "set"]
+    assert complete("/set top") == ["top_k", "top_p"]
+    assert complete("/think ") == ["on", "off"]
+    assert complete("hello /s") == complete("/nope x") == complete("") == []

@@ -1,0 +1,262 @@
+"""The comparison in the full screen: opened and left by a key, the conversation kept, one failing alone."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from app.chat.history import History
+from app.comparison.engine import Comparison
+from app.screens.chat_app import ChatApp
+from app.screens.setup import Setup
+from engine.client import LocalEngine
+from engine.events import EngineOptions, Failed, Loading
+from tests import generated_model, synthetic
+from tests.app.comparison.test_compare import CACHE
+from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
+from tests.app.scenes import beside, sees
+from widgets.comparison import Comparison as Pane
+
+pytestmark = pytest.mark.usefixtures("home")
+NOT_FOUND = Failed(kind="backend", message="There is no llama-server.", hint="Install it.")
+
+
+@asynccontextmanager
+async def chat(engine, *rivals, size=(120, 40), setup=None, **options):
+    if setup is None:
+        setup = Setup(
+            EngineOptions(model_path="m.gguf", backend="CPU"), "cpu", make=lambda _: MeasuredEngine()
+        )
+        rest = list(rivals)
+        setup.compare = lambda ours, **how: beside(rest.pop(0))(ours, **how)
+    app = ChatApp(engine, History(":memory:"), setup=setup, read_counters=lambda: (), **options)
+    async with app.run_test(size=size) as pilot:
+        app.prompt.cursor_blink = False
+        await sees(pilot, "ready")
+        yield app, pilot
+
+
+async def say(app, pilot, text):
+    app.prompt.insert(text)
+    await pilot.press("enter")
+    await until(lambda: not app.session.is_busy)
+    await pilot.pause(0.15)
+
+
+async def until(holds, seconds=60.0):
+    for _ in range(round(seconds / 0.02)):
+        if holds():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError
+
+
+def contents(app):
+    return [turn.content for turn in app.session.conversation.turns]
+
+
+async def test_a_key_opens_it_and_closes_it_and_the_conversation_goes_on():
+    ours, rival = MeasuredEngine(reply("One."), reply("Two."), reply("Three.")), FakeEngine(reply("Zwei."))
+    async with chat(ours, rival) as (app, pilot):
+        await say(app, pilot, "first")
+        await pilot.press("f10")
+        await sees(pilot, "The next prompt is answered by both.")
+        assert not app.dashboard.is_seen and app.focused is app.prompt
+        await say(app, pilot, "second")
+        await sees(pilot, "Zwei.")
+        await sees(pilot, "decode")
+        await pilot.press("f10")
+        await until(lambda: rival.closed and app.session.engine is ours)
+        await sees(pilot, "Two.")
+        assert app.dashboard.is_seen and not ours.closed
+        await say(app, pilot, "third")
+        assert contents(app) == ["first", "One.", "second", "Two.", "third", "Three."]
+        assert [role for role, _ in ours.prompts()[-1]] == ["user", "assistant"] * 2 + ["user"]
+
+
+async def test_keys_of_the_pane():
+    ours, rival = MeasuredEngine(reply("One."), reply("Two.")), FakeEngine(reply("Eins."), reply("Zwei."))
+    async with chat(ours, rival) as (app, pilot):
+        await pilot.press("f10")
+        await say(app, pilot, "first")
+        await pilot.press("tab")
+        assert isinstance(app.focused, Pane)
+        await sees(pilot, "r asks both again")
+        await pilot.press("t", "t", "t")
+        await sees(pilot, "From the next prompt on they answer together")
+        await pilot.press("r")
+        await sees(pilot, "Zwei.")
+        await sees(pilot, "together: they share the memory")
+        assert contents(app) == ["first", "Two."]
+        await pilot.press("escape")
+        await until(lambda: app.session.engine is ours)
+
+
+async def test_escape_stops_both_before_it_closes_anything():
+    ours = MeasuredEngine([*reply("On and on. ")[:3], None])
+    async with chat(ours, FakeEngine()) as (app, pilot):
+        await pilot.press("f10")
+        app.prompt.insert("go")
+        await pilot.press("enter")
+        await sees(pilot, "answering")
+        await pilot.press("f10")
+        await sees(pilot, "Esc stops the reply first")
+        await pilot.press("tab", "escape")
+        await until(lambda: not app.session.is_answering)
+        assert isinstance(app.session.engine, Comparison)
+
+
+async def test_the_activity_says_which_of_the_two_is_waited_for():
+    ours = MeasuredEngine([None, *reply("One. Two.")[:4], None, *reply(" Three.")[2:]])
+    rival = FakeEngine([None, *reply("Eins.")], start=[Loading(done_bytes=1, total_bytes=4), None, READY])
+    async with chat(ours, rival) as (app, pilot):
+        await pilot.press("f10")
+        app.prompt.insert("go")
+        await pilot.press("enter")
+        await sees(pilot, "llama.cpp: loading 25%")
+        await sees(pilot, "waits for llama.cpp")
+        assert "reading the prompt" not in app.column.activity.text
+        rival.release()
+        await sees(pilot, "orin-chat: reading the prompt")
+        ours.release()
+        await sees(pilot, "orin-chat: answering · 2 tokens")
+        ours.release()
+        await sees(pilot, "llama.cpp: reading the prompt")
+        await pilot.press("escape")
+        await until(lambda: not app.session.is_answering)
+        await until(lambda: app.column.activity.text == "ready")
+
+
+async def test_speeds_of_two_at_once_are_no_evidence_of_a_preset():
+    async with chat(MeasuredEngine(reply("One. " * 60)), FakeEngine()) as (app, pilot):
+        noted = []
+        app.setup.note_speed = lambda decode, prefill: noted.append((decode, prefill))
+        await pilot.press("f10")
+        await say(app, pilot, "in turn")
+        [(decode, prefill)] = noted
+        assert decode and prefill
+        await pilot.press("tab", "t", "r")
+        await sees(pilot, "together: they share the memory")
+        await until(lambda: not app.session.is_busy)
+        await pilot.press("f10")
+        assert noted == [(decode, prefill)]
+
+
+async def test_page_up_scrolls_both_texts():
+    text = "".join(f"line {i}\n\n" for i in range(100))
+    async with chat(MeasuredEngine(reply(text)), FakeEngine(reply(text))) as (app, pilot):
+        await pilot.press("f10")
+        await say(app, pilot, "count")
+        await sees(pilot, "line 99")
+        await pilot.press(*["pageup"] * 20)
+        await sees(pilot, "line 0")
+        assert "line 99" not in app.export_screenshot()
+
+
+async def test_another_chat_is_not_shown_with_the_answers_of_the_last():
+    async with chat(MeasuredEngine(reply("One.")), FakeEngine(reply("Eins."))) as (app, pilot):
+        await pilot.press("f10")
+        await say(app, pilot, "first")
+        await sees(pilot, "Eins.")
+        await until(lambda: not app.session.is_busy)
+        await pilot.press("ctrl+n")
+        await sees(pilot, "The next prompt is answered by both.")
+        assert "Eins." not in app.export_screenshot()
+
+
+async def test_without_llama_server_the_pane_says_so_and_the_chat_works():
+    async with chat(MeasuredEngine(reply("One.")), FakeEngine(start=[NOT_FOUND])) as (app, pilot):
+        await pilot.press("f10")
+        await sees(pilot, "⚠ There is no llama-server. Install it.")
+        await say(app, pilot, "first")
+        await sees(pilot, "One.")
+        assert contents(app) == ["first", "One."]
+
+
+async def test_one_that_dies_leaves_the_other_unharmed():
+    died = Failed(kind="backend", message="llama-server died.", hint="Its log: x")
+    async with chat(MeasuredEngine(reply("One.")), FakeEngine([*reply("Eins.")[:3], died])) as (app, pilot):
+        await pilot.press("f10")
+        await say(app, pilot, "first")
+        await sees(pilot, "⚠ llama-server died. Its log: x")
+        await sees(pilot, "One.")
+        assert contents(app) == ["first", "One."]
+
+
+async def test_another_preset_is_compared_too():
+    ours, rivals = MeasuredEngine(), (FakeEngine(), FakeEngine())
+    async with chat(ours, *rivals) as (app, pilot):
+        await pilot.press("f10")
+        await sees(pilot, "The next prompt")
+        before = app.session.engine
+        before.together = True
+        app.switching._to_preset(app.setup, lambda: "safe")
+        await until(lambda: app.session.engine is not before)
+        assert isinstance(app.session.engine, Comparison) and app.session.engine.together
+        await until(lambda: ours.closed and rivals[0].closed and not rivals[1].closed)
+
+
+async def test_from_the_start():
+    """As `--compare` has it."""
+    ours, rival = MeasuredEngine(reply("One.")), FakeEngine(reply("Eins."))
+    async with chat(beside(rival)(ours), initial_prompt="Hi") as (app, pilot):
+        await sees(pilot, "Eins.")
+        assert contents(app) == ["Hi", "One."]
+
+
+async def test_a_server_elsewhere_cannot_be_compared():
+    app = ChatApp(FakeEngine(), History(":memory:"))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await sees(pilot, "ready")
+        await pilot.press("f10")
+        await sees(pilot, "Only an engine of orin-chat's own")
+
+
+async def test_ours_dying_is_told_in_its_column():
+    ours = synthetic.engine(load_s=0.0, prefill_s=0.0, tokens=40, rate=200, die_at=8)
+    async with chat(ours, FakeEngine(reply("Eins."))) as (app, pilot):
+        await pilot.press("f10")
+        await say(app, pilot, "first")
+        await sees(pilot, "⚠ The engine process died")
+        await sees(pilot, "Eins.")
+
+
+@pytest.mark.parametrize("size", [(120, 40), (80, 24), (60, 20), (40, 12), (20, 8)])
+async def test_it_fits(size):
+    ours, rival = MeasuredEngine(reply("One. " * 40)), FakeEngine(reply("Eins. " * 40))
+    setup = Setup(EngineOptions(model_path="m.gguf", backend="CPU"), "cpu", make=lambda _: MeasuredEngine())
+    setup.compare = beside(rival)
+    app = ChatApp(ours, History(":memory:"), setup=setup, read_counters=lambda: ())
+    async with app.run_test(size=size) as pilot:
+        await until(lambda: not app.session.is_busy)
+        await pilot.press("f10")
+        await pilot.pause()
+        await say(app, pilot, "Hi")
+        await sees(pilot, "One.")
+        await sees(pilot, "Eins.")
+
+
+async def test_with_a_real_llama_server(llama_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", CACHE)  # with kernels that other tests have compiled
+    path = str(generated_model.write(tmp_path / "noise.gguf", architecture="qwen3"))
+    options = EngineOptions(model_path=path, backend="CPU", context_length=256)
+    setup = Setup(options, "cpu", llama_server=llama_server)
+    app = ChatApp(
+        LocalEngine(options), History(":memory:"), setup=setup, read_counters=lambda: (), max_tokens=12
+    )
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(lambda: app.session.status.is_ready, 60)
+        await pilot.press("f10")
+        app.prompt.insert("hello")
+        await pilot.press("enter")
+        await until(lambda: app.column.comparison.view.complete, 60)
+        view = app.column.comparison.view
+        assert (view.left.problem, view.right.problem, view.asked) == ("", "", "hello")
+        assert view.left.prompt_tokens == view.right.prompt_tokens and view.right.memory_bytes
+        await until(lambda: not app.session.is_busy)
+        ours = app.session.engine.ours
+        await pilot.press("f10")
+        await until(lambda: app.session.engine is ours)
+        await sees(pilot, "llama.cpp is closed")

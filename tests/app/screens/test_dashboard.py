@@ -1,0 +1,450 @@
+"""The dashboard beside a chat: what it asks of an idle engine, and going over to another preset."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+from textual.events import Key
+
+from app.chat import speed_history
+from app.chat.history import History
+from app.screens.chat_app import ChatApp
+from app.screens.setup import Setup
+from engine.events import EngineOptions, Failed
+from presets import loader
+from tests.app.fake_engine import STARTED, FakeEngine, MeasuredEngine, profile, reply, tokens
+from tests.app.scenes import COUNTERS, sees
+
+NO_DRIVER = Failed(kind="backend", message="There is no driver.", hint="Choose CPU.")
+
+
+@pytest.fixture(autouse=True)
+def own_presets(tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "own_folder", lambda: tmp_path / "presets")
+    monkeypatch.setattr(speed_history, "_path", lambda: tmp_path / "evidence.json")
+
+
+@asynccontextmanager
+async def dashboard(engine, *others, flaws=None, size=(140, 44), backend="CUDA", name="cuda", **options):
+    made = []
+
+    def make(options: EngineOptions):
+        made.append(options)
+        return others[len(made) - 1]
+
+    setup = Setup(
+        EngineOptions(model_path="m.gguf", backend=backend), name, make=make,
+        flaw=lambda backend: (flaws or {}).get(backend, ""),
+    )  # fmt: skip
+    app = ChatApp(
+        engine,
+        History(":memory:"),
+        setup=setup,
+        read_counters=lambda: COUNTERS,
+        clock=engine.clock,
+        **options,
+    )
+    async with app.run_test(size=size) as pilot:
+        app.prompt.cursor_blink = False
+        await sees(pilot, "ready")
+        await until(lambda: setup._flaws)
+        yield app, pilot, made
+
+
+async def until(holds):
+    for _ in range(3000):  # a minute
+        if holds():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError
+
+
+async def test_an_idle_engine_is_measured_once_and_after_each_reply():
+    engine = MeasuredEngine(reply("Hello. " * 40))
+    async with dashboard(engine) as (app, pilot, _):
+        await until(lambda: engine.profiles == ["decode"])
+        await sees(pilot, "143 kernels · sum 8,190 · wall 10,000 µs")
+        assert app.dashboard.performance.copy_gbps == 120
+        await asyncio.sleep(1.2)
+        assert engine.profiles == ["decode"], "not again and again"
+        app.prompt.insert("Hi")
+        await pilot.press("enter")
+        await until(lambda: engine.profiles == ["decode"] * 2)
+        await sees(pilot, "42% of roofline")
+
+
+async def test_an_engine_that_does_not_measure_itself_says_so():
+    async with dashboard(FakeEngine()) as (_, pilot, _):
+        await sees(pilot, "fake does not tell of its kernels")
+
+
+async def test_a_profile_that_gave_way_is_asked_for_again():
+    engine = MeasuredEngine()
+    answers = [Failed(kind="usage", message="The profile was given up for a prompt."), profile()]
+
+    async def asked(step="decode"):
+        engine.profiles.append(step)
+        if len(answers) == 2:
+            app.session._is_starting = True  # as if a prompt had come
+            asyncio.get_running_loop().call_later(0.3, setattr, app.session, "_is_starting", False)
+        return answers.pop(0)
+
+    engine.profile = asked
+    async with dashboard(engine) as (app, pilot, _):
+        await until(lambda: engine.profiles == ["decode"] * 2)
+        await sees(pilot, "143 kernels")
+
+
+async def test_keys_of_the_kernel_table():
+    engine = MeasuredEngine()
+    async with dashboard(engine) as (app, pilot, _):
+        await sees(pilot, "143 kernels")
+        table = app.dashboard.table
+        await pilot.press("f9", "f9")
+        assert app.focused is table and app.transcript.size.width == app.prompt.size.width == 0
+        assert [kernel.role for kernel in table.rows[:2]] == ["FFN gate+up", "attention"]
+        await pilot.press("s")
+        assert table.rows[0].role == "output head" and "by GB/s" in table.border_subtitle
+        await pilot.press("f", "f")
+        assert [kernel.role for kernel in table.rows] == ["attention"]
+        await pilot.press("f", "f", "f", "d")
+        await until(lambda: engine.profiles[-1] == "prefill")
+        await sees(pilot, "512 tokens")
+        await pilot.press("p")
+        await sees(pilot, "paused")
+        await pilot.press("down", "enter")
+        await sees(pilot, "options: UPCAST")
+        await pilot.press("escape", "escape")
+        assert app.focused is app.prompt and app.prompt.size.width > 0
+
+
+async def test_what_is_measured_again_is_shown_although_the_table_was_held():
+    engine = MeasuredEngine()
+    async with dashboard(engine) as (app, pilot, _):
+        await sees(pilot, "143 kernels")
+        await pilot.press("f9", "f9", "p", "d")  # prefill is not measured yet
+        await sees(pilot, "512 tokens")
+        assert engine.profiles == ["decode", "prefill"] and not app.dashboard.table.is_paused
+
+
+async def test_the_next_backend_keeps_the_conversation():
+    engine, other = MeasuredEngine(reply("One.")), MeasuredEngine(reply("Two."))
+    async with dashboard(engine, other, initial_prompt="first") as (app, pilot, made):
+        await sees(pilot, "One.")
+        await pilot.press("f6")
+        await until(lambda: app.session.engine is other)
+        assert (made[0].backend, made[0].beam, app.setup.name) == ("CPU", 0, "cpu")
+        app.prompt.insert("second")
+        await pilot.press("enter")
+        await sees(pilot, "Two.")
+        assert [text for _, text in other.prompts()[0]] == ["first", "One.", "second"]
+        assert engine.closed
+
+
+async def test_a_backend_that_does_not_work_here_is_passed_over():
+    flaws = {"NV": "no NVIDIA driver", "CPU": "no compiler"}
+    async with dashboard(MeasuredEngine(), flaws=flaws) as (app, pilot, made):
+        await pilot.press("f6")
+        await sees(pilot, "No other backend works here")
+        assert app.column.activity.notice.endswith("CPU: no compiler; NV: no NVIDIA driver.")
+        assert made == [] and app.session.candidate is None
+
+
+async def test_a_wider_search_and_back():
+    wide, wider, narrow = MeasuredEngine(), MeasuredEngine(), MeasuredEngine()
+    async with dashboard(MeasuredEngine(), wide, wider, narrow) as (app, pilot, made):
+        for engine, name in ((wide, "cuda-beam2"), (wider, "cuda-beam4"), (narrow, "cuda")):
+            await pilot.press("f7")
+            await until(lambda engine=engine: app.session.engine is engine)
+            assert app.setup.name == name
+        assert [options.beam for options in made] == [2, 4, 0]
+
+
+async def test_a_preset_that_fails_leaves_the_old_one():
+    broken = FakeEngine(start=[*STARTED[:2], NO_DRIVER])
+    async with dashboard(MeasuredEngine(), broken) as (app, pilot, _):
+        before = app.session.engine
+        await pilot.press("f6")
+        await sees(pilot, "cpu did not start: There is no driver. Choose CPU.")
+        assert app.session.engine is before and app.setup.name == "cuda" and not before.closed
+
+
+async def test_in_mid_reply_a_switch_is_said_and_so_is_its_failure():
+    answering = MeasuredEngine([*tokens("still at it"), None])
+    broken = FakeEngine(start=[STARTED[0], None, NO_DRIVER])
+    async with dashboard(answering, broken) as (app, pilot, _):
+        await pilot.press("h", "i", "enter")
+        await sees(pilot, "still at it")
+        await pilot.press("f6")
+        await sees(pilot, "cpu is being prepared and answers after this reply")
+        broken.release()
+        await sees(pilot, "cpu did not start: There is no driver. Choose CPU.")
+        assert app.session.is_answering and app.session.candidate is None
+
+
+async def test_escape_gives_up_a_switch():
+    slow = FakeEngine(start=[*STARTED[:2], None])
+    async with dashboard(MeasuredEngine(), slow) as (app, pilot, _):
+        await pilot.press("f6")
+        await sees(pilot, "cpu: preparing kernels · 12 of 48")
+        await pilot.press("escape")
+        await until(lambda: slow.closed)
+        assert app.setup.name == "cuda" and app.session.candidate is None
+
+
+async def test_presets_are_chosen_and_edited_in_a_list(tmp_path):
+    other = MeasuredEngine()
+    async with dashboard(MeasuredEngine(), other) as (app, pilot, made):
+        await pilot.press("f8")
+        await sees(pilot, "not measured yet")
+        await pilot.press("home", "f2")
+        await sees(pilot, "Ctrl+S saves")
+        app.screen.query_one("TextArea").text = 'title = "Mine"\nbackend = "TPU"\n'
+        await pilot.press("ctrl+s")
+        await sees(pilot, "$.backend")
+        app.screen.query_one("TextArea").text = 'title = "Mine"\nbackend = "CPU"\nkernels = "graph"\n'
+        await pilot.press("ctrl+s")
+        await sees(pilot, "your own")
+        await pilot.press("home", "enter")
+        await until(lambda: app.session.engine is other)
+        assert made[0].kernels == "graph" and (tmp_path / "presets" / "cpu.toml").is_file()
+
+
+async def test_no_edit_of_a_preset_is_lost_by_one_key(tmp_path):
+    mine = tmp_path / "presets" / "mine.toml"
+    mine.parent.mkdir()
+    mine.write_text('title = "Of last week"\nbackend = "CPU"\n')
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("f8", "home", "f2")
+        await sees(pilot, "Ctrl+S saves · Esc closes")
+        await pilot.press("escape")  # nothing was edited
+        await sees(pilot, "Enter chooses")
+        await pilot.press("f2")
+        await sees(pilot, "Ctrl+S saves · Esc closes")
+        app.screen.query_one("TextArea").text = text = 'title = "Mine"\nbackend = "CPU"\n'
+        app.screen.query_one("Input").value = "mine"
+        await pilot.press("escape")
+        await sees(pilot, "This is not saved. Esc again leaves it")
+        await pilot.press("ctrl+s")
+        await sees(pilot, "There is a preset mine of your own.")
+        assert "Of last week" in mine.read_text()
+        await pilot.press("ctrl+s")
+        await sees(pilot, "mine  Mine  your own")
+        assert mine.read_text() == text and app.screen.list.highlighted_option.id == "mine"
+        await pilot.press("f2")
+        await sees(pilot, "Ctrl+S saves · Esc closes")
+        app.screen.query_one("TextArea").text = "nonsense"
+        await pilot.press("escape", "escape")
+        await sees(pilot, "Enter chooses")
+        assert mine.read_text() == text
+
+
+async def test_what_was_typed_before_a_key_that_saves_is_saved(tmp_path):
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("f8", "home", "f2")
+        await sees(pilot, "Ctrl+S saves · Esc closes")
+        for key in ("#", "x", "enter", "ctrl+s"):  # at once, as on a slow line
+            app.post_message(Key(key, key if len(key) == 1 else None))
+        await sees(pilot, "your own")
+        assert (tmp_path / "presets" / "cpu.toml").read_text().startswith("#x\n")
+
+
+async def test_a_preset_of_ones_own_is_deleted_by_two_keys(tmp_path):
+    own = tmp_path / "presets" / "safe.toml"
+    own.parent.mkdir()
+    own.write_text('title = "Mine"\nbackend = "CPU"\n')
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("f8", "end", "f2")
+        await sees(pilot, "Ctrl+S saves · Esc closes")
+        await pilot.press("escape")
+        await sees(pilot, "safe  Mine  your own")
+        assert app.screen.list.highlighted_option.id == "safe", "where it was"
+        await pilot.press("delete")
+        await sees(pilot, "Delete again removes your own safe for good.")
+        await pilot.press("up", "down", "delete")  # asked anew
+        assert own.exists()
+        await pilot.press("delete")
+        await sees(pilot, "safe  Safe: the CPU alone")
+        assert not own.exists()
+        await pilot.press("delete")
+        await sees(pilot, "safe comes with orin-chat")
+
+
+async def test_quitting_asks_for_edits_that_are_not_saved():
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("f8", "home", "f2")
+        await sees(pilot, "Ctrl+S saves · Esc closes")
+        app.screen.query_one("TextArea").insert("# a thought\n")
+        app.action_help()  # by the palette
+        await sees(pilot, "All keys")
+        await pilot.press("ctrl+q")
+        await sees(pilot, "This is not saved. Ctrl+Q again leaves it, Ctrl+S saves.")
+        await pilot.press("x", "ctrl+q")  # something else was typed since
+        await pilot.press("escape")  # another key was asked for
+        assert app.is_running and app.return_code is None
+        assert "x" in app.screen.query_one("TextArea").text
+        await pilot.press("ctrl+q", "ctrl+q")
+        assert app.return_code == 0
+
+
+async def test_quitting_asks_nothing_where_nothing_is_edited():
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("f8", "home", "f2")
+        await sees(pilot, "Ctrl+S saves · Esc closes")
+        await pilot.press("ctrl+q")
+        assert app.return_code == 0
+
+
+async def test_speeds_are_noted_for_the_preset():
+    engine = MeasuredEngine(reply("word " * 60, prompt_n=96, prompt_ms=210.0))
+    async with dashboard(engine, initial_prompt="Hi") as (app, pilot, _):
+        await until(lambda: speed_history.recall(app.setup.model_path))
+        known = speed_history.recall(app.setup.model_path)["cuda"]
+        assert (round(known.runs[0].decode), round(known.runs[0].prefill)) == (100, 457)
+        full, short, _ = known.phrasings
+        assert full.startswith("decode 100, prefill 457 tok/s (20") and "prefill" not in short
+        await sees(pilot, "decode 100")
+
+
+async def test_where_there_is_no_room_a_key_shows_it_and_what_happens_under_it():
+    slow = FakeEngine(start=[*STARTED[:2], None])
+    async with dashboard(MeasuredEngine(), slow, size=(80, 30)) as (app, pilot, _):
+        assert app.dashboard.size.width == 0
+        await pilot.press("f5")
+        await sees(pilot, "throughput")
+        await sees(pilot, "F5 back")
+        assert app.prompt.size.width == 0
+        await pilot.press("f7")
+        await sees(pilot, "cuda-beam2: preparing kernels")
+        await pilot.press("escape", "f5")
+        await pilot.pause()
+        assert app.column.size.width == 80 and app.focused is app.prompt
+
+
+async def test_a_notice_does_not_hide_the_way_back():
+    async with dashboard(MeasuredEngine(), size=(80, 30)) as (app, pilot, _):
+        for key, way in (("f5", "F5 back"), ("f9", "Esc back")):
+            app.notice("A model is here", seconds=60)
+            await pilot.press(key)
+            await sees(pilot, way)
+        app.notice("The disk is full", warning=True)
+        await pilot.press("f9")
+        await sees(pilot, "The disk is full")
+
+
+async def test_on_a_tiny_terminal_there_is_only_the_chat():
+    async with dashboard(MeasuredEngine(), size=(36, 12)) as (app, pilot, _):
+        await pilot.press("f5", "f9")
+        await pilot.pause()
+        assert app.dashboard.size.width == 0
+        assert app.column.size.width == 36
+
+
+async def test_a_terminal_that_gets_too_small_for_a_whole_pane_shows_the_chat():
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("f9")
+        assert app.dashboard.whole is not None
+        await pilot.resize_terminal(20, 8)
+        await until(lambda: app.dashboard.whole is None and app.prompt.has_focus)
+        assert app.transcript.size.height + app.column.welcome.size.height > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "name"),
+    [
+        ({}, "CPU", "cpu"),
+        ({"backend": "CUDA", "context_length": 512}, "CUDA", "cuda"),
+        ({"beam": 2}, "CUDA", ""),
+        ({"kernels": "graph"}, "CPU", ""),
+    ],
+)
+def test_without_a_preset_it_is_that_of_the_backend_if_it_is_set_up_alike(options, backend, name):
+    setup = Setup(EngineOptions(model_path="m", **options))
+    setup.started(backend)
+    assert setup.name == name
+
+
+async def test_what_is_not_seen_costs_nothing():
+    engine = MeasuredEngine()
+    async with dashboard(engine) as (app, pilot, _):
+        await pilot.press("f5")
+        await until(lambda: not app.dashboard.is_seen)
+        app.dashboard._read = lambda: pytest.fail("the counters are read")
+        engine.profiles.clear()
+        app.dashboard._wanted = ["decode"]
+        await asyncio.sleep(1.5)
+        assert engine.profiles == []
+
+
+async def test_tab_goes_to_the_kernels_and_back():
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("tab")
+        assert app.focused is app.dashboard.table
+        await pilot.press("escape", "tab")
+        await pilot.click("ThroughputGraph")
+        assert app.focused is app.prompt
+
+
+async def test_what_is_typed_goes_to_the_prompt_whenever_it_is_seen():
+    async with dashboard(MeasuredEngine(), size=(140, 44)) as (app, pilot, _):
+        await pilot.press("f5", "f5")  # hides it and shows it again
+        await pilot.resize_terminal(80, 24)  # where it stands in the chat's place
+        await sees(pilot, "F9 whole pane  F5 back")
+        await until(lambda: app.focused is app.dashboard.table)
+        await pilot.press("s", "f1", "escape", "s")  # its keys, also after another page
+        assert app.dashboard.table.sort == "calls" and app.session.engine.requests == []
+        await pilot.resize_terminal(140, 44)
+        await until(lambda: app.focused is app.prompt)
+        await pilot.press("h", "i")
+        assert app.prompt.text == "hi"
+
+
+async def test_a_dashboard_that_was_left_in_a_narrow_terminal_is_there_in_a_wide_one():
+    async with dashboard(MeasuredEngine(), size=(80, 24)) as (app, pilot, _):
+        await pilot.press("f5")
+        await sees(pilot, "throughput")
+        await pilot.press("f5")
+        await until(lambda: app.focused is app.prompt and app.prompt.size)
+        await pilot.resize_terminal(140, 44)
+        await sees(pilot, "throughput")
+
+
+async def test_keys_that_scroll_the_chat_move_the_cursor_of_an_editor():
+    async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("f8", "home", "f2")
+        await sees(pilot, "Ctrl+S saves · Esc closes")
+        editor = app.screen.query_one("TextArea")
+        await pilot.press("pagedown")
+        assert editor.cursor_location[0] == editor.document.end[0] > 0
+        await pilot.press("pageup")
+        assert editor.cursor_location[0] == 0
+
+
+async def test_a_frame_draws_the_chat_or_the_dashboard_and_neither_twice_running(monkeypatch):
+    """Where frames are seldom, both are due in each."""
+    monkeypatch.setattr("app.screens.dashboard.FRAME_S", 0.0)
+    engine = MeasuredEngine(reply("Hello. " * 400))
+    async with dashboard(engine) as (app, pilot, _):
+        drawn = []
+        chat, panes = app.column.draw, app.dashboard.draw
+
+        async def draw_chat():
+            drawn.append("chat")
+            await chat()
+
+        def draw_panes():
+            drew = panes()
+            drawn.extend(["panes"] * drew)
+            return drew
+
+        monkeypatch.setattr(app.switching, "tell_of_download", lambda: drawn.append("frame"))
+        monkeypatch.setattr(app.column, "draw", draw_chat)
+        monkeypatch.setattr(app.dashboard, "draw", draw_panes)
+        app.prompt.insert("Hi")
+        await pilot.press("enter")
+        await until(lambda: drawn.count("panes") > 3)
+        assert all("frame" in pair for pair in pairwise(drawn))
+        assert all("chat" in pair for pair in pairwise(what for what in drawn if what != "frame"))

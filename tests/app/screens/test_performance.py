@@ -1,0 +1,227 @@
+"""From events to speeds, from speeds to a verdict, from speeds to what is remembered of a preset."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from app.chat import speed_history
+from app.chat.slowdown import verdict
+from app.screens.performance import PerformanceObserver
+from engine.events import Counter, Measured, Prefilling, Token
+from tests.app.fake_engine import READY, profile, reply
+from widgets.throughput_graph import GAP
+
+MEASURED = Measured(request_id=0, copy_gbps=100.0, kernels_per_token=1, device_bytes=1)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def performance(clock):
+    performance = PerformanceObserver(clock)
+    performance.observe(READY)
+    performance.observe(MEASURED)
+    return performance
+
+
+def decode(performance, n, rate, start=0.0):
+    for i in range(n):
+        performance.observe(Token(request_id=1, id=i, text="x", at_ms=(start + i / rate) * 1e3))
+
+
+def test_decode_by_the_engines_clock(performance):
+    decode(performance, 400, 200.0)
+    view = performance.throughput()
+    assert view.current == pytest.approx(200) == view.median == view.best
+    assert len(view.samples) in (7, 8)  # of a quarter of a second each, in two
+
+
+def test_slow_tokens_are_samples_of_their_own(performance):
+    decode(performance, 5, 2.0)
+    assert [s.tokens_per_s for s in performance.throughput().samples if s is not GAP] == [2.0] * 4
+
+
+def test_an_answer_too_short_for_a_sample_is_one(performance):
+    for event in reply("a few words"):
+        performance.observe(event)
+    assert performance.current == pytest.approx(100)
+
+
+def test_the_roofline_falls_as_the_context_grows(performance):
+    performance.observe(Prefilling(request_id=1, done=1000, total=1000, cached=0))
+    decode(performance, 100, 100.0)
+    view = performance.throughput()
+    must_read = READY.weight_bytes_per_token + 1100 * READY.kv_bytes_per_token
+    assert view.share == pytest.approx(100 / (100e9 / must_read))
+    assert view.gbps == pytest.approx(100 * must_read / 1e9)
+    first, *_, last = [s.roofline(100.0) for s in view.samples if s is not GAP]
+    assert first > last
+
+
+@pytest.mark.parametrize(
+    ("weights_mb", "rate", "is_cached"),
+    [(11, 12_000.0, True), (11, 5_000.0, False), (5_000, 40.0, False)],  # the last: no cache holds that
+)
+def test_a_small_model_faster_than_the_memory_is_in_a_cache(performance, weights_mb, rate, is_cached):
+    performance.observe(replace(READY, weight_bytes_per_token=weights_mb * 1_000_000, kv_bytes_per_token=0))
+    performance.observe(MEASURED)
+    decode(performance, int(rate), rate)
+    assert performance.throughput().is_cached is is_cached
+
+
+def test_an_engine_that_tells_no_bytes_has_no_roofline(clock):
+    performance = PerformanceObserver(clock)
+    decode(performance, 100, 100.0)
+    view = performance.throughput()
+    assert (view.share, view.gbps) == (None, None)
+
+
+def test_prefill_by_its_progress(performance, clock):
+    for done in (0, 512, 1024, 1500):
+        performance.observe(Prefilling(request_id=1, done=done, total=1500, cached=0))
+        clock.now += 0.1
+    speeds = [s.tokens_per_s for s in performance.throughput().samples if s.is_prefill]
+    assert speeds == pytest.approx([5120, 5120, 4760])
+
+
+def test_a_prompt_too_short_for_progress_is_a_sample_of_its_own(performance):
+    for done in (10, 40):
+        performance.observe(Prefilling(request_id=1, done=done, total=40, cached=10))
+    decode(performance, 2, 100.0, start=0.02)
+    [sample] = [s for s in performance.throughput().samples if s is not GAP]
+    assert sample.is_prefill and sample.tokens_per_s == pytest.approx(30 / 0.02)
+    assert performance.throughput().prefill == pytest.approx(30 / 0.02), "said as soon as it is known"
+
+
+def test_the_current_speed_is_of_one_answer(performance):
+    decode(performance, 100, 100.0)
+    performance.observe(reply("")[-1])
+    decode(performance, 100, 200.0)
+    assert performance.current == pytest.approx(200)
+    performance.observe(reply("")[-1])
+    performance.observe(Prefilling(request_id=2, done=0, total=9, cached=0))
+    assert performance.current == pytest.approx(200), "until the next one says more"
+
+
+def test_answers_are_kept_apart(performance):
+    for event in reply("word " * 100):
+        performance.observe(event)
+    decode(performance, 100, 100.0, start=5.0)
+    samples = performance.throughput().samples
+    assert all(s.tokens_per_s < 1000 for s in samples), "the pause between them is no speed"
+    assert performance.throughput().prefill == pytest.approx(96 / 0.21)
+
+
+def test_nothing_changes_while_nothing_happens(performance):
+    performance.observe(profile())
+    before = performance.changes
+    decode(performance, 2, 1000.0)
+    assert performance.changes == before
+    assert performance.kernels.decode == profile()
+
+
+def test_another_engine_begins_anew(performance):
+    decode(performance, 100, 100.0)
+    performance.observe(READY)
+    view = performance.throughput()
+    assert (view.current, view.copy_gbps, view.samples) == (None, None, ())
+
+
+@pytest.mark.parametrize(
+    ("counter", "line"),
+    [
+        (Counter(name="EMC activity", value=61.4, unit="%"), "memory 61 % busy, measured"),
+        (Counter(name="EMC activity", absent="no permission"), "memory: not available: no permission"),
+        (Counter(name="GPU", absent="NVML is away"), "memory: not available: NVML is away"),
+        (Counter(name="CPU load", value=1), "memory: not available: no counter here"),
+    ],
+)
+def test_what_the_memory_controller_measures_is_its_own_line(performance, counter, line):
+    assert performance.throughput([counter]).memory == line
+
+
+# --- a verdict -----------------------------------------------------------------------------------------
+
+FULL = Counter(name="GPU clock", value=1300, unit="MHz", most=1300)
+LOW = Counter(name="GPU clock", value=600, unit="MHz", most=1300)
+MODE = Counter(name="power mode", text="30W")
+
+
+@pytest.mark.parametrize(
+    ("rate", "slowdown", "counters", "says"),
+    [
+        (95, 1.0, (LOW,), ""),
+        (None, 1.0, (), ""),
+        (70, 0.75, (LOW,), "30% below the best: each token reads a KV cache of 4,000 tokens"),
+        (50, 0.99, (Counter(name="throttled", text="x", parts=("too hot",)), LOW), "held back, too hot"),
+        (50, 0.99, (LOW, MODE), "the GPU clock is 600 of 1,300 MHz in power mode 30W"),
+        (50, 0.99, (Counter(name="other load", value=80, unit="%"), LOW), "other programs take 80 %"),
+        (50, 0.99, (FULL, Counter(name="temperature", value=97, unit="°C")), "it is hot, 97 °C"),
+        (50, 0.99, (FULL, MODE), "50% below the best: no counter shows why"),
+    ],
+)
+def test_a_verdict(rate, slowdown, counters, says):
+    sentence = verdict(rate, 100.0, slowdown, 4000, counters)
+    assert says in sentence and bool(sentence) == bool(says)
+
+
+# --- evidence ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(speed_history, "_path", lambda: tmp_path / "state" / "evidence.json")
+    return tmp_path
+
+
+def test_evidence_is_by_model_machine_and_preset(remembered, monkeypatch):
+    model = Path("/models/a.gguf")
+    for decode_rate in (84.0, 85.0, 83.0):
+        speed_history.note(model, "cuda", decode=decode_rate, prefill=1200.0)
+    speed_history.note(model, "cpu", decode=20.0, prefill=None)
+    speed_history.note(Path("/models/b.gguf"), "cuda", decode=1.0, prefill=None)
+    known = speed_history.recall(model)
+    assert set(known) == {"cuda", "cpu"}
+    assert str(known["cuda"]).startswith("decode 84.0 ± 1.0, prefill 1,200 ± 0 tok/s (20")
+    assert str(known["cpu"]).startswith("decode 20.0 tok/s (")
+    monkeypatch.setattr(speed_history.platform, "node", lambda: "another")
+    assert speed_history.recall(model) == {}
+
+
+def test_only_the_last_runs_count(remembered):
+    for rate in range(1, 20):
+        speed_history.note(Path("m"), "cuda", decode=float(rate), prefill=None)
+    assert [run.decode for run in speed_history.recall(Path("m"))["cuda"].runs] == list(range(12, 20))
+
+
+def test_evidence_that_cannot_be_kept_stops_nothing(remembered):
+    speed_history._path().parent.mkdir()
+    speed_history._path().write_text("{ damaged")
+    assert speed_history.recall(Path("m")) == {}
+    speed_history.note(Path("m"), "cuda", decode=1.0, prefill=None)
+    assert speed_history.recall(Path("m"))
+    speed_history._path().unlink()
+    speed_history._path().mkdir()
+    speed_history.note(Path("m"), "cuda", decode=1.0, prefill=None)
+
+
+def test_the_counters_of_a_card_say_nothing_of_an_engine_on_the_cpu(performance):
+    counters = (Counter(name="memory activity", value=3.0), Counter(name="CPU load", value=90.0))
+    assert performance.bearing(counters) == counters
+    assert performance.throughput(counters).memory == "memory 3 % busy, measured"
+    assert performance.throughput(counters).measured == "copy"
+    performance.observe(replace(READY, backend="CPU"))
+    assert performance.bearing(counters) == counters[1:]
+    assert performance.throughput(counters).memory == "memory: not available: no counter here"
+    assert performance.throughput(counters).measured == "reading"

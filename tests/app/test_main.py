@@ -1,0 +1,474 @@
+"""The command line, in this process with a synthetic engine; signals and pipes in processes of their own."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine.client
+from app.chat.settings import last_model
+from app.cli.options import Parser
+from app.main import main
+from engine.events import Sampling
+from presets import GUIDE, guide_path
+from tests import synthetic
+from tests.generated_model import write
+from tests.paths import ROOT
+
+INSTANT = {"rate": 0, "load_s": 0, "prefill_s": 0}
+ESCAPES = "\x1b[31mred\x07 \x9b2J\u202e"
+
+
+@pytest.fixture
+def model(home):
+    path = home / "model.gguf"
+    path.write_bytes(b"GGUF")
+    return path
+
+
+@pytest.fixture
+def stdin(home, monkeypatch):
+    """Gives standard input a text; nothing is there until it is called."""
+
+    def give(text):
+        path = home / "stdin"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        monkeypatch.setattr(sys, "stdin", path.open())
+
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield give
+
+
+@pytest.fixture
+def run(model, stdin, monkeypatch, capfd):
+    """Runs the command line with a synthetic engine: exit code, standard output, standard error, options."""
+
+    def run(*arguments, **behaviour):
+        started = []
+
+        def make(options):
+            started.append(options)
+            return synthetic.engine(**(INSTANT | {"text": "You said: {prompt}\n", "tokens": 4} | behaviour))
+
+        monkeypatch.setattr(engine.client, "LocalEngine", make)
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return code, out, err, started[0] if started else None
+
+    return run
+
+
+# --- one answer ----------------------------------------------------------------------------------------
+
+
+def test_the_reply_is_all_there_is_on_stdout(run, model):
+    code, out, err, options = run("--model", model, "why?")
+    assert (code, out, err) == (0, "You said: why?\n", "")
+    assert options.model_path == str(model)
+
+
+def test_text_on_stdin_is_a_prompt_and_is_joined_to_one(run, model, stdin):
+    stdin("some text\n")
+    assert run("--model", model)[1] == "You said: some text\n"
+    stdin("some text\n")
+    assert run("--model", model, "Summarize.", tokens=8)[1] == "You said: Summarize.\n\nsome text\n"
+
+
+def test_stdin_need_not_be_valid_text(run, model, stdin):
+    stdin(b"caf\xe9")
+    assert run("--model", model)[1] == "You said: caf\ufffd\n"
+
+
+def test_thinking_is_not_part_of_the_reply(run, model):
+    assert run("--model", model, "why?", thinking=5, tokens=11)[1] == "You said: why?\n"
+
+
+def test_verbose_says_what_the_engine_did_on_stderr(run, model):
+    code, out, err, _ = run("--verbose", "--model", model, "why?")
+    assert (code, out) == (0, "You said: why?\n")
+    assert "Synthetic 0.5B" in err and "tok/s" in err
+
+
+def test_nothing_from_the_model_steers_the_terminal(run, model):
+    _, out, err, _ = run("--verbose", "--model", model, "why?", text=ESCAPES, tokens=3, name=ESCAPES)
+    assert "[31mred" in out
+    assert "red" in err
+    assert not set(out + err) & {"\x1b", "\x07", "\x9b", "\u202e"}
+
+
+def test_options_reach_the_engine(run, model):
+    *_, options = run(
+        "--model", model, "--backend", "cpu", "--context", 99, "--beam", 2, "--temperature", 0, "why?"
+    )
+    assert (options.backend, options.context_length, options.beam) == ("CPU", 99, 2)
+
+
+# --- for programs --------------------------------------------------------------------------------------
+
+
+def lines(out):
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_json_is_every_event(run, model):
+    code, out, err, _ = run("--json", "--model", model, "why?", thinking=1, tokens=6)
+    events = lines(out)
+    assert (code, err) == (0, "")
+    kinds = [event["event"] for event in events]
+    assert list(dict.fromkeys(kinds)) == [
+        "loading",
+        "warming",
+        "ready",
+        "prefilling",
+        "thinking",
+        "token",
+        "finished",
+    ]
+    assert next(event for event in events if event["event"] == "token") == {
+        "event": "token",
+        "id": 3,
+        "text": "You",
+    }
+    assert next(event for event in events if event["event"] == "ready")["model"]["name"] == "Synthetic 0.5B"
+    end = events[-1]
+    assert (end["reason"], end["predicted_n"]) == ("stop", 6)
+    assert {"prompt_n", "prompt_ms", "predicted_ms", "load_ms"} < set(end)
+    assert not any("request_id" in event or "type" in event for event in events)
+
+
+def test_logprobs_come_with_the_tokens(run, model):
+    _, out, _, _ = run("--json", "--logprobs", 2, "--model", model, "why?")
+    token = next(event for event in lines(out) if event["event"] == "token")
+    assert token["logprob"] == -0.5
+    assert token["top"] == [{"id": 0, "logprob": -0.5}, {"id": 1, "logprob": -1.5}]
+
+
+def test_json_is_ascii_whatever_the_model_says(run, model):
+    _, out, _, _ = run("--json", "--model", model, "why?", text=ESCAPES + "\x7f é", tokens=4)
+    assert out.isascii() and out.replace("\n", "").isprintable()
+    assert "".join(e["text"] for e in lines(out) if e["event"] == "token") == ESCAPES + "\x7f é"
+
+
+def test_raw_text_and_token_ids_replace_the_template(run, model):
+    assert run("--raw", "--model", model, "a  b", tokens=5)[1] == "You said: a  b\n"
+    assert run("--prompt-ids", "1, 2,30", "--model", model)[1] == "You said: 30 \n"
+
+
+def test_failures_are_events_too(run, model):
+    code, out, _, _ = run("--json", "--model", model, "why?", failure="ContextFullError")
+    assert code == 5
+    assert lines(out)[-1]["event"] == "failed" and lines(out)[-1]["kind"] == "context"
+    code, out, err, _ = run("--json", "--model", model.parent / "other.gguf", "why?")
+    assert (code, err) == (3, "")
+    assert lines(out)[0]["kind"] == "model" and "other.gguf" in lines(out)[0]["message"]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("UsageError", 2),
+        ("ModelFileError", 3),
+        ("TemplateError", 3),
+        ("BackendError", 4),
+        ("MemoryError", 4),
+        ("ContextFullError", 5),
+        ("RuntimeError", 1),
+    ],
+)
+def test_exit_codes(run, model, name, code):
+    """Also: the codes that engine.errors gives its classes are those of the events they become."""
+    for behaviour in ({"load_failure": name}, {"failure": name, "fail_at": 2}):
+        result, out, err, _ = run("--model", model, "why?", **behaviour)
+        assert result == code
+        assert err.startswith("orin-chat: ") and err.count("\n") == 1 and "Traceback" not in err
+        assert out == ("You said:\n" if "fail_at" in behaviour else "")
+
+
+def test_the_death_of_the_engine_keeps_what_was_said(run, model):
+    code, out, err, _ = run("--model", model, "why?", die_at=2, rate=50)
+    assert (code, out) == (4, "You said:\n")
+    assert "SIGKILL" in err and "next" not in err  # there is no next prompt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "-1", "why?"], "temperature"),
+        (["--temperature", "nan", "why?"], "temperature"),
+        (["--top-p", "1.5", "why?"], "top-p"),
+        (["--top-k", "x", "why?"], "--top-k"),
+        (["--max-tokens", "0", "why?"], "--max-tokens"),
+        (["--context", "-5", "why?"], "--context"),
+        (["--backend", "TPU", "why?"], "--backend"),
+        (["--nonsense"], "--nonsense"),
+        (["--temp", "0", "why?"], "--temp"),
+        (["--raw", "--system", "x", "why?"], "--raw"),
+        (["--raw", "--no-think", "why?"], "--raw"),
+        (["--prompt-ids", "1,x"], "--prompt-ids"),
+        (["--prompt-ids", "1", "why?"], "--prompt-ids"),
+        (["--prompt-ids", "1", "--raw"], "--prompt-ids"),
+        (["--logprobs", "3", "why?"], "--json"),
+        (["--plain", "why?"], "--plain"),
+        (["--continue", "--chat", "3"], "--continue"),
+        (["--continue", "why?"], "--continue"),
+        (["--json"], "PROMPT"),
+        (["why", "not?"], "quotes"),
+        (["--verbose", "tokenize", "x"], "orin-chat tokenize"),
+        (["  "], "empty"),
+        (["--chat", "1", "--plain"], "no chat 1"),
+        (["--continue", "--plain"], "no chat"),
+        ([], "terminal"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_starts_nothing(run, model, arguments, named):
+    code, out, err, started = run("--model", model, *arguments)
+    if "--json" in arguments:
+        out, err = "", json.loads(out)["message"] + "\n"
+    assert (code, out, started) == (2, "", None)
+    assert named in err and err.count("\n") == 1
+
+
+def test_a_missing_model_is_named_with_those_that_are_there(run, model):
+    code, _, err, _ = run("--model", model.parent / "mo\x1bdel.ggfu", "why?")
+    assert code == 3
+    assert "model.ggfu" in err and str(model) in err and "\x1b" not in err
+    code, _, err, _ = run("--model", model.parent, "why?")
+    assert code == 3 and "folder" in err and str(model) in err
+    code, _, err, _ = run("--model", "/dev/zero", "why?")
+    assert code == 3 and "device" in err
+
+
+def test_a_folder_that_may_not_be_looked_into(run, model, monkeypatch):
+    hidden, stat = model.parent / "hidden", Path.stat
+
+    def refused(path, **how):
+        if hidden in path.parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    code, _, err, started = run("--model", hidden / "x.gguf", "why?")
+    assert (code, started) == (3, None)
+    assert "x.gguf cannot be read: Permission denied." in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["bench", "show", "tune"])
+def test_a_device_is_written_as_one_likes_and_told_as_it_was_written(command, capsys):
+    name = ["none.gguf"] if command == "show" else ["--model", "./none.gguf"]
+    for backend, says in (("cpu", "none.gguf"), ("Tpu", "'Tpu'")):
+        main([command, *name, "--backend", backend])
+        assert says in capsys.readouterr().err
+
+
+def test_where_the_model_comes_from(run, model, home):
+    code, out, err, options = run("why?")
+    assert (code, out) == (0, "You said: why?\n") and options.model_path == str(guide_path())
+    assert GUIDE in err and "--model qwen3:0.6b" in err and err.count("\n") == 1
+    assert last_model() == GUIDE
+    assert run("--model", GUIDE, "why?")[2] == ""  # asked for, it needs no introduction
+    run("--model", model, "why?")
+    assert run("why?")[3].model_path == str(model)  # the last one
+    other = home / "other.gguf"
+    other.write_bytes(b"GGUF")
+    write_settings(home, f"model = '{other}'\nbackend = 'cpu'\n[sampling]\nseed = 3\n")
+    assert run("why?")[3].model_path == str(other)
+    assert run("--model", "~/model.gguf", "why?")[3].model_path == str(model)
+    assert lines(run("--json", "why?")[1])[-1]["seed"] == 3
+    assert lines(run("--json", "--seed", 4, "why?")[1])[-1]["seed"] == 4
+
+
+def test_broken_settings_are_a_warning(run, model, home):
+    write_settings(home, "modle = 'x'")
+    code, out, err, _ = run("--model", model, "why?")
+    assert (code, out) == (0, "You said: why?\n")
+    assert "modle" in err and "defaults" in err
+
+
+def write_settings(home, text):
+    path = home / ".config" / "orin-chat" / "settings.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+
+
+def test_input_without_end_is_refused(run, model, stdin, monkeypatch):
+    monkeypatch.setattr("app.cli.options.STDIN_LIMIT_BYTES", 100)
+    stdin("x" * 101)
+    code, _, err, _ = run("--model", model)
+    assert code == 2 and "Standard input" in err
+
+
+# --- words ---------------------------------------------------------------------------------------------
+
+
+def test_tokenize_needs_a_vocabulary_alone_and_is_no_last_model(home, capsys):
+    model = write(home / "noise.gguf")
+    assert main(["tokenize", "--model", str(model), "--json", "the river"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "".join(found["pieces"]) == "the river" and len(found["ids"]) == len(found["pieces"])
+    assert main(["tokenize", "--jsonl", "x"]) == 2
+    assert last_model() == ""
+
+
+def test_a_command_is_its_name_in_front(run, model, monkeypatch):
+    seen = []
+    monkeypatch.setitem(
+        sys.modules["app.main"].COMMANDS, "tokenize", (lambda rest: seen.append(rest) or 0, "")
+    )
+    assert main(["tokenize", "--json", "x"]) == 0
+    assert seen == [["--json", "x"]]
+    assert run("--model", model, "--", "tokenize")[1] == "You said: tokenize\n"
+
+
+def test_help_tells_the_defaults_that_are(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty"):
+        line = next(line for line in text.splitlines() if line.startswith(f"  --{name.replace('_', '-')} "))
+        assert f"({getattr(Sampling(), name)})" in line
+    assert "exit codes" in text and "tokenize" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("orin-chat 0.")
+
+
+def test_help_imports_nothing_that_it_does_not_need():
+    code = (
+        "import sys, app.main\n"
+        "assert not {'asyncio', 'msgspec', 'textual', 'tinygrad', 'numpy'} & set(sys.modules)\n"
+        "sys.argv = ['orin-chat', '--help']; app.main.main()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_no_abbreviations():
+    assert Parser().allow_abbrev is False
+
+
+# --- signals and pipes ---------------------------------------------------------------------------------
+
+
+def start(model, behaviour, *arguments):
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.app.synthetic_cli",
+            json.dumps(behaviour),
+            "--model",
+            model,
+            *arguments,
+        ],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def workers_of(process):
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_reply(model, number, code):
+    process = start(model, {"rate": 50, "tokens": 9999}, "why?")
+    said = process.stdout.readline()
+    workers = workers_of(process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, "")
+    assert (said + out).endswith("\n")
+    assert workers and not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_signal_while_the_model_loads(model):
+    process = start(model, {"load_s": 60}, "--json", "why?")
+    assert json.loads(process.stdout.readline())["event"] == "loading"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_a_reader_that_has_had_enough(model):
+    process = start(model, {"rate": 0, "tokens": 100_000}, "why?")
+    assert process.stdout.readline() == "# A synthetic answer\n"
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
+
+
+def run_into_full_disk(module, *arguments, stream="stdout", **environment):
+    """The command line as a process of its own, run to its end, with `stream` on a disk that is full."""
+    with Path("/dev/full").open("w") as full:
+        return subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: full}),
+            env=os.environ | environment,
+            text=True,
+        )
+
+
+@pytest.mark.parametrize("arguments", [["why?"], ["--json", "why?"]])
+def test_a_full_disk_is_one_sentence(model, arguments):
+    process = run_into_full_disk("tests.app.synthetic_cli", "{}", "--model", model, *arguments)
+    assert process.returncode == 1
+    assert "No space left" in process.stderr and process.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["--help", "--version", "models", "bench --help", "--mistaken --json"])
+def test_a_full_disk_is_one_sentence_for_lists_and_help_too(home, arguments, unbuffered):
+    process = run_into_full_disk("app", *arguments.split(), PYTHONUNBUFFERED=unbuffered)
+    assert process.returncode == 1
+    assert process.stderr == "orin-chat: Input or output failed: No space left on device.\n"
+
+
+def test_where_no_sentence_can_be_written_the_exit_code_says_it(home):
+    assert run_into_full_disk("app", "--mistaken", stream="stderr").returncode == 2
+
+
+def test_a_screen_that_nobody_would_see_is_not_drawn(model):
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "tests.app.synthetic_cli", "{}", "--model", model]
+    env = {**os.environ, "TERM": "xterm"}
+    process = subprocess.run(
+        command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(ours), os.close(theirs)
+    assert process.returncode == 2
+    assert "drawn on standard error" in process.stderr and "2>" in process.stderr
+
+
+def test_progress_is_shown_on_a_terminal_alone(model):
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.app.synthetic_cli", '{"tokens": 3}', "--model", model, "why?"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    out, _ = process.communicate(timeout=60)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert out == b"# A syntheti\n"
+    assert "loading" in shown and "preparing kernels" in shown and "\x1b" not in shown
+    assert shown.endswith(" \r")  # and taken away before the reply

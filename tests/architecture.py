@@ -1,0 +1,64 @@
+"""The imports of the project as edges between rooms, and the rooms of ARCHITECTURE.md's table."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TOP = ("app", "engine", "presets", "tools", "widgets")
+_ROW = re.compile(r"^\| (?P<rooms>`[^|]+?) \| [^|]+ \| (?P<knows>[^|]+?) \|$", re.MULTILINE)
+_NAME = re.compile(r"`([\w/]+)`")
+
+
+def table(text: str) -> dict[str, set[str]]:
+    """Each room in ARCHITECTURE.md, a folder or a file as `engine/events`, and the rooms that it may import."""
+    rows = [(_NAME.findall(row["rooms"]), _NAME.findall(row["knows"])) for row in _ROW.finditer(text)]
+    return {room: {*rooms, *knows} for rooms, knows in rows for room in rooms}
+
+
+def modules(root: Path) -> dict[str, ast.Module]:
+    """The syntax trees of all modules of the project, by name as `engine/events`."""
+    files = [file for top in TOP for file in (root / top).rglob("*.py")]
+    return {_module(file.relative_to(root)): ast.parse(file.read_text("utf-8")) for file in files}
+
+
+def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
+    """The modules among `known` that a module imports, wherever it does, and packages outside the project."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.replace(".", "/") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            package = node.module.replace(".", "/")
+            for alias in node.names:
+                yield inner if (inner := f"{package}/{alias.name}") in known else package
+
+
+def room_of(module: str, rooms: set[str]) -> str | None:
+    """The innermost room that a module lies in; None if it lies in none."""
+    parts = module.split("/")
+    prefixes = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in rooms), None)
+
+
+def cycle(edges: dict[str, set[str]]) -> list[str]:
+    """The nodes of a cycle in a directed graph, in their order; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node not in done:
+            for target in sorted(edges.get(node, ())):
+                if found := visit(target, [*path, node]):
+                    return found
+            done.add(node)
+        return []
+
+    return next((found for node in sorted(edges) if (found := visit(node, []))), [])
+
+
+def _module(path: Path) -> str:
+    name = path.with_suffix("").as_posix()
+    return name.removesuffix("/__init__")

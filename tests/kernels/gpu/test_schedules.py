@@ -1,0 +1,50 @@
+"""Schedules that are shipped as data, and the rule for all else."""
+
+import msgspec
+import pytest
+
+from engine.kernels.gpu import schedules
+from engine.kernels.gpu.matvec import Schedule, Stack
+from engine.kernels.gpu.packing import Packing
+from engine.kernels.gpu.schedules import matvec_schedule
+
+Q6_K = Packing(14)
+CHIPS = sorted(path.stem for path in schedules._TUNED.glob("*.toml"))
+
+
+def test_the_chips_that_are_named_have_a_file():
+    assert CHIPS == ["sm_87", "sm_89", "sm_90"]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_what_is_shipped_fits(chip):
+    known = schedules._shipped(chip)
+    assert known.origin.startswith(("measured", "predicted"))
+    assert known.origin == "predicted" or known.products
+    for name, numbers in known.products.items():
+        schedule = Schedule(*numbers)
+        assert schedule.fits() and schedule.block_rows % 2 == 0
+        for matrix in name.split(" + "):
+            rows = int(matrix.split()[1].split("x")[0])
+            assert rows % schedule.block_rows == 0, name
+
+
+def test_what_was_measured_comes_before_the_rule():
+    assert matvec_schedule(Stack.of(Q6_K, 128256, 2048), "sm_90", 132) == Schedule(16, 4, 8)
+    assert matvec_schedule(Stack.of(Q6_K, 128256, 2048), "sm_00", 132) != Schedule(16, 4, 8)
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 16, 24, 128])
+@pytest.mark.parametrize("rows, cols", [(1, 32), (898, 896), (2048, 8192), (4096, 4096), (151936, 1024)])
+def test_a_predicted_chip_has_its_blocks(rows, cols, multiprocessors):
+    s = matvec_schedule(Stack.of(Q6_K, rows, cols), "sm_87", multiprocessors)
+    assert s.fits() and s.block_rows % 2 == 0
+    wanted = schedules._shipped("sm_87").rule.blocks_a_multiprocessor * multiprocessors
+    assert s.rows == 1 or rows // s.block_rows >= wanted or rows // s.groups < wanted
+
+
+def test_a_file_with_a_mistake_is_not_read_past(tmp_path, monkeypatch):
+    monkeypatch.setattr(schedules, "_TUNED", tmp_path)
+    (tmp_path / "sm_11.toml").write_text("[rule]\nblocks = 3")
+    with pytest.raises(msgspec.ValidationError, match="blocks"):
+        matvec_schedule(Stack.of(Q6_K, 2048, 2048), "sm_11")

@@ -1,0 +1,117 @@
+"""The code keeps to the arrows of ARCHITECTURE.md, and to the libraries that each room may know."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture import TOP, cycle, imports, modules, room_of, table
+from tests.paths import ROOT
+
+FORBIDDEN = {
+    "engine": {"textual", "rich", "prompt_toolkit"},
+    "widgets": {"tinygrad"},
+    "presets": {"tinygrad", "textual"},
+}
+PACKAGES = {"app", "engine"}  # folders whose __init__ holds nothing
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return modules(ROOT)
+
+
+@pytest.fixture(scope="module")
+def rooms():
+    return table((ROOT / "ARCHITECTURE.md").read_text("utf-8"))
+
+
+def forbidden_imports(trees, rooms) -> list[str]:
+    """What the modules import against the table, and the modules that lie in no room of it."""
+    known, found = set(trees), []
+    for module, tree in trees.items():
+        if (room := room_of(module, set(rooms))) is None:
+            if module not in PACKAGES:
+                found.append(f"{module} lies in no room")
+            continue
+        for target in imports(tree, known):
+            if target.split("/")[0] in TOP and target not in PACKAGES:
+                other = room_of(target, set(rooms))
+                if other != room and other not in rooms[room]:
+                    found.append(f"{module} imports {target}, and {room} may not import {other}")
+    return found
+
+
+def test_rooms_import_what_the_table_says_and_nothing_else(trees, rooms):
+    assert forbidden_imports(trees, rooms) == []
+
+
+def test_every_room_and_arrow_of_the_table_is_in_the_code(trees, rooms):
+    used: dict[str, set[str]] = {row: set() for row in _rows(rooms).values()}
+    for module, tree in trees.items():
+        if room := room_of(module, set(rooms)):
+            targets = {room_of(target, set(rooms)) for target in imports(tree, set(trees))}
+            used[_rows(rooms)[room]] |= {room, *filter(None, targets)}
+    unused = {room: allowed - used[_rows(rooms)[room]] for room, allowed in rooms.items()}
+    assert not {room: arrows for room, arrows in unused.items() if arrows}
+
+
+def test_neither_rooms_nor_files_form_a_circle(trees, rooms):
+    row = _rows(rooms)
+    assert cycle({row[room]: {row[other] for other in rooms[room]} - {row[room]} for room in rooms}) == []
+    files = {module: set(imports(tree, set(trees))) & set(trees) - {module} for module, tree in trees.items()}
+    assert cycle(files) == []
+
+
+def _rows(rooms) -> dict[str, str]:
+    """The first room of each room's row. Rooms of one row allow the same, themselves among it."""
+    return {room: min(other for other in rooms if rooms[other] == rooms[room]) for room in rooms}
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("widgets/prompt", "from app.chat.session import Session"),
+        ("engine/formats/gguf", "import engine.model.weights"),
+        ("engine/errors", "from engine import worker"),
+        ("app/chat/history", "def f():\n    from app.screens.chat_app import ChatApp"),
+        ("app/nowhere", ""),
+    ],
+)
+def test_an_arrow_that_is_turned_round_is_found(trees, rooms, module, line):
+    changed = {**trees, module: ast.parse(line)}
+    found = set(forbidden_imports(changed, rooms)) - set(forbidden_imports(trees, rooms))
+    assert len(found) == 1 and next(iter(found)).startswith(module)
+
+
+def test_a_circle_is_found():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_libraries_stay_in_their_rooms(trees):
+    for module, tree in trees.items():
+        never = FORBIDDEN.get(module.split("/")[0], set())
+        found = {target.split("/")[0] for target in imports(tree, set(trees))} & never
+        assert not found, f"{module} imports {found}"
+
+
+def test_a_chat_without_a_screen_needs_no_textual():
+    script = (
+        "import sys, app.chat.session, app.chat.model_list; print({'textual', 'tinygrad'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
+
+
+def test_files_are_short():
+    long = {
+        str(file.relative_to(ROOT)): lines
+        for top in TOP
+        for file in (ROOT / top).rglob("*.py")
+        if (lines := len(file.read_text("utf-8").splitlines())) > 500
+    }
+    assert not long

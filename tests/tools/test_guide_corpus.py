@@ -1,0 +1,194 @@
+"""What the built-in model is trained on: that it is true of this program, varied, reproducible, and that the
+questions it is judged by are not in it."""
+
+import random
+import re
+
+import pytest
+from textual.widgets import TextArea
+
+from app.cli import options
+from app.cli.oneshot import EXIT_CODES
+from app.lines.line_chat import commands
+from app.main import COMMANDS
+from app.screens.actions import ACTIONS, OTHER_KEYS, key_label
+from engine.catalog.names import known_models
+from presets import loader
+from tools.guide import facts, questions, sources
+from tools.guide.conversations import Conversations
+from tools.guide.corpus import conversations
+from tools.guide.template import rendered
+from tools.guide.wording import gerund, gist, normalized
+
+
+@pytest.fixture(scope="module")
+def known():
+    return facts.load()
+
+
+def test_every_answer_says_what_it_must(known):
+    for fact in known.facts.values():
+        assert fact.must and all(text.lower() in fact.answer.lower() for text in fact.must), fact.id
+        assert len(fact.answer.split()) < 60 and "{key" not in fact.answer, fact.id
+
+
+def test_answers_name_only_what_the_program_has(known):
+    parser = options._parser({})
+    theirs = {"--restore", "--force", "--help"}  # of jetson_clocks, of pipx, and every program's
+    known_options = {name for action in parser._actions for name in action.option_strings} | theirs
+    labels = {part for action in ACTIONS for part in [key_label(action.key)]}
+    labels |= {part for names, _ in OTHER_KEYS for part in names.split(", ")} | {"Shift+Enter"}
+    labels |= set(sources.EDITING_KEYS)
+    models = {model.name for model in known_models()}
+    for fact in known.facts.values():
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", fact.answer)) <= known_options, fact.id
+        assert set(re.findall(r"\b(?:(?:Ctrl|Alt|Shift)\+\w+|F\d+)\b", fact.answer)) <= labels | {
+            "F32",
+            "F16",
+        }, fact.id
+        assert set(re.findall(r"(?<!\S)/([a-z]+)\b(?!/)", fact.answer)) <= commands().keys(), fact.id
+        assert set(re.findall(r"\b(?:qwen|llama)[\d.]+:[\w.-]*\w", fact.answer)) <= models, fact.id
+        assert (
+            set(re.findall(r"orin-chat (bench|models|pull|rm|show|tokenize|doctor)\b", fact.answer))
+            <= COMMANDS.keys()
+        )
+
+
+def test_all_of_the_program_is_known(known):
+    ids = known.facts.keys()
+    assert {f"key.{action.name}.press" for action in ACTIONS} <= ids
+    assert {f"command.{name}.command" for name in commands()} <= ids
+    assert {f"program.{name}.program" for name in COMMANDS} <= ids
+    assert {f"exit.{code}.exit" for code in EXIT_CODES.values()} <= ids
+    assert {f"preset.{path.stem}.what" for path in loader.BUILT_IN.glob("*.toml")} <= ids
+    described = {action.dest for action in options._parser({})._actions if action.option_strings} - {"help"}
+    assert {f"{name}.set" for name in described} <= ids
+
+
+def test_keys_that_are_no_actions(known):
+    """Those that the text box has are said to edit, those that nothing has to do nothing."""
+    box = {key_label(key) for binding in TextArea.BINDINGS for key in binding.key.split(",")}
+    used = {key_label(action.key) for action in ACTIONS}
+    assert set(sources.EDITING_KEYS) <= box - used
+    free = set(sources.free_keys())
+    assert "F11" in free and not free & (box | used)
+    assert all("nothing" in known.facts[f"key.{key.lower()}.press"].answer for key in free)
+
+
+def test_second_turns_undo_what_the_first_was_about(known):
+    source = Conversations(known, random.Random(0))
+    for name, must in {
+        "key.zoom.press": "Esc brings the chat back", "key.stop.press": "Ctrl+G", "key.edit.press": "stays as it was",
+        "command.think.command": "/think on", "top_k.set": "without the option", "kv-cache.what": "nothing to undo",
+        "program.pull.program": "orin-chat rm",
+    }.items():  # fmt: skip
+        ways = source._follow_ups(known.facts[name])
+        undoing = [way for way in ways if any("undo" in pattern for pattern in way.patterns)]
+        assert undoing and all(must in way.answer for way in undoing), name
+
+
+def test_answers_are_the_words_of_the_help(known):
+    stop = next(action for action in ACTIONS if action.name == "stop")
+    said = known.facts["key.stop.press"].answer
+    assert key_label(stop.key) in said and stop.help[1:] in said
+    assert commands()["stats"] in known.facts["command.stats.command"].answer
+    assert "The default is 0.7." in known.facts["temperature.set"].answer
+
+
+def test_patterns_can_be_read(known):
+    rng = random.Random(0)
+    for fact in known.facts.values():
+        for ask in fact.asks:
+            for pattern in ask.patterns:
+                question = known.wording.phrase(pattern, rng, ask.slots)
+                assert question and not set("[]{}()") & set(question), (fact.id, pattern)
+
+
+def test_conversations_are_reproducible_and_varied():
+    first = list(conversations(300, "test", 50))
+    assert first == list(conversations(300, "test", 50))
+    assert first != list(conversations(300, "another", 50))
+    asked = {normalized(m.content) for messages in first for m in messages if m.role == "user"}
+    answered = [m.content for messages in first for m in messages if m.role == "assistant"]
+    assert len(asked) > 0.8 * len(answered) and len(set(answered)) > 200
+    assert all(messages[-1].role == "assistant" for messages in first)
+    assert any(len(messages) > 12 for messages in first)
+
+
+def test_questions_of_the_judgement_are_not_in_training():
+    small = facts.load().grammar["noise"]["dropped"]
+    judged = {*questions.asked((*questions.HELD_OUT, *questions.DEVELOPMENT), small)}
+    assert len(judged) > 450
+    drawn = {
+        normalized(m.content) for c in conversations(2000, "train 0", 500) for m in c if m.role == "user"
+    }
+    assert not judged & drawn
+    gists = {gist(question, small) for question in judged} - {""}
+    assert len(gists) > 300 and not gists & {gist(question, small) for question in drawn}
+    held = {turns for question in questions.HELD_OUT for turns in [question.turns]}
+    assert len(questions.HELD_OUT) >= 300 and not held & {
+        question.turns for question in questions.DEVELOPMENT
+    }
+
+
+def test_some_answer_satisfies_each_question(known):
+    answers = [fact.answer for fact in known.facts.values()]
+    for question in (*questions.HELD_OUT, *questions.DEVELOPMENT):
+        if "my name" not in question.turns[-1] and "my name" not in question.turns[0]:
+            reachable = any(questions.holds(answer, question.must) for answer in answers)
+            assert reachable or "name" in " ".join(question.turns), question
+
+
+def test_judging():
+    assert questions.holds("Press Ctrl+R now", [["ctrl+r"], ["later", "NOW"]])
+    assert not questions.holds("Press Ctrl+R", [["ctrl+r"], ["later", "now"]])
+    assert questions.loops("a b c d " * 3) and not questions.loops("a b c d e f g")
+
+
+def test_a_line_that_is_no_question_is_refused(tmp_path):
+    path = tmp_path / "questions.txt"
+    path.write_text("[topic]\n# a comment\nWhat? >> And then? => one | two & three\n")
+    assert questions.read(path) == [
+        questions.Question("topic", ("What?", "And then?"), (("one", "two"), ("three",)))
+    ]
+    path.write_text("[topic]\nWhat?\n")
+    with pytest.raises(ValueError, match="line 2"):
+        questions.read(path)
+
+
+@pytest.mark.parametrize(
+    ("phrase", "doing"),
+    [
+        ("stop it", "stopping it"),
+        ("make a file", "making a file"),
+        ("copy text", "copying text"),
+        ("see", "seeing"),
+    ],
+)
+def test_gerund(phrase, doing):
+    assert gerund(phrase) == doing
+
+
+def test_noise_keeps_the_question(known):
+    rng = random.Random(1)
+    texts = {known.wording.typed("how do i stop the reply", rng) for _ in range(200)}
+    assert len(texts) > 120
+    assert sum("stop" in text.lower() for text in texts) > 120
+
+
+def test_names_of_presets_have_no_synonyms(known):
+    rng = random.Random(0)
+    assert {known.wording.phrase("what is preset graph", rng)[-12:] for _ in range(99)} == {"preset graph"}
+
+
+def test_rendered_is_what_the_template_makes(tmp_path):
+    from jinja2.sandbox import SandboxedEnvironment
+
+    from tools.guide.template import TEMPLATE, Message
+
+    messages = [Message("system", "Be brief."), Message("user", " hi\n"), Message("assistant", "Hello!")]
+    template = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATE)
+    as_dicts = [message._asdict() for message in messages]
+    for more in (False, True):
+        expected = template.render(messages=as_dicts, add_generation_prompt=more)
+        assert rendered(messages, add_generation_prompt=more) == expected

@@ -1,0 +1,100 @@
+"""Writes what the guide is trained on: its tokenizer, conversations as tokens, and the questions of the tests.
+
+    python -m tools.guide.corpus build/guide
+
+The same call writes the same files. `train.py` needs nothing else. What a trained guide needs to learn new
+facts or new ways to ask, in less than an hour on a CPU, is a refresher:
+
+    python -m tools.guide.corpus build/refresher --conversations 5000 --singles 40000 --tokenizer tokenizer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from tools.guide import facts
+from tools.guide.bpe import learned
+from tools.guide.conversations import Conversations
+from tools.guide.questions import DEVELOPMENT, HELD_OUT, asked
+from tools.guide.shape import SHAPE
+from tools.guide.template import Message, rendered
+
+CONVERSATIONS = 1_000_000
+SINGLE_TOKENS = 12
+"""Of the answer to a single question in a refresher: which answer it is shows in its first words."""
+SHARDS = 16
+KNOWN = "known.json"
+"""What the guide must say of each fact of the program, by the fact's id."""
+
+
+@cache
+def excluded() -> frozenset[str]:
+    """The questions that must not be in training, normalized."""
+    return frozenset(asked((*HELD_OUT, *DEVELOPMENT), facts.load().grammar["noise"]["dropped"]))
+
+
+def conversations(count: int, seed: str, singles: int = 0) -> Iterator[list[Message]]:
+    """`count` conversations, then `singles` single questions with their answers."""
+    source = Conversations(facts.load(), random.Random(seed), excluded())
+    yield from (source.draw() for _ in range(count))
+    yield from (source.single() for _ in range(singles))
+
+
+def _shard(task: tuple[str, int, int, str]) -> list[np.ndarray]:
+    """The tokens of some conversations, and of single questions cut short: uint16 (tokens,) each."""
+    seed, count, singles, tokenizer_json = task
+    bpe = tokenizers.Tokenizer.from_str(tokenizer_json)
+    texts = [rendered(messages) for messages in conversations(count, seed, singles)]
+    tokens = [
+        np.array(encoding.ids, np.uint16) for encoding in bpe.encode_batch(texts, add_special_tokens=False)
+    ]
+    start = bpe.token_to_id("<|im_start|>")
+    header = len(bpe.encode("assistant\n", add_special_tokens=False).ids)
+    for i, ids in enumerate(tokens[count:], count):
+        tokens[i] = ids[: int(np.flatnonzero(ids == start)[-1]) + 1 + header + SINGLE_TOKENS]
+    return tokens
+
+
+def write(folder: Path, count: int = CONVERSATIONS, singles: int = 0, tokenizer: Path | None = None) -> None:
+    """tokenizer.json (a new one, or `tokenizer`); train.npz with `ids` uint16 (tokens,) and `lengths` int32
+    (conversations,); questions.json with the development and held-out questions; KNOWN."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer:
+        bpe = tokenizers.Tokenizer.from_file(str(tokenizer))
+    else:
+        bpe = learned(
+            (m.content for messages in conversations(40_000, "tokenizer") for m in messages), SHAPE.vocab
+        )
+    (folder / "tokenizer.json").write_text(bpe.to_str(), "utf-8")
+    tasks = [(f"train {n}", count // SHARDS, singles // SHARDS, bpe.to_str()) for n in range(SHARDS)]
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        parts = [part for shard in pool.map(_shard, tasks) for part in shard]
+    kept = [part for part in parts if len(part) <= SHAPE.context]
+    lengths = np.array([len(part) for part in kept], np.int32)
+    np.savez(folder / "train.npz", ids=np.concatenate(kept), lengths=lengths)
+    questions = {"development": DEVELOPMENT, "held-out": HELD_OUT}
+    text = json.dumps({name: [question._asdict() for question in items] for name, items in questions.items()})
+    (folder / "questions.json").write_text(text, "utf-8")
+    (folder / KNOWN).write_text(json.dumps(facts.load().snapshot), "utf-8")
+    print(
+        f"{len(kept)} conversations, {lengths.sum():,} tokens, {lengths.mean():.0f} each, at most {lengths.max()}"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
+    parser.add_argument("--singles", type=int, default=0, help="single questions, their answers cut short")
+    parser.add_argument("--tokenizer", type=Path, help="the tokenizer.json of a guide that is to learn more")
+    arguments = parser.parse_args()
+    write(arguments.folder, arguments.conversations, arguments.singles, arguments.tokenizer)

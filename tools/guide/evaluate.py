@@ -1,0 +1,127 @@
+"""How many of the held-out questions the guide answers right, asked through the engine.
+
+python -m tools.guide.evaluate [--model FILE] [--questions development] [--backend CUDA]
+
+What it prints of the shipped file is kept in report.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import presets
+from engine import backends
+from engine.events import (
+    Chat,
+    EngineOptions,
+    Event,
+    Finished,
+    Generate,
+    Message,
+    Sampling,
+    Token,
+    decode_rate,
+)
+from tools.guide.questions import DEVELOPMENT, HELD_OUT, Question, judge
+
+LONGEST = 120
+GREEDY = Sampling(temperature=0.0)
+
+
+class Chatter:
+    """Asks a model file, greedily. `rates` are the decode speeds of its answers, tokens a second."""
+
+    def __init__(self, path: Path, backend: str = "CPU") -> None:
+        options = EngineOptions(model_path=str(path), backend=backend)
+        backends.prepare(options)
+        from engine.model.generate import TextModel  # imports tinygrad, which reads what was prepared
+
+        self._model = TextModel(options, lambda event: None)
+        self.rates: list[float] = []
+
+    def ask(self, turns: Sequence[str]) -> str:
+        """The answer to the last of `turns`; those before are answered by the model as well."""
+        messages: list[Message] = []
+        for turn in turns:
+            messages.append(Message(role="user", content=turn))
+            messages.append(Message(role="assistant", content=self._answer(messages)))
+        return messages[-1].content
+
+    def _answer(self, messages: Sequence[Message]) -> str:
+        pieces: list[str] = []
+
+        def report(event: Event) -> None:
+            if isinstance(event, Token):
+                pieces.append(event.text)
+
+        request = Generate(
+            request_id=1, prompt=Chat(messages=tuple(messages)), sampling=GREEDY, max_tokens=LONGEST
+        )
+        end: Finished = self._model.generate(request, report, lambda: False)
+        self.rates.append(decode_rate(end.predicted_n, end.predicted_ms))
+        return "".join(pieces)
+
+
+def confusion(
+    wrong: Sequence[Mapping[str, Any]], answers: Mapping[str, str]
+) -> dict[str, collections.Counter[str]]:
+    """For the topic of each wrong answer, the topics of what was said instead. `answers`: topic by answer."""
+
+    def topic(said: str) -> str:
+        words = set(re.findall(r"\w+", said))
+        nearest = max(answers, key=lambda answer: len(words & set(re.findall(r"\w+", answer))) / len(answer))
+        return answers.get(said) or answers[nearest]
+
+    table: dict[str, collections.Counter[str]] = {}
+    for item in wrong:
+        table.setdefault(item["topic"], collections.Counter())[topic(item["answer"])] += 1
+    return table
+
+
+def report(questions: Sequence[Question], answers: Sequence[str]) -> str:
+    """The score by topic as a Markdown table, with the topics that wrong answers come from."""
+    from tools.guide import facts
+
+    result = judge(questions, answers)
+    instead = confusion(result["wrong"], {fact.answer: fact.topic for fact in facts.load().facts.values()})
+    lines = ["| topic | right | of | wrong answers come from |", "|---|---|---|---|"]
+    for topic, (right, count) in result["topics"].items():
+        sources = ", ".join(
+            f"{name} {n}" for name, n in instead.get(topic, collections.Counter()).most_common()
+        )
+        lines.append(f"| {topic} | {right} | {count} | {sources} |")
+    share = result["right"] / result["of"]
+    lines.append(
+        f"| all | {result['right']} | {result['of']} | {share:.1%} right, {result['looping']} loop |"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=presets.guide_path())
+    parser.add_argument("--backend", default="CPU")
+    parser.add_argument("--questions", choices=("held-out", "development"), default="held-out")
+    parser.add_argument("--wrong", action="store_true", help="list the wrong answers")
+    given = parser.parse_args()
+    questions = HELD_OUT if given.questions == "held-out" else DEVELOPMENT
+    chatter = Chatter(given.model, given.backend)
+    answers = [chatter.ask(question.turns) for question in questions]
+    print(f"{given.model.name}, {given.questions} questions, greedy, on {given.backend}\n")
+    print(report(questions, answers))
+    rates = sorted(chatter.rates)
+    print(f"\ndecode {rates[len(rates) // 2]:.0f} tok/s (median of {len(rates)} answers)")
+    if given.wrong:
+        print(json.dumps(judge(questions, answers)["wrong"], indent=1))
+
+
+if __name__ == "__main__":
+    main()

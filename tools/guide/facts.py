@@ -1,0 +1,339 @@
+"""What the guide knows: facts, each with its answer and the ways to ask for it, from the TOML files beside and
+from the program's own tables."""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tools.guide import sources
+from tools.guide.shape import SHAPE
+from tools.guide.wording import Wording
+
+KNOWLEDGE = Path(__file__).parent / "knowledge"
+_TOPICS = {
+    "key": "keys",
+    "command": "commands",
+    "exit": "exit codes",
+    "preset": "presets",
+    "program": "commands",
+}
+PRONOUNS = ("it", "that", "this", "it", "that one")
+
+Slots = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ways to ask: one of `patterns`, its slots filled from `slots`. `weight` against the other ways."""
+
+    patterns: Sequence[str]
+    slots: Slots = field(default_factory=dict)
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing the guide can say. `must`: what no answer may lack. `asks`: questions that stand alone;
+    `short`: questions that only make sense after the subject was named. `slots` are what names it."""
+
+    subject: str
+    aspect: str
+    topic: str
+    answer: str
+    must: tuple[str, ...]
+    asks: tuple[Ask, ...]
+    short: tuple[str, ...] = ()
+    slots: Slots = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.subject}.{self.aspect}"
+
+    def question(self, wording: Wording, rng: random.Random) -> str:
+        ask = rng.choices(self.asks, [ask.weight for ask in self.asks])[0]
+        return wording.phrase(rng.choice(ask.patterns), rng, ask.slots)
+
+    @property
+    def weight(self) -> float:
+        """How often it is asked for in training: more often, the more ways there are."""
+        return 1.0 + min(3.0, sum(len(ask.patterns) * ask.weight for ask in self.asks) / 40)
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Short questions that lead from facts whose id is `after`, or begins with it, to another fact."""
+
+    after: str
+    patterns: Sequence[str]
+    to: Fact
+
+    def follows(self, fact: Fact) -> bool:
+        return f"{fact.id}.".startswith(f"{self.after}.")
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """All facts by id, and how they are worded: `grammar` is grammar.toml, `unknown` what is declined,
+    `follow` the short questions that lead from one fact to another; `snapshot` what the guide must say of the
+    program, `unused` the phrases for what the program does not have."""
+
+    facts: Mapping[str, Fact]
+    pairs: Mapping[str, str]
+    grammar: Mapping[str, Any]
+    unknown: Mapping[str, Any]
+    follow: Sequence[Follow]
+    snapshot: Mapping[str, Sequence[str]]
+    unused: Sequence[str]
+    wording: Wording
+
+
+@cache
+def load() -> Knowledge:
+    """Reads everything. Raises KeyError for a follow-up to what is not there."""
+    read = {path.stem: tomllib.loads(path.read_text("utf-8")) for path in sorted(KNOWLEDGE.glob("*.toml"))}
+    grammar, unknown, follow = (
+        read.pop("grammar"),
+        read["unknown"].pop("unknown"),
+        read.pop("follow")["follow"],
+    )
+    del read["unknown"]
+    phrases = {"key": read.pop("keys"), "command": read.pop("commands"), "program": read.pop("programs")}
+    option_phrases = read.pop("options")
+    types: dict[str, Any] = read["quantization"].pop("types")
+    compare: dict[str, Any] = {}
+    subjects: dict[str, dict[str, Any]] = {name: dict(table) for name, table in option_phrases.items()}
+    topics = dict.fromkeys(option_phrases, "options")
+    for topic, tables in read.items():
+        for name, table in tables.items():
+            if name == "compare":
+                compare |= {key: table | {"topic": topic} for key, table in table.items()}
+            else:
+                subjects.setdefault(name, {}).update(table)
+                topics[name] = "options and sampling" if name in option_phrases else topic
+    for name, table in types.items():
+        subjects[f"types.{name}"] = table
+
+    from_tables = sources.all_sources(KNOWLEDGE)
+    builder = _Builder(grammar)
+    for source in from_tables:
+        head, _, name = source.subject.partition(".")
+        if head in phrases:
+            builder.from_table(source, _TOPICS[head], phrases[head].pop(name, {}))
+        elif head == "exit":
+            builder.from_table(source, _TOPICS[head], {})
+        elif head in ("types", "preset") and name:
+            more = {"names": source.slots["name"]} if "name" in source.slots else {}
+            subjects.setdefault(source.subject, {}).update(more | {"what": _table(source)})
+            topics[source.subject] = "quantization" if head == "types" else "presets"
+        else:
+            table = subjects.setdefault(source.subject, {"names": (source.subject.replace("_", " "),)})
+            table[source.aspect] = table.get(source.aspect, {}) | _table(source) | {"slots": source.slots}
+    for name, table in subjects.items():
+        builder.subject(name, table, topics.get(name, "options"))
+    for name, table in compare.items():
+        builder.compare(name, table)
+    for name in ("topic", "calculate", "live", "write", "why"):
+        builder.unknown(name, unknown)
+    asked = read_asked()
+    for name in asked.keys() & builder.facts.keys():
+        builder.asked(name, asked[name])
+    pairs = {name: table["pair"] for name, table in subjects.items() if "pair" in table}
+    return Knowledge(
+        facts=builder.facts,
+        pairs=pairs,
+        grammar=grammar,
+        unknown=unknown,
+        follow=[Follow(entry["after"], entry["ask"], _find(builder.facts, entry["to"])) for entry in follow],
+        snapshot=sources.snapshot(from_tables),
+        unused=(
+            *(f"{kind} {name}" for kind, left in phrases.items() for name in left),
+            *(name for name in asked if name not in builder.facts),
+        ),
+        wording=Wording(
+            grammar["groups"],
+            grammar["noise"],
+            [(re.compile(entry["from"]), entry["to"]) for entry in grammar["rewrite"]],
+        ),
+    )
+
+
+def read_asked(folder: Path = KNOWLEDGE / "asked") -> dict[str, list[str]]:
+    """Whole questions by the id of the fact that answers them: the lines of *.txt under a [fact id]. Raises
+    ValueError for a line under none."""
+    asked: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*.txt")):
+        lines: list[str] | None = None
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if line.startswith("[") and line.endswith("]"):
+                lines = asked.setdefault(line[1:-1], [])
+            elif line.strip() and not line.startswith("#"):
+                if lines is None:
+                    raise ValueError(f"{path.name}, line {number}: a question stands under a [fact]")
+                lines.append(line)
+    return asked
+
+
+def _find(facts: Mapping[str, Fact], name: str) -> Fact:
+    """The fact of an id, or the only one of a subject. Raises KeyError where there is none."""
+    return facts.get(name) or facts[next((id for id in facts if id.startswith(f"{name}.")), name)]
+
+
+def _table(source: sources.Source) -> dict[str, Any]:
+    return {"answer": source.answer, "must": list(source.must)}
+
+
+class _Builder:
+    """Makes facts of tables, with the frames of the grammar."""
+
+    def __init__(self, grammar: Mapping[str, Any]) -> None:
+        self.facts: dict[str, Fact] = {}
+        self._frames: Mapping[str, list[str]] = grammar["frames"]
+        self._follow: Mapping[str, list[str]] = grammar["follow"]
+        self._figures = _Kept(SHAPE.figures() | sources.figures())
+
+    def from_table(self, source: sources.Source, topic: str, phrases: Mapping[str, Any]) -> None:
+        """A fact of one of the program's tables: asked for by its name in `source.slots`, by what one wants to
+        `do`, or in whole questions. Where nobody wrote phrases, the words of the help are one."""
+        frames = self._frames
+        by_name, by_verb, short = {
+            "press": ("key_name", "press", self._follow["press"]),
+            "command": ("command_name", "command", self._follow["command"]),
+            "program": ("option_name", "option_do", ()),
+            "exit": ("exit", "", ()),
+            "list": ("", "", ()),
+            "none": ("", "", ()),
+        }[source.aspect]
+        clause = _first_clause(source.answer) if by_verb and "ask" not in phrases else ""
+        do = phrases.get("do") or ([clause] if clause else [])
+        slots = {**source.slots, "do": do}
+        asks = [Ask(frames[by_name], slots, 0.7)] if by_name else []
+        if do:
+            asks += [Ask(frames["do"], slots, 1.2), Ask(frames[by_verb], slots)]
+        if own := phrases.get("ask") or LISTS.get(source.subject):
+            asks.append(Ask(own, slots, 0.8))
+        fact = Fact(
+            source.subject, source.aspect, topic, source.answer, source.must, tuple(asks), tuple(short), slots
+        )
+        self.facts[fact.id] = fact
+        if "undo" in phrases:
+            said = phrases["undo"].format_map(self._figures)
+            undo = replace(fact, aspect="undo", answer=said, must=(said,), asks=())
+            self.facts[undo.id] = undo
+
+    def subject(self, name: str, table: Mapping[str, Any], topic: str) -> None:
+        """All aspects of a subject: questions by its names, by what one wants to do, and whole ones."""
+        aspects = {aspect: value for aspect, value in table.items() if isinstance(value, Mapping)}
+        names = tuple(table.get("names", ()))
+        for aspect, value in aspects.items():
+            slots: dict[str, Sequence[str]] = {"name": names, "do": table.get("do", ())}
+            slots |= value.get("slots", {})
+            asks: list[Ask] = []
+            if names:
+                asks += self._by_name(aspect, aspects.keys(), slots, name)
+            if slots.get("option"):
+                asks.append(Ask(self._frames["option_name"], slots, 1.0))
+            if aspect == "set" and slots["do"]:
+                asks += [Ask(self._frames["do"], slots, 1.2), Ask(self._frames["option_do"], slots, 0.8)]
+            own = [*value.get("ask", ()), *(table.get("ask", ()) if aspect == "set" else ())]
+            if own:
+                asks.append(Ask(own, slots, 1.2))
+            self.facts[f"{name}.{aspect}"] = Fact(
+                name,
+                aspect,
+                topic,
+                value["answer"].format_map(self._figures),
+                tuple(must.format_map(self._figures) for must in value["must"]),
+                tuple(asks),
+                tuple(self._short(aspect, own)),
+                slots,
+            )
+
+    def _by_name(self, aspect: str, others: Any, slots: Slots, subject: str) -> list[Ask]:
+        frames = self._frames
+        asks: list[Ask] = []
+        if aspect == "what":
+            asks.append(Ask(frames["what"], slots, 1.5))
+            asks += [Ask(frames[kind], slots, 0.5) for kind in ("how", "why") if kind not in others]
+        elif aspect in ("how", "why", "default", "live"):
+            asks.append(Ask(frames[aspect], slots, 1.2))
+        elif aspect == "set":
+            asks.append(Ask(frames["set"], slots, 1.0))
+            if "default" in others:
+                asks.append(Ask(frames["degree"], slots, 0.3))
+            if "what" not in others:
+                asks.append(Ask(frames["what"], slots, 0.5))
+        elif aspect == "where":
+            asks.append(
+                Ask(
+                    ["where (is|are) [the] {name}", "{name} (location|path|folder|file)", "{name}"],
+                    slots,
+                    0.5,
+                )
+            )
+        return asks
+
+    def _short(self, aspect: str, own: Sequence[str]) -> list[str]:
+        return [*self._follow.get(aspect, ()), *(pattern for pattern in own if "{name}" in pattern)]
+
+    def compare(self, name: str, table: Mapping[str, Any]) -> None:
+        one = {"a": table["names"], "b": table["with"]}
+        other = {"a": table["with"], "b": table["names"]}
+        asks = [Ask(self._frames["compare"], one), Ask(self._frames["compare"], other)]
+        if table.get("ask"):
+            asks.append(Ask(table["ask"]))
+        fact = Fact("compare", name, table["topic"], table["answer"], tuple(table["must"]), tuple(asks))
+        self.facts[fact.id] = fact
+
+    def unknown(self, kind: str, unknown: Mapping[str, Any]) -> None:
+        table = unknown[kind]
+        slots = {"thing": unknown["things"], "person": unknown["persons"], "place": unknown["places"]}
+        asks = [Ask(table["ask"], slots)] if table.get("ask") else []
+        if kind == "topic":
+            asks = [Ask(unknown["frames"], slots, 2.0), Ask(unknown["near"], slots, 1.0)]
+        fact = Fact("unknown", kind, "unknown topics", table["answer"], tuple(table["must"]), tuple(asks))
+        self.facts[fact.id] = fact
+
+    def asked(self, name: str, lines: Sequence[str]) -> None:
+        """Adds whole questions to a fact; they are half of how it is asked for, where there are many."""
+        fact = self.facts[name]
+        others = sum(ask.weight for ask in fact.asks)
+        ask = Ask(
+            lines, fact.asks[0].slots if fact.asks else {}, max(others, 1.0) * min(1.0, len(lines) / 12)
+        )
+        self.facts[name] = replace(fact, asks=(*fact.asks, ask))
+
+
+class _Kept(dict[str, str]):
+    """For `format_map`: leaves alone what is no figure of ours."""
+
+    def __missing__(self, key: str) -> str:
+        return "{" + key + "}"
+
+
+def _first_clause(answer: str) -> str:
+    """`Press F5: show or hide what the machine does.` -> `show or hide what the machine does`."""
+    said = answer.partition(": ")[2].partition(" In the line mode")[0]
+    return re.split(r"[.;,]", said)[0]
+
+
+LISTS = {
+    "command.list": [
+        "which commands (has|does) the (line|plain) mode [have]", "(list|all|the) slash commands",
+        "(which|what) slash commands (are there|exist|do you know|can i use)", "what are the slash commands",
+        "which commands (are there|can i type) $in_plain", "list the commands of the (line|plain) mode",
+        "what can i type after the slash", "commands (of|in) the (line|plain) mode",
+    ],
+    "program": [
+        "which commands (does orin-chat have|are there beside the chat|has orin-chat)",
+        "(which|what) subcommands (are there|does it have|exist)", "what commands does orin-chat have",
+        "list (the|all) commands of orin-chat", "orin-chat commands", "subcommands",
+        "what else can orin-chat do on the command line",
+    ],
+}  # fmt: skip

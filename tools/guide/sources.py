@@ -1,0 +1,287 @@
+"""Facts made of the program's own tables: keys, options, commands, exit codes, settings, formats of weights.
+
+What the help says is read from where the help reads it, so that the guide cannot say anything else. What it was
+trained on is kept in its file (`snapshot`), and a test compares that with the tables of today.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
+from typing import NamedTuple
+
+from app.chat import settings
+from app.cli import options
+from app.lines.line_chat import SETTABLE, commands
+from app.main import COMMANDS
+from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
+from engine.catalog import names
+from engine.errors import OrinError
+from presets import loader
+
+
+class Source(NamedTuple):
+    """A fact of the program: its `answer`, what it `must` say, and the `slots` that questions of it may name."""
+
+    subject: str
+    aspect: str
+    answer: str
+    must: tuple[str, ...]
+    slots: Mapping[str, tuple[str, ...]]
+
+
+def _lower(sentence: str) -> str:
+    """With a small first letter, unless the first word is a name in capitals."""
+    return sentence if sentence[1:2].isupper() else sentence[:1].lower() + sentence[1:]
+
+
+# --- keys ----------------------------------------------------------------------------------------------
+
+EDITING_KEYS = ("Ctrl+Z", "Ctrl+Y", "Ctrl+W", "Ctrl+U", "Ctrl+K", "Ctrl+A", "Ctrl+E", "Ctrl+D", "Ctrl+X")
+"""What orin-chat leaves to the text box, Textual's."""
+EDITING = (
+    "The prompt is edited as in other text boxes: Ctrl+Z undoes and Ctrl+Y redoes, Ctrl+W deletes a word, Ctrl+U to "
+    "the start and Ctrl+K to the end of the line; Ctrl+A and Ctrl+E go there."
+)
+OF_TERMINALS = ("Ctrl+H", "Ctrl+I", "Ctrl+M", "Ctrl+V")
+"""What terminals send as Backspace, Tab and Enter, or take to paste."""
+OTHER_FREE_KEYS = ("Insert", "Pause", "Scroll Lock", "Print Screen", "F13", "F14", "F15", "F16", "F20")
+
+
+def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
+    """What each key does. `phrases` is keys.toml, which knows what the same is in the line mode."""
+    for action in ACTIONS:
+        label = key_label(action.key)
+        said = phrases.get(action.name, {})
+        plain = said.get("line_mode") or (f"/{said['command']}" if "command" in said else "")
+        answer = f"Press {label}: {_lower(action.help)}." + (f" In the line mode: {plain}." if plain else "")
+        yield Source(f"key.{action.name}", "press", answer, (label,), {"key": _key_names(label)})
+    for label, help in OTHER_KEYS:
+        name = label.split(", ")[0].lower()
+        begin = "With the mouse" if name == "mouse" else f"Press {label.replace(', ', ' or ')}"
+        must = "copies" if name == "mouse" else label.split(", ")[0]
+        names = tuple(written for part in label.split(", ") for written in _key_names(part))
+        yield Source(f"key.{name}", "press", f"{begin}: {_lower(help)}.", (must,), {"key": names})
+    for place, help in PANE_KEYS:
+        parts = help.partition(";")[0].split(", ")
+        where = place[:1].lower() + place[1:]
+        names = tuple(f"{form} {where}" for part in parts for form in _key_names(part.split()[0]))
+        name = where.removeprefix("in the ")
+        yield Source(f"key.{name}", "press", f"{place}: {help}.", tuple(parts), {"key": names})
+    names = tuple(written for label in EDITING_KEYS for written in _key_names(label))
+    yield Source("key.editing", "press", EDITING, ("Ctrl+Z undoes",), {"key": names})
+    nothing = f"That key does nothing in orin-chat; {figures()['key_help']} lists all keys."
+    for label in free_keys():
+        yield Source(f"key.{label.lower()}", "press", nothing, ("nothing",), {"key": _key_names(label)})
+    forms = ("Alt+", "alt-", "alt ", "ctrl+alt+", "Ctrl-Alt-")
+    alt = tuple(f"{form}{letter}" for letter in ascii_lowercase for form in forms)
+    others = (*OTHER_FREE_KEYS, *(f"the {name.lower()} key" for name in OTHER_FREE_KEYS), *alt)
+    yield Source("key.none", "press", nothing, ("nothing",), {"key": others})
+
+
+def free_keys() -> tuple[str, ...]:
+    """The keys that somebody may try and that do nothing: no action's, and of no use in a text box."""
+    used = {key_label(action.key) for action in ACTIONS} | set(EDITING_KEYS) | set(OF_TERMINALS)
+    used |= {part for label, _ in OTHER_KEYS for part in label.split(", ")}
+    keys = [*(f"F{n}" for n in range(1, 13)), *(f"Ctrl+{letter}" for letter in ascii_uppercase)]
+    return tuple(key for key in keys if key not in used)
+
+
+def _key_names(label: str) -> tuple[str, ...]:
+    """Ctrl+R -> Ctrl+R, ctrl-r, ^R, control r; Esc -> Esc, escape, the escape key."""
+    low = label.lower()
+    if low.startswith("ctrl+") and len(low) == 6:
+        last = low[5:]
+        return (
+            label,
+            low,
+            f"ctrl-{last}",
+            f"ctrl {last}",
+            f"control {last}",
+            f"^{last.upper()}",
+            f"control+{last}",
+            label,
+        )
+    words = {"esc": "escape", "enter": "return", "up": "arrow up"}
+    return (
+        label,
+        low,
+        f"the {low} key",
+        low.replace("+", " "),
+        *((words[low], f"{words[low]} key") if low in words else ()),
+    )
+
+
+# --- the command line ----------------------------------------------------------------------------------
+
+
+def command_line() -> Iterator[Source]:
+    """Each option: what it does, and its default where the help names one."""
+    optional = {name for name in settings.Settings.__struct_fields__ if name != "sampling"}
+    sampling = set(settings.SamplingSettings.__struct_fields__)
+    for action in parser()._actions:
+        if not action.option_strings or action.dest == "help":
+            continue
+        name, value = action.option_strings[0], action.metavar or ""
+        if action.choices:
+            value = "|".join(map(str, action.choices))
+        meaning, default = _default(action.help or "")
+        kept = ""
+        if action.dest in sampling:
+            kept = f" In settings.toml: {action.dest} under [sampling]."
+        elif action.dest in optional:
+            kept = f" In settings.toml: {action.dest}."
+        written = f"{name} {value}".strip()
+        slots = {"option": (name, name, name.lstrip("-"), f"the {name} option", written)}
+        said = f"Use {written}: {meaning}." + (f" The default is {default}." if default else "") + kept
+        yield Source(action.dest, "set", said, (name,), slots)
+        if default:
+            yield Source(action.dest, "default", f"The default of {name} is {default}.", (default,), {})
+        if action.dest in SETTABLE:
+            live = f"In the line mode (--plain) /set {action.dest} VALUE changes it; else start again with {name}."
+            yield Source(action.dest, "live", live, (f"/set {action.dest}",), {})
+
+
+def figures() -> dict[str, str]:
+    """What other answers name of the program: {key_stop} and the like, and {settings_keys}."""
+    known = {f"key_{action.name}": key_label(action.key) for action in ACTIONS}
+    tables = ("sampling", "models")
+    return known | {
+        "settings_keys": ", ".join(k for k in settings.Settings.__struct_fields__ if k not in tables)
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    return options._parser({})
+
+
+def _default(help: str) -> tuple[str, str]:
+    """The help of an option without its default, and the default: a number in brackets at the end."""
+    found = re.search(r" \(([\d.]+)\)$", help)
+    return (help[: found.start()], found[1]) if found else (help, "")
+
+
+def exit_codes() -> Iterator[Source]:
+    """What each exit code of the help means, with the words of the error it belongs to."""
+    kinds = [kind for kind in OrinError.__subclasses__() if kind.__module__ == OrinError.__module__]
+    errors = {kind.exit_code: kind for kind in reversed(kinds)}  # of one code, the first is meant
+    for code, short in re.findall(
+        r"(\d+) ([a-z][a-z, ]*?)(?: {2,}|\n)", options.EPILOG.partition("exit codes:")[2]
+    ):
+        kind = errors.get(int(code))
+        said = (kind.__doc__ or "").split("\n")[0] if kind else ""
+        answer = f"Exit code {code} means: {short}." + (f" {said}" if said else "")
+        yield Source(f"exit.{code}", "exit", answer, (short,), {"code": (code,)})
+
+
+def slash_commands() -> Iterator[Source]:
+    """Each command of the line mode, as /help lists it."""
+    for name, help in commands().items():
+        first, colon, rest = help.partition(": ")
+        takes = first if colon and re.fullmatch(r"[\[\]A-Z |]+|[a-z]+(\|[a-z]+)+", first) else ""
+        meaning = rest if takes else help
+        answer = f"In the line mode (--plain), /{name}{' ' + takes if takes else ''}: {meaning}."
+        yield Source(
+            f"command.{name}",
+            "command",
+            answer,
+            (f"/{name}",),
+            {"command": (f"/{name}", f"/{name}", f"the /{name} command")},
+        )
+    names = ", ".join(f"/{name}" for name in commands())
+    yield Source("command.list", "list", f"The commands of the line mode are {names}.", ("/help",), {})
+    none = "The line mode has no command for that; /help lists those it has."
+    yield Source("command.none", "none", none, ("/help",), {})
+
+
+# --- data ----------------------------------------------------------------------------------------------
+
+
+def formats(notes: dict[str, dict[str, str]]) -> Iterator[Source]:
+    """The types of weights with their bits; `notes` are sentences to add to them."""
+    from engine.formats.quantization import QUANTIZED
+
+    plain = {"F32": 32, "F16": 16, "BF16": 16}
+    by_name = {kind.name: kind for kind in QUANTIZED.values()}
+    for name, more in notes.items():
+        if name in plain:
+            said, bits = (
+                f"{name} stores each weight as a floating-point number of {plain[name]} bits.",
+                str(plain[name]),
+            )
+        else:
+            kind = by_name[name]
+            bits = f"{kind.block_bytes * 8 / kind.block:g}"
+            said = f"{name} takes {bits} bits a weight: {kind.block} weights in {kind.block_bytes} bytes."
+        yield Source(
+            f"types.{name}",
+            "what",
+            f"{said} {more['note']}",
+            (f"{bits} bits",) if name not in plain else (bits,),
+            {},
+        )
+
+
+def preset_files() -> Iterator[Source]:
+    """The built-in presets."""
+    known = {path.stem: loader.read(path) for path in sorted(loader.BUILT_IN.glob("*.toml"))}
+    listed = ", ".join(known)
+    said = f"A preset is a named set of engine options, chosen with --preset NAME. Built in are {listed}."
+    yield Source("preset", "what", said, tuple(known), {})
+    for name, preset in known.items():
+        answer = f"The preset {name} is set up so: {preset.title}. Choose it with --preset {name}."
+        slots = {"name": (f"preset {name}", f"the preset {name}", f"the {name} preset", f"--preset {name}")}
+        yield Source(f"preset.{name}", "what", answer, (preset.title,), slots)
+
+
+def catalog() -> Iterator[Source]:
+    """The models that are known by a name."""
+    known = ", ".join([model.name for model in names.known_models()][:8])
+    said = f"Among the models known by name are {known}. orin-chat --model NAME downloads and starts one."
+    yield Source("models", "names", said, ("qwen3:0.6b",), {})
+
+
+def programs() -> Iterator[Source]:
+    """The commands beside the chat: orin-chat COMMAND."""
+    for name, (_, meaning) in COMMANDS.items():
+        slots = {
+            "option": (f"orin-chat {name}", f"orin-chat {name}", f"the command {name}", f"the {name} command")
+        }
+        yield Source(
+            f"program.{name}", "program", f"orin-chat {name}: {meaning}.", (f"orin-chat {name}",), slots
+        )
+    listed = ", ".join(COMMANDS)
+    yield Source(
+        "program",
+        "list",
+        f"Beside the chat there are these commands: {listed}. Each has its own --help.",
+        tuple(COMMANDS),
+        {},
+    )
+
+
+def all_sources(knowledge: Path) -> list[Source]:
+    """Every fact of the program. `knowledge` is the folder of the TOML files."""
+    read = {
+        name: tomllib.loads((knowledge / f"{name}.toml").read_text("utf-8"))
+        for name in ("keys", "quantization")
+    }
+    return [
+        *keys(read["keys"]),
+        *command_line(),
+        *exit_codes(),
+        *slash_commands(),
+        *formats(read["quantization"]["types"]),
+        *preset_files(),
+        *catalog(),
+        *programs(),
+    ]
+
+
+def snapshot(sources: list[Source]) -> dict[str, tuple[str, ...]]:
+    """What the guide must say of each fact of the program: kept in its file, compared by a test."""
+    return {f"{source.subject}.{source.aspect}": source.must for source in sources}
