@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from app.bench import report
+from app.bench import report, runner
 from app.bench.command import run as run_command
 from app.bench.report import OURS, PEER, Result
 from app.bench.runner import Bench, Case, Run
@@ -410,14 +410,14 @@ def test_what_was_measured_before_it_was_interrupted_is_not_lost(model, number, 
         import app.bench.runner
         from app.main import main
         from tests import synthetic
-        app.bench.LocalEngine = lambda options: synthetic.engine(load_s=0.0, prefill_s=0.01, rate=0)
-        run = app.bench.Subject.run
+        app.bench.runner.LocalEngine = lambda options: synthetic.engine(load_s=0.0, prefill_s=0.01, rate=0)
+        run = app.bench.runner.Subject.run
 
         async def told(self, *arguments, **options):
             print("a run", file=sys.stderr, flush=True)
             return await run(self, *arguments, **options)
 
-        app.bench.Subject.run = told
+        app.bench.runner.Subject.run = told
         sys.exit(main(["bench", *sys.argv[1:]]))"""
     arguments = ("--model", model, "-p", "8", "-n", "0", "-d", "0", "-r", "100000")
     process = subprocess.Popen(
