@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:  # a full disk, a device that is gone
         _give_up(sys.stdout)
-        _complain(OrinError(f"Input or output failed: {error.strerror or error}."))
-        return OrinError.exit_code
+        return _complain(OrinError(f"Input or output failed: {error.strerror or error}."))
 
 
 def _run(arguments: list[str]) -> int:
@@ -52,16 +51,14 @@ def _run(arguments: list[str]) -> int:
             return COMMANDS[arguments[0]][0](arguments[1:])
         return _chat(arguments)
     except OrinError as error:
-        _complain(error, as_json="--json" in arguments)
-        return error.exit_code
+        return _complain(error, as_json="--json" in arguments)
     except OSError:
         raise
     except Exception as error:
         if "--verbose" in arguments:
             raise
         what = f"Internal error: {type(error).__name__}: {error}."
-        _complain(OrinError(what, "With --verbose it shows where."), as_json="--json" in arguments)
-        return OrinError.exit_code
+        return _complain(OrinError(what, "With --verbose it shows where."), as_json="--json" in arguments)
 
 
 def _open_streams() -> None:
@@ -80,17 +77,20 @@ def _give_up(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _complain(error: OrinError, *, as_json: bool = False) -> None:
-    """Says what is wrong, where there is anyone to hear it. As JSON it is output, and raises OSError."""
-    from app.cli.oneshot import JsonOutput, TextOutput, failed
+def _complain(error: OrinError, *, as_json: bool = False) -> int:
+    """Prints what is wrong and returns the exit code. As JSON it is output, and writing it may raise OSError."""
+    from app.cli.oneshot import JsonOutput, TextOutput
+    from engine.events import Failed
 
+    failed = Failed.from_error(error)
     if as_json:
-        JsonOutput(sys.stdout).show(failed(error))
-        return
+        JsonOutput(sys.stdout).show(failed)
+        return failed.exit_code
     try:
-        TextOutput(sys.stdout, sys.stderr).show(failed(error))
+        TextOutput(sys.stdout, sys.stderr).show(failed)
     except OSError:
         _give_up(sys.stderr)
+    return failed.exit_code
 
 
 def _chat(arguments: Sequence[str]) -> int:

@@ -1,13 +1,18 @@
 """Failures that a user can act on. Each carries one sentence on what is wrong and one on what to do."""
 
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+FailureKind = Literal["usage", "model", "backend", "context", "internal"]
+# What the command line returns when a failure ends it; `orin-chat --help` and the docs list the same codes.
+EXIT_CODES: dict[FailureKind, int] = {"internal": 1, "usage": 2, "model": 3, "backend": 4, "context": 5}
+
 
 class OrinError(Exception):
-    """Base of all expected failures. `message` says what is wrong, `hint` what to do about it (may be empty).
+    """Base of all expected failures. `message` says what is wrong, `hint` what to do about it (may be empty)."""
 
-    `exit_code` is what the command line returns when the failure ends it; the README lists the codes.
-    """
-
-    exit_code = 1
+    kind: ClassVar[FailureKind] = "internal"
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -17,36 +22,52 @@ class OrinError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.hint}".strip()
 
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.kind]
+
 
 class UsageError(OrinError):
     """The request itself is wrong: options that exclude each other, an unknown backend."""
 
-    exit_code = 2
+    kind = "usage"
 
 
 class ModelFileError(OrinError):
     """The model file is missing, damaged, or of a kind that the engine does not run."""
 
-    exit_code = 3
+    kind = "model"
 
 
 class BackendError(OrinError):
     """The device, its driver or its compiler does not work, or the engine process died."""
 
-    exit_code = 4
+    kind = "backend"
 
 
 class ContextFullError(OrinError):
     """The prompt, or the prompt and the reply, do not fit into the context."""
 
-    exit_code = 5
+    kind = "context"
 
 
 class TemplateError(OrinError):
     """The model's chat template does not render."""
 
-    exit_code = 3
+    kind = "model"
 
 
-class GaveWayError(OrinError):
-    """Work for the idle engine was given up, since something more urgent came up."""
+class PreemptedError(OrinError):
+    """The engine stopped background work, such as a profile, because a request came in."""
+
+    kind = "usage"
+
+
+def one_line(text: str, limit: int = 200) -> str:
+    """`text` as part of a sentence: one line of at most `limit` characters, all of them printable.
+
+    For text that comes from a file, a server or an exception. Lone surrogates become U+FFFD, so that the result
+    can be encoded as UTF-8; control characters are left out."""
+    words = " ".join(text[: 4 * limit].split())
+    line = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c if c.isprintable() else "" for c in words)
+    return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -11,15 +11,17 @@ from typing import Literal
 
 import msgspec
 
+from engine.errors import EXIT_CODES, FailureKind, OrinError, one_line
+
 Role = Literal["system", "user", "assistant"]
 StopReason = Literal["stop", "length", "cancelled"]
-FailureKind = Literal["usage", "model", "backend", "context", "internal"]
 KernelPath = Literal["auto", "fused", "graph"]
 Step = Literal["decode", "prefill"]
 KernelRole = Literal[
     "embedding", "QKV projection", "attention", "attention output", "FFN gate+up", "FFN down", "output head",
     "norm", "element-wise", "sampling", "copy",
 ]  # fmt: skip
+MESSAGE_CHARS = 500  # the longest message or hint of a failure
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -323,6 +325,29 @@ class Failed(_Record, frozen=True, kw_only=True, tag=True):
     message: str
     hint: str = ""
     request_id: int | None = None
+
+    @classmethod
+    def from_error(cls, error: Exception, request_id: int | None = None) -> Failed:
+        """The event for any exception. Its text is printable, on one line."""
+        if isinstance(error, OrinError):
+            kind, message, hint = error.kind, error.message, error.hint
+        elif isinstance(error, MemoryError):
+            kind, message = "backend", "There is not enough memory for this model and context."
+            hint = "Choose a smaller model or a shorter context."
+        else:
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            kind, message, hint = "internal", f"The engine failed: {text}", ""
+        return cls(
+            kind=kind,
+            message=one_line(message, MESSAGE_CHARS),
+            hint=one_line(hint, MESSAGE_CHARS),
+            request_id=request_id,
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """What a command returns that this failure ends."""
+        return EXIT_CODES[self.kind]
 
 
 Event = (

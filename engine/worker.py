@@ -25,21 +25,12 @@ from typing import Never, Protocol
 
 from msgspec.structs import replace
 
-from engine.errors import (
-    BackendError,
-    ContextFullError,
-    GaveWayError,
-    ModelFileError,
-    OrinError,
-    TemplateError,
-    UsageError,
-)
+from engine.errors import PreemptedError
 from engine.events import (
     Cancel,
     EngineOptions,
     Event,
     Failed,
-    FailureKind,
     Finished,
     Generate,
     KernelProfile,
@@ -81,7 +72,7 @@ class Model(Protocol):
     def measure(self, request: Measure) -> Measured: ...
 
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
-        """Asks `interrupted` between kernels, and raises GaveWayError where it says so."""
+        """Asks `interrupted` between kernels, and raises PreemptedError where it says so."""
         ...
 
 
@@ -150,7 +141,7 @@ class _Server:
         try:
             model = load(options, self._outbox.put)
         except Exception as error:
-            self._outbox.put(_failed(error))  # first: the log may be on a full disk
+            self._outbox.put(Failed.from_error(error))  # first: the log may be on a full disk
             traceback.print_exception(error)
             return None
         gc.freeze()  # nor is it looked through in the middle of an answer
@@ -164,7 +155,7 @@ class _Server:
         try:
             model.warm_up(self._inbox.anything_waits)
         except Exception as error:
-            self._outbox.put(_failed(error))  # first: the log may be on a full disk
+            self._outbox.put(Failed.from_error(error))  # first: the log may be on a full disk
             traceback.print_exception(error)
             return False
         return True
@@ -179,11 +170,11 @@ class _Server:
                     end = model.measure(request)
                 case Profile():
                     end = model.profile(request, self._inbox.anything_waits)
-        except GaveWayError as error:
-            end = replace(_failed(error), request_id=request.request_id)
+        except PreemptedError as error:
+            end = Failed.from_error(error, request.request_id)
         except Exception as error:
             _log_without_messages(error)
-            end = replace(_failed(error), request_id=request.request_id)
+            end = Failed.from_error(error, request.request_id)
         self._inbox.forget(request.request_id)
         self._outbox.put(end)
 
@@ -296,36 +287,6 @@ class _Outbox:
 
 
 # --- failures ------------------------------------------------------------------------------------------
-
-_KINDS: dict[type[OrinError], FailureKind] = {
-    UsageError: "usage",
-    ModelFileError: "model",
-    TemplateError: "model",
-    BackendError: "backend",
-    GaveWayError: "usage",
-    ContextFullError: "context",
-}
-
-
-def _failed(error: Exception) -> Failed:
-    """What went wrong, as an event whose text is printable."""
-    if isinstance(error, OrinError):
-        kind: FailureKind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "internal")
-        return Failed(kind=kind, message=_one_line(error.message), hint=_one_line(error.hint))
-    if isinstance(error, MemoryError):
-        return Failed(
-            kind="backend",
-            message="There is not enough memory for this model and context.",
-            hint="Choose a smaller model or a shorter context.",
-        )
-    text = _one_line(f"{type(error).__name__}: {error}".removesuffix(": "))
-    return Failed(kind="internal", message=f"The engine failed: {text}")
-
-
-def _one_line(text: str, limit: int = 500) -> str:
-    """`text` on one line, without control characters and lone surrogates."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
-    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def _log_without_messages(error: BaseException | None) -> None:

@@ -210,7 +210,7 @@ class SyntheticModel:
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
         for _ in range(20):
             if interrupted():
-                raise errors.GaveWayError("The profile was given up for a prompt.")
+                raise errors.PreemptedError("The profile was given up for a prompt.")
             time.sleep(self.behaviour.profile_s / 20)
         kernels = (
             KernelTime(name="product", role="FFN down", calls=20, total_us=600.0, bytes=50_000_000),

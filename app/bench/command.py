@@ -22,7 +22,7 @@ from app.bench.runner import Bench, Case
 from app.chat.settings import Settings
 from app.chat.speed_history import LEAST_TOKENS, note
 from app.cli import options
-from app.cli.oneshot import EXIT_CODES, on_signals
+from app.cli.oneshot import on_signals
 from engine.errors import UsageError
 from engine.events import EngineOptions, Failed
 from engine.formats.gguf import GGUF, StringArray
@@ -61,14 +61,14 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     for failure in failures:
         messages.print(one_line(f"orin-chat: {failure.message} {failure.hint}"), markup=False)
     if not results:
-        return EXIT_CODES[failures[0].kind] if failures else 0
+        return failures[0].exit_code if failures else 0
     if earlier:
         sentences, slower = report.against(results, earlier)
         for sentence in sentences:
             messages.print(sentence, markup=False)
         if slower:
             return REGRESSION
-    return EXIT_CODES[failures[0].kind] if failures else 0
+    return failures[0].exit_code if failures else 0
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:

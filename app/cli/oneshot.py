@@ -13,11 +13,8 @@ import msgspec
 
 from app.cli.progress import StatusLine, describe, figures
 from engine.client import Engine
-from engine.errors import OrinError
-from engine.events import Event, Failed, FailureKind, Finished, Generate, Ready, Thinking, Token
+from engine.events import Event, Failed, Finished, Generate, Ready, Thinking, Token
 from widgets.text import clean, one_line
-
-EXIT_CODES: dict[FailureKind, int] = {"internal": 1, "usage": 2, "model": 3, "backend": 4, "context": 5}
 
 
 class Output(Protocol):
@@ -46,12 +43,12 @@ async def run(engine: Engine, request: Generate, output: Output) -> int:
             async for event in engine.start():
                 output.show(event)
                 if isinstance(event, Failed):
-                    return EXIT_CODES[event.kind]
+                    return event.exit_code
             answering = True
             async for event in engine.generate(request):
                 output.show(event)
                 if isinstance(event, Failed):
-                    return code or EXIT_CODES[event.kind]
+                    return code or event.exit_code
     except asyncio.CancelledError:
         if not code:
             raise
@@ -140,12 +137,6 @@ class JsonOutput:
         # ASCII alone, so that text from a model stays data on a terminal too (json leaves DEL as it is).
         self._out.write(json.dumps(fields).replace("\x7f", "\\u007f") + "\n")
         self._out.flush()
-
-
-def failed(error: OrinError) -> Failed:
-    """What ended the program before an engine could say so."""
-    kind = next(kind for kind, code in EXIT_CODES.items() if code == error.exit_code)
-    return Failed(kind=kind, message=error.message, hint=error.hint)
 
 
 def _without_tags(value: Any) -> Any:

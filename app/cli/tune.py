@@ -15,7 +15,7 @@ from rich.table import Table
 
 from app.chat.settings import Settings
 from app.cli import options
-from app.cli.oneshot import EXIT_CODES, on_signals
+from app.cli.oneshot import on_signals
 from app.cli.progress import describe
 from engine.client import Engine, LocalEngine
 from engine.events import EngineOptions, Event, Failed, Ready, Search, Warming
@@ -85,7 +85,7 @@ async def _search(engine: Engine, board: _Board) -> int:
             async for event in engine.start():
                 board.show(event)
                 if isinstance(event, Failed):
-                    return EXIT_CODES[event.kind]
+                    return event.exit_code
     except asyncio.CancelledError:
         if not code:
             raise

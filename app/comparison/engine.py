@@ -47,7 +47,7 @@ from engine.formats.thinking import ThinkSplitter
 from engine.measure.counters import Cpu
 from engine.measure.memory import gpu_used_bytes
 from engine.peers.llama_server import LlamaServer
-from engine.peers.peer import failed, told_apart
+from engine.peers.peer import told_apart
 from widgets.comparison_view import ComparisonView, Difference
 
 GREEDY = Sampling(temperature=0)
@@ -146,7 +146,7 @@ class Comparison:
         try:
             prompt = await asyncio.to_thread(self._ids, request)
         except OrinError as error:
-            yield failed(error, request.request_id)
+            yield Failed.from_error(error, request.request_id)
             return
         asked = replace(request, prompt=TokenIds(ids=tuple(prompt.ids)), sampling=GREEDY, fresh=True)
         self._begin(len(prompt.ids))
@@ -275,7 +275,7 @@ class Comparison:
             try:
                 self._rival = self._make_rival(ready)
             except OrinError as error:
-                self._right.observe(failed(error))
+                self._right.observe(Failed.from_error(error))
                 return
         async for event in self._rival.start():
             self._right.observe(event)

@@ -20,7 +20,7 @@ from app.chat.export import to_markdown, write_new
 from app.chat.history import History, HistoryError
 from app.chat.settings import check_sampling
 from app.chat.turn import Turn
-from app.cli.oneshot import EXIT_CODES, TextOutput, on_signals
+from app.cli.oneshot import TextOutput, on_signals
 from app.cli.progress import describe, figures
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
@@ -112,7 +112,7 @@ class LineChat:
         if self._problem:
             self._output.say(self._problem.message, self._problem.hint)
         if failure := await self._start():
-            return EXIT_CODES[failure.kind]
+            return failure.exit_code
         self._print("/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends the chat.")
         while True:
             draft, self._draft = self._draft, ""

@@ -8,7 +8,6 @@ import shutil
 import textwrap
 from typing import TextIO
 
-from app.cli.oneshot import EXIT_CODES
 from app.cli.progress import StatusLine, describe, figures
 from app.screens.performance import PerformanceObserver
 from engine.client import Engine, Measurable
@@ -72,7 +71,7 @@ async def run(engine: Engine, out: TextIO, messages: TextIO) -> int:
 def _complain(failure: Failed, status: StatusLine, messages: TextIO) -> int:
     status.clear()
     print("orin-chat:", one_line(f"{failure.message} {failure.hint}"), file=messages)
-    return EXIT_CODES[failure.kind]
+    return failure.exit_code
 
 
 def _print(performance: PerformanceObserver, machine: Machine, failed: list[str], out: TextIO) -> None:

@@ -20,7 +20,7 @@ from tinygrad.engine.realize import ExecContext, get_call_arg_uops, get_call_out
 from tinygrad.helpers import GlobalCounters
 from tinygrad.uop.ops import Ops, sym_infer
 
-from engine.errors import GaveWayError
+from engine.errors import PreemptedError
 from engine.events import KernelProfile, KernelRole, KernelTime, Profile
 
 SECONDS = 0.4  # for the rounds, unless fewer than MIN_ROUNDS fit in
@@ -60,7 +60,7 @@ class Replay:
 def profile(
     request: Profile, replay: Replay, position: int, interrupted: Callable[[], bool] = lambda: False
 ) -> KernelProfile:
-    """Times the kernels of `replay`, a step at `position`. Raises GaveWayError when `interrupted`, asked
+    """Times the kernels of `replay`, a step at `position`. Raises PreemptedError when `interrupted`, asked
     before each kernel, says so."""
     roles = roles_of(replay.calls, replay.uses)
     groups: dict[tuple[str, KernelRole], list[int]] = {}
@@ -163,7 +163,7 @@ def _walls_us(replay: Replay, interrupted: Callable[[], bool]) -> list[float]:
 
 def _give_way(interrupted: Callable[[], bool]) -> None:
     if interrupted():
-        raise GaveWayError("The profile was given up for a prompt.", "It is made while the engine is idle.")
+        raise PreemptedError("The profile was given up for a prompt.", "It is made while the engine is idle.")
 
 
 def _rounds(one_round: Callable[[], T], reset: Callable[[], None], seconds: float = SECONDS) -> list[T]:

@@ -163,7 +163,7 @@ class TextModel:
         )
 
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
-        """Raises GaveWayError where `interrupted` says so, UsageError for a step that there is not."""
+        """Raises PreemptedError where `interrupted` says so, UsageError for a step that there is not."""
         position = min(len(self._cached), self.context_length - 1)
         del self._cached[position:]
         return profile(request, self._steps.replay(request.step, position), position, interrupted)

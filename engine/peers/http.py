@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from engine.errors import BackendError, ContextFullError, OrinError, UsageError
+from engine.errors import BackendError, ContextFullError, OrinError, UsageError, one_line
 
 CONNECT_S = 10.0
 _OURSELVES = ("localhost", "127.0.0.1", "::1")
@@ -40,7 +40,9 @@ def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.Asy
     waits can stop. Raises UsageError for an address that cannot be one, or a key that cannot be sent.
     """
     if not base_url.lower().startswith(("http://", "https://")):
-        raise UsageError(f"{said(base_url)!r} is no address of a server.", "Write it as http://host:8000/v1")
+        raise UsageError(
+            f"{one_line(base_url)!r} is no address of a server.", "Write it as http://host:8000/v1"
+        )
     if not key.isascii() or not key.isprintable():
         raise UsageError("The key holds characters that no key has.", "Set it again, without line breaks.")
     try:
@@ -53,7 +55,7 @@ def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.Asy
         )
     except (httpx.InvalidURL, ValueError) as error:
         raise UsageError(
-            f"{said(base_url)!r} is no address of a server: {said(str(error))}.",
+            f"{one_line(base_url)!r} is no address of a server: {one_line(str(error))}.",
             "Write it as http://host:8000/v1",
         ) from None
 
@@ -65,18 +67,18 @@ async def failures_as_sentences(name: str, where: str) -> AsyncIterator[None]:
         yield
     except httpx.ConnectTimeout:
         raise BackendError(
-            f"{name} at {said(where)} does not answer.", "Check the address, and that it is running."
+            f"{name} at {one_line(where)} does not answer.", "Check the address, and that it is running."
         ) from None
     except httpx.ConnectError as error:
         raise BackendError(
-            f"{name} cannot be reached at {said(where)}: {said(str(error)) or 'no connection'}.",
+            f"{name} cannot be reached at {one_line(where)}: {one_line(str(error)) or 'no connection'}.",
             "Check the address, and that it is running.",
         ) from None
     except httpx.TimeoutException:
         raise BackendError(f"{name} takes too long to answer.", "Try again later.") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise BackendError(
-            f"{name} broke the connection off: {said(str(error)) or type(error).__name__}.", "Try again."
+            f"{name} broke the connection off: {one_line(str(error)) or type(error).__name__}.", "Try again."
         ) from None
 
 
@@ -138,7 +140,7 @@ def _decoded(data: bytes, kind: type[R], name: str) -> R:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BackendError(
-            f"{name} sent something that is not as expected: {said(str(error)).rstrip('.')}.",
+            f"{name} sent something that is not as expected: {one_line(str(error)).rstrip('.')}.",
             "Check that the address is one of a model server.",
         ) from None
 
@@ -153,7 +155,7 @@ def refusal(response: httpx.Response | None, body: bytes, name: str) -> OrinErro
     """What the server `name` said in place of an answer. `response` None: in the middle of one."""
     detail = _detail(body)
     status = response.status_code if response is not None else _status(detail)
-    reason = said(str(detail.get("message") or "")).rstrip(".")
+    reason = one_line(str(detail.get("message") or "")).rstrip(".")
     because = f": {reason}" if reason else ""
     codes = (detail.get("type"), detail.get("code"))
     if any(code in _CONTEXT_CODES for code in codes) or any(word in reason for word in _CONTEXT_WORDS):
@@ -175,7 +177,7 @@ def refusal(response: httpx.Response | None, body: bytes, name: str) -> OrinErro
             "Check the address (many end in /v1), and the model's name.",
         )
     if status == 429:
-        wait = said(response.headers.get("retry-after", "") if response is not None else "")
+        wait = one_line(response.headers.get("retry-after", "") if response is not None else "")
         when = f"in {wait} s" if wait.isdigit() else "later"
         return BackendError(f"{name} takes no more requests now{because}.", f"Try again {when}.")
     if status is not None and 400 <= status < 500:
@@ -206,9 +208,3 @@ def _phrase(status: int) -> str:
         return f"{status} {http.HTTPStatus(status).phrase}"
     except ValueError:
         return str(status)
-
-
-def said(text: str, limit: int = 200) -> str:
-    """Text from a server, fit for a sentence: one line of bounded length, without control characters."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * limit]).split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"

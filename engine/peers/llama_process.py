@@ -15,9 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from engine.errors import BackendError, ModelFileError, OrinError
+from engine.errors import BackendError, ModelFileError, OrinError, one_line
 from engine.events import EngineOptions
-from engine.peers.http import said
 from engine.process import open_log, signal_name
 
 HOW_TO_GET_IT = (
@@ -46,7 +45,7 @@ def find(given: str | None = None) -> str:
         if name:
             if found := shutil.which(Path(name).expanduser()):
                 return str(Path(found).absolute())
-            raise BackendError(f"There is no program {said(name)}.", HOW_TO_GET_IT)
+            raise BackendError(f"There is no program {one_line(name)}.", HOW_TO_GET_IT)
     if found := shutil.which("llama-server"):
         return str(Path(found).absolute())
     raise BackendError("llama.cpp's llama-server was not found.", HOW_TO_GET_IT)
@@ -191,14 +190,14 @@ def _help(program: str) -> str:
             [program, "--help"], capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise BackendError(f"{said(program)} does not answer to --help.", HOW_TO_GET_IT) from None
+        raise BackendError(f"{one_line(program)} does not answer to --help.", HOW_TO_GET_IT) from None
     except OSError as error:
-        raise BackendError(f"{said(program)} cannot be run: {error.strerror}.", HOW_TO_GET_IT) from None
+        raise BackendError(f"{one_line(program)} cannot be run: {error.strerror}.", HOW_TO_GET_IT) from None
     text = (run.stdout + run.stderr).decode("utf-8", "replace")
     if "--ctx-size" not in text:
-        cause = said(_cause(text) or text)
+        cause = one_line(_cause(text) or text)
         told = f"it says: {cause}" if cause else "it prints nothing"
-        raise BackendError(f"{said(program)} is no llama-server that works: {told}.", HOW_TO_GET_IT)
+        raise BackendError(f"{one_line(program)} is no llama-server that works: {told}.", HOW_TO_GET_IT)
     return text
 
 
@@ -229,4 +228,4 @@ _ADDRESS_IN_USE = re.compile(r"couldn't bind|address already in use", re.IGNOREC
 def _cause(text: str) -> str:
     """The first line that tells of an error: those after it say what became of it."""
     line = _ERROR_LINE.search(text)
-    return said(_PREFIX.sub("", line.group()).rstrip(". ")) if line else ""
+    return one_line(_PREFIX.sub("", line.group()).rstrip(". ")) if line else ""

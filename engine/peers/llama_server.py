@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import platformdirs
 
-from engine.errors import BackendError, ModelFileError, OrinError
+from engine.errors import BackendError, ModelFileError, OrinError, one_line
 from engine.events import (
     Chat,
     EngineOptions,
@@ -41,7 +41,6 @@ from engine.formats.template import Prompt
 from engine.formats.thinking import ThinkSplitter
 from engine.measure.memory import resident
 from engine.peers import http
-from engine.peers.http import said
 from engine.peers.llama_process import LlamaProcess, find
 from engine.peers.peer import Peer, Tally, told_apart
 
@@ -135,23 +134,23 @@ class LlamaServer(Peer):
         parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
         vocab = len(file.get("tokenizer.ggml.tokens", StringArray))
         if (meta.n_params or parameters, meta.n_vocab or vocab) != (parameters, vocab):
-            theirs, wanted = said(Path(properties.model_alias).name), said(file.path.name)
+            theirs, wanted = one_line(Path(properties.model_alias).name), one_line(file.path.name)
             raise ModelFileError(
                 f"The llama-server runs {theirs}, which is not {wanted}.",
                 "Start it with the same file, or let orin-chat start it.",
             )
         return Ready(
             model=ModelInfo(
-                name=said(file.get("general.name", str, file.path.stem)),
-                architecture=said(file.get("general.architecture", str, "")),
-                quantization=said(properties.model_ftype),
+                name=one_line(file.get("general.name", str, file.path.stem)),
+                architecture=one_line(file.get("general.architecture", str, "")),
+                quantization=one_line(properties.model_ftype),
                 parameters=parameters,
                 file_bytes=file.file_bytes,
                 trained_context=meta.n_ctx_train,
                 thinks="think>" in properties.chat_template,
             ),
             backend=self.name,
-            device_name=said(properties.build_info),
+            device_name=one_line(properties.build_info),
             context_length=properties.default_generation_settings.n_ctx,
             load_ms=(time.perf_counter() - began) * 1e3,
         )

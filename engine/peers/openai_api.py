@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from engine.errors import BackendError, UsageError
+from engine.errors import BackendError, UsageError, one_line
 from engine.events import (
     Chat,
     Event,
@@ -30,7 +30,6 @@ from engine.events import (
 )
 from engine.formats.thinking import ThinkSplitter
 from engine.peers import http
-from engine.peers.http import said
 from engine.peers.peer import Peer, Tally, told_apart
 
 NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM"}  # by what /models says of who owns a model
@@ -62,7 +61,7 @@ class OpenAIEngine(Peer):
 
     async def _connect(self) -> AsyncGenerator[Event, None]:
         began = time.perf_counter()
-        where = said(urlsplit(self.url).netloc or self.url)
+        where = one_line(urlsplit(self.url).netloc or self.url)
         self.name = f"The server {where}"
         models = await self._models()
         chosen = next((model for model in models if not self._model or model.id == self._model), None)
@@ -70,16 +69,16 @@ class OpenAIEngine(Peer):
             if not self._model:
                 raise UsageError(f"{self.name} lists no model.", "Name the one to use: --model NAME.")
             if models:
-                listed = ", ".join(said(model.id) for model in models[:5])
-                raise UsageError(f"{self.name} has no model {said(self._model)}.", f"It has {listed}.")
+                listed = ", ".join(one_line(model.id) for model in models[:5])
+                raise UsageError(f"{self.name} has no model {one_line(self._model)}.", f"It has {listed}.")
             chosen = _Model(id=self._model)
         self._model, self._owner = chosen.id, chosen.owned_by
         meta = chosen.meta or _Meta()
         yield Ready(
             model=ModelInfo(
-                name=said(chosen.id.rpartition("/")[2] or chosen.id),  # of a path or owner/name
+                name=one_line(chosen.id.rpartition("/")[2] or chosen.id),  # of a path or owner/name
                 architecture="",
-                quantization=said(meta.ftype),
+                quantization=one_line(meta.ftype),
                 parameters=meta.n_params,
                 file_bytes=meta.size,
                 trained_context=meta.n_ctx_train or chosen.max_model_len or 0,

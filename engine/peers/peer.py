@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import asdict, replace
 
-from engine.errors import BackendError, ContextFullError, ModelFileError, OrinError, TemplateError, UsageError
+from engine.errors import OrinError
 from engine.events import (
     Event,
     Failed,
-    FailureKind,
     Finished,
     Generate,
     Ready,
@@ -23,19 +22,6 @@ from engine.events import (
     Token,
 )
 from engine.formats.thinking import ThinkSplitter
-
-_KINDS: dict[type[OrinError], FailureKind] = {
-    UsageError: "usage",
-    ModelFileError: "model",
-    TemplateError: "model",
-    BackendError: "backend",
-    ContextFullError: "context",
-}
-
-
-def failed(error: OrinError, request_id: int | None = None) -> Failed:
-    kind: FailureKind = next((kind for cls, kind in _KINDS.items() if isinstance(error, cls)), "internal")
-    return Failed(kind=kind, message=error.message, hint=error.hint, request_id=request_id)
 
 
 @dataclass
@@ -190,7 +176,7 @@ class Peer(ABC):
                         self._ready = event
                     yield event
             except OrinError as error:
-                failure = failed(error)
+                failure = Failed.from_error(error)
             finally:
                 if not self._ready:
                     await self._disconnect()
@@ -216,7 +202,7 @@ class Peer(ABC):
             if reason:
                 self._ready = None
                 await self._disconnect()
-            yield failed(reason or error, None if reason else request.request_id)
+            yield Failed.from_error(reason or error, None if reason else request.request_id)
 
 
 class _Stream:
@@ -253,8 +239,7 @@ async def _pump(work: AsyncGenerator[Event, None], stream: _Stream) -> None:
             stream.put(event)
     except Exception as error:  # a mistake of ours: the stream must end all the same
         request_id = stream.tally.request.request_id if stream.tally else None
-        message = f"The engine failed: {type(error).__name__}: {error}."
-        stream.put(Failed(kind="internal", message=message, request_id=request_id))
+        stream.put(Failed.from_error(error, request_id))
         raise
     finally:
         await work.aclose()

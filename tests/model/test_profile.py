@@ -3,7 +3,7 @@
 import pytest
 from tinygrad import Device
 
-from engine.errors import GaveWayError
+from engine.errors import PreemptedError
 from engine.events import EngineOptions, Generate, Profile, Sampling, TokenIds
 from engine.measure import profile as measure
 from engine.model.generate import TextModel
@@ -90,13 +90,13 @@ def test_a_group_of_kernels_takes_as_long_in_a_sequence_as_one_by_one(model):
     one_by_one = measure._kernels_us(replay, lambda: False)
     alone_us = sum(min(one_by_one[i]) for i in members)
     assert 0.2 * alone_us < measure._graph_us(replay, members, 0.1, lambda: False) < 20 * alone_us
-    with pytest.raises(GaveWayError):
+    with pytest.raises(PreemptedError):
         measure._graph_us(replay, members, 0.1, lambda: True)
 
 
 def test_it_gives_way(model):
     asked = []
-    with pytest.raises(GaveWayError):
+    with pytest.raises(PreemptedError):
         model.profile(Profile(request_id=1), lambda: not asked.append(1))
     assert len(asked) == 1
 

@@ -93,7 +93,7 @@ async def test_none(peers, monkeypatch, given):
             "'x\\x1b[31m'\\n"
             '0.00.06 E srv  llama_server: exiting due to model loading error")',
             "model",
-            "llama-server cannot run this model: error loading model: unknown model architecture: 'x [31m'.",
+            "llama-server cannot run this model: error loading model: unknown model architecture: 'x[31m'.",
         ),
         (
             "sys.exit('./llama-server: error while loading shared libraries: libcuda.so.1: cannot open')",
@@ -326,7 +326,7 @@ async def test_answers_that_fail_in_the_middle(peers, fake, parts, kind, message
             {},
             {"error": "boom\x1b[2J"},
             "backend",
-            "llama.cpp failed (500 Internal Server Error): boom [2J. ",
+            "llama.cpp failed (500 Internal Server Error): boom[2J. ",
         ),
         (
             502,

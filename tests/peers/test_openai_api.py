@@ -188,9 +188,9 @@ async def test_raw_text_is_not_split(engines, fake):
 
 async def test_models_to_choose_from(engines, fake):
     fake.answer("/v1/models", {"data": [{"id": "a"}, {"id": "b\x1b[1m"}]})
-    assert (await collect(engines(fake.url, model="b\x1b[1m").start()))[-1].model.name == "b [1m"
+    assert (await collect(engines(fake.url, model="b\x1b[1m").start()))[-1].model.name == "b[1m"
     [failed] = await collect(engines(fake.url, model="c").start())
-    assert (failed.kind, failed.hint) == ("usage", "It has a, b [1m.")
+    assert (failed.kind, failed.hint) == ("usage", "It has a, b[1m.")
     fake.answer("/v1/models", {"data": []})
     [failed] = await collect(engines(fake.url).start())
     assert failed.message.endswith("lists no model.")

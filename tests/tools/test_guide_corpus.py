@@ -8,11 +8,11 @@ import pytest
 from textual.widgets import TextArea
 
 from app.cli import options
-from app.cli.oneshot import EXIT_CODES
 from app.lines.line_chat import commands
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, key_label
 from engine.catalog.names import known_models
+from engine.errors import EXIT_CODES
 from presets import loader
 from tools.guide import facts, questions, sources
 from tools.guide.conversations import Conversations

@@ -20,7 +20,7 @@ from app.lines.line_chat import SETTABLE, commands
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from engine.catalog import names
-from engine.errors import OrinError
+from engine.errors import EXIT_CODES, OrinError
 from presets import loader
 
 
@@ -168,7 +168,7 @@ def _default(help: str) -> tuple[str, str]:
 def exit_codes() -> Iterator[Source]:
     """What each exit code of the help means, with the words of the error it belongs to."""
     kinds = [kind for kind in OrinError.__subclasses__() if kind.__module__ == OrinError.__module__]
-    errors = {kind.exit_code: kind for kind in reversed(kinds)}  # of one code, the first is meant
+    errors = {EXIT_CODES[kind.kind]: kind for kind in reversed(kinds)}  # of one code, the first is meant
     for code, short in re.findall(
         r"(\d+) ([a-z][a-z, ]*?)(?: {2,}|\n)", options.EPILOG.partition("exit codes:")[2]
     ):
