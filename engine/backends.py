@@ -97,14 +97,17 @@ def _compilers() -> int:
 
 
 def _search(options: EngineOptions) -> dict[str, str]:
-    """tinygrad's variables for how it looks for kernels of tensor graphs; those that `options` leave open are not
-    in it. Quantized kernels are none of its business: see `engine.model.fused.search`."""
-    chosen: dict[str, int | None] = {"BEAM": options.beam, "JITBEAM": options.jitbeam}
+    """tinygrad's variables for its own search and for its matrix-vector heuristic; the environment decides what
+    `options` leave open. Only the captured steps are searched: other kernels run once. `engine.model.fused.search`
+    searches the schedules of quantized kernels."""
+    chosen: dict[str, int] = {}
+    if options.search_width is not None:
+        chosen |= {"BEAM": 0, "JITBEAM": options.search_width}
     if options.matvec is not None:
         chosen["MV_BLOCKSIZE"] = options.matvec.block_size
         chosen["MV_THREADS_PER_ROW"] = options.matvec.threads_per_row
         chosen["MV_ROWS_PER_THREAD"] = options.matvec.rows_per_thread
-    return {name: str(value) for name, value in chosen.items() if value is not None}
+    return {name: str(value) for name, value in chosen.items()}
 
 
 def flaw(backend: str) -> str:

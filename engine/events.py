@@ -85,18 +85,17 @@ class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
     ("CPU", "CUDA", "NV") or "auto"; `context_length` None takes the model's own, bounded by memory.
 
     `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules,
-    "auto" what suits the device. `beam` is the width of the search for faster kernels, `jitbeam` that in the
-    captured steps alone: on "graph" tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
-    tinygrad's heuristic; None leaves them to the environment. `search_s` bounds our search (None: by its width);
-    `search_again` says not to stop at what is known from an earlier one. `keep_packed`: on a CPU, packed weights
-    are kept on disk for the next start."""
+    "auto" what suits the device. `search_width` is the width of the search for faster kernels in the captured steps
+    (JITBEAM): on "graph" it is tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
+    tinygrad's heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search in seconds
+    (None: by its width); `search_again` repeats a search whose result is known from an earlier start. `keep_packed`
+    keeps a CPU's packed weights on disk for the next start."""
 
     model_path: str
     backend: str = "auto"
     context_length: int | None = None
     kernels: KernelPath = "auto"
-    beam: int | None = None
-    jitbeam: int | None = None
+    search_width: int | None = None
     matvec: Matvec | None = None
     search_s: float | None = None
     search_again: bool = False

@@ -5,9 +5,8 @@ folder of the configuration; a user's takes the place of a built-in one of the s
     backend = "CUDA"          # auto, CPU, CUDA, NV
     kernels = "fused"         # fused (quantized kernels of our own), graph (tensor graphs that tinygrad compiles),
                               # auto (fused)
-    beam = 2                  # width of the search for kernels, 0 to 16; jitbeam: in the captured steps alone.
+    jitbeam = 2               # width of the search for kernels, 0 to 16; beam is another name of this key.
                               # fused: for how our products are cut, on a GPU; graph: tinygrad's own search
-    kv = "f16"                # the type of the KV cache
     context = 8192            # tokens
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"
     block_size = 4
@@ -33,7 +32,6 @@ from engine.errors import UsageError
 from engine.events import EngineOptions, KernelPath, Matvec, Sampling
 
 BUILT_IN = Path(__file__).parent
-KV_TYPES = ("f16",)
 _UNKNOWN = re.compile(r"unknown field `(?P<key>.*?)`(?: - at `\$\.(?P<table>\w+)`)?")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 
@@ -66,11 +64,15 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     backend: Literal["auto", "CPU", "CUDA", "NV"] = "auto"
     kernels: KernelPath = "auto"
     beam: _Width = 0
-    jitbeam: _Width | None = None
-    kv: str = "f16"
+    jitbeam: _Width = 0
     context: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
     matvec: PresetMatvec | None = None
     sampling: PresetSampling = PresetSampling()
+
+    @property
+    def search_width(self) -> int:
+        """The keys `beam` and `jitbeam` are one setting; 0 searches nothing."""
+        return max(self.beam, self.jitbeam)
 
     def options(self, model_path: str, context_length: int | None = None) -> EngineOptions:
         """What an engine is started with; `context_length` where the preset leaves it open."""
@@ -79,8 +81,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             model_path=model_path,
             backend=self.backend,
             context_length=self.context or context_length,
-            beam=self.beam,
-            jitbeam=self.beam if self.jitbeam is None else self.jitbeam,
+            search_width=self.search_width,
             kernels=self.kernels,
             matvec=matvec,
         )
@@ -136,12 +137,12 @@ def read(path: Path) -> Preset:
 
 def parse(text: str) -> Preset:
     """Raises ValueError (as msgspec's errors are), naming the key, for a text that is not a preset."""
-    preset = msgspec.toml.decode(text, type=Preset)
-    if preset.kv not in KV_TYPES:
-        raise ValueError(
-            f"a KV cache of type {preset.kv!r} does not exist, only {', '.join(KV_TYPES)} - at `$.kv`"
-        )
-    return preset
+    fields = msgspec.toml.decode(text)
+    if (
+        fields.get("kv") == "f16"
+    ):  # older presets name the type of the KV cache; there is no other to choose yet
+        del fields["kv"]
+    return msgspec.convert(fields, Preset)
 
 
 def save(name: str, text: str) -> Path:

@@ -44,7 +44,7 @@ class BoardSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """As a file of presets."""
         return (
             f'title = "{self.title}"\nbackend = "{self.backend}"\nkernels = "{self.kernels}"\n'
-            f"beam = 0\njitbeam = {self.jitbeam}\n"
+            f"jitbeam = {self.jitbeam}\n"
         )
 
 

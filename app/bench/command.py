@@ -113,7 +113,7 @@ def _setups(given: Namespace, settings: Settings) -> Iterator[tuple[str, EngineO
             if given.backend:
                 chosen = replace(chosen, backend=given.backend)
             if given.beam is not None:
-                chosen = replace(chosen, beam=given.beam)
+                chosen = replace(chosen, search_width=given.beam)
                 label = f"{preset} beam{given.beam}".strip()
             yield label, chosen
 

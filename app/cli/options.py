@@ -205,7 +205,7 @@ def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOpt
         chosen = EngineOptions(model_path=str(path), backend=backend, context_length=settings.context)
     else:
         chosen = preset.options(str(path), settings.context)
-    given = {"backend": options.backend, "context_length": options.context, "beam": options.beam}
+    given = {"backend": options.backend, "context_length": options.context, "search_width": options.beam}
     chosen = replace(chosen, keep_packed=settings.keep_packed)
     return replace(chosen, **{name: value for name, value in given.items() if value is not None})
 

@@ -41,7 +41,7 @@ def run(
         model_path=str(options.model_path(given.model, settings)),
         backend=given.backend or "auto",
         kernels="fused",
-        beam=WIDTH,
+        search_width=WIDTH,
         search_s=given.seconds,
         search_again=given.again,
     )

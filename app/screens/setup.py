@@ -188,4 +188,4 @@ class Setup:
 
 
 def _search_width(preset: Preset | None) -> int:
-    return 0 if preset is None else max(preset.beam, preset.jitbeam or 0)
+    return 0 if preset is None else preset.search_width

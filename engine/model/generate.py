@@ -221,7 +221,7 @@ class TextModel:
 
     def _search(self, options: EngineOptions, report: Report) -> None:
         """Searches for faster kernels where a width is asked for and the steps are not tinygrad's to search."""
-        width = max(options.beam or 0, options.jitbeam or 0)
+        width = options.search_width
         if not width or not isinstance(self._steps, SearchableSteps):
             return
         seconds = SECONDS_A_WIDTH * width if options.search_s is None else options.search_s

@@ -106,7 +106,7 @@ def test_options_reach_the_engine(run, model):
     *_, options = run(
         "--model", model, "--backend", "cpu", "--context", 99, "--beam", 2, "--temperature", 0, "why?"
     )
-    assert (options.backend, options.context_length, options.beam) == ("CPU", 99, 2)
+    assert (options.backend, options.context_length, options.search_width) == ("CPU", 99, 2)
 
 
 # --- for programs --------------------------------------------------------------------------------------

@@ -179,9 +179,9 @@ class Searchable:
 @pytest.mark.parametrize(
     "options, wanted",
     [
-        ({"beam": 2}, [(2, 2 * SECONDS_A_WIDTH, False)]),
-        ({"jitbeam": 4, "beam": 0, "search_s": 9.0, "search_again": True}, [(4, 9.0, True)]),
-        ({"beam": 0}, []),
+        ({"search_width": 2}, [(2, 2 * SECONDS_A_WIDTH, False)]),
+        ({"search_width": 4, "search_s": 9.0, "search_again": True}, [(4, 9.0, True)]),
+        ({"search_width": 0}, []),
         ({}, []),
     ],
 )

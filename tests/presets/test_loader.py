@@ -26,9 +26,9 @@ def test_the_built_in_ones_are_there_and_sound():
 def test_a_width_of_the_search_is_all_that_its_key_changes():
     for entry in loader.entries().values():
         searched = entry.preset.options("m.gguf", 4096)
-        if searched.beam or searched.jitbeam:
+        if searched.search_width:
             plain = loader.find(searched.backend.lower()).options("m.gguf", 4096)
-            assert replace(searched, beam=0, jitbeam=0) == replace(plain, beam=0, jitbeam=0)
+            assert replace(searched, search_width=0) == replace(plain, search_width=0)
 
 
 def test_a_preset_becomes_options(own):
@@ -38,12 +38,20 @@ def test_a_preset_becomes_options(own):
     )
     preset = loader.find("mine")
     assert preset.options("m.gguf", 4096) == EngineOptions(
-        model_path="m.gguf", backend="CUDA", kernels="graph", beam=3, jitbeam=3, context_length=512,
+        model_path="m.gguf", backend="CUDA", kernels="graph", search_width=3, context_length=512,
         matvec=Matvec(threads_per_row=16),
     )  # fmt: skip
     assert preset.sampling.over(Sampling(seed=7)) == Sampling(temperature=0, seed=7)
     assert loader.find("safe").options("m", 99).context_length == 2048
     assert loader.find("cpu").options("m", 99).context_length == 99
+
+
+@pytest.mark.parametrize(
+    "line", ["beam = 3", "jitbeam = 3", "beam = 0\njitbeam = 3", "jitbeam = 3\nkv = 'f16'"]
+)
+def test_the_width_of_the_search_has_two_names_and_an_old_key_is_read_over(line):
+    preset = loader.parse(f"title = 'x'\n{line}\n")
+    assert preset.options("m").search_width == preset.search_width == 3
 
 
 def test_the_users_own_wins(own):
@@ -59,7 +67,7 @@ def test_the_users_own_wins(own):
         ("title = 'x'\nbackend = 'TPU'", "$.backend"),
         ("title = 'x'\nbeam = -1", "$.beam"),
         ("title = 'x'\nbaem = 1", "there is no key baem; there are title, backend, kernels, beam, jitbeam"),
-        ("title = 'x'\nkv = 'q8_0'", "'q8_0' does not exist, only f16 - at `$.kv`"),
+        ("title = 'x'\nkv = 'q8_0'", "there is no key kv; there are title"),
         ("title = 'x'\n[sampling]\ntop_p = 2", "$.sampling.top_p"),
         (
             "title = 'x'\n[matvec]\nwidth = 2",
@@ -117,7 +125,7 @@ def test_deleting_brings_back_the_built_in_one(own):
 def test_what_is_chosen_reaches_tinygrads_environment(monkeypatch):
     for name in ("DEV", "CC", "PARALLEL", "BEAM", "JITBEAM", "MV_BLOCKSIZE"):
         monkeypatch.setenv(name, "unset")  # and undone afterwards
-    searched = {"beam": 0, "jitbeam": 2, "matvec": Matvec(block_size=8)}
+    searched = {"search_width": 2, "matvec": Matvec(block_size=8)}
     environment = backends.os.environ
     backends.prepare(EngineOptions(model_path="m", backend="CPU", kernels="fused", **searched))
     assert environment["JITBEAM"] == "unset", "kernels of our own are not tinygrad's to search"

@@ -42,12 +42,11 @@ def test_the_plan_is_the_users_tables():
     assert not by_backend["CPU"]
     for setup in planned.setups:
         preset = parse(setup.preset())
-        assert (preset.backend, preset.kernels, preset.jitbeam) == (
+        assert (preset.backend, preset.kernels, preset.search_width) == (
             setup.backend,
             setup.kernels,
             setup.jitbeam,
         )
-        assert preset.beam == 0
     assert Lengths().names == ["tg128", "pp32", "pp128", "pp256", "pp512"]
     figures = planned.figures["llama3.2:1b"]
     assert figures["nv-jitbeam4"]["tg128"] == 36.71 and figures["llama.cpp"]["tg128"] == 25.62

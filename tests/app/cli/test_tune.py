@@ -64,7 +64,12 @@ STEPS = (
 def test_what_was_found_is_listed(run, capsys):
     code, options = run(Engine(*STEPS, READY), "--seconds", "30", "--backend", "CUDA")
     assert code == 0
-    assert (options.kernels, options.beam, options.search_s, options.backend) == ("fused", 16, 30, "CUDA")
+    assert (options.kernels, options.search_width, options.search_s, options.backend) == (
+        "fused",
+        16,
+        30,
+        "CUDA",
+    )
     o, head = (line.split() for line in capsys.readouterr().out.splitlines() if "Q6_K" in line)
     assert o[:3] == ["o", "Q6_K", "2048x2048"] and o[-4:] == ["40", "1", "480.0", "4.2%"]
     assert head[-1] == "known"

@@ -136,7 +136,7 @@ async def test_the_next_backend_keeps_the_conversation():
         await sees(pilot, "One.")
         await pilot.press("f6")
         await until(lambda: app.session.engine is other)
-        assert (made[0].backend, made[0].beam, app.setup.name) == ("CPU", 0, "cpu")
+        assert (made[0].backend, made[0].search_width, app.setup.name) == ("CPU", 0, "cpu")
         app.prompt.insert("second")
         await pilot.press("enter")
         await sees(pilot, "Two.")
@@ -160,7 +160,7 @@ async def test_a_wider_search_and_back():
             await pilot.press("f7")
             await until(lambda engine=engine: app.session.engine is engine)
             assert app.setup.name == name
-        assert [options.beam for options in made] == [2, 4, 0]
+        assert [options.search_width for options in made] == [2, 4, 0]
 
 
 async def test_a_preset_that_fails_leaves_the_old_one():
@@ -357,7 +357,7 @@ async def test_a_terminal_that_gets_too_small_for_a_whole_pane_shows_the_chat():
     [
         ({}, "CPU", "cpu"),
         ({"backend": "CUDA", "context_length": 512}, "CUDA", "cuda"),
-        ({"beam": 2}, "CUDA", ""),
+        ({"search_width": 2}, "CUDA", ""),
         ({"kernels": "graph"}, "CPU", ""),
     ],
 )
