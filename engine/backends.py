@@ -4,7 +4,6 @@ tinygrad itself."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import importlib.util
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import platformdirs
 
+from engine.devices import cuda_driver
 from engine.devices.nvidia import gpus, why_not_nv
 from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
@@ -37,8 +37,8 @@ def prepare(options: EngineOptions) -> str:
         known = ", ".join(BACKENDS)
         raise UsageError(f"There is no backend {options.backend!r}.", f"Choose auto or one of {known}.")
     if backend == "AUTO":
-        backend = os.environ.get("DEV") or ("CPU" if _cuda_flaw() else "CUDA")
-    elif backend == "CUDA" and (flaw := _cuda_flaw()):
+        backend = os.environ.get("DEV") or ("CPU" if cuda_driver.unusable_because() else "CUDA")
+    elif backend == "CUDA" and (flaw := cuda_driver.unusable_because()):
         raise BackendError(f"The CUDA backend cannot be used: {flaw}.", "Mend that, or choose --backend CPU.")
     device = _device(backend)
     if device == "NV" and (why := why_not_nv(gpus())):
@@ -115,7 +115,7 @@ def flaw(backend: str) -> str:
     take a second: a driver is asked."""
     match backend:
         case "CUDA":
-            return _cuda_flaw()
+            return cuda_driver.unusable_because()
         case "NV":
             return _nv_flaw()
         case "CPU":
@@ -132,18 +132,6 @@ def _nv_flaw() -> str:
     if not Path("/dev/nvidiactl").exists():
         return "there is no NVIDIA kernel driver (/dev/nvidiactl)"
     return why_not_nv(gpus())
-
-
-def _cuda_flaw() -> str:
-    """What keeps CUDA from working here; empty if nothing does."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "there is no NVIDIA driver (libcuda.so.1)"
-    count = ctypes.c_int()
-    if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return f"the NVIDIA driver reports error {error}"
-    return "" if count.value else "the NVIDIA driver shows no GPU"
 
 
 # --- a clang for the CPU backend -----------------------------------------------------------------------

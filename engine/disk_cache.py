@@ -10,7 +10,6 @@ was not used for longest goes first.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
 import os
@@ -26,6 +25,8 @@ from typing import Any
 import platformdirs
 
 import engine
+from engine.devices import cuda_driver
+from engine.devices.device_name import device_name
 
 LIMIT_BYTES = 512 << 20
 _DAY_S = 86400
@@ -127,18 +128,7 @@ def source_version(*paths: str) -> str:
 def _environment() -> str:
     from tinygrad import Device
 
-    from engine.devices.device_name import device_name
-
     device, python = str(Device.DEFAULT), f"{platform.machine()} {sys.version_info[:2]}"
-    parts = [version("tinygrad"), source_version("fixes"), python, device, device_name(device), _driver()]
+    device_parts = device, device_name(device), cuda_driver.version()
+    parts = [version("tinygrad"), source_version("fixes"), python, *device_parts]
     return "\n".join([*parts, *(f"{name}={os.environ.get(name)}" for name in _VARIABLES)])
-
-
-def _driver() -> str:
-    """The version of the NVIDIA driver, "" without one."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ""
-    version = ctypes.c_int()
-    return "" if cuda.cuDriverGetVersion(ctypes.byref(version)) else str(version.value)

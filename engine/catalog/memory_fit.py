@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+
+from engine.devices import cuda_driver
 
 SHARE_BESIDE_WEIGHTS = 0.1
 """Of the weights, for the KV cache of an ordinary context and what is computed: a rough figure, as the real
@@ -18,19 +19,8 @@ def fits(model_bytes: int, memory_bytes: int) -> bool:
 def memory_bytes(backend: str) -> int:
     """All memory of the device that `backend` ("auto", "CPU", "CUDA", "NV") runs on: the first GPU's, the
     machine's own where there is none or it is shared. 0 where it is not told."""
-    gpu = 0 if backend.upper() == "CPU" else _gpu_bytes()
+    gpu = 0 if backend.upper() == "CPU" else cuda_driver.memory_bytes()
     return gpu or _machine_bytes()
-
-
-def _gpu_bytes() -> int:
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-        device, total = ctypes.c_int(), ctypes.c_size_t()
-        if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
-            return 0
-        return 0 if cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device) else total.value
-    except (OSError, AttributeError):
-        return 0
 
 
 def _machine_bytes() -> int:

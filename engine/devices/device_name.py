@@ -1,31 +1,21 @@
-"""What machine this is."""
+"""The name of the device that the engine computes on."""
 
 from __future__ import annotations
 
-import ctypes
 import platform
 from pathlib import Path
 
+from engine.devices import cuda_driver
+
 
 def device_name(backend: str) -> str:
-    """The name its maker gave the device that tinygrad calls `backend`, as "NVIDIA H200"."""
-    if backend.startswith(("CUDA", "NV")) and (name := _cuda_name()):
-        return name
-    return _cpu_name()
-
-
-def _cuda_name() -> str:
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ""
-    name = ctypes.create_string_buffer(128)
-    failed = cuda.cuInit(0) or cuda.cuDeviceGetName(name, len(name), 0)
-    return "" if failed else name.value.decode(errors="replace")
+    """The maker's name of the device that tinygrad calls `backend` ("CPU", "CUDA", "NV"), as "NVIDIA H200"."""
+    names = cuda_driver.device_names() if backend.startswith(("CUDA", "NV")) else []
+    return names[0] if names else _cpu_name()
 
 
 def _cpu_name() -> str:
-    """As Linux tells it: x86 has a model name; ARM boards, the board's."""
+    """From Linux: the CPU's model name on x86, the board's name on Arm."""
     for path, key in ((Path("/proc/cpuinfo"), "model name"), (Path("/proc/device-tree/model"), "")):
         try:
             text = path.read_text(errors="replace")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from pathlib import Path
 
+from engine.devices import cuda_driver
 from engine.tegra.abi import CTRL
 
 _FOR_ITS_OWNER = re.compile(r"GeForce|\bRTX\b|TITAN|Quadro", re.IGNORECASE)
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-_NAME_BYTES = 256
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
@@ -20,7 +19,7 @@ def gpus(root: Path = Path("/")) -> list[str]:
         return []
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     names = [match[1] for file in files if (match := re.search(r"Model:\s*(.+)", _text(file)))]
-    return names or (_named_by_cuda() if root == Path("/") else [])
+    return names or (cuda_driver.device_names() if root == Path("/") else [])
 
 
 def why_not_nv(names: list[str]) -> str:
@@ -36,21 +35,6 @@ def why_not_nv(names: list[str]) -> str:
         if not _FOR_ITS_OWNER.search(name):
             return f"NV is for GeForce, RTX and Jetson, not for a GPU of data centres ({name})"
     return ""
-
-
-def _named_by_cuda() -> list[str]:
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
-    count, name = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return []
-    return [
-        name.value.decode(errors="replace")
-        for i in range(count.value)
-        if not cuda.cuDeviceGetName(name, len(name), i)
-    ]
 
 
 def _text(path: Path) -> str:

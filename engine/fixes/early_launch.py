@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tinygrad.runtime.autogen.cuda as cuda
@@ -26,6 +26,7 @@ from tinygrad.runtime.ops_cuda import check
 from tinygrad.runtime.support.c import init_c_var
 from tinygrad.uop.ops import Ops, UOp
 
+from engine.devices import cuda_driver
 from engine.fixes import once
 
 _WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
@@ -109,14 +110,12 @@ _EARLY = _EdgeData(from_port=1, type=1)
 
 
 @functools.cache
-def _adder() -> Callable[..., int] | None:
-    """cuGraphAddDependencies_v2, which tinygrad does not know; None with a driver older than it."""
-    try:
-        add = ctypes.CDLL("libcuda.so.1").cuGraphAddDependencies_v2
-    except (OSError, AttributeError):
-        return None
-    pointer = ctypes.c_void_p
-    add.argtypes, add.restype = (pointer, pointer, pointer, pointer, ctypes.c_size_t), ctypes.c_int
+def _adder() -> Any:
+    """The driver's cuGraphAddDependencies_v2, which tinygrad does not bind; None with a driver older than CUDA 12.3."""
+    add: Any = getattr(cuda_driver.library(), "cuGraphAddDependencies_v2", None)
+    if add is not None:
+        pointer = ctypes.c_void_p
+        add.argtypes, add.restype = (pointer, pointer, pointer, pointer, ctypes.c_size_t), ctypes.c_int
     return add
 
 

@@ -22,7 +22,7 @@ def bare(monkeypatch, tmp_path):
     # Set first, so that what `prepare` writes over it is undone as well.
     for name, value in {"CC": "", "DEV": "", "PATH": folder, "XDG_CACHE_HOME": tmp_path / "a cache"}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(backends, "_cuda_flaw", lambda: "there is no GPU in this test")
+    monkeypatch.setattr(backends.cuda_driver, "unusable_because", lambda: "there is no GPU in this test")
     return folder
 
 
@@ -103,7 +103,7 @@ def test_which_device(bare, monkeypatch):
         prepare("CUDA")
     with pytest.raises(UsageError, match=r"'TPU'.*auto or one of CPU, CUDA, NV"):
         prepare("TPU")
-    monkeypatch.setattr(backends, "_cuda_flaw", lambda: "")
+    monkeypatch.setattr(backends.cuda_driver, "unusable_because", lambda: "")
     monkeypatch.delenv("DEV")
     assert prepare("auto") == prepare("cuda") == os.environ["DEV"] == "CUDA"
     monkeypatch.setenv("DEV", "CPU:LLVM")
@@ -133,5 +133,5 @@ def test_kernels_are_compiled_by_all_cores_unless_candidates_are_timed_on_them(b
 
 def test_the_driver_is_asked():
     """Whatever this machine has: the answer is empty or a reason."""
-    flaw = backends._cuda_flaw()
+    flaw = backends.cuda_driver.unusable_because()
     assert flaw == "" or "NVIDIA driver" in flaw

@@ -1,0 +1,55 @@
+"""The CUDA driver library (libcuda), called directly: these questions are asked before tinygrad opens a device.
+
+Names of functions and structures are those of cuda.h (CUDA driver API). Nothing here allocates memory on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_LIBRARY = "libcuda.so.1"
+_NAME_BYTES = 256
+
+
+def library() -> ctypes.CDLL | None:
+    """The driver library; None on a machine without an NVIDIA driver."""
+    try:
+        return ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return None
+
+
+def unusable_because() -> str:
+    """Why CUDA cannot be used on this machine, in a few words; "" if it can."""
+    if (cuda := library()) is None:
+        return f"there is no NVIDIA driver ({_LIBRARY})"
+    count = ctypes.c_int()
+    if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return f"the NVIDIA driver reports error {error}"
+    return "" if count.value else "the NVIDIA driver shows no GPU"
+
+
+def device_names() -> list[str]:
+    """The names of all GPUs in CUDA's order, as "NVIDIA H200"; empty if the driver reports none."""
+    cuda, count, name = library(), ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    return [
+        name.value.decode(errors="replace")
+        for i in range(count.value)
+        if not cuda.cuDeviceGetName(name, len(name), i)
+    ]
+
+
+def memory_bytes() -> int:
+    """All memory of the first GPU; 0 if there is none."""
+    cuda, device, total = library(), ctypes.c_int(), ctypes.c_size_t()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return 0
+    return 0 if cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device) else total.value
+
+
+def version() -> str:
+    """The newest CUDA release that the driver supports, as "12060" for 12.6; "" without a driver."""
+    cuda, number = library(), ctypes.c_int()
+    return "" if cuda is None or cuda.cuDriverGetVersion(ctypes.byref(number)) else str(number.value)
