@@ -103,7 +103,7 @@ def _chat(arguments: Sequence[str]) -> int:
     if given.system is None and not given.raw:
         given.system = settings.system
     if given.once:
-        from app.screens.once import main as print_dashboard
+        from app.screens.dashboard_text import main as print_dashboard
 
         return print_dashboard(make(engine_options), sys.stdout, sys.stderr)
     if greeting and (given.one_shot or given.plain):
@@ -195,12 +195,12 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
             return _converse_in_lines(engine, history, terminal, chat)
         from app.chat.settings import remember, remembered
         from app.screens.chat_app import ChatApp
-        from app.screens.setup import Setup
+        from app.screens.engine_setup import EngineSetup
 
         settings = _settings()
         setup = None
         if engine_options:
-            setup = Setup(
+            setup = EngineSetup(
                 engine_options,
                 options.preset_name(given, settings),
                 context_length=given.context or settings.context,

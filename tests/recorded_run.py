@@ -19,7 +19,7 @@ from textual.pilot import Pilot
 from app.chat.history import History
 from app.chat.speed_history import recorded
 from app.screens.chat_app import ChatApp
-from app.screens.setup import Setup
+from app.screens.engine_setup import EngineSetup
 from engine.events import Sampling
 from presets.loader import find
 from widgets.text import as_bytes
@@ -90,8 +90,8 @@ class Recording:
         """By the list of presets; a prompt that is sent meanwhile is answered by the engine of before."""
         app = self.app
         assert app.setup is not None
-        offers = [offer.name for offer in app.setup.offers()]
-        await self.pilot.press("f8", "home", *["down"] * offers.index(preset))
+        listings = [listing.name for listing in app.setup.listings()]
+        await self.pilot.press("f8", "home", *["down"] * listings.index(preset))
         await self.pilot.pause(0.2)
         self.picture(f"{preset}-chosen")
         before = app.session.engine
@@ -138,7 +138,7 @@ async def record(
 ) -> None:
     first = find(names[0])
     options = first.options(model, context)
-    setup = Setup(options, names[0], context_length=context, make=recorded)
+    setup = EngineSetup(options, names[0], context_length=context, make=recorded)
     app = ChatApp(
         recorded(options), History.open(), setup=setup, sampling=Sampling(temperature=0), max_tokens=tokens
     )

@@ -20,7 +20,7 @@ from textual.pilot import Pilot
 from app.chat.history import History
 from app.chat.speed_history import recorded
 from app.screens.chat_app import ChatApp
-from app.screens.setup import Setup
+from app.screens.engine_setup import EngineSetup
 from engine.events import EngineOptions, Sampling
 from presets import guide_path
 from tests.app.scenes import SCENES
@@ -57,7 +57,7 @@ async def picture_of_scene(name: str) -> str:
 
 async def picture_of_model(model: str, name: str, keys: tuple[str, ...]) -> str:
     scene, options = SCENES[name], EngineOptions(model_path=model)
-    setup = Setup(options)
+    setup = EngineSetup(options)
     app = ChatApp(recorded(options), History(":memory:"), setup=setup, sampling=Sampling(temperature=0))
     if scene.theme:
         app.theme = scene.theme

@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from engine.events import KernelProfile, KernelRole, KernelTime, Step
-from widgets.drawn import Drawn, Line
+from widgets.pane import Line, Pane
 from widgets.plot import bar
 from widgets.text import one_line
 
@@ -33,7 +33,7 @@ was measured on a busy machine."""
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelProfiles:
     """The profiles there are. `copy_gbps` is the device's measured copy bandwidth (None: not known); `note`
     says what is going on ("measuring", why there is none)."""
 
@@ -94,7 +94,7 @@ def ordered(kernels: Sequence[KernelTime], sort: Sort) -> list[KernelTime]:
             return sorted(kernels, key=lambda k: (k.name, -k.total_us))
 
 
-class KernelTable(Drawn[Kernels]):
+class KernelTable(Pane[KernelProfiles]):
     """Keys, while it has the focus: Up and Down choose a kernel, Enter asks for its details, s sorts, f
     filters, d turns from decode to prefill, p holds what is shown, m measures again."""
 
@@ -116,14 +116,14 @@ class KernelTable(Drawn[Kernels]):
     step: reactive[Step] = reactive("decode")
     chosen: reactive[int] = reactive(0)
 
-    class Detail(Message):
+    class SourceRequested(Message):
         """The user wants to see the source of a kernel."""
 
         def __init__(self, kernel: KernelTime) -> None:
             super().__init__()
             self.kernel = kernel
 
-    class Wanted(Message):
+    class ProfileRequested(Message):
         """The user wants `step` to be measured."""
 
         def __init__(self, step: Step) -> None:
@@ -132,7 +132,7 @@ class KernelTable(Drawn[Kernels]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: Kernels | None = None
+        self._held: KernelProfiles | None = None
 
     @property
     def is_paused(self) -> bool:
@@ -140,8 +140,8 @@ class KernelTable(Drawn[Kernels]):
 
     @property
     def profile(self) -> KernelProfile | None:
-        view = self._held or self.view
-        return None if view is None else view.decode if self.step == "decode" else view.prefill
+        data = self._held or self.data
+        return None if data is None else data.decode if self.step == "decode" else data.prefill
 
     @property
     def rows(self) -> list[KernelTime]:
@@ -152,19 +152,19 @@ class KernelTable(Drawn[Kernels]):
         kernels = [k for k in profile.kernels if not self.group or k.role in GROUPS[self.group]]
         return ordered(kernels, self.sort)
 
-    def draw(self, view: Kernels, width: int, height: int) -> list[Line]:
-        view = self._held or view
+    def draw(self, data: KernelProfiles, width: int, height: int) -> list[Line]:
+        data = self._held or data
         profile, rows = self.profile, self.rows
         if profile is None:
-            return [[(one_line(view.note) or "measured when the engine is idle", "dim")]]
-        head = header(profile, view, width, is_paused=self.is_paused)
+            return [[(one_line(data.note) or "measured when the engine is idle", "dim")]]
+        head = header(profile, data, width, is_paused=self.is_paused)
         if not rows:
             return [*head, [(f"none for {self.group}" if self.group else "none", "dim")]]
         room = max(0, height - len(head))
         is_part = len(rows) > room >= 3
         room -= is_part
         first = max(0, min(self.chosen - room // 2, len(rows) - room))
-        shown = [row(profile, kernel, view.copy_gbps, width) for kernel in rows[first : first + room]]
+        shown = [row(profile, kernel, data.copy_gbps, width) for kernel in rows[first : first + room]]
         if self.has_focus and 0 <= (i := self.chosen - first) < len(shown):
             shown[i] = [("".join(text for text, _ in shown[i]), "selected")]
         seen: list[Line] = [[(f"{first + 1}–{first + room} of {len(rows)}", "dim")]] if is_part else []
@@ -177,7 +177,7 @@ class KernelTable(Drawn[Kernels]):
 
     def action_detail(self) -> None:
         if self.chosen < len(rows := self.rows):
-            self.post_message(self.Detail(rows[self.chosen]))
+            self.post_message(self.SourceRequested(rows[self.chosen]))
 
     def action_sort(self) -> None:
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
@@ -192,12 +192,12 @@ class KernelTable(Drawn[Kernels]):
             self.action_measure()
 
     def action_pause(self) -> None:
-        self._held = self.view if self._held is None else None
+        self._held = self.data if self._held is None else None
         self.redraw()
 
     def action_measure(self) -> None:
         self._held = None
-        self.post_message(self.Wanted(self.step))
+        self.post_message(self.ProfileRequested(self.step))
 
     def on_mount(self) -> None:
         self._watched()
@@ -229,11 +229,13 @@ _SHORT: dict[KernelRole, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def header(profile: KernelProfile, view: Kernels, width: int, *, is_paused: bool = False) -> list[Line]:
+def header(
+    profile: KernelProfile, data: KernelProfiles, width: int, *, is_paused: bool = False
+) -> list[Line]:
     """Sum, wall time and what lies between them, the summary, and the titles of the rows."""
     calls, total = sum(k.calls for k in profile.kernels), kernels_us(profile)
     gap, digits = profile.wall_us - total, len(f"{max(profile.wall_us, total):,.0f}")
-    state = "  paused" if is_paused else f"  {one_line(view.note)}" if view.note else ""
+    state = "  paused" if is_paused else f"  {one_line(data.note)}" if data.note else ""
     room = width - (len(state) if is_paused else 0)
     wall = f"wall {profile.wall_us:,.0f} µs"  # a figure that was cut would be another figure
     summed, counted = f"{calls} kernels · sum {total:,.0f} · {wall}", f"{calls} kernels · {wall}"
@@ -244,7 +246,7 @@ def header(profile: KernelProfile, view: Kernels, width: int, *, is_paused: bool
     *groups, gaps = summary(profile)
     return [
         [(text[:width], "strong"), (state[: max(0, width - len(text))], "warning")],
-        *(_summary_line(share, view.copy_gbps, width, digits) for share in groups),
+        *(_summary_line(share, data.copy_gbps, width, digits) for share in groups),
         _summary_line(gaps, None, width, digits) if gap >= 0 else _no_gaps(profile, width),
         [(_titles(width), "strong")],
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from textual.geometry import Size
 
 from engine.events import Counter
-from widgets.drawn import Drawn, Line
+from widgets.pane import Line, Pane
 from widgets.plot import bar
 from widgets.text import one_line
 
@@ -16,35 +16,35 @@ _NAME, _FIGURE, _BAR = 16, 19, 8
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineState:
     """`verdict` is a sentence, "" while there is nothing to say."""
 
     counters: tuple[Counter, ...] = ()
     verdict: str = ""
 
 
-class MachinePanel(Drawn[Machine]):
+class MachinePanel(Pane[MachineState]):
     BORDER_TITLE = "machine"
 
-    def draw(self, view: Machine, width: int, height: int) -> list[Line]:
-        return lines(view, width)
+    def draw(self, data: MachineState, width: int, height: int) -> list[Line]:
+        return lines(data, width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return 0 if self.view is None else len(lines(self.view, width))
+        return 0 if self.data is None else len(lines(self.data, width))
 
-    def watch_view(self, before: Machine | None, view: Machine | None) -> None:
-        def rows(view: Machine | None) -> int:
-            return 0 if view is None else len(lines(view, self.size.width))
+    def watch_data(self, before: MachineState | None, data: MachineState | None) -> None:
+        def rows(data: MachineState | None) -> int:
+            return 0 if data is None else len(lines(data, self.size.width))
 
-        if rows(before) != rows(view):
+        if rows(before) != rows(data):
             self.refresh(layout=True)
 
 
-def lines(view: Machine, width: int) -> list[Line]:
+def lines(data: MachineState, width: int) -> list[Line]:
     """What is there comes first: where the room is short, what is absent goes."""
-    there = [counter for counter in view.counters if not counter.absent]
-    absent = [counter for counter in view.counters if counter.absent]
-    verdict = textwrap.wrap(f"⚠ {one_line(view.verdict)}", max(8, width)) if view.verdict else []
+    there = [counter for counter in data.counters if not counter.absent]
+    absent = [counter for counter in data.counters if counter.absent]
+    verdict = textwrap.wrap(f"⚠ {one_line(data.verdict)}", max(8, width)) if data.verdict else []
     said: list[Line] = [[(line, "warning")] for line in verdict]
     said += [_line(counter, width) for counter in there]
     return said + [line for counter in absent for line in _absent(counter, width)]

@@ -12,7 +12,7 @@ from widgets.text import one_line
 
 
 @dataclass(frozen=True)
-class Choice:
+class BarOption:
     """`label` is short ("CUDA", "2"). `problem` says why this machine cannot have it ("" where it can)."""
 
     label: str
@@ -21,12 +21,12 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Presets:
+class PresetBarData:
     """`name` of the preset in use ("" for none); `evidence` its last measured speeds, in fewer and fewer words."""
 
     name: str = ""
-    backends: tuple[Choice, ...] = ()
-    beams: tuple[Choice, ...] = ()
+    backends: tuple[BarOption, ...] = ()
+    beams: tuple[BarOption, ...] = ()
     evidence: tuple[str, ...] = ()
 
 
@@ -40,21 +40,21 @@ class PresetBar(Widget):
     BORDER_TITLE = "preset"
     ALLOW_SELECT = False
 
-    view: reactive[Presets] = reactive(Presets())
+    data: reactive[PresetBarData] = reactive(PresetBarData())
 
     def __init__(self, backend_key: str, beam_key: str, list_key: str) -> None:
         super().__init__()
         self._keys, self._list_key = (backend_key, beam_key), list_key
 
     def render(self) -> Content:
-        view, width = self.view, self.size.width
-        first = Content.styled(one_line(view.name) or "no preset", "bold $text")
-        phrasings = [f"  {one_line(said)}" for said in view.evidence]
+        data, width = self.data, self.size.width
+        first = Content.styled(one_line(data.name) or "no preset", "bold $text")
+        phrasings = [f"  {one_line(said)}" for said in data.evidence]
         fitting = [said for said in phrasings if first.cell_length + len(said) <= width]
         first = first.append(Content.styled(next(iter(fitting or phrasings[-1:]), ""), "$foreground 65%"))
-        second = _choices(self._keys[0], view.backends).append(Content("   "))
-        second = second.append(_choices(f"{self._keys[1]} BEAM", view.beams))
-        problem = next((f"{c.label}: {one_line(c.problem)}" for c in view.backends if c.problem), "")
+        second = _choices(self._keys[0], data.backends).append(Content("   "))
+        second = second.append(_choices(f"{self._keys[1]} BEAM", data.beams))
+        problem = next((f"{c.label}: {one_line(c.problem)}" for c in data.backends if c.problem), "")
         room = width - second.cell_length - 3
         for said in (problem, f"{self._list_key} says why"):
             if problem and len(said) <= room:
@@ -63,7 +63,7 @@ class PresetBar(Widget):
         return Content("\n").join(line.truncate(width, ellipsis=True) for line in (first, second))
 
 
-def _choices(key: str, choices: tuple[Choice, ...]) -> Content:
+def _choices(key: str, choices: tuple[BarOption, ...]) -> Content:
     """The one in use between marks, those that cannot be had in grey and struck through."""
     parts: list[Content] = [Content.styled(key, "$foreground 65%")]
     for choice in choices:

@@ -9,7 +9,7 @@ from textual import _ansi_sequences, events
 from textual.content import Content
 from textual.message import Message
 
-from widgets.in_order import Editor
+from widgets.ordered_input import OrderedTextArea
 from widgets.text import clean
 
 NEWLINE_KEYS = frozenset({"shift+enter", "alt+enter", "ctrl+j", "ctrl+enter", "shift+\r"})
@@ -25,7 +25,7 @@ class _LegacyKey(StrEnum):
 _ansi_sequences.ANSI_SEQUENCES_KEYS["\x1b\r"] = (_LegacyKey.ALT_ENTER,)  # type: ignore[index]
 
 
-class Prompt(Editor):
+class Prompt(OrderedTextArea):
     """Enter sends, Shift+Enter, Alt+Enter or Ctrl+J starts a new line, Up and Down at the first and last line
     walk through earlier prompts. What was edited on that walk, the draft too, is there again on the way back.
     """

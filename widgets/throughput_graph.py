@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from widgets.drawn import Drawn, Line
+from widgets.pane import Line, Pane
 from widgets.plot import Column, cells, figure, nice_top
 
 _AXIS = 5  # cells of an axis figure with the gap behind it
@@ -55,48 +55,48 @@ class Throughput:
     memory: str = ""
 
 
-class ThroughputGraph(Drawn[Throughput]):
+class ThroughputGraph(Pane[Throughput]):
     BORDER_TITLE = "throughput"
 
-    def draw(self, view: Throughput, width: int, height: int) -> list[Line]:
-        return lines(view, width, height)
+    def draw(self, data: Throughput, width: int, height: int) -> list[Line]:
+        return lines(data, width, height)
 
 
-def lines(view: Throughput, width: int, height: int) -> list[Line]:
-    figures = _figures(view, width)
+def lines(data: Throughput, width: int, height: int) -> list[Line]:
+    figures = _figures(data, width)
     if height - len(figures) < LEAST_ROWS:
         figures = figures[:2]  # the machine panel says of the memory what there is to say
     rows = height - len(figures)
-    if rows < 2 or width < 4 * _AXIS or not view.samples:
+    if rows < 2 or width < 4 * _AXIS or not data.samples:
         return figures[:height]
-    if rows < 7 or all(sample.gbps is None for sample in view.samples):
-        return figures + _speeds(view, width, rows)
+    if rows < 7 or all(sample.gbps is None for sample in data.samples):
+        return figures + _speeds(data, width, rows)
     upper = (rows - 1) // 2
-    middle: Line = [(_gbps_title(view, width), "dim")]
-    return [*figures, *_speeds(view, width, upper), middle, *_bandwidths(view, width, rows - upper - 1)]
+    middle: Line = [(_gbps_title(data, width), "dim")]
+    return [*figures, *_speeds(data, width, upper), middle, *_bandwidths(data, width, rows - upper - 1)]
 
 
-def _figures(view: Throughput, width: int) -> list[Line]:
+def _figures(data: Throughput, width: int) -> list[Line]:
     def said(value: float | None) -> str:
         return "–" if value is None else figure(value)
 
-    share = "" if view.share is None else f"  {view.share:.0%} of roofline"
-    share += ", cached" if view.is_cached else ""
+    share = "" if data.share is None else f"  {data.share:.0%} of roofline"
+    share += ", cached" if data.is_cached else ""
     figures: list[Line] = [
-        [(f"{said(view.current)} tok/s", "strong"), (share, "")],
-        [(f"median {said(view.median)}  best {said(view.best)}  prefill {said(view.prefill)}", "dim")],
+        [(f"{said(data.current)} tok/s", "strong"), (share, "")],
+        [(f"median {said(data.median)}  best {said(data.best)}  prefill {said(data.prefill)}", "dim")],
     ]
-    if view.memory:
-        figures.append([(view.memory, "dim")])
+    if data.memory:
+        figures.append([(data.memory, "dim")])
     return figures
 
 
-def _gbps_title(view: Throughput, width: int) -> str:
-    now = "–" if view.gbps is None else figure(view.gbps)
+def _gbps_title(data: Throughput, width: int) -> str:
+    now = "–" if data.gbps is None else figure(data.gbps)
     modelled = f"{now} GB/s modelled"
-    if view.copy_gbps is None:
+    if data.copy_gbps is None:
         return modelled
-    most = f"{modelled} · {view.measured} {figure(view.copy_gbps)}"
+    most = f"{modelled} · {data.measured} {figure(data.copy_gbps)}"
     return f"{most} measured" if len(most) + 9 <= width else most
 
 
@@ -113,13 +113,13 @@ def _dots(sample: Sample, wide: int) -> int:
     return min(2, wide) if sample is GAP else wide
 
 
-def _speeds(view: Throughput, width: int, height: int) -> list[Line]:
+def _speeds(data: Throughput, width: int, height: int) -> list[Line]:
     """Decode solid against the left axis, prefill hatched against the right one, the roofline dotted."""
     room = width - 2 * _AXIS
-    shown = _columns(view.samples, 2 * room)
+    shown = _columns(data.samples, 2 * room)
     decode = max((s.tokens_per_s for s in shown if not s.is_prefill), default=0.0)
     prefill = max((s.tokens_per_s for s in shown if s.is_prefill), default=0.0)
-    rooflines = [s.roofline(view.copy_gbps) for s in shown]
+    rooflines = [s.roofline(data.copy_gbps) for s in shown]
     roofline = max((r for r in rooflines if r is not None), default=0.0)
     # A roofline far above would press the speeds to the bottom: it is left out of the picture then.
     top = nice_top(max(decode, roofline if roofline <= 8 * decode else 0.0))
@@ -138,11 +138,11 @@ def _speeds(view: Throughput, width: int, height: int) -> list[Line]:
     return _framed(columns, room, height, (left, "tok/s"), figure(right) if prefill else "")
 
 
-def _bandwidths(view: Throughput, width: int, height: int) -> list[Line]:
+def _bandwidths(data: Throughput, width: int, height: int) -> list[Line]:
     room = width - 2 * _AXIS
-    shown = _columns(view.samples, 2 * room)
+    shown = _columns(data.samples, 2 * room)
     most = max((s.gbps for s in shown if s.gbps is not None), default=0.0)
-    copy = view.copy_gbps
+    copy = data.copy_gbps
     top = nice_top(max(most, copy if copy is not None and copy <= 8 * most else 0.0))
     line = copy / top if copy is not None and copy <= top else None
     columns = [

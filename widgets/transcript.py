@@ -14,9 +14,9 @@ from textual.geometry import Size
 from textual.layout import DockArrangeResult
 from textual.widget import Widget
 
-from widgets.following import Following
+from widgets.auto_scroll import AutoScroll
 from widgets.turn import Turn
-from widgets.turn_view import TurnView
+from widgets.turn_widget import TurnWidget
 
 MOUNTED = 50
 """Turns that have a widget when the end is in sight."""
@@ -24,7 +24,7 @@ STEP = 20
 """Turns by which the window moves."""
 
 
-class Transcript(Following):
+class Transcript(AutoScroll):
     """Shows turns, follows the last one while it grows, and lets go when the user scrolls up."""
 
     DEFAULT_CSS = """
@@ -104,8 +104,8 @@ class Transcript(Following):
     # --- the window -------------------------------------------------------------------------------------
 
     @property
-    def _views(self) -> list[TurnView]:
-        return [child for child in self.children if isinstance(child, TurnView)]
+    def _views(self) -> list[TurnWidget]:
+        return [child for child in self.children if isinstance(child, TurnWidget)]
 
     async def _mount(self, first: int, last: int) -> None:
         """Makes turns[first:last] the ones with a widget. Call with `_window` held."""
@@ -119,7 +119,7 @@ class Transcript(Following):
             end = wanted.index(kept[-1].turn) + 1 if kept else 0
             for new, place in ((wanted[:start], 0), (wanted[end:], None)):
                 if new:
-                    await self.mount_all([TurnView(turn, self._unfolded) for turn in new], before=place)
+                    await self.mount_all([TurnWidget(turn, self._unfolded) for turn in new], before=place)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)

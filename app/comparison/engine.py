@@ -48,7 +48,7 @@ from engine.measure.counters import Cpu
 from engine.measure.memory import gpu_used_bytes
 from engine.peers.llama_server import LlamaServer
 from engine.peers.peer import told_apart
-from widgets.comparison_view import ComparisonView, Difference
+from widgets.comparison_data import ComparisonData, Difference
 
 GREEDY = Sampling(temperature=0)
 ODDS_OF = 20  # the most probable tokens that are looked through for a candidate
@@ -229,7 +229,7 @@ class Comparison:
 
     # --- the view ---------------------------------------------------------------------------------------
 
-    def view(self) -> ComparisonView:
+    def view(self) -> ComparisonData:
         """Both answers as they are now."""
         left, right = self._left, self._right
         self._agreement.update(left.tokens, right.tokens)
@@ -245,7 +245,7 @@ class Comparison:
             side.column(same if differs else None, bytes_per_token, self._left.copy_gbps)
             for side in (left, right)
         ]
-        return ComparisonView(
+        return ComparisonData(
             left=columns[0],
             right=columns[1],
             asked=self._asked,

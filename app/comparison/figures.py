@@ -22,7 +22,7 @@ from engine.events import (
     prefill_rate,
 )
 from engine.measure.memory import resident
-from widgets.comparison_view import Column, ComparisonView, mode, rows, times, verdict
+from widgets.comparison_data import ComparisonData, EngineAnswer, mode, rows, times, verdict
 from widgets.text import clean, one_line
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Compared(Protocol):
         """Which of the two works, and at what; "" where neither does."""
         ...
 
-    def view(self) -> ComparisonView: ...
+    def view(self) -> ComparisonData: ...
 
     def forget(self) -> None:
         """The conversation is another: the last answers are of no interest any more."""
@@ -129,7 +129,7 @@ class Side:
                 if event.request_id is None:
                     self.ready = None
 
-    def column(self, same: int | None, bytes_per_token: tuple[int, int], copy_gbps: float) -> Column:
+    def column(self, same: int | None, bytes_per_token: tuple[int, int], copy_gbps: float) -> EngineAnswer:
         """`same`: the tokens that are the other's too (None: all so far). `bytes_per_token` are those of the
         weights, and of the keys and values of each token before, that a step reads."""
         decode, first_token_s, prefill = self._rates()
@@ -139,7 +139,7 @@ class Side:
         if memory:
             self._peak_bytes = memory.peak + self.device_bytes
         about = (self.ready.backend, self.ready.device_name) if self.ready else ()
-        return Column(
+        return EngineAnswer(
             name=self.name,
             about=" ".join(part for part in about if part and part != self.name),
             state=self._state,
@@ -205,7 +205,7 @@ def _text(tokens: Sequence[Token]) -> str:
     return "".join(token.text for token in tokens).replace("\N{REPLACEMENT CHARACTER}", "")
 
 
-def report(view: ComparisonView, *, as_json: bool = False) -> str:
+def report(view: ComparisonData, *, as_json: bool = False) -> str:
     """A comparison that is complete, for a terminal or a file: the other engine's text where it is another, the
     figures of both, and the verdict. As JSON it is one object on a line."""
     if as_json:

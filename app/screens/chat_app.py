@@ -28,17 +28,17 @@ from app.screens.chats import ChatsScreen
 from app.screens.clipboard import copy_by_tmux, is_in_tmux
 from app.screens.dashboard import Dashboard
 from app.screens.edit_page import EditPage
+from app.screens.engine_setup import EngineSetup
 from app.screens.help import HelpScreen
-from app.screens.setup import Setup
 from app.screens.switching import Switching
-from app.screens.system import SystemScreen
+from app.screens.system_prompt import SystemScreen
 from engine.client import Engine
 from engine.events import Counter, Sampling
 from presets import GUIDE
-from widgets.comparison import Comparison
+from widgets.comparison_pane import ComparisonPane
 from widgets.reply_markdown import code_blocks
 from widgets.text import clean
-from widgets.turn_view import TurnView
+from widgets.turn_widget import TurnWidget
 
 OVER_PROMPT = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
 """Actions whose keys mean something else in a box of text: there, and in no other screen, they come first."""
@@ -113,7 +113,7 @@ class ChatApp(App[None]):
         initial_prompt: str = "",
         think: bool = True,
         theme: str = "",
-        setup: Setup | None = None,
+        setup: EngineSetup | None = None,
         read_counters: Callable[[], tuple[Counter, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -260,7 +260,7 @@ class ChatApp(App[None]):
         else:
             self.notice("")
 
-    @on(Comparison.Again)
+    @on(ComparisonPane.Again)
     async def action_regenerate(self) -> None:
         if self.session.conversation.turns and not self._refuse_while_busy():
             self.notice("")
@@ -401,11 +401,11 @@ class ChatApp(App[None]):
         self.column.show_status()
         self.page.set_class(self.switching.is_comparing, "-comparing")
 
-    @on(Comparison.ModeChanged)
+    @on(ComparisonPane.ModeChanged)
     def answer_together(self) -> None:
         self.switching.answer_together()
 
-    @on(Comparison.Closed)
+    @on(ComparisonPane.Closed)
     def leave_comparison(self) -> None:
         if self.session.is_answering:
             self.action_stop()
@@ -440,8 +440,8 @@ class ChatApp(App[None]):
         if text and text.strip():
             self._copy(text, "the selection")
 
-    @on(TurnView.LinkClicked)
-    def copy_link(self, event: TurnView.LinkClicked) -> None:
+    @on(TurnWidget.LinkClicked)
+    def copy_link(self, event: TurnWidget.LinkClicked) -> None:
         self._copy(event.address, f"the link {event.address}")
 
     # --- the rest ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from app.chat.session import Session
 from app.chat.turn import Turn
 from app.comparison.figures import Compared
 from widgets.activity_line import ActivityLine, describe
-from widgets.comparison import Comparison
+from widgets.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
 from widgets.prompt import Prompt
 from widgets.status_line import StatusLine
@@ -46,11 +46,11 @@ class ChatColumn(Vertical):
 
     DEFAULT_CSS = """
     ChatColumn { width: 1fr; }
-    ChatColumn Welcome, ChatColumn Comparison { display: none; }
+    ChatColumn Welcome, ChatColumn ComparisonPane { display: none; }
     ChatColumn.-empty Transcript { display: none; }
     ChatColumn.-empty Welcome { display: block; }
     ChatColumn.-comparing Transcript, ChatColumn.-comparing Welcome { display: none; }
-    ChatColumn.-comparing Comparison { display: block; }
+    ChatColumn.-comparing ComparisonPane { display: block; }
     ChatColumn #queued { display: none; height: 1; padding: 0 2; color: $text-accent; }
     ChatColumn #queued.-waiting { display: block; }
     ChatColumn Prompt { margin: 0 1; }
@@ -66,7 +66,7 @@ class ChatColumn(Vertical):
         self._notice_until = 0.0
         self._title = ""
         # Made here: `query_one` looks into the screen on top, which may be another by then.
-        self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), Comparison()
+        self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), ComparisonPane()
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
         self.waiting = Static(id="queued", markup=False)
         self.status_line = StatusLine()
@@ -146,7 +146,7 @@ class ChatColumn(Vertical):
         self.set_class(not session.conversation.turns, "-empty")
         self.set_class(isinstance(session.engine, Compared), "-comparing")
         if isinstance(session.engine, Compared):
-            self.comparison.view = session.engine.view()
+            self.comparison.data = session.engine.view()
         is_idle = status.phase in (Phase.READY, Phase.GONE)
         stops = "Esc stops" if session.is_answering else ""
         is_at_work = status.phase in (Phase.PREFILLING, Phase.GENERATING)

@@ -14,7 +14,7 @@ from textual.widgets.option_list import Option
 
 from app.chat.history import ChatSummary, History, HistoryError
 from app.screens.page import Frame, Page
-from widgets.in_order import Field
+from widgets.ordered_input import OrderedInput
 from widgets.text import one_line
 
 KEYS = "Enter opens · Esc closes · F2 renames · Delete deletes"
@@ -75,7 +75,7 @@ class ChatsScreen(Page[int | None]):
 
     def compose(self) -> ComposeResult:
         with Frame("Past chats", KEYS):
-            yield Field(placeholder="Search in all messages", select_on_focus=False)
+            yield OrderedInput(placeholder="Search in all messages", select_on_focus=False)
             yield OptionList(markup=False)
             yield Static(id="question", markup=False)
 

@@ -17,14 +17,14 @@ from app.chat.session import Session
 from app.chat.slowdown import verdict
 from app.chat.speed_history import LEAST_TOKENS
 from app.comparison.figures import is_shared
-from app.screens.kernel import KernelScreen
+from app.screens.engine_setup import EngineSetup
+from app.screens.kernel_source import KernelScreen
 from app.screens.performance import PerformanceObserver
-from app.screens.setup import Setup
 from engine.client import Measurable
 from engine.events import Counter, Event, Failed, Finished, Ready, Step, decode_rate, prefill_rate
 from engine.measure.counters import Counters
 from widgets.kernel_table import KernelTable
-from widgets.machine_panel import Machine, MachinePanel
+from widgets.machine_panel import MachinePanel, MachineState
 from widgets.preset_bar import PresetBar
 from widgets.throughput_graph import ThroughputGraph
 
@@ -49,7 +49,7 @@ class Dashboard(Vertical):
     def __init__(
         self,
         session: Session,
-        setup: Setup | None,
+        setup: EngineSetup | None,
         read_counters: Callable[[], tuple[Counter, ...]] | None = None,
     ) -> None:
         super().__init__(id="dashboard")
@@ -78,7 +78,7 @@ class Dashboard(Vertical):
         self.machine = self.query_one(MachinePanel)
         self.panes: list[Widget] = [self.graph, self.table, self.machine]
         self.preset_bar.set_class(self.setup is None, "-absent")
-        self.table.view = self.performance.kernels
+        self.table.data = self.performance.kernels
         self.set_interval(COUNTERS_S, self._sample)
         self.call_after_refresh(self._sample)
         self.run_worker(self._examine())
@@ -107,7 +107,7 @@ class Dashboard(Vertical):
 
     def show_presets(self) -> None:
         if self.setup is not None and self.is_mounted:
-            self.preset_bar.view = self.setup.view()
+            self.preset_bar.data = self.setup.view()
 
     async def _examine(self) -> None:
         if self.setup is not None:
@@ -132,15 +132,15 @@ class Dashboard(Vertical):
             return False
         self._drawn = self.performance.changes
         with self.app.batch_update():
-            self.graph.view = self.performance.throughput(self._counters)
-            self.table.view = self.performance.kernels
+            self.graph.data = self.performance.throughput(self._counters)
+            self.table.data = self.performance.kernels
         return True
 
     async def _sample(self) -> None:
         if not self.is_seen:
             return
         self._counters = await asyncio.to_thread(self._read)
-        self.machine.view = Machine(self._counters, self._verdict())
+        self.machine.data = MachineState(self._counters, self._verdict())
         self._drawn = -1
 
     def _verdict(self) -> str:
@@ -156,13 +156,13 @@ class Dashboard(Vertical):
 
     # --- what the idle engine is asked ------------------------------------------------------------------
 
-    @on(KernelTable.Wanted)
-    def measure_again(self, message: KernelTable.Wanted) -> None:
+    @on(KernelTable.ProfileRequested)
+    def measure_again(self, message: KernelTable.ProfileRequested) -> None:
         self._wanted.append(message.step)
         self.performance.note("is measured as soon as the engine is idle")
 
-    @on(KernelTable.Detail)
-    def show_detail(self, message: KernelTable.Detail) -> None:
+    @on(KernelTable.SourceRequested)
+    def show_detail(self, message: KernelTable.SourceRequested) -> None:
         self.app.push_screen(KernelScreen(message.kernel))
 
     def _ask_when_idle(self) -> None:

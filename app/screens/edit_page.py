@@ -12,8 +12,8 @@ from widgets.text import one_line
 
 
 class EditPage(Page[str | None]):
-    """Composes a `Frame` with an `Editor` and a `problem_line`. Dismissed with None when it is left. What would be
-    lost takes its key twice."""
+    """Composes a `Frame` with an `OrderedTextArea` and a `problem_line`. Dismissed with None when it is left. A key
+    that would lose edits must be pressed twice."""
 
     DEFAULT_CSS = """
     EditPage TextArea, EditPage TextArea:focus {

@@ -22,7 +22,7 @@ from engine.catalog.downloads import offer
 from engine.catalog.memory_fit import fits, memory_bytes
 from engine.catalog.names import HubModel, Source, parse
 from engine.errors import OrinError, UsageError
-from widgets.in_order import Field
+from widgets.ordered_input import OrderedInput
 from widgets.text import as_bytes, as_count, one_line
 
 KEYS = "Enter chooses or downloads · Esc back · Delete deletes"
@@ -100,7 +100,9 @@ class ModelsScreen(Page[Entry | None]):
 
     def compose(self) -> ComposeResult:
         with Frame("Models", KEYS):
-            yield Field(placeholder="Search · hf.co/user/repository:Q4_K_M · a file", select_on_focus=False)
+            yield OrderedInput(
+                placeholder="Search · hf.co/user/repository:Q4_K_M · a file", select_on_focus=False
+            )
             yield OptionList(Option("Looking what is here …", disabled=True), markup=False)
             yield Static(id="download", classes="line", markup=False)
             yield Static(id="question", classes="line", markup=False)

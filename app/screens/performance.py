@@ -22,7 +22,7 @@ from engine.events import (
     decode_rate,
     prefill_rate,
 )
-from widgets.kernel_table import CACHEABLE_BYTES, Kernels
+from widgets.kernel_table import CACHEABLE_BYTES, KernelProfiles
 from widgets.throughput_graph import GAP, Sample, Throughput
 
 SAMPLE_S = 0.25
@@ -41,7 +41,7 @@ class PerformanceObserver:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.changes = 0
-        self.kernels = Kernels()
+        self.kernels = KernelProfiles()
         self.ready: Ready | None = None
         self.copy_gbps: float | None = None
         self.last_end: Finished | None = None
@@ -144,7 +144,7 @@ class PerformanceObserver:
     def _started(self, ready: Ready) -> None:
         self.ready, self.copy_gbps, self.last_end, self._prefill = ready, None, None, None
         self._samples.clear()
-        self.kernels = Kernels()
+        self.kernels = KernelProfiles()
         self._position = self._cached = 0
         self._pause()
 

@@ -13,11 +13,11 @@ from textual.widgets import Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from app.screens.edit_page import EditPage
+from app.screens.engine_setup import EngineSetup, PresetListing
 from app.screens.page import Frame, Page
-from app.screens.setup import Offer, Setup
 from engine.errors import UsageError
 from presets.loader import delete, entries, save
-from widgets.in_order import Editor, Field
+from widgets.ordered_input import OrderedInput, OrderedTextArea
 from widgets.text import clean, one_line
 
 KEYS = "Enter chooses · Esc closes · F2 edits, as your own · Del deletes your own"
@@ -36,7 +36,7 @@ class PresetsScreen(Page[str | None]):
         Binding("delete,ctrl+d", "delete", "Delete"),
     ]
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: EngineSetup) -> None:
         super().__init__()
         self.setup = setup
         self._deleting = ""  # which was asked about
@@ -52,12 +52,12 @@ class PresetsScreen(Page[str | None]):
         self._fill()
 
     def _fill(self, chosen: str | None = None) -> None:
-        offers = self.setup.offers()
+        listings = self.setup.listings()
         self.list.clear_options()
-        for offer in offers:
+        for offer in listings:
             self.list.add_option(Option(_line(offer), id=offer.name, disabled=False))
         self.list.highlighted = next(
-            (i for i, o in enumerate(offers) if (o.name == chosen if chosen else o.is_active)), 0
+            (i for i, o in enumerate(listings) if (o.name == chosen if chosen else o.is_active)), 0
         )
 
     @on(OptionList.OptionSelected)
@@ -69,9 +69,9 @@ class PresetsScreen(Page[str | None]):
         self._ask("")
 
     @property
-    def _offer(self) -> Offer | None:
+    def _offer(self) -> PresetListing | None:
         option = self.list.highlighted_option
-        return next((offer for offer in self.setup.offers() if option and offer.name == option.id), None)
+        return next((offer for offer in self.setup.listings() if option and offer.name == option.id), None)
 
     def action_edit(self) -> None:
         if offer := self._offer:
@@ -108,8 +108,8 @@ class EditScreen(EditPage):
 
     def compose(self) -> ComposeResult:
         with Frame("Preset", EDIT_KEYS):
-            yield Field(self.preset_name, placeholder="name")
-            yield Editor(self.preset_text, soft_wrap=False, show_line_numbers=False)
+            yield OrderedInput(self.preset_name, placeholder="name")
+            yield OrderedTextArea(self.preset_text, soft_wrap=False, show_line_numbers=False)
             yield self.problem_line
 
     @property
@@ -131,7 +131,7 @@ class EditScreen(EditPage):
             self.dismiss(name)
 
 
-def _line(offer: Offer) -> Content:
+def _line(offer: PresetListing) -> Content:
     """Two lines: name and title, and what was measured or why it cannot be had."""
     style = "$foreground 65% strike" if offer.problem else "bold"
     mark = "▸ " if offer.is_active else "  "

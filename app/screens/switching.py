@@ -13,8 +13,8 @@ from textual.app import App
 from app.chat.session import Session
 from app.chat.settings import remember_model
 from app.comparison.figures import Compared
+from app.screens.engine_setup import EngineSetup
 from app.screens.presets import PresetsScreen
-from app.screens.setup import Setup
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
 from engine.events import Chat
@@ -32,7 +32,7 @@ class Switching:
         self,
         app: App[Any],
         session: Session,
-        setup: Setup | None,
+        setup: EngineSetup | None,
         tell: Callable[..., None],
         adopted: Callable[[], None],
     ) -> None:
@@ -54,12 +54,12 @@ class Switching:
         if (setup := self._presets()) and (name := await self._app.push_screen_wait(PresetsScreen(setup))):
             self._to_preset(setup, lambda: name)
 
-    def _presets(self) -> Setup | None:
+    def _presets(self) -> EngineSetup | None:
         if self._setup is None:
             self._tell("This engine has no presets")
         return self._setup
 
-    def _to_preset(self, setup: Setup, choose: Callable[[], str]) -> None:
+    def _to_preset(self, setup: EngineSetup, choose: Callable[[], str]) -> None:
         try:
             name = choose()
             engine, options, sampling = setup.engine(name)
@@ -99,7 +99,7 @@ class Switching:
 
         self._session.switch(self._as_now(setup, engine), name, adopt)
 
-    async def _count_tokens(self, setup: Setup, model: Path) -> None:
+    async def _count_tokens(self, setup: EngineSetup, model: Path) -> None:
         """How much of the context the conversation takes, in the words and the template of another model."""
         session = self._session
         if not session.conversation.turns:
@@ -156,7 +156,7 @@ class Switching:
             engine.together = not engine.together
             self._tell(f"From the next prompt on they answer {'together' if engine.together else 'in turn'}")
 
-    def _as_now(self, setup: Setup, engine: Engine) -> Engine:
+    def _as_now(self, setup: EngineSetup, engine: Engine) -> Engine:
         """`engine`, compared where the one in use is."""
         now = self._session.engine
         return setup.compare(engine, together=now.together) if isinstance(now, Compared) else engine

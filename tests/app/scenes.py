@@ -18,7 +18,7 @@ from textual.widgets import TextArea
 from app.chat.history import History
 from app.comparison.engine import Comparison
 from app.screens.chat_app import FRAME_S, WIDE_WIDTH, ChatApp
-from app.screens.setup import Setup
+from app.screens.engine_setup import EngineSetup
 from engine.client import Engine
 from engine.events import Counter, EngineOptions, Event, Failed, Loading, Message, Token, TopToken
 from engine.formats.template import Prompt
@@ -86,7 +86,7 @@ class Scene:
         engine = MeasuredEngine(*self.replies, start=self.start)
         history = past_chats() if self.with_past_chats else History(":memory:")
         flaws = {"NV": "there is no NVIDIA kernel driver (/dev/nvidiactl)"}
-        setup = Setup(
+        setup = EngineSetup(
             EngineOptions(model_path="/models/qwen3.gguf", backend="CUDA"),
             "cuda",
             make=lambda _: MeasuredEngine(),
@@ -119,7 +119,7 @@ class Scene:
 
 
 def beside(rival: FakeEngine) -> Callable[..., Comparison]:
-    """What `Setup.compare` does, with `rival` in llama-server's place."""
+    """What `EngineSetup.compare` does, with `rival` in llama-server's place."""
 
     def compare(ours: Engine, *, together: bool = False) -> Comparison:
         return Comparison(ours, lambda _: rival, lambda: lambda _: Prompt([1, 2, 3]), together=together)  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ async def _sampled(app: ChatApp, pilot: Pilot[None]) -> None:
     """Returns when the graph shows the counters and all that the engine has told so far."""
     dashboard = app.dashboard
     for _ in range(2000):  # a minute
-        view = dashboard.graph.view
+        view = dashboard.graph.data
         if view is not None and "71" in view.memory and view == dashboard.performance.throughput(COUNTERS):
             return
         await asyncio.sleep(0.03)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from textual.app import App, ComposeResult
 
-from widgets.comparison import ComparedText, Comparison
-from widgets.comparison_view import Column, ComparisonView, Difference
+from widgets.comparison_data import ComparisonData, Difference, EngineAnswer
+from widgets.comparison_pane import AnswerText, ComparisonPane
 
-LEFT = Column(
+LEFT = EngineAnswer(
     name="orin-chat",
     about="CUDA",
     state="done",
@@ -37,7 +37,7 @@ RIGHT = replace(
     share=None,
     memory_bytes=None,
 )
-DONE = ComparisonView(LEFT, RIGHT, complete=True, same=9)
+DONE = ComparisonData(LEFT, RIGHT, complete=True, same=9)
 
 
 class PaneApp(App[None]):
@@ -47,33 +47,33 @@ class PaneApp(App[None]):
         self.animation_level = "none"
 
     def compose(self) -> ComposeResult:
-        yield Comparison()
+        yield ComparisonPane()
 
-    def on_comparison_again(self, message: Comparison.Again) -> None:
+    def on_comparison_pane_again(self, message: ComparisonPane.Again) -> None:
         self.messages.append(message)
 
-    def on_comparison_mode_changed(self, message: Comparison.ModeChanged) -> None:
+    def on_comparison_pane_mode_changed(self, message: ComparisonPane.ModeChanged) -> None:
         self.messages.append(message)
 
-    def on_comparison_closed(self, message: Comparison.Closed) -> None:
+    def on_comparison_pane_closed(self, message: ComparisonPane.Closed) -> None:
         self.messages.append(message)
 
 
 @contextlib.asynccontextmanager
-async def showing(view: ComparisonView, size: tuple[int, int] = (100, 24)):
+async def showing(view: ComparisonData, size: tuple[int, int] = (100, 24)):
     app = PaneApp()
     async with app.run_test(size=size) as pilot:
-        pane = app.query_one(Comparison)
-        pane.view = view
+        pane = app.query_one(ComparisonPane)
+        pane.data = view
         await pilot.pause()
         yield pane, pilot
 
 
-def lines(pane: Comparison) -> list[str]:
+def lines(pane: ComparisonPane) -> list[str]:
     return [strip.text.rstrip() for strip in pane.screen._compositor.render_strips()]
 
 
-def line_with(pane: Comparison, words: str) -> str:
+def line_with(pane: ComparisonPane, words: str) -> str:
     [line] = [line for line in lines(pane) if words in line]
     return " ".join(line.split())
 
@@ -113,10 +113,10 @@ async def test_what_speaks_against_the_figures_stands_below_them(width):
 
 
 async def test_nothing_is_known_at_first():
-    async with showing(ComparisonView(Column("orin-chat"), Column("llama.cpp"))) as (pane, pilot):
+    async with showing(ComparisonData(EngineAnswer("orin-chat"), EngineAnswer("llama.cpp"))) as (pane, pilot):
         assert line_with(pane, "decode") == "decode – –"
         assert line_with(pane, "next") == "The next prompt is answered by both."
-        pane.view = ComparisonView(Column("orin-chat"), Column("llama.cpp", problem="It died."))
+        pane.data = ComparisonData(EngineAnswer("orin-chat"), EngineAnswer("llama.cpp", problem="It died."))
         await pilot.pause()
         assert line_with(pane, "next") == (
             "The next prompt tries llama.cpp again; without it, orin-chat answers alone."
@@ -124,10 +124,12 @@ async def test_nothing_is_known_at_first():
 
 
 async def test_texts_are_not_compared_before_both_have_begun():
-    begun = ComparisonView(replace(LEFT, same=0), Column("llama.cpp", state="its turn comes"), asked="Why?")
+    begun = ComparisonData(
+        replace(LEFT, same=0), EngineAnswer("llama.cpp", state="its turn comes"), asked="Why?"
+    )
     async with showing(begun) as (pane, pilot):
         assert "same" not in "\n".join(lines(pane))
-        pane.view = replace(begun, right=RIGHT, same=2)
+        pane.data = replace(begun, right=RIGHT, same=2)
         await pilot.pause()
         assert line_with(pane, "same") == "The same so far: 2 tokens."
 
@@ -163,7 +165,7 @@ async def test_together_is_labelled():
 
 async def test_a_problem_stands_in_its_column():
     problem = "llama.cpp's llama-server was not found. Install llama.cpp."
-    view = replace(DONE, right=Column("llama.cpp", problem=problem), same=0)
+    view = replace(DONE, right=EngineAnswer("llama.cpp", problem=problem), same=0)
     async with showing(view) as (pane, _):
         assert "⚠ llama.cpp's llama-server was not found" in "\n".join(lines(pane))
         assert "The water falls" in lines(pane)[1]
@@ -172,7 +174,7 @@ async def test_a_problem_stands_in_its_column():
 
 
 async def test_a_long_problem_is_read_from_its_beginning():
-    view = replace(DONE, right=Column("llama.cpp", problem="It was not found. " + "Look for it. " * 30))
+    view = replace(DONE, right=EngineAnswer("llama.cpp", problem="It was not found. " + "Look for it. " * 30))
     async with showing(view, (60, 20)) as (pane, pilot):
         await pilot.pause()
         assert "It was not found." in "\n".join(lines(pane))
@@ -199,7 +201,7 @@ async def test_low_panes_leave_figures_out_for_the_texts(height, kept, left_out)
 
 async def test_narrow_panes_have_one_column_above_the_other():
     async with showing(DONE, (50, 30)) as (pane, pilot):
-        left, right = pane.query(ComparedText)
+        left, right = pane.query(AnswerText)
         assert left.region.width == right.region.width == 50
         assert left.region.bottom <= right.region.y
         await pilot.resize_terminal(100, 30)
@@ -210,13 +212,13 @@ async def test_narrow_panes_have_one_column_above_the_other():
 
 
 async def test_what_engines_say_is_data():
-    hostile = Column(
+    hostile = EngineAnswer(
         name="llama\x1b[31m.cpp",
         about="[bold]b1[/]",
         text="\x1b]0;x\x07[red]text[/] \x9b2J",
         problem="\x1b[2J!",
     )
-    async with showing(ComparisonView(hostile, hostile)) as (pane, _):
+    async with showing(ComparisonData(hostile, hostile)) as (pane, _):
         shown = "\n".join(lines(pane))
         assert "\x1b" not in shown and "\x9b" not in shown and "\x07" not in shown
         assert "[bold]b1[/]" in shown and "[red]text[/]" in shown
@@ -229,7 +231,7 @@ async def test_a_long_text_is_followed_to_its_end():
         await pilot.pause()
         assert any("line 2999" in line for line in lines(pane))
         assert not any("line 0 " in line for line in lines(pane))
-        pane.view = replace(view, left=replace(view.left, text=text + "\nline 3000"))
+        pane.data = replace(view, left=replace(view.left, text=text + "\nline 3000"))
         await pilot.pause()
         await pilot.pause()
         assert any("line 3000" in line for line in lines(pane))
@@ -238,7 +240,7 @@ async def test_a_long_text_is_followed_to_its_end():
         assert any("line 3000" in line for line in lines(pane))
         pane.scroll_pages(-1)
         await pilot.pause()
-        pane.view = replace(view, left=replace(view.left, text=text + "\nline 3000\nline 3001"))
+        pane.data = replace(view, left=replace(view.left, text=text + "\nline 3000\nline 3001"))
         await pilot.pause()
         assert not any("line 3001" in line for line in lines(pane)), "the user reads above"
 
@@ -249,7 +251,7 @@ async def test_only_what_changed_is_drawn_again():
         drawn: list[object] = []
         for text in (left, right):
             text.update = drawn.append  # type: ignore[method-assign]
-        pane.view = replace(DONE, right=replace(RIGHT, text=RIGHT.text + " x"))
+        pane.data = replace(DONE, right=replace(RIGHT, text=RIGHT.text + " x"))
         await pilot.pause()
         assert len(drawn) == 1
 

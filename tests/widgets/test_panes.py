@@ -10,9 +10,9 @@ from textual.color import Color
 from engine.events import Counter
 from tests.app.fake_engine import profile
 from widgets import kernel_table, machine_panel, throughput_graph
-from widgets.kernel_table import GAPS, GROUPS, Kernels, KernelTable, ordered, summary
-from widgets.machine_panel import Machine
-from widgets.preset_bar import Choice, PresetBar, Presets
+from widgets.kernel_table import GAPS, GROUPS, KernelProfiles, KernelTable, ordered, summary
+from widgets.machine_panel import MachineState
+from widgets.preset_bar import BarOption, PresetBar, PresetBarData
 from widgets.throughput_graph import GAP, Sample, Throughput, ThroughputGraph
 
 SAMPLES = tuple(Sample(90.0 + i % 7, 500_000_000) for i in range(100))
@@ -129,7 +129,7 @@ def test_the_summary_adds_up_to_the_wall_time():
 @pytest.mark.parametrize("width", range(17, 80))
 def test_no_figure_of_the_steps_is_cut(width, is_paused):
     slow = replace(profile(), wall_us=2_345_678.0)
-    line = text(kernel_table.header(slow, Kernels(), width, is_paused=is_paused))[0]
+    line = text(kernel_table.header(slow, KernelProfiles(), width, is_paused=is_paused))[0]
     assert "wall 2,345,678 µs" in line and (not is_paused or "paused" in line or width < 25)
     assert len(line) <= width
 
@@ -143,11 +143,11 @@ def test_kernels_that_take_longer_alone_than_together():
         (50, "none: one by one 9% longer"),
         (90, "none: timed one by one, kernels take 9% longer than in the step"),
     ):
-        first, *_, gaps, _titles = text(kernel_table.header(of, Kernels(), width))
+        first, *_, gaps, _titles = text(kernel_table.header(of, KernelProfiles(), width))
         assert gaps.split(maxsplit=2) == ["launch", "gaps", says] and len(gaps) <= width
         assert "gap" not in first and "7,500" in first
     alike = replace(profile(), wall_us=8189.0)
-    assert text(kernel_table.header(alike, Kernels(), 50))[-2].split() == ["launch", "gaps", "none"]
+    assert text(kernel_table.header(alike, KernelProfiles(), 50))[-2].split() == ["launch", "gaps", "none"]
 
 
 @pytest.mark.parametrize("sort", kernel_table.SORTS)
@@ -159,7 +159,7 @@ def test_sorting_loses_no_kernel(sort):
 @pytest.mark.parametrize("width", [30, 38, 57, 58, 75, 76, 120, 200])
 def test_rows_fit_under_their_titles(width):
     of = profile()
-    *_, titles = text(kernel_table.header(of, Kernels(copy_gbps=120), width))
+    *_, titles = text(kernel_table.header(of, KernelProfiles(copy_gbps=120), width))
     for kernel in of.kernels:
         [row] = text([kernel_table.row(of, kernel, 120.0, width)])
         assert len(row) == len(titles)
@@ -168,7 +168,7 @@ def test_rows_fit_under_their_titles(width):
 
 def test_where_a_name_would_be_cut_to_its_role_the_role_is_said_in_full_and_the_roofline_s_share():
     of = profile()
-    titles = text(kernel_table.header(of, Kernels(copy_gbps=120), 50))[-1]
+    titles = text(kernel_table.header(of, KernelProfiles(copy_gbps=120), 50))[-1]
     assert titles.split() == ["role", "calls", "µs", "%", "GB/s", "roof"]
     [row] = text([kernel_table.row(of, of.kernels[0], 120.0, 50)])
     assert row.startswith("QKV projection ") and row.endswith(" 65%") and "qkv" not in row
@@ -182,7 +182,7 @@ def test_where_a_name_would_be_cut_to_its_role_the_role_is_said_in_full_and_the_
 def test_figures_of_a_slow_step_do_not_run_into_each_other(width):
     [kernel] = (k for k in profile("prefill").kernels if k.role == "FFN gate+up")
     slow = replace(profile("prefill"), wall_us=9e6, kernels=(replace(kernel, total_us=2_795_967.4),))
-    head = text(kernel_table.header(slow, Kernels(copy_gbps=120), width))
+    head = text(kernel_table.header(slow, KernelProfiles(copy_gbps=120), width))
     [row] = text([kernel_table.row(slow, slow.kernels[0], 120.0, width)])
     assert head[1].startswith("dequantize + matmul 2,795,967  31% ")
     assert head[5].startswith("launch gaps         6,204,033  69% ")
@@ -196,7 +196,7 @@ def test_a_kernel_faster_than_the_memory_is_in_a_cache_if_it_can_be(n_bytes, say
     )
     of = replace(profile(), kernels=(kernel,))
     assert text([kernel_table.row(of, kernel, 120.0, 80)])[0].endswith(f" {says}")
-    assert text(kernel_table.header(of, Kernels(copy_gbps=120), 80))[1].endswith(f" GB/s {says:>6}")
+    assert text(kernel_table.header(of, KernelProfiles(copy_gbps=120), 80))[1].endswith(f" GB/s {says:>6}")
 
 
 class Table(App[None]):
@@ -207,14 +207,14 @@ class Table(App[None]):
 async def test_a_table_that_is_not_seen_whole_says_so():
     async with Table().run_test(size=(60, 14)) as pilot:
         table = pilot.app.query_one(KernelTable)
-        table.view = Kernels(decode=profile())
+        table.data = KernelProfiles(decode=profile())
         await pilot.pause()
-        assert text(table.draw(table.view, 56, 12))[-1] == "1–4 of 8"
-        assert len(text(table.draw(table.view, 56, 15))) == 15
-        assert "of 8" not in "".join(text(table.draw(table.view, 56, 15)))
+        assert text(table.draw(table.data, 56, 12))[-1] == "1–4 of 8"
+        assert len(text(table.draw(table.data, 56, 15))) == 15
+        assert "of 8" not in "".join(text(table.draw(table.data, 56, 15)))
         table.focus()
         await pilot.press(*["down"] * 7)
-        assert text(table.draw(table.view, 56, 12))[-1] == "5–8 of 8"
+        assert text(table.draw(table.data, 56, 12))[-1] == "5–8 of 8"
 
 
 async def test_keys_are_told_where_they_are_heard_and_in_words_where_there_is_room():
@@ -242,9 +242,9 @@ async def test_every_style_is_readable_on_its_background(theme):
         app.theme = theme
         await pilot.pause()
         pane = app.query_one(ThroughputGraph)
-        pane.view = view()
+        pane.data = view()
         for kind in ("", "strong", "dim", "value", "hatched", "line", "warning"):
-            style = pane.get_component_rich_style(f"drawn--{kind}") if kind else pane.rich_style
+            style = pane.get_component_rich_style(f"pane--{kind}") if kind else pane.rich_style
             background = app.screen.background_colors[1]
             color = background.blend(Color.from_rich_color(style.color), 1.0)
             assert contrast(color, background) >= 3.0, kind
@@ -267,7 +267,7 @@ def test_the_machine_says_what_is_absent_last_and_why():
         Counter(name="GPU clock", value=1300, unit="MHz", most=1300),
         Counter(name="power mode", text="MAXN\x1b[31m"),
     )
-    lines = text(machine_panel.lines(Machine(counters, "12% below the best: hot"), 70))
+    lines = text(machine_panel.lines(MachineState(counters, "12% below the best: hot"), 70))
     assert lines[0] == "⚠ 12% below the best: hot"
     assert lines[1].startswith("GPU clock       1,300 of 1,300 MHz") and "████" in lines[1]
     assert "MAXN[31m" in lines[2], "no control characters"
@@ -276,10 +276,10 @@ def test_the_machine_says_what_is_absent_last_and_why():
 
 def test_why_a_figure_is_absent_is_said_in_two_lines_of_a_narrow_pane():
     absent = Counter(name="temperature", absent="there are no sensors (a virtual machine?)")
-    lines = text(machine_panel.lines(Machine((absent,)), 50))
+    lines = text(machine_panel.lines(MachineState((absent,)), 50))
     assert lines == ["temperature     not available: there are no", " " * 16 + "sensors (a virtual machine?)"]
-    assert [len(line) <= 36 for line in text(machine_panel.lines(Machine((absent,)), 36))] == [True] * 2
-    assert len(machine_panel.lines(Machine((absent,)), 100)) == 1
+    assert [len(line) <= 36 for line in text(machine_panel.lines(MachineState((absent,)), 36))] == [True] * 2
+    assert len(machine_panel.lines(MachineState((absent,)), 100)) == 1
 
 
 def test_a_low_graph_has_the_room_of_what_is_said_of_the_memory():
@@ -300,8 +300,10 @@ class BarApp(App[None]):
 async def test_why_a_backend_cannot_be_had_is_said_whole_or_elsewhere(width, says):
     async with BarApp().run_test(size=(width, 6)) as pilot:
         bar = pilot.app.query_one(PresetBar)
-        bar.view = Presets(
-            "cpu", (Choice("NV", problem="there is no NVIDIA driver"), Choice("CPU", True)), (Choice("0"),)
+        bar.data = PresetBarData(
+            "cpu",
+            (BarOption("NV", problem="there is no NVIDIA driver"), BarOption("CPU", True)),
+            (BarOption("0"),),
         )
         await pilot.pause()
         assert bar.render().plain.endswith(f"F7 BEAM 0   {says}" if says else "F7 BEAM 0")
@@ -320,7 +322,7 @@ async def test_the_evidence_of_a_preset_is_said_in_the_words_that_there_is_room_
 
     async with BarApp().run_test(size=(width, 6)) as pilot:
         bar = pilot.app.query_one(PresetBar)
-        bar.view = Presets("cuda-beam2", evidence=phrasings)
+        bar.data = PresetBarData("cuda-beam2", evidence=phrasings)
         await pilot.pause()
         assert bar.render().plain.splitlines()[0].startswith(f"cuda-beam2  {says[:-1]}")
         assert ("…" in bar.render().plain) == says.endswith("…")

@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 
 from app.chat.turn import Turn
 from widgets.transcript import Transcript
-from widgets.turn_view import TurnView
+from widgets.turn_widget import TurnWidget
 
 MOUNTED, STEP = 12, 6
 
@@ -110,12 +110,12 @@ async def test_scrolling_back_to_the_end_follows_it_again():
 
 async def test_only_the_turns_near_the_end_are_widgets():
     async with showing(conversation(100)) as (transcript, pilot):
-        assert len(transcript.query(TurnView)) == MOUNTED
+        assert len(transcript.query(TurnWidget)) == MOUNTED
         assert "reply 99" in text(transcript)
         for i in range(100, 100 + 2 * STEP):
             await transcript.add(Turn("user", f"prompt {i}"))
         await pilot.pause()
-        assert len(transcript.query(TurnView)) <= MOUNTED + STEP
+        assert len(transcript.query(TurnWidget)) <= MOUNTED + STEP
         assert f"prompt {99 + 2 * STEP}" in text(transcript)
 
 
@@ -130,7 +130,7 @@ async def test_every_turn_can_be_scrolled_to_and_nothing_jumps():
                 await pilot.pause()
                 await until(lambda: not transcript._moving)
                 after = text(transcript).splitlines()[1:]
-                assert len(transcript.query(TurnView)) <= MOUNTED + 2 * STEP
+                assert len(transcript.query(TurnWidget)) <= MOUNTED + 2 * STEP
                 if goal in after:
                     break
                 older, newer = (after, before) if direction < 0 else (before, after)
@@ -150,7 +150,7 @@ async def test_first_and_last_turn_at_a_key():
         await transcript.to_end()
         await pilot.pause()
         assert "added far below" in text(transcript)
-        assert len(transcript.query(TurnView)) == MOUNTED
+        assert len(transcript.query(TurnWidget)) == MOUNTED
 
 
 @pytest.mark.parametrize("kept", [0, 1, 20, 39])
@@ -164,7 +164,7 @@ async def test_cut(kept):
         assert len(transcript.turns) == kept + 1
         if kept:
             assert turns[kept - 1].content.split("\n")[0] in text(transcript)
-        assert len(transcript.query(TurnView)) == min(kept + 1, len(transcript.query(TurnView)))
+        assert len(transcript.query(TurnWidget)) == min(kept + 1, len(transcript.query(TurnWidget)))
 
 
 async def test_a_narrower_terminal_keeps_the_end_in_sight():

@@ -10,14 +10,14 @@ import pytest
 from app.chat.history import History
 from app.comparison.engine import Comparison
 from app.screens.chat_app import ChatApp
-from app.screens.setup import Setup
+from app.screens.engine_setup import EngineSetup
 from engine.client import LocalEngine
 from engine.events import EngineOptions, Failed, Loading
 from tests import generated_model, synthetic
 from tests.app.comparison.test_compare import CACHE
 from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
 from tests.app.scenes import beside, sees
-from widgets.comparison import Comparison as Pane
+from widgets.comparison_pane import ComparisonPane
 
 pytestmark = pytest.mark.usefixtures("home")
 NOT_FOUND = Failed(kind="backend", message="There is no llama-server.", hint="Install it.")
@@ -26,7 +26,7 @@ NOT_FOUND = Failed(kind="backend", message="There is no llama-server.", hint="In
 @asynccontextmanager
 async def chat(engine, *rivals, size=(120, 40), setup=None, **options):
     if setup is None:
-        setup = Setup(
+        setup = EngineSetup(
             EngineOptions(model_path="m.gguf", backend="CPU"), "cpu", make=lambda _: MeasuredEngine()
         )
         rest = list(rivals)
@@ -82,7 +82,7 @@ async def test_keys_of_the_pane():
         await pilot.press("f10")
         await say(app, pilot, "first")
         await pilot.press("tab")
-        assert isinstance(app.focused, Pane)
+        assert isinstance(app.focused, ComparisonPane)
         await sees(pilot, "r asks both again")
         await pilot.press("t", "t", "t")
         await sees(pilot, "From the next prompt on they answer together")
@@ -226,7 +226,9 @@ async def test_ours_dying_is_told_in_its_column():
 @pytest.mark.parametrize("size", [(120, 40), (80, 24), (60, 20), (40, 12), (20, 8)])
 async def test_it_fits(size):
     ours, rival = MeasuredEngine(reply("One. " * 40)), FakeEngine(reply("Eins. " * 40))
-    setup = Setup(EngineOptions(model_path="m.gguf", backend="CPU"), "cpu", make=lambda _: MeasuredEngine())
+    setup = EngineSetup(
+        EngineOptions(model_path="m.gguf", backend="CPU"), "cpu", make=lambda _: MeasuredEngine()
+    )
     setup.compare = beside(rival)
     app = ChatApp(ours, History(":memory:"), setup=setup, read_counters=lambda: ())
     async with app.run_test(size=size) as pilot:
@@ -242,7 +244,7 @@ async def test_with_a_real_llama_server(llama_server, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", CACHE)  # with kernels that other tests have compiled
     path = str(generated_model.write(tmp_path / "noise.gguf", architecture="qwen3"))
     options = EngineOptions(model_path=path, backend="CPU", context_length=256)
-    setup = Setup(options, "cpu", llama_server=llama_server)
+    setup = EngineSetup(options, "cpu", llama_server=llama_server)
     app = ChatApp(
         LocalEngine(options), History(":memory:"), setup=setup, read_counters=lambda: (), max_tokens=12
     )
@@ -251,8 +253,8 @@ async def test_with_a_real_llama_server(llama_server, tmp_path, monkeypatch):
         await pilot.press("f10")
         app.prompt.insert("hello")
         await pilot.press("enter")
-        await until(lambda: app.column.comparison.view.complete, 60)
-        view = app.column.comparison.view
+        await until(lambda: app.column.comparison.data.complete, 60)
+        view = app.column.comparison.data
         assert (view.left.problem, view.right.problem, view.asked) == ("", "", "hello")
         assert view.left.prompt_tokens == view.right.prompt_tokens and view.right.memory_bytes
         await until(lambda: not app.session.is_busy)

@@ -12,7 +12,7 @@ from textual.events import Key
 from app.chat import speed_history
 from app.chat.history import History
 from app.screens.chat_app import ChatApp
-from app.screens.setup import Setup
+from app.screens.engine_setup import EngineSetup
 from engine.events import EngineOptions, Failed
 from presets import loader
 from tests.app.fake_engine import STARTED, FakeEngine, MeasuredEngine, profile, reply, tokens
@@ -35,7 +35,7 @@ async def dashboard(engine, *others, flaws=None, size=(140, 44), backend="CUDA",
         made.append(options)
         return others[len(made) - 1]
 
-    setup = Setup(
+    setup = EngineSetup(
         EngineOptions(model_path="m.gguf", backend=backend), name, make=make,
         flaw=lambda backend: (flaws or {}).get(backend, ""),
     )  # fmt: skip
@@ -362,7 +362,7 @@ async def test_a_terminal_that_gets_too_small_for_a_whole_pane_shows_the_chat():
     ],
 )
 def test_without_a_preset_it_is_that_of_the_backend_if_it_is_set_up_alike(options, backend, name):
-    setup = Setup(EngineOptions(model_path="m", **options))
+    setup = EngineSetup(EngineOptions(model_path="m", **options))
     setup.started(backend)
     assert setup.name == name
 

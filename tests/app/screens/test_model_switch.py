@@ -7,8 +7,8 @@ from app.chat import model_list
 from app.chat.history import History
 from app.chat.settings import last_model
 from app.screens import models as screen_module
+from app.screens.engine_setup import EngineSetup
 from app.screens.models import ModelsScreen
-from app.screens.setup import Setup
 from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
 from engine.events import Chat, EngineOptions, Failed, Message
@@ -49,7 +49,7 @@ def first(home):
 
 @pytest.fixture
 def setup(first):
-    """Makes a Setup whose next engine starts as told; what it was asked to make is in `made`."""
+    """Makes a EngineSetup whose next engine starts as told; what it was asked to make is in `made`."""
 
     def setup(*replies, start=STARTED, context=2048):
         made = []
@@ -59,7 +59,7 @@ def setup(first):
             return made[-1][1]
 
         options = EngineOptions(model_path=str(first), backend="CPU", context_length=context)
-        setup = Setup(options, make=make, flaw=lambda backend: "", models={"one": str(first)})
+        setup = EngineSetup(options, make=make, flaw=lambda backend: "", models={"one": str(first)})
         setup.made = made
         return setup
 

@@ -7,7 +7,7 @@ from textual.geometry import Size
 from textual.layout import DockArrangeResult
 
 
-class Following(VerticalScroll, can_focus=False):
+class AutoScroll(VerticalScroll, can_focus=False):
     """Textual's own anchor, with a wish of ours before anything is painted: what fits begins at the top."""
 
     has_end = True

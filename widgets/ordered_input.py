@@ -11,14 +11,14 @@ from textual.widget import Widget
 from textual.widgets import Input, TextArea
 
 
-class Field(Input):
+class OrderedInput(Input):
     """A line to type into."""
 
     async def _on_key(self, event: Key) -> None:
         await _act(self, event)
 
 
-class Editor(TextArea):
+class OrderedTextArea(TextArea):
     """A text to edit."""
 
     async def _on_key(self, event: Key) -> None:

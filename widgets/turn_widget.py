@@ -39,15 +39,15 @@ class ThinkingHeader(Static):
     ALLOW_SELECT = False
 
 
-class ThinkingView(Vertical):
+class ThinkingWidget(Vertical):
     """What the model thought: one line with its duration, and the text under it where unfolded."""
 
     DEFAULT_CSS = """
-    ThinkingView { height: auto; padding: 0 1 0 2; margin-bottom: 1; }
-    ThinkingView > #thought {
+    ThinkingWidget { height: auto; padding: 0 1 0 2; margin-bottom: 1; }
+    ThinkingWidget > #thought {
         display: none; color: $text-muted; border-left: inner $foreground 20%; padding-left: 1;
     }
-    ThinkingView.-unfolded > #thought { display: block; }
+    ThinkingWidget.-unfolded > #thought { display: block; }
     """
 
     unfolded = reactive(False)
@@ -56,7 +56,7 @@ class ThinkingView(Vertical):
         super().__init__()
         self.turn = turn
         self._shown = 0
-        self.set_reactive(ThinkingView.unfolded, unfolded)
+        self.set_reactive(ThinkingWidget.unfolded, unfolded)
 
     def compose(self) -> ComposeResult:
         yield ThinkingHeader(markup=False)
@@ -88,15 +88,15 @@ class ThinkingView(Vertical):
             self.query_one("#thought", Static).update(Content(clean(turn.thinking).strip()))
 
 
-class TurnView(Vertical):
+class TurnWidget(Vertical):
     """A turn, with the line about it that `Turn.note` may hold."""
 
     DEFAULT_CSS = """
-    TurnView { height: auto; }  /* each part ends with a blank line: :last-child would restyle all siblings */
-    TurnView > .note { color: $text-muted; padding: 0 1 0 2; margin-bottom: 1; }
-    TurnView > .note.-warning { color: $text-warning; }
-    TurnView > .note.-empty { display: none; }
-    TurnView.-user > .prompt {
+    TurnWidget { height: auto; }  /* each part ends with a blank line: :last-child would restyle all siblings */
+    TurnWidget > .note { color: $text-muted; padding: 0 1 0 2; margin-bottom: 1; }
+    TurnWidget > .note.-warning { color: $text-warning; }
+    TurnWidget > .note.-empty { display: none; }
+    TurnWidget.-user > .prompt {
         padding: 0 1; margin-bottom: 1; background: $boost; border-left: outer $primary;
     }
     """
@@ -120,7 +120,7 @@ class TurnView(Vertical):
             yield Static(Content(clean(self.turn.content)), classes="prompt")
         else:
             if self.turn.thinking.strip():
-                yield ThinkingView(self.turn, self._unfolded)
+                yield ThinkingWidget(self.turn, self._unfolded)
             yield ReplyMarkdown()
         yield Static(markup=False, classes="note")
 
@@ -136,10 +136,10 @@ class TurnView(Vertical):
     async def _sync(self) -> None:
         turn = self.turn
         if turn.role == "assistant":
-            if thinking := self.query(ThinkingView):
+            if thinking := self.query(ThinkingWidget):
                 thinking.first().sync()
             elif turn.thinking.strip():
-                await self.mount(ThinkingView(turn, self._unfolded), before=0)
+                await self.mount(ThinkingWidget(turn, self._unfolded), before=0)
             end = decided(turn.content) if turn.streaming else len(turn.content)
             if added := turn.content[self._shown : end]:
                 self._shown = end
@@ -148,7 +148,7 @@ class TurnView(Vertical):
 
     def set_unfolded(self, unfolded: bool) -> None:
         self._unfolded = unfolded
-        for thinking in self.query(ThinkingView):
+        for thinking in self.query(ThinkingWidget):
             thinking.unfolded = unfolded
 
     def _show_note(self) -> None:

@@ -1,4 +1,4 @@
-"""What is said of two engines' answers to the same prompt: one immutable view, and its figures in words."""
+"""What is said of two engines' answers to the same prompt: one immutable data, and its figures in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from widgets.text import as_bytes, as_duration, clean, one_line
 
 
 @dataclass(frozen=True)
-class Column:
+class EngineAnswer:
     """One engine and its answer so far. `state` is what it does, in words; `problem` what went wrong, in
     sentences, in the place of figures. `text` agrees with the other column's up to the character `same`.
     Rates in tokens a second, `gbps` in 10^9 bytes a second as modelled from the bytes that a token must read,
@@ -44,12 +44,12 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class ComparisonView:
+class ComparisonData:
     """What the pane shows. `asked` is the prompt; `same` counts the tokens that are alike so far; `complete`:
     both have ended; `remark` is on what makes the figures worse than they could be."""
 
-    left: Column
-    right: Column
+    left: EngineAnswer
+    right: EngineAnswer
     asked: str = ""
     together: bool = False
     complete: bool = False
@@ -62,9 +62,9 @@ Row = tuple[str, str, float | None, str]
 """The left figure, what it is, how many times the left is better (None: no ratio), the right figure."""
 
 
-def rows(view: ComparisonView) -> list[Row]:
+def rows(data: ComparisonData) -> list[Row]:
     """The figures of both, line by line."""
-    left, right = view.left, view.right
+    left, right = data.left, data.right
 
     def ratio(a: float | None, b: float | None) -> float | None:
         return a / b if a and b else None
@@ -90,34 +90,34 @@ def times(ratio: float | None) -> str:
     return f"◀ {ratio:.2f}×" if ratio >= 1.005 else f"{1 / ratio:.2f}× ▶" if ratio < 0.995 else "alike"
 
 
-def mode(view: ComparisonView) -> str:
+def mode(data: ComparisonData) -> str:
     """How the two were asked, and what there is to say against their figures."""
-    how = f"{'together: they share the memory' if view.together else 'in turn'} · greedy"
-    return f"⚠ {one_line(view.remark)} · {how}" if view.remark else how
+    how = f"{'together: they share the memory' if data.together else 'in turn'} · greedy"
+    return f"⚠ {one_line(data.remark)} · {how}" if data.remark else how
 
 
-def verdict(view: ComparisonView) -> str:
+def verdict(data: ComparisonData) -> str:
     """What there is to say of the texts."""
-    different = view.difference
+    different = data.difference
     if different is None:
-        if not (view.complete or view.left.tokens or view.right.tokens):
-            return "" if view.asked else _before_it(view.right)
-        counted = f"{view.same:,} token{'' if view.same == 1 else 's'}"
-        if view.complete and (view.left.problem or view.right.problem or not view.same):
+        if not (data.complete or data.left.tokens or data.right.tokens):
+            return "" if data.asked else _before_it(data.right)
+        counted = f"{data.same:,} token{'' if data.same == 1 else 's'}"
+        if data.complete and (data.left.problem or data.right.problem or not data.same):
             return "The texts cannot be compared."
-        if view.complete:
+        if data.complete:
             return f"The same {counted}."
-        return f"The same so far: {counted}." if view.left.tokens and view.right.tokens else ""
+        return f"The same so far: {counted}." if data.left.tokens and data.right.tokens else ""
     odds = ""
     if None not in different.left_odds:
-        odds = f" · to {one_line(view.left.name)} {_odds(different.left_odds)}"
+        odds = f" · to {one_line(data.left.name)} {_odds(different.left_odds)}"
     if None not in different.right_odds:
-        odds += f" · to {one_line(view.right.name)} {_odds(different.right_odds)}"
+        odds += f" · to {one_line(data.right.name)} {_odds(different.right_odds)}"
     candidates = f"{_quoted(different.left)} or {_quoted(different.right)}"
     return f"They differ from token {different.position:,} on: {candidates}{odds}"
 
 
-def _before_it(right: Column) -> str:
+def _before_it(right: EngineAnswer) -> str:
     """What the next prompt will bring."""
     if right.problem:
         return f"The next prompt tries {one_line(right.name)} again; without it, orin-chat answers alone."
@@ -144,12 +144,12 @@ def _rate(value: float | None) -> str:
     return "–" if not value else f"{value:,.0f} tok/s" if value >= 1000 else f"{value:.1f} tok/s"
 
 
-def _bandwidth(column: Column) -> str:
+def _bandwidth(column: EngineAnswer) -> str:
     if not column.gbps:
         return "–"
     share = f" ({column.share:.0%} of roofline)" if column.share else ""
     return f"{column.gbps:,.1f}{share}"
 
 
-def _memory(column: Column) -> str:
+def _memory(column: EngineAnswer) -> str:
     return "–" if column.memory_bytes is None else as_bytes(column.memory_bytes)

@@ -14,9 +14,9 @@ from engine.client import Engine, Measurable
 from engine.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
 from engine.measure.counters import Counters
 from widgets import kernel_table, machine_panel, throughput_graph
-from widgets.drawn import Line
-from widgets.kernel_table import Kernels
-from widgets.machine_panel import Machine
+from widgets.kernel_table import KernelProfiles
+from widgets.machine_panel import MachineState
+from widgets.pane import Line
 from widgets.text import one_line
 
 MIN_WIDTH, MAX_WIDTH = 34, 100
@@ -61,7 +61,7 @@ async def run(engine: Engine, out: TextIO, messages: TextIO) -> int:
         else:
             failed = [f"{engine.name} does not tell of its kernels."]
         status.clear()
-        _print(performance, Machine(read), failed, out)
+        _print(performance, MachineState(read), failed, out)
         return 0
     finally:
         status.clear()
@@ -74,7 +74,7 @@ def _complain(failure: Failed, status: StatusLine, messages: TextIO) -> int:
     return failure.exit_code
 
 
-def _print(performance: PerformanceObserver, machine: Machine, failed: list[str], out: TextIO) -> None:
+def _print(performance: PerformanceObserver, machine: MachineState, failed: list[str], out: TextIO) -> None:
     assert isinstance(performance.ready, Ready) and isinstance(performance.last_end, Finished)
     width = _width(out)
     for sentence in (describe(performance.ready), figures(performance.last_end)):
@@ -82,7 +82,7 @@ def _print(performance: PerformanceObserver, machine: Machine, failed: list[str]
     _section("throughput", throughput_graph.lines(performance.throughput(), width, GRAPH_ROWS), out)
     for profile in (performance.kernels.decode, performance.kernels.prefill):
         if profile is not None:
-            view = Kernels(copy_gbps=performance.copy_gbps)
+            view = KernelProfiles(copy_gbps=performance.copy_gbps)
             rows = [
                 kernel_table.row(profile, kernel, view.copy_gbps, width)
                 for kernel in kernel_table.ordered(profile.kernels, "total")

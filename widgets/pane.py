@@ -1,4 +1,4 @@
-"""The base of the dashboard's panes: lines drawn by hand from an immutable view, only when it has changed."""
+"""The base of the dashboard's panes: lines drawn by hand from an immutable data, only when it has changed."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
-View = TypeVar("View")
+Data = TypeVar("Data")
 Line = list[tuple[str, str]]
-"""Pieces of text, each with the name of a style: one of `Drawn.COMPONENT_CLASSES` without "drawn--", or "".
+"""Pieces of text, each with the name of a style: one of `Pane.COMPONENT_CLASSES` without "pane--", or "".
 Texts are printable and of characters one cell wide."""
 
 
-class Drawn(Widget, Generic[View]):
-    """`draw` makes the lines of a view; what is beyond the widget's size is cut off."""
+class Pane(Widget, Generic[Data]):
+    """`draw` makes the lines of a data; what is beyond the widget's size is cut off."""
 
     COMPONENT_CLASSES = {  # noqa: RUF012 (declared so by Textual)
-        "drawn--strong", "drawn--dim", "drawn--value", "drawn--hatched", "drawn--line", "drawn--warning",
-        "drawn--selected",
+        "pane--strong", "pane--dim", "pane--value", "pane--hatched", "pane--line", "pane--warning",
+        "pane--selected",
     }  # fmt: skip
     DEFAULT_CSS = """
-    Drawn {
+    Pane {
         height: 1fr; padding: 0 1; border: round $foreground 20%;
         border-title-color: $text-muted; border-subtitle-color: $text-muted;
         &:focus { border: round $primary 60%; }
-        & > .drawn--strong { color: $text; text-style: bold; }
-        & > .drawn--dim { color: $text-muted; }
-        & > .drawn--value { color: $primary; }
-        & > .drawn--hatched { color: $text-secondary; }
-        & > .drawn--line { color: $text-accent; }
-        & > .drawn--warning { color: $text-warning; }
-        & > .drawn--selected { background: $primary 25%; text-style: bold; }
+        & > .pane--strong { color: $text; text-style: bold; }
+        & > .pane--dim { color: $text-muted; }
+        & > .pane--value { color: $primary; }
+        & > .pane--hatched { color: $text-secondary; }
+        & > .pane--line { color: $text-accent; }
+        & > .pane--warning { color: $text-warning; }
+        & > .pane--selected { background: $primary 25%; text-style: bold; }
     }
     """
     ALLOW_SELECT = False
     FOCUS_ON_CLICK = False  # what is typed next is meant for the prompt
 
-    view: reactive[View | None] = reactive(None)
+    data: reactive[Data | None] = reactive(None)
 
-    def draw(self, view: View, width: int, height: int) -> list[Line]:
+    def draw(self, data: Data, width: int, height: int) -> list[Line]:
         raise NotImplementedError
 
     def render_line(self, y: int) -> Strip:
@@ -55,18 +55,18 @@ class Drawn(Widget, Generic[View]):
         self._drawn_for = None
         self.refresh()
 
-    _drawn_for: tuple[View | None, Size, str] | None = None
+    _drawn_for: tuple[Data | None, Size, str] | None = None
     _lines: tuple[Strip, ...] = ()
     _base = Style()
 
     def _strips(self) -> tuple[Strip, ...]:
-        wanted = (self.view, self.size, self.app.theme)
+        wanted = (self.data, self.size, self.app.theme)
         before = self._drawn_for
         if before is None or wanted[0] is not before[0] or wanted[1:] != before[1:]:
             self._drawn_for = wanted
             self._base = self.rich_style
             styles = {"": self._base}
-            lines = [] if self.view is None else self.draw(self.view, self.size.width, self.size.height)
+            lines = [] if self.data is None else self.draw(self.data, self.size.width, self.size.height)
             self._lines = tuple(self._strip(line, styles) for line in lines[: self.size.height])
         return self._lines
 
@@ -74,7 +74,7 @@ class Drawn(Widget, Generic[View]):
         segments = []
         for text, name in cut(line, self.size.width):
             if name not in styles:
-                styles[name] = self.get_component_rich_style(f"drawn--{name}")
+                styles[name] = self.get_component_rich_style(f"pane--{name}")
             segments.append(Segment(text, styles[name]))
         return Strip(segments).adjust_cell_length(self.size.width, self._base)
 

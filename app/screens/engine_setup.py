@@ -16,7 +16,7 @@ from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
 from engine.events import EngineOptions, Sampling
 from presets.loader import Entry, Preset, entries, find
-from widgets.preset_bar import Choice, Presets
+from widgets.preset_bar import BarOption, PresetBarData
 
 if TYPE_CHECKING:
     from app.comparison.engine import Comparison
@@ -25,7 +25,7 @@ ORDER = ("NV", "CUDA", "CPU")
 
 
 @dataclass(frozen=True)
-class Offer:
+class PresetListing:
     """A preset to choose. `problem` says why it cannot be had, "" where it can."""
 
     name: str
@@ -37,7 +37,7 @@ class Offer:
     evidence: str
 
 
-class Setup:
+class EngineSetup:
     """`options` are what the engine in use was started with, under the preset `name` ("" for none). `sampling`
     is what the settings and the command line say, without the preset's. `models` are the user's own names of
     models. `llama_server` is what to compare with (a program, or the address of one that runs and wants
@@ -113,13 +113,13 @@ class Setup:
 
     # --- what there is to choose ------------------------------------------------------------------------
 
-    def offers(self) -> list[Offer]:
+    def listings(self) -> list[PresetListing]:
         known = speed_history.recall(self.model_path)
         return [self._offer(entry, str(known.get(entry.name, ""))) for entry in entries().values()]
 
-    def _offer(self, entry: Entry, speeds: str) -> Offer:
+    def _offer(self, entry: Entry, speeds: str) -> PresetListing:
         preset = entry.preset
-        return Offer(
+        return PresetListing(
             name=entry.name,
             title=preset.title if preset else "",
             path=entry.path,
@@ -129,18 +129,19 @@ class Setup:
             evidence=speeds,
         )
 
-    def view(self) -> Presets:
+    def view(self) -> PresetBarData:
         width = _search_width(self._current)
         widths = sorted(
             {_search_width(preset) for preset in self._of_backend(self._backend).values()} | {width}
         )
         found = speed_history.recall(self.model_path).get(self.name) if self.name else None
-        return Presets(
+        return PresetBarData(
             name=self.name,
             backends=tuple(
-                Choice(backend, backend == self._backend, self._flaws.get(backend, "")) for backend in ORDER
+                BarOption(backend, backend == self._backend, self._flaws.get(backend, ""))
+                for backend in ORDER
             ),
-            beams=tuple(Choice(str(n), n == width) for n in widths),
+            beams=tuple(BarOption(str(n), n == width) for n in widths),
             evidence=found.phrasings if found else (),
         )
 

@@ -8,7 +8,7 @@ from textual.widgets import TextArea
 
 from app.screens.edit_page import EditPage
 from app.screens.page import Frame
-from widgets.in_order import Editor
+from widgets.ordered_input import OrderedTextArea
 from widgets.text import clean
 
 KEYS = "Ctrl+S saves · Esc closes"
@@ -24,7 +24,9 @@ class SystemScreen(EditPage):
 
     def compose(self) -> ComposeResult:
         with Frame("System prompt", KEYS):
-            yield Editor(self._text, soft_wrap=True, show_line_numbers=False, placeholder=Content(NONE))
+            yield OrderedTextArea(
+                self._text, soft_wrap=True, show_line_numbers=False, placeholder=Content(NONE)
+            )
             yield self.problem_line
 
     def on_mount(self) -> None:

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from app.screens.once import run
+from app.screens.dashboard_text import run
 from engine.events import Failed
 from tests.app.fake_engine import FakeEngine, MeasuredEngine, reply
 

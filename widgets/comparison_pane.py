@@ -1,6 +1,6 @@
 """Two engines' answers to the same prompt, side by side: the texts, where they part, the figures, the ratios.
 
-It shows one immutable `ComparisonView` and knows no engine. Set `Comparison.view`, ten times a second if need
+It shows one immutable `ComparisonData` and knows no engine. Set `ComparisonPane.data`, ten times a second if need
 be: text is drawn anew only where it changed.
 """
 
@@ -18,8 +18,8 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from widgets.comparison_view import Column, ComparisonView, mode, rows, times, verdict
-from widgets.following import Following
+from widgets.auto_scroll import AutoScroll
+from widgets.comparison_data import ComparisonData, EngineAnswer, mode, rows, times, verdict
 from widgets.text import clean, one_line
 
 STACKED_WIDTH, STACKED_HEIGHT = 64, 22
@@ -31,30 +31,30 @@ SHOWN_CHARACTERS = 6000
 KEYS, KEYS_BY_TAB = "r asks both again · t together or in turn · Esc leaves", "Tab: keys of this pane"
 
 
-class Comparison(Vertical, can_focus=True):
+class ComparisonPane(Vertical, can_focus=True):
     """The pane. Its keys work while it has the focus; each only sends its message."""
 
     DEFAULT_CSS = """
-    Comparison { height: 1fr; }
-    Comparison > #asked {
+    ComparisonPane { height: 1fr; }
+    ComparisonPane > #asked {
         height: auto; max-height: 2; padding: 0 1; margin-bottom: 1; background: $boost;
         border-left: outer $primary; text-wrap: nowrap; text-overflow: ellipsis;
     }
-    Comparison > #answers { height: 1fr; }
-    Comparison.-stacked > #answers { layout: vertical; }
-    Comparison ComparedText { width: 1fr; height: 1fr; }
-    Comparison ComparedText.-right { border-left: vkey $foreground 20%; }
-    Comparison.-stacked ComparedText.-right { border-left: none; border-top: hkey $foreground 20%; }
-    Comparison > #verdict { height: auto; max-height: 3; padding: 0 1; }
-    Comparison > #mode {
+    ComparisonPane > #answers { height: 1fr; }
+    ComparisonPane.-stacked > #answers { layout: vertical; }
+    ComparisonPane AnswerText { width: 1fr; height: 1fr; }
+    ComparisonPane AnswerText.-right { border-left: vkey $foreground 20%; }
+    ComparisonPane.-stacked AnswerText.-right { border-left: none; border-top: hkey $foreground 20%; }
+    ComparisonPane > #verdict { height: auto; max-height: 3; padding: 0 1; }
+    ComparisonPane > #mode {
         height: 1; padding: 0 1; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis;
     }
-    Comparison > #asked.-absent, Comparison.-low > #asked, Comparison.-low > #mode { display: none; }
-    Comparison.-low > #verdict { max-height: 1; }
-    Comparison.-low > ComparedFigures { height: 2; border-top: none; }
-    Comparison.-lowest > ComparedFigures { height: 1; }
-    Comparison.-lowest > #verdict { display: none; }
-    Comparison:focus ComparedText > .heading { background: $primary 25%; }
+    ComparisonPane > #asked.-absent, ComparisonPane.-low > #asked, ComparisonPane.-low > #mode { display: none; }
+    ComparisonPane.-low > #verdict { max-height: 1; }
+    ComparisonPane.-low > FigureTable { height: 2; border-top: none; }
+    ComparisonPane.-lowest > FigureTable { height: 1; }
+    ComparisonPane.-lowest > #verdict { display: none; }
+    ComparisonPane:focus AnswerText > .heading { background: $primary 25%; }
     """
     ALLOW_SELECT = True
     FOCUS_ON_CLICK = False  # what is typed next is meant for the prompt
@@ -73,21 +73,21 @@ class Comparison(Vertical, can_focus=True):
     class Closed(Message):
         """The user wants the comparison to end."""
 
-    view: reactive[ComparisonView] = reactive(
-        ComparisonView(Column("orin-chat"), Column("llama.cpp")), always_update=False
+    data: reactive[ComparisonData] = reactive(
+        ComparisonData(EngineAnswer("orin-chat"), EngineAnswer("llama.cpp")), always_update=False
     )
 
     def compose(self) -> ComposeResult:
         yield Static(markup=False, id="asked")
         with Horizontal(id="answers"):
-            yield ComparedText(classes="-left")
-            yield ComparedText(classes="-right")
-        yield ComparedFigures()
+            yield AnswerText(classes="-left")
+            yield AnswerText(classes="-right")
+        yield FigureTable()
         yield Static(markup=False, id="verdict")
         yield Static(markup=False, id="mode")
 
     def on_mount(self) -> None:
-        self._show(self.view)
+        self._show(self.data)
 
     def on_resize(self, event: Resize) -> None:
         width, height = event.size
@@ -95,34 +95,34 @@ class Comparison(Vertical, can_focus=True):
         self.set_class(height < LOW_HEIGHT, "-low")
         self.set_class(height < LOWEST_HEIGHT, "-lowest")
 
-    def watch_view(self, view: ComparisonView) -> None:
+    def watch_data(self, data: ComparisonData) -> None:
         if self.is_mounted:
-            self._show(view)
+            self._show(data)
 
     def watch_has_focus(self, value: bool) -> None:
         super().watch_has_focus(value)
         if self.is_mounted:
             self._show_mode()
 
-    def _show(self, view: ComparisonView) -> None:
+    def _show(self, data: ComparisonData) -> None:
         with self.app.batch_update():
             asked = self.query_one("#asked", Static)
-            asked.set_class(not view.asked, "-absent")
-            asked.update(Content(one_line(view.asked)))
-            left, right = self.query(ComparedText)
-            left.show(view.left)
-            right.show(view.right)
-            self.query_one(ComparedFigures).view = view
-            self.query_one("#verdict", Static).update(Content(verdict(view)))
+            asked.set_class(not data.asked, "-absent")
+            asked.update(Content(one_line(data.asked)))
+            left, right = self.query(AnswerText)
+            left.show(data.left)
+            right.show(data.right)
+            self.query_one(FigureTable).data = data
+            self.query_one("#verdict", Static).update(Content(verdict(data)))
             self._show_mode()
 
     def _show_mode(self) -> None:
         keys = KEYS if self.has_focus else KEYS_BY_TAB
-        self.query_one("#mode", Static).update(Content(f"{mode(self.view)} · {keys}"))
+        self.query_one("#mode", Static).update(Content(f"{mode(self.data)} · {keys}"))
 
     def scroll_pages(self, pages: int) -> None:
         """Scrolls both texts."""
-        for text in self.query(Following):
+        for text in self.query(AutoScroll):
             text.scroll_relative(y=pages * max(1, text.size.height - 1), animate=False)
 
     def action_again(self) -> None:
@@ -135,15 +135,15 @@ class Comparison(Vertical, can_focus=True):
         self.post_message(self.Closed())
 
 
-class ComparedText(Vertical):
+class AnswerText(Vertical):
     """One engine's name, state and text, whose end it follows."""
 
     DEFAULT_CSS = """
-    ComparedText > .heading {
+    AnswerText > .heading {
         height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis;
     }
-    ComparedText > Following { padding: 0 1; scrollbar-size-vertical: 1; }
-    ComparedText .problem { color: $text-warning; }
+    AnswerText > AutoScroll { padding: 0 1; scrollbar-size-vertical: 1; }
+    AnswerText .problem { color: $text-warning; }
     """
 
     def __init__(self, *, classes: str) -> None:
@@ -152,11 +152,11 @@ class ComparedText(Vertical):
 
     def compose(self) -> ComposeResult:
         yield Static(markup=False, classes="heading")
-        with Following():
+        with AutoScroll():
             yield Static(markup=False, classes="text")
             yield Static(markup=False, classes="problem")
 
-    def show(self, column: Column) -> None:
+    def show(self, column: EngineAnswer) -> None:
         heading = Content.assemble((one_line(column.name), "bold"))
         for part in (one_line(column.state), one_line(column.about)):
             if part:
@@ -165,7 +165,7 @@ class ComparedText(Vertical):
         if shown == self._shown:
             return
         self._shown = shown
-        scroll = self.query_one(Following)
+        scroll = self.query_one(AutoScroll)
         scroll.has_end = bool(column.text)  # what went wrong instead is read from its beginning
         if not column.text:  # another answer begins
             scroll.anchor()
@@ -191,21 +191,21 @@ def _marked(text: str, same: int) -> Content:
     )
 
 
-class ComparedFigures(Widget):
+class FigureTable(Widget):
     """Both columns' figures on either side of the ratio between them, as many as the pane leaves room for."""
 
     DEFAULT_CSS = """
-    ComparedFigures { height: 6; padding: 0 1; border-top: hkey $foreground 20%; }
+    FigureTable { height: 6; padding: 0 1; border-top: hkey $foreground 20%; }
     """
     ALLOW_SELECT = False
 
-    view: reactive[ComparisonView | None] = reactive(None)
+    data: reactive[ComparisonData | None] = reactive(None)
 
     def render(self) -> Content:
-        if self.view is None:
+        if self.data is None:
             return Content("")
         room = self.size.height
-        shown = [row for row in rows(self.view) if room > 2 or row[1] in ("first token", "decode")[-room:]]
+        shown = [row for row in rows(self.data) if room > 2 or row[1] in ("first token", "decode")[-room:]]
         return Content("\n").join([_figure_line(self.size.width, *row) for row in shown])
 
 

@@ -6,12 +6,12 @@ import pytest
 from textual import events
 from textual.app import App, ComposeResult
 
-from widgets.in_order import Editor, Field
+from widgets.ordered_input import OrderedInput, OrderedTextArea
 from widgets.prompt import Prompt
 
 
 class BoxApp(App[None]):
-    def __init__(self, box: Field | Editor) -> None:
+    def __init__(self, box: OrderedInput | OrderedTextArea) -> None:
         super().__init__()
         self.box = box
 
@@ -19,8 +19,8 @@ class BoxApp(App[None]):
         yield self.box
 
 
-@pytest.mark.parametrize("kind", [Field, Editor, Prompt])
-async def test_editing_keys_come_before_what_is_typed_after_them(kind: type[Field | Editor]):
+@pytest.mark.parametrize("kind", [OrderedInput, OrderedTextArea, Prompt])
+async def test_editing_keys_come_before_what_is_typed_after_them(kind: type[OrderedInput | OrderedTextArea]):
     app = BoxApp(kind())
     async with app.run_test() as pilot:
         app.box.focus()
@@ -28,7 +28,7 @@ async def test_editing_keys_come_before_what_is_typed_after_them(kind: type[Fiel
         for key in ("a", "b", "backspace", "c", "left", "left", "x", "end", "y"):
             app.post_message(events.Key(key, key if len(key) == 1 else None))
         await pilot.pause()
-        text = app.box.value if isinstance(app.box, Field) else app.box.text
+        text = app.box.value if isinstance(app.box, OrderedInput) else app.box.text
         assert text == "xacy"
 
 
@@ -40,7 +40,7 @@ async def test_a_key_without_a_meaning_here_is_the_applications():
         def action_count(self) -> None:
             self.counted += 1
 
-    box = Editor("text")
+    box = OrderedTextArea("text")
     app = Counting(box)
     async with app.run_test() as pilot:
         box.focus()
