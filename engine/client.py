@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 import platformdirs
 from msgspec.structs import replace
 
+from engine.child_process import module_command
 from engine.events import (
     Cancel,
     EngineOptions,
@@ -91,7 +91,7 @@ class LocalEngine:
         options: EngineOptions,
         *,
         environment: Mapping[str, str] = {},
-        command: Sequence[str] = (sys.executable, "-P", "-m", "engine.worker"),
+        command: Sequence[str] = module_command("engine.worker"),
     ) -> None:
         """`environment` is added to the process's own; `command` gets the number of its socket appended.
         `on_event` may be set to what is to see each event of the process, whoever asked for it."""

@@ -13,6 +13,7 @@ from typing import IO
 
 import msgspec
 
+from engine.child_process import how_it_ended, signal_group
 from engine.events import Event, Failed, Shutdown, event_decoder
 from engine.transport import Deframer, FrameError, pack
 
@@ -152,8 +153,7 @@ class EngineProcess(asyncio.Protocol):
     def _terminate_group(self) -> None:
         """Ends the process and its children. Not by SIGKILL: one of multiprocessing's processes ignores
         SIGTERM and removes the semaphores that the others shared."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: zombies (macOS)
-            os.killpg(self.pid, signal.SIGTERM)
+        signal_group(self.pid, signal.SIGTERM)
 
     def _obituary(self) -> Failed:
         code = self._process.returncode
@@ -161,23 +161,15 @@ class EngineProcess(asyncio.Protocol):
         if self._misspoke:
             message = "The engine process sent something that is not an event."
         elif code < 0:
-            message = f"The engine process died (signal {-code}, {signal_name(-code)})."
+            message = f"The engine process died ({how_it_ended(code)})."
         else:
-            message = f"The engine process ended by itself (exit status {code})."
+            message = f"The engine process ended by itself ({how_it_ended(code)})."
         hint = f"The engine's log: {self._log_path}"
         if code == -signal.SIGBUS:  # pages of the mapped file that are no longer there
             hint = f"The model file was cut short or replaced while it was read. {hint}"
         elif code == -signal.SIGKILL and not self._killed:
             hint = f"If memory ran out, a smaller model or context may help. {hint}"
         return Failed(kind="backend", message=message, hint=hint)
-
-
-def signal_name(number: int) -> str:
-    """SIGKILL, of 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return "unnamed"
 
 
 def open_log(path: Path) -> IO[bytes]:

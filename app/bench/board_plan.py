@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from app.bench.report import PEER, Result, read
+from engine.child_process import module_command, module_environment, signal_group
 from engine.errors import UsageError
 from widgets.text import one_line
 
-_ROOT = Path(__file__).resolve().parents[2]
 _DATA = Path(__file__).with_name("board.toml")
 _PATIENCE_S = 20.0  # for a run that was told to end and has results to write
 _LOG_TAIL_BYTES = 4096
@@ -143,7 +141,7 @@ class Run:
         presets.mkdir(parents=True, exist_ok=True)
         (presets / f"{preset}.toml").write_text(self.setup.preset(), "utf-8")
         part = self._results.with_suffix(".part")
-        command = [sys.executable, "-m", "app", "bench", "--model", str(path), "--preset", preset]
+        command = module_command("app", "bench", "--model", str(path), "--preset", preset)
         command += [*tests.arguments(), "-o", "json", "--save", str(part)]
         if llama_server:
             command += ["--compare", PEER, "--llama-server", llama_server]
@@ -185,8 +183,7 @@ def figures(board: Board, run: Run) -> Mapping[str, float]:
 def _environment(folder: Path) -> dict[str, str]:
     """With presets, logs and notes of the board's own, and the caches of all."""
     own = {"XDG_CONFIG_HOME": folder / "config", "XDG_STATE_HOME": folder / "state"}
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, **{name: str(value.absolute()) for name, value in own.items()}, "PYTHONPATH": path}
+    return {**module_environment(), **{name: str(value.absolute()) for name, value in own.items()}}
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], log: object, timeout_s: float) -> int | None:
@@ -206,8 +203,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], log: object, ti
         return None
     finally:
         for end in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, end)
+            signal_group(process.pid, end)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_S)
                 break

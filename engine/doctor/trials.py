@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from engine.backends import flaw
+from engine.child_process import how_it_ended, module_command, module_environment, signal_group
 from engine.devices.nvidia import why_not_nv
 from engine.doctor import Finding, bad, good, note
 
 TIMEOUT_S = 120.0
-_ROOT = Path(__file__).resolve().parents[2]
 _TRIAL, _INTERFACE, _ENDURANCE = (
-    (sys.executable, "-m", f"engine.doctor.{name}") for name in ("trial", "interface", "endurance")
+    module_command(f"engine.doctor.{name}") for name in ("trial", "interface", "endurance")
 )
 _WORKS_S = 15.0  # until an endless trial is surely at work
 
@@ -66,12 +63,11 @@ def attempt(backend: str, *, timeout_s: float = TIMEOUT_S, command: Sequence[str
     with contextlib.suppress(msgspec.MsgspecError, IndexError):
         return msgspec.json.decode(out.splitlines()[-1], type=Trial)
     last = err.decode(errors="replace").strip().splitlines()[-1:]
-    how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
     said = f": {last[0][:200]}" if last else ""
     return Trial(
         backend=backend,
         ok=False,
-        text=f"the process ended with {how}{said}",
+        text=f"the process ended with {how_it_ended(process.returncode)}{said}",
         advice="This is not expected: please send the report of orin-chat doctor --report FILE.",
     )
 
@@ -100,21 +96,19 @@ def endurance(backend: str) -> list[Finding]:
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env=module_environment(),
         start_new_session=True,
     )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kills it, and its compilers too."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    signal_group(process.pid, signal.SIGKILL)
     process.wait()
 
 

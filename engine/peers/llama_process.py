@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
+from engine.child_process import how_it_ended, signal_group
 from engine.errors import BackendError, ModelFileError, OrinError, one_line
 from engine.events import EngineOptions
-from engine.process import open_log, signal_name
+from engine.process import open_log
 
 HOW_TO_GET_IT = (
     "Install llama.cpp (https://github.com/ggml-org/llama.cpp), or say where it is: --llama-server PATH, "
@@ -135,11 +136,7 @@ class LlamaProcess:
         code = self.process.returncode
         log = f"Its log: {self.log_path}"
         text = self._printed()
-        how = (
-            f"signal {-code}, {signal_name(-code)}"
-            if code is not None and code < 0
-            else f"exit status {code}"
-        )
+        assert code is not None
         cause = _cause(text)
         less = "a smaller model or a shorter context needs less"
         if _OUT_OF_MEMORY.search(text):
@@ -154,7 +151,7 @@ class LlamaProcess:
         told = f"; it says: {cause}" if cause else "" if text.strip() else "; it printed nothing"
         if code == -signal.SIGILL:
             log = f"It wants instructions that this machine's CPU refuses: build it here, without them. {log}"
-        return BackendError(f"llama-server {when} ({how}){told}.", log)
+        return BackendError(f"llama-server {when} ({how_it_ended(code)}){told}.", log)
 
     def _printed(self, limit: int = 1 << 16) -> str:
         """The end of what this process printed."""
@@ -171,8 +168,7 @@ class LlamaProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
         process = getattr(self, "process", None)
         if process and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: zombies (macOS)
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_group(process.pid, signal.SIGKILL)
             await process.wait()
 
 

@@ -158,8 +158,8 @@ def test_a_trial_that_hangs_is_ended_with_what_it_started(tmp_path):
     "code, says",
     [
         ("import os; os.kill(os.getpid(), 11)", "signal 11"),
-        ("raise SystemExit('the driver is gone')", "exit code 1: the driver is gone"),
-        ("print('{}')", "exit code 0"),
+        ("raise SystemExit('the driver is gone')", "exit status 1: the driver is gone"),
+        ("print('{}')", "exit status 0"),
     ],
 )
 def test_a_trial_that_ends_without_an_answer(code, says):
@@ -176,6 +176,14 @@ def test_the_cpu_is_tried_for_real():
     trial = attempt("CPU")
     assert trial.ok, trial.text
     assert trial.copy_gbps and trial.first_kernel_s and trial.launch_us and "works on" in trial.text
+
+
+def test_a_folder_of_the_users_named_engine_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/__init__.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    trial = attempt("CPU")
+    assert trial.ok, trial.text
 
 
 def test_a_backend_that_is_not_there_says_so():

@@ -186,6 +186,15 @@ def test_a_run_that_fails_says_why(code, says, tmp_path, monkeypatch):
     assert says in run.failed and not run.results()
 
 
+def test_a_folder_of_the_users_named_app_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/__init__.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    run = a_run(tmp_path)
+    assert run.do(tmp_path / "m.gguf", Lengths(), "", timeout_s=120)
+    assert run.failed.startswith("There is no file"), run.failed
+
+
 def test_where_a_backend_hung_its_other_runs_come_last(tmp_path):
     nv, cuda = ([a_run(tmp_path, setup, name) for name in "ab"] for setup in (1, 0))
     assert nv[0].setup.backend == "NV"

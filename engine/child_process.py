@@ -1,0 +1,42 @@
+"""Child processes: how modules of this program are run as one, how one is ended with its own children, how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PROGRAM = Path(__file__).resolve().parents[1]  # the checkout, or the folder of installed packages
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module` of this program with this Python.
+
+    -P keeps the current folder out of the module search path: a user's own ./engine would be imported instead."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_environment() -> dict[str, str]:
+    """The environment in which `module_command` finds this program, whether it is installed or a checkout."""
+    path = os.pathsep.join(filter(None, [str(_PROGRAM), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def signal_group(leader: int, number: signal.Signals) -> None:
+    """Sends a signal to a process and its children. `leader` is the id of the process that leads their group.
+    Does nothing if they have ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: zombies (macOS)
+        os.killpg(leader, number)
+
+
+def how_it_ended(code: int) -> str:
+    """Of subprocess's return code: "signal 9, SIGKILL" or "exit status 1"."""
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        name = "unnamed"
+    return f"signal {-code}, {name}"
