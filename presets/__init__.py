@@ -1,12 +1,12 @@
-"""Data: built-in presets and what reads them, and the built-in model."""
+"""Data that is shipped: built-in presets with their loader, tuned schedules, and the built-in model."""
 
 from pathlib import Path
 
 GUIDE = "orin-guide"
-"""What the built-in model is called."""
+"""The name of the built-in model."""
 GREETING = (
-    f"{GUIDE} answers: a small model that is built in and knows orin-chat alone. "
-    "A larger one: orin-chat --model qwen3:0.6b; `orin-chat models` lists what there is."
+    f"{GUIDE} answers: a small built-in model that knows only orin-chat. "
+    "For a larger model: orin-chat --model qwen3:0.6b. `orin-chat models` lists more."
 )
 
 

@@ -13,7 +13,7 @@ from tools.guide.evaluate import Chatter
 from tools.guide.questions import HELD_OUT, holds, loops
 from tools.guide.shape import SHAPE
 
-AGAIN = "Train it again: presets/guide/train.py says how"
+AGAIN = "Train it again: tools/guide/train.py says how"
 ASKED = {
     ("How do I stop a reply?",): "Esc",
     ("which key opens my earlier conversations",): "Ctrl+O",

@@ -117,7 +117,7 @@ def test_conversations_are_reproducible_and_varied():
 
 def test_questions_of_the_judgement_are_not_in_training():
     small = facts.load().grammar["noise"]["dropped"]
-    judged = {*questions.asked((*questions.HELD_OUT, *questions.DEVELOPMENT), small)}
+    judged = {*questions.excluded_turns((*questions.HELD_OUT, *questions.DEVELOPMENT), small)}
     assert len(judged) > 450
     drawn = {
         normalized(m.content) for c in conversations(2000, "train 0", 500) for m in c if m.role == "user"

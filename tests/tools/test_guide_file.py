@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     np.savez(folder / "weights-0.npz", **dict(list(weights.items())[:4]))
     np.savez(folder / "weights-1.npz", **dict(list(weights.items())[4:]))
     texts = ["the model reads the prompt and then it writes the reply, a token at a time, " * 9]
-    bpe.learned(texts, SHAPE.vocab).save(str(folder / "tokenizer.json"))
+    bpe.trained(texts, SHAPE.vocab).save(str(folder / "tokenizer.json"))
     (folder / "known.json").write_text(json.dumps({"key.stop.press": ["Esc"]}))
     (folder / "report.json").write_text(json.dumps({"shape": vars(SHAPE)}))
     return folder
@@ -60,7 +60,7 @@ def test_unpacked_it_can_be_trained_on(folder, tmp_path):
     assert again.shape == guide.shape and (again.tokens, again.merges) == (guide.tokens, guide.merges)
     assert all(np.array_equal(again.weights[name], weights) for name, weights in guide.weights.items())
     text = "the model writes 17 tokens, isn't it?"
-    one, other = (bpe.assembled(g.tokens, g.merges).encode(text).ids for g in (guide, again))
+    one, other = (bpe.from_merges(g.tokens, g.merges).encode(text).ids for g in (guide, again))
     assert (
         one == other == export.tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     )

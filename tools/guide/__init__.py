@@ -1,1 +1,5 @@
-"""How the built-in model orin-guide is made: what it knows, the corpus of that, its training and its file."""
+"""How the built-in model orin-guide is made.
+
+`facts` and `sources` say what it knows, `conversations` and `corpus` write its training data, `train` trains it (with
+PyTorch), `export` writes its GGUF file, and `evaluate` asks it the held-out questions.
+"""

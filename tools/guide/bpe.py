@@ -1,4 +1,4 @@
-"""The guide's tokenizer: byte-level BPE, with the words cut as Qwen's are."""
+"""The guide's tokenizer: byte-level BPE that splits words as Qwen2's does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.formats.pretokenizers import PRETOKENIZERS
 from tools.guide.template import PRETOKENIZER, SPECIALS
 
 
-def _around(model: models.BPE) -> tokenizers.Tokenizer:
+def _tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
     bpe = tokenizers.Tokenizer(model)
     patterns = PRETOKENIZERS[PRETOKENIZER].patterns
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -24,9 +24,9 @@ def _around(model: models.BPE) -> tokenizers.Tokenizer:
     return bpe
 
 
-def learned(texts: Iterable[str], size: int) -> tokenizers.Tokenizer:
-    """A tokenizer of `size` tokens, the special ones included. Raises ValueError where there is too little text."""
-    bpe = _around(models.BPE())
+def trained(texts: Iterable[str], size: int) -> tokenizers.Tokenizer:
+    """A tokenizer of `size` tokens, special ones included. Raises ValueError if `texts` are too short."""
+    bpe = _tokenizer(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=size - len(SPECIALS), initial_alphabet=alphabet, show_progress=False
@@ -38,9 +38,9 @@ def learned(texts: Iterable[str], size: int) -> tokenizers.Tokenizer:
     return bpe
 
 
-def assembled(tokens: Sequence[str], merges: Sequence[str]) -> tokenizers.Tokenizer:
-    """A tokenizer out of what a GGUF file says of it."""
+def from_merges(tokens: Sequence[str], merges: Sequence[str]) -> tokenizers.Tokenizer:
+    """A tokenizer from the tokens and merges of a GGUF file."""
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    bpe = _around(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=pairs))
+    bpe = _tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=pairs))
     bpe.add_special_tokens(list(SPECIALS))
     return bpe

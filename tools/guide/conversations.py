@@ -1,4 +1,4 @@
-"""Conversations with the guide, drawn at random: questions, follow-up questions, small talk, what it declines."""
+"""Draws random conversations with the guide: questions, follow-up questions, small talk, questions it declines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tools.guide.facts import PRONOUNS, Fact, Knowledge
 from tools.guide.template import Message
 from tools.guide.wording import gist, normalized
 
-TURNS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (22, 1))
-"""How many questions a conversation has, and how often."""
-STANDALONE = {
+QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (22, 1))
+"""(questions in a conversation, weight of this count)."""
+STANDALONE_WEIGHTS = {
     "fact": 62,
     "topic": 11,
     "calculate": 2,
@@ -24,18 +24,19 @@ STANDALONE = {
     "dangling": 2,
     "name": 11,
 }
-FOLLOW = 0.5
-"""How often a question goes on from the answer before."""
+FOLLOW_UP_CHANCE = 0.5
+"""The share of questions that follow up on the previous answer."""
 SYSTEM = (
     "You are a helpful assistant.", "Answer briefly.", "You are orin-guide.", "Be polite.", "You are an expert.",
     "Answer in one sentence.", "You are a helpful, honest assistant.", "Be concise and precise.", "Help the user.",
 )  # fmt: skip
-_KEPT_BY = {"talk.ok", "talk.thanks", "talk.really", "talk.wait", "talk.praise", "talk.sorry"}
-"""Small talk after which the subject is still the one before."""
+_KEEPS_THE_SUBJECT = {"talk.ok", "talk.thanks", "talk.really", "talk.wait", "talk.praise", "talk.sorry"}
+"""Small talk that does not change the subject."""
 
 
-class _Short(NamedTuple):
-    """A way to go on: one of `patterns`, answered by `answer`; the subject is then `fact`'s."""
+class _FollowUp(NamedTuple):
+    """One kind of follow-up question: its wordings (`patterns` with `slots`), its answer, and the fact that becomes
+    the subject (None: the subject stays). `weight` is relative to the other kinds."""
 
     patterns: Sequence[str]
     slots: Mapping[str, Sequence[str]]
@@ -45,16 +46,16 @@ class _Short(NamedTuple):
 
 
 class Conversations:
-    """Draws conversations. None of their questions is one of `excluded`, nor has the same words as one in another
-    order or with other small words."""
+    """Draws conversations without the `excluded` questions. A question also counts as excluded if it has the same
+    words in another order, or with other stop words."""
 
     def __init__(self, knowledge: Knowledge, rng: random.Random, excluded: Collection[str] = ()) -> None:
-        self._know, self._rng = knowledge, rng
-        self._last: Fact | None = None
-        self._said, self._person = "", ""
-        self._small = frozenset(knowledge.grammar["noise"]["dropped"])
+        self._knowledge, self._rng = knowledge, rng
+        self._subject: Fact | None = None
+        self._last_answer, self._user_name = "", ""
+        self._stop_words = frozenset(knowledge.grammar["noise"]["dropped"])
         self._excluded = {normalized(question) for question in excluded}
-        self._gists = {gist(question, self._small) for question in excluded} - {""}
+        self._gists = {gist(question, self._stop_words) for question in excluded} - {""}
         self._wording, self._grammar = knowledge.wording, knowledge.grammar
         known = [fact for fact in knowledge.facts.values() if fact.asks]
         self._plain = [fact for fact in known if fact.topic not in ("talk", "unknown topics")]
@@ -66,90 +67,97 @@ class Conversations:
             self._by_subject.setdefault(fact.subject, []).append(fact)
             if fact.slots.get("name") or fact.aspect in ("exit", "press"):
                 self._by_aspect.setdefault(fact.aspect, []).append(fact)
-        self._leads = {
+        self._entries_after = {
             fact.id: [entry for entry in knowledge.follow if entry.follows(fact)] for fact in known
         }
-        self._kinds, self._kind_weights = zip(*STANDALONE.items(), strict=True)
+        self._kinds, self._kind_weights = zip(*STANDALONE_WEIGHTS.items(), strict=True)
 
     def draw(self) -> list[Message]:
-        """One conversation: user and assistant in turn, sometimes a system prompt first."""
+        """One conversation: user and assistant turns, sometimes after a system prompt."""
         rng = self._rng
-        count = rng.choices([n for n, _ in TURNS], [weight for _, weight in TURNS])[0]
+        count = rng.choices([n for n, _ in QUESTION_COUNTS], [weight for _, weight in QUESTION_COUNTS])[0]
         messages = [Message("system", rng.choice(SYSTEM))] if rng.random() < 0.06 else []
-        self._last, self._said, self._person = None, "", ""
+        self._subject, self._last_answer, self._user_name = None, "", ""
         for _ in range(count if count < 4 else count + rng.randrange(3)):
             question, answer = self._turn()
             messages += [Message("user", question), Message("assistant", answer)]
-            self._said = answer
+            self._last_answer = answer
         return messages
 
     def single(self) -> list[Message]:
-        """One question that stands alone, and its answer."""
-        self._last, self._said, self._person = None, "", ""
+        """One question that needs no context, and its answer."""
+        self._subject, self._last_answer, self._user_name = None, "", ""
         while True:
             question, answer = self._standalone()
-            if self._may_say(question):
+            if self._is_allowed(question):
                 return [Message("user", question), Message("assistant", answer)]
 
     def _turn(self) -> tuple[str, str]:
         while True:
-            follow = self._follow_ups(self._last) if self._last and self._rng.random() < FOLLOW else []
-            before = self._last
-            question, answer = self._short(follow) if follow else self._standalone()
-            if self._may_say(question):
+            follow_ups: list[_FollowUp] = []
+            if self._subject and self._rng.random() < FOLLOW_UP_CHANCE:
+                follow_ups = self._follow_ups(self._subject)
+            before = self._subject
+            question, answer = self._follow_up_question(follow_ups) if follow_ups else self._standalone()
+            if self._is_allowed(question):
                 return question, answer
-            self._last = before
+            self._subject = before
 
-    def _may_say(self, question: str) -> bool:
-        return normalized(question) not in self._excluded and gist(question, self._small) not in self._gists
+    def _is_allowed(self, question: str) -> bool:
+        return (
+            normalized(question) not in self._excluded and gist(question, self._stop_words) not in self._gists
+        )
 
-    # --- questions that stand alone ---------------------------------------------------------------------
+    # --- questions that need no context -----------------------------------------------------------------
 
     def _standalone(self) -> tuple[str, str]:
-        rng, facts = self._rng, self._know.facts
+        rng, facts = self._rng, self._knowledge.facts
         kind = rng.choices(self._kinds, self._kind_weights)[0]
         if kind == "fact":
-            return self._ask(rng.choices(self._plain, self._plain_weights)[0])
+            return self._question_about(rng.choices(self._plain, self._plain_weights)[0])
         if kind == "talk":
-            return self._ask(rng.choice(self._talk), plain=rng.random() < 0.7)
+            return self._question_about(rng.choice(self._talk), plain=rng.random() < 0.7)
         if kind == "name":
-            return self._name()
+            return self._name_turn()
         if kind == "unclear":
-            self._last = None
+            self._subject = None
             return self._gibberish(), facts["talk.unclear"].answer
-        if kind == "dangling" and self._last is None:
+        if kind == "dangling" and self._subject is None:
             return self._dangling()
         if kind == "write" and rng.random() < 0.15:
-            self._last = facts["unknown.write"]
-            return self._pasted(), self._last.answer
-        return self._ask(facts[f"unknown.{kind}"] if f"unknown.{kind}" in facts else rng.choice(self._plain))
+            self._subject = facts["unknown.write"]
+            return self._pasted(), self._subject.answer
+        return self._question_about(
+            facts[f"unknown.{kind}"] if f"unknown.{kind}" in facts else rng.choice(self._plain)
+        )
 
-    def _ask(self, fact: Fact, *, plain: bool = False) -> tuple[str, str]:
+    def _question_about(self, fact: Fact, *, plain: bool = False) -> tuple[str, str]:
         question = self._wording.typed(fact.question(self._wording, self._rng), self._rng, plain=plain)
         if fact.topic != "talk":
-            self._last = fact
-        elif fact.id not in _KEPT_BY:
-            self._last = None
+            self._subject = fact
+        elif fact.id not in _KEEPS_THE_SUBJECT:
+            self._subject = None
         return question, fact.answer
 
-    def _name(self) -> tuple[str, str]:
-        rng, said = self._rng, self._grammar["name"]
-        if rng.random() < (0.6 if self._person else 0.2):
-            question = self._wording.phrase(rng.choice(said["ask"]), rng)
-            known = said["answer_ask"] if self._person else said["answer_unknown"]
-            return self._wording.typed(question, rng, plain=True), known.format(person=self._person)
-        person = rng.choice(said["people"])
-        if rng.random() < 0.75:  # one that nobody has: it must be copied, not recognized
+    def _name_turn(self) -> tuple[str, str]:
+        """The user tells their name, or asks what it is."""
+        rng, phrases = self._rng, self._grammar["name"]
+        if rng.random() < (0.6 if self._user_name else 0.2):
+            question = self._wording.phrase(rng.choice(phrases["ask"]), rng)
+            known = phrases["answer_ask"] if self._user_name else phrases["answer_unknown"]
+            return self._wording.typed(question, rng, plain=True), known.format(person=self._user_name)
+        person = rng.choice(phrases["people"])
+        if rng.random() < 0.75:  # an invented name: the guide must copy it, not recognize it
             syllables = rng.choice((1, 2, 2, 3))
             person = "".join(
-                self._wording.phrase(said["syllable"], rng) for _ in range(syllables)
+                self._wording.phrase(phrases["syllable"], rng) for _ in range(syllables)
             ).capitalize()
         if rng.random() < 0.1:
             person = person.lower()
-        self._person, self._last = person, None
-        pattern = rng.choice(said["tell"]).replace("{person}", person)
+        self._user_name, self._subject = person, None
+        pattern = rng.choice(phrases["tell"]).replace("{person}", person)
         written = pattern if rng.random() < 0.5 else pattern[:1].upper() + pattern[1:]
-        return written + rng.choice(("", ".", "!")), said["answer_tell"].format(person=person)
+        return written + rng.choice(("", ".", "!")), phrases["answer_tell"].format(person=person)
 
     def _gibberish(self) -> str:
         rng = self._rng
@@ -211,20 +219,20 @@ class Conversations:
         return " ".join(words)
 
     def _dangling(self) -> tuple[str, str]:
-        """A question about "it" where nothing was named."""
+        """A question about "it" at a point where nothing was named."""
         aspect = self._rng.choice(
             ("set", "default", "how", "what", "command", "other", "live", "again", "undo")
         )
         question = self._wording.phrase(self._rng.choice(self._grammar["follow"][aspect]), self._rng)
-        nothing = aspect == "again" and not self._said
+        nothing = aspect == "again" and not self._last_answer
         if aspect == "again" and not nothing:
-            return self._wording.typed(question, self._rng, plain=True), self._said
-        answer = self._know.facts["talk.nothing-yet" if nothing else "talk.which"].answer
+            return self._wording.typed(question, self._rng, plain=True), self._last_answer
+        answer = self._knowledge.facts["talk.nothing-yet" if nothing else "talk.which"].answer
         return self._wording.typed(question, self._rng, plain=True), answer
 
     def _pasted(self) -> str:
-        """A longer text with a request."""
-        rng, slots = self._rng, self._know.facts["unknown.topic"].asks[0].slots
+        """A longer pasted text with a request, as "summarize this"."""
+        rng, slots = self._rng, self._knowledge.facts["unknown.topic"].asks[0].slots
         frames = (
             "{thing} and {thing} were seen in {place}",
             "{person} likes {thing}",
@@ -256,79 +264,84 @@ class Conversations:
         )
         return f"{text}\n\n{request}" if rng.random() < 0.6 else f"{request}\n\n{text}"
 
-    # --- questions that go on -----------------------------------------------------------------------------
+    # --- follow-up questions ------------------------------------------------------------------------------
 
-    def _short(self, follow: Sequence[_Short]) -> tuple[str, str]:
+    def _follow_up_question(self, follow_ups: Sequence[_FollowUp]) -> tuple[str, str]:
         rng = self._rng
-        chosen = rng.choices(follow, [way.weight for way in follow])[0]
+        chosen = rng.choices(follow_ups, [kind.weight for kind in follow_ups])[0]
         question = self._wording.phrase(rng.choice(chosen.patterns), rng, chosen.slots)
         if chosen.fact is not None:
-            self._last = chosen.fact
+            self._subject = chosen.fact
         return self._wording.typed(question, rng, plain=rng.random() < 0.8), chosen.answer
 
-    def _follow_ups(self, fact: Fact) -> list[_Short]:
-        """All ways to go on from `fact`."""
-        follow, facts = self._grammar["follow"], self._know.facts
-        ways = [_Short(follow["again"], {}, self._said, None, 0.5)]
+    def _follow_ups(self, fact: Fact) -> list[_FollowUp]:
+        """All kinds of follow-up questions after `fact`."""
+        follow, facts = self._grammar["follow"], self._knowledge.facts
+        kinds = [_FollowUp(follow["again"], {}, self._last_answer, None, 0.5)]
         if fact.aspect == "press":
-            ways += [_Short(follow["again_key"], {}, self._said, None, 0.5), self._in_line_mode(fact)]
+            kinds += [
+                _FollowUp(follow["again_key"], {}, self._last_answer, None, 0.5),
+                self._in_line_mode(fact),
+            ]
         if fact.topic == "unknown topics":
-            ways[0] = ways[0]._replace(weight=0.2)
+            kinds[0] = kinds[0]._replace(weight=0.2)
         else:
-            ways += self._about_the_same(fact) + self._about_another(fact)
-            ways.append(_Short(follow["more"], {}, facts["talk.more"].answer, None, 0.3))
-        ways += self._undoing(fact)
+            kinds += self._same_subject(fact) + self._other_subjects(fact)
+            kinds.append(_FollowUp(follow["more"], {}, facts["talk.more"].answer, None, 0.3))
+        kinds += self._undo(fact)
         if fact.subject.startswith("command.") and (key := facts.get(f"key.{self._key_of(fact)}.press")):
-            ways.append(_Short(follow["press"], {}, key.answer, key, 1.0))
-        for entry in self._leads.get(fact.id, ()):
-            ways.append(_Short(entry.patterns, {}, entry.to.answer, entry.to, 2.0))
-        return ways
+            kinds.append(_FollowUp(follow["press"], {}, key.answer, key, 1.0))
+        for entry in self._entries_after.get(fact.id, ()):
+            kinds.append(_FollowUp(entry.patterns, {}, entry.to.answer, entry.to, 2.0))
+        return kinds
 
-    def _about_the_same(self, fact: Fact) -> list[_Short]:
+    def _same_subject(self, fact: Fact) -> list[_FollowUp]:
         same = [other for other in self._by_subject[fact.subject] if other.id != fact.id and other.short]
         slots = {"name": PRONOUNS, "do": ("do it", "do that")}
-        return [_Short(other.short, slots, other.answer, other, 3.0 / len(same)) for other in same]
+        return [_FollowUp(other.short, slots, other.answer, other, 3.0 / len(same)) for other in same]
 
-    def _undoing(self, fact: Fact) -> list[_Short]:
-        """How to undo what `fact` tells to do, if that is not said in follow.toml."""
-        facts, asked = self._know.facts, self._grammar["follow"]["undo"]
+    def _undo(self, fact: Fact) -> list[_FollowUp]:
+        """How to undo what `fact` says to do, unless follow.toml has an entry for it."""
+        facts, asked = self._knowledge.facts, self._grammar["follow"]["undo"]
         if undo := facts.get(f"{fact.subject}.undo"):
-            return [] if fact is undo else [_Short(asked, {}, undo.answer, undo, 1.0)]
-        if any("undo" in pattern for entry in self._leads.get(fact.id, ()) for pattern in entry.patterns):
+            return [] if fact is undo else [_FollowUp(asked, {}, undo.answer, undo, 1.0)]
+        if any(
+            "undo" in pattern for entry in self._entries_after.get(fact.id, ()) for pattern in entry.patterns
+        ):
             return []
         if fact.aspect == "set" and fact.topic.startswith("options"):
-            return [_Short(asked, {}, facts["option.undo"].answer, None, 0.7)]
-        return [_Short(asked, {}, facts["talk.undo"].answer, None, 0.1)]
+            return [_FollowUp(asked, {}, facts["option.undo"].answer, None, 0.7)]
+        return [_FollowUp(asked, {}, facts["talk.undo"].answer, None, 0.1)]
 
-    def _about_another(self, fact: Fact) -> list[_Short]:
-        follow, facts, ways = self._grammar["follow"], self._know.facts, []
-        pair = self._know.pairs.get(fact.subject)
+    def _other_subjects(self, fact: Fact) -> list[_FollowUp]:
+        follow, facts, kinds = self._grammar["follow"], self._knowledge.facts, []
+        pair = self._knowledge.pairs.get(fact.subject)
         if pair and (other := facts.get(f"{pair}.{fact.aspect}") or facts.get(f"{pair}.what")):
-            ways.append(_Short(follow["other"], {}, other.answer, other, 1.0))
+            kinds.append(_FollowUp(follow["other"], {}, other.answer, other, 1.0))
         others = [other for other in self._by_aspect.get(fact.aspect, ()) if other.id != fact.id]
         if fact.aspect in ("what", "set", "default", "live", "exit", "press", "why") and others:
             other = self._rng.choice(others)
             names = other.slots.get("name") or other.slots.get("code") or other.slots.get("key") or ()
             if names:
-                ways.append(_Short(follow["switch"], {"name": names}, other.answer, other, 1.2))
-        return ways
+                kinds.append(_FollowUp(follow["switch"], {"name": names}, other.answer, other, 1.2))
+        return kinds
 
-    def _in_line_mode(self, fact: Fact) -> _Short:
-        """The same in the line mode, for a key; or that there is no command for it."""
+    def _in_line_mode(self, fact: Fact) -> _FollowUp:
+        """The line-mode command that does the same as a key, or that there is none."""
         name = fact.answer.rpartition(" In the line mode: /")[2].rstrip(".")
-        command = self._know.facts.get(f"command.{name}.command")
+        command = self._knowledge.facts.get(f"command.{name}.command")
         if command is None and "In the line mode" in fact.answer:
-            return _Short(self._grammar["follow"]["command"], {}, self._said, None, 0.6)
-        target = command or self._know.facts["command.none.none"]
-        return _Short(self._grammar["follow"]["command"], {}, target.answer, command, 0.8)
+            return _FollowUp(self._grammar["follow"]["command"], {}, self._last_answer, None, 0.6)
+        target = command or self._knowledge.facts["command.none.none"]
+        return _FollowUp(self._grammar["follow"]["command"], {}, target.answer, command, 0.8)
 
     def _key_of(self, command: Fact) -> str:
-        """The action whose key does what a command does."""
+        """The action whose key does the same as a line-mode command; "" for none."""
         ending = f"In the line mode: /{command.subject.partition('.')[2]}."
         return next(
             (
                 key.subject.partition(".")[2]
-                for key in self._know.facts.values()
+                for key in self._knowledge.facts.values()
                 if key.answer.endswith(ending)
             ),
             "",

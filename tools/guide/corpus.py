@@ -1,9 +1,9 @@
-"""Writes what the guide is trained on: its tokenizer, conversations as tokens, and the questions of the tests.
+"""Writes the guide's training data: its tokenizer, conversations as tokens, and the questions that judge it.
 
     python -m tools.guide.corpus build/guide
 
-The same call writes the same files. `train.py` needs nothing else. What a trained guide needs to learn new
-facts or new ways to ask, in less than an hour on a CPU, is a refresher:
+The same call writes the same files, and `train.py` needs nothing else. To teach a trained guide new facts or new ways
+to ask, write a smaller refresher. Training on it takes less than an hour on a CPU:
 
     python -m tools.guide.corpus build/refresher --conversations 5000 --singles 40000 --tokenizer tokenizer.json
 """
@@ -22,24 +22,24 @@ import numpy as np
 import tokenizers
 
 from tools.guide import facts
-from tools.guide.bpe import learned
+from tools.guide.bpe import trained
 from tools.guide.conversations import Conversations
-from tools.guide.questions import DEVELOPMENT, HELD_OUT, asked
+from tools.guide.questions import DEVELOPMENT, HELD_OUT, excluded_turns
 from tools.guide.shape import SHAPE
 from tools.guide.template import Message, rendered
 
 CONVERSATIONS = 1_000_000
 SINGLE_TOKENS = 12
-"""Of the answer to a single question in a refresher: which answer it is shows in its first words."""
+"""How much of the answer to a single question a refresher contains: the first words already tell the answers apart."""
 SHARDS = 16
 KNOWN = "known.json"
-"""What the guide must say of each fact of the program, by the fact's id."""
+"""A file: for each fact about the program, by its id, the texts that the guide must say."""
 
 
 @cache
 def excluded() -> frozenset[str]:
-    """The questions that must not be in training, normalized."""
-    return frozenset(asked((*HELD_OUT, *DEVELOPMENT), facts.load().grammar["noise"]["dropped"]))
+    """The questions that must not be in the training data, normalized."""
+    return frozenset(excluded_turns((*HELD_OUT, *DEVELOPMENT), facts.load().grammar["noise"]["dropped"]))
 
 
 def conversations(count: int, seed: str, singles: int = 0) -> Iterator[list[Message]]:
@@ -50,7 +50,7 @@ def conversations(count: int, seed: str, singles: int = 0) -> Iterator[list[Mess
 
 
 def _shard(task: tuple[str, int, int, str]) -> list[np.ndarray]:
-    """The tokens of some conversations, and of single questions cut short: uint16 (tokens,) each."""
+    """One array of tokens, uint16 (tokens,), for each conversation, then for each single question, cut short."""
     seed, count, singles, tokenizer_json = task
     bpe = tokenizers.Tokenizer.from_str(tokenizer_json)
     texts = [rendered(messages) for messages in conversations(count, seed, singles)]
@@ -65,28 +65,28 @@ def _shard(task: tuple[str, int, int, str]) -> list[np.ndarray]:
 
 
 def write(folder: Path, count: int = CONVERSATIONS, singles: int = 0, tokenizer: Path | None = None) -> None:
-    """tokenizer.json (a new one, or `tokenizer`); train.npz with `ids` uint16 (tokens,) and `lengths` int32
-    (conversations,); questions.json with the development and held-out questions; KNOWN."""
+    """Writes tokenizer.json (a new one, or `tokenizer`), train.npz with `ids` uint16 (tokens,) and `lengths` int32
+    (conversations,), questions.json with the development and held-out questions, and KNOWN."""
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer:
         bpe = tokenizers.Tokenizer.from_file(str(tokenizer))
     else:
-        bpe = learned(
+        bpe = trained(
             (m.content for messages in conversations(40_000, "tokenizer") for m in messages), SHAPE.vocab
         )
     (folder / "tokenizer.json").write_text(bpe.to_str(), "utf-8")
     tasks = [(f"train {n}", count // SHARDS, singles // SHARDS, bpe.to_str()) for n in range(SHARDS)]
     with multiprocessing.get_context("spawn").Pool() as pool:
         parts = [part for shard in pool.map(_shard, tasks) for part in shard]
-    kept = [part for part in parts if len(part) <= SHAPE.context]
-    lengths = np.array([len(part) for part in kept], np.int32)
-    np.savez(folder / "train.npz", ids=np.concatenate(kept), lengths=lengths)
+    fitting = [part for part in parts if len(part) <= SHAPE.context]
+    lengths = np.array([len(part) for part in fitting], np.int32)
+    np.savez(folder / "train.npz", ids=np.concatenate(fitting), lengths=lengths)
     questions = {"development": DEVELOPMENT, "held-out": HELD_OUT}
     text = json.dumps({name: [question._asdict() for question in items] for name, items in questions.items()})
     (folder / "questions.json").write_text(text, "utf-8")
     (folder / KNOWN).write_text(json.dumps(facts.load().snapshot), "utf-8")
     print(
-        f"{len(kept)} conversations, {lengths.sum():,} tokens, {lengths.mean():.0f} each, at most {lengths.max()}"
+        f"{len(fitting)} conversations, {lengths.sum():,} tokens, {lengths.mean():.0f} each, at most {lengths.max()}"
     )
 
 
@@ -94,7 +94,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
-    parser.add_argument("--singles", type=int, default=0, help="single questions, their answers cut short")
-    parser.add_argument("--tokenizer", type=Path, help="the tokenizer.json of a guide that is to learn more")
+    parser.add_argument("--singles", type=int, default=0, help="single questions, with shortened answers")
+    parser.add_argument("--tokenizer", type=Path, help="the tokenizer.json of the guide to teach more")
     arguments = parser.parse_args()
     write(arguments.folder, arguments.conversations, arguments.singles, arguments.tokenizer)

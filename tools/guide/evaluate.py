@@ -1,8 +1,8 @@
-"""How many of the held-out questions the guide answers right, asked through the engine.
+"""Counts how many held-out questions the guide answers right, asked through the engine.
 
 python -m tools.guide.evaluate [--model FILE] [--questions development] [--backend CUDA]
 
-What it prints of the shipped file is kept in report.md.
+report.md holds what this prints for the built-in model.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from engine.events import (
 )
 from tools.guide.questions import DEVELOPMENT, HELD_OUT, Question, judge
 
-LONGEST = 120
+MAX_TOKENS = 120
 GREEDY = Sampling(temperature=0.0)
 
 
 class Chatter:
-    """Asks a model file, greedily. `rates` are the decode speeds of its answers, tokens a second."""
+    """Asks a model file, greedily. `tokens_per_s` are the decode speeds of its answers."""
 
     def __init__(self, path: Path, backend: str = "CPU") -> None:
         options = EngineOptions(model_path=str(path), backend=backend)
         backends.prepare(options)
-        from engine.model.generate import TextModel  # imports tinygrad, which reads what was prepared
+        # `prepare` sets the environment that tinygrad reads when it is imported.
+        from engine.model.generate import TextModel
 
         self._model = TextModel(options, lambda event: None)
-        self.rates: list[float] = []
+        self.tokens_per_s: list[float] = []
 
     def ask(self, turns: Sequence[str]) -> str:
-        """The answer to the last of `turns`; those before are answered by the model as well."""
+        """The answer to the last of `turns`. The model also answers the turns before."""
         messages: list[Message] = []
         for turn in turns:
             messages.append(Message(role="user", content=turn))
@@ -61,22 +62,22 @@ class Chatter:
                 pieces.append(event.text)
 
         request = Generate(
-            request_id=1, prompt=Chat(messages=tuple(messages)), sampling=GREEDY, max_tokens=LONGEST
+            request_id=1, prompt=Chat(messages=tuple(messages)), sampling=GREEDY, max_tokens=MAX_TOKENS
         )
         end: Finished = self._model.generate(request, report, lambda: False)
-        self.rates.append(decode_rate(end.predicted_n, end.predicted_ms))
+        self.tokens_per_s.append(decode_rate(end.predicted_n, end.predicted_ms))
         return "".join(pieces)
 
 
 def confusion(
     wrong: Sequence[Mapping[str, Any]], answers: Mapping[str, str]
 ) -> dict[str, collections.Counter[str]]:
-    """For the topic of each wrong answer, the topics of what was said instead. `answers`: topic by answer."""
+    """For the topic of each wrong answer, the topics of the given answers. `answers` maps an answer to its topic."""
 
-    def topic(said: str) -> str:
-        words = set(re.findall(r"\w+", said))
-        nearest = max(answers, key=lambda answer: len(words & set(re.findall(r"\w+", answer))) / len(answer))
-        return answers.get(said) or answers[nearest]
+    def topic(answer: str) -> str:
+        words = set(re.findall(r"\w+", answer))
+        nearest = max(answers, key=lambda known: len(words & set(re.findall(r"\w+", known))) / len(known))
+        return answers.get(answer) or answers[nearest]
 
     table: dict[str, collections.Counter[str]] = {}
     for item in wrong:
@@ -85,7 +86,7 @@ def confusion(
 
 
 def report(questions: Sequence[Question], answers: Sequence[str]) -> str:
-    """The score by topic as a Markdown table, with the topics that wrong answers come from."""
+    """A Markdown table of the score by topic, with the topics that the wrong answers belong to."""
     from tools.guide import facts
 
     result = judge(questions, answers)
@@ -117,8 +118,8 @@ def main() -> None:
     answers = [chatter.ask(question.turns) for question in questions]
     print(f"{given.model.name}, {given.questions} questions, greedy, on {given.backend}\n")
     print(report(questions, answers))
-    rates = sorted(chatter.rates)
-    print(f"\ndecode {rates[len(rates) // 2]:.0f} tok/s (median of {len(rates)} answers)")
+    speeds = sorted(chatter.tokens_per_s)
+    print(f"\ndecode {speeds[len(speeds) // 2]:.0f} tok/s (median of {len(speeds)} answers)")
     if given.wrong:
         print(json.dumps(judge(questions, answers)["wrong"], indent=1))
 

@@ -1,7 +1,7 @@
-"""The guide as a GGUF file, and the other way round.
+"""Converts between train.py's folder and the guide's GGUF file.
 
-python -m tools.guide.export pack out presets/orin-guide.gguf      what train.py wrote -> the file
-python -m tools.guide.export unpack presets/orin-guide.gguf out    the file -> where train.py can go on
+python -m tools.guide.export pack out presets/orin-guide.gguf      train.py's folder -> GGUF file
+python -m tools.guide.export unpack presets/orin-guide.gguf out    GGUF file -> a folder for train.py --start
 python -m tools.guide.export convert presets/orin-guide.gguf guide-q4_k.gguf --quant Q4_K
 """
 
@@ -20,19 +20,19 @@ import tokenizers
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from tools.guide.bpe import assembled
+from tools.guide.bpe import from_merges
 from tools.guide.k_quants import quantize_q4_k, quantize_q6_k
 from tools.guide.shape import SHAPE, Shape
 from tools.guide.template import PRETOKENIZER, SPECIALS, TEMPLATE
 
 KNOWN = "orin-guide.known"
-"""The key of the file that holds, as JSON, what it must say of each fact of the program."""
+"""The GGUF key that holds, as JSON, the texts that the guide must say for each fact about the program."""
 MIXES = {"F16": "MOSTLY_F16", "Q8_0": "MOSTLY_Q8_0", "Q6_K": "MOSTLY_Q6_K", "Q4_K": "MOSTLY_Q4_K_S"}
 
 SHARPNESS = 4.0
-"""What the logits of the file are multiplied with, by its last norm: at a temperature of 0.7 or 0.8, which most
-programs begin with, the guide then answers as at a quarter of that. It knows facts, of which one is right. A power
-of two, so that nothing is rounded."""
+"""The last norm of the file multiplies the logits by this. Most programs start at a temperature of 0.7 or 0.8, and the
+guide then answers as at a quarter of that: only one answer to a question about a fact is right. It is a power of two,
+so that nothing is rounded."""
 LAST_NORM = "output_norm.weight"
 
 Weights = Mapping[str, NDArray[np.float32]]
@@ -40,8 +40,8 @@ Weights = Mapping[str, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Guide:
-    """A guide outside any file. `weights` float32 by GGUF name, matrices (rows, cols); `tokens` in GPT-2's
-    spelling of bytes, without the special ones; `merges` as "left right"; `known` what it knows of the program."""
+    """A guide in memory. `weights` float32 by GGUF name, matrices (rows, cols); `tokens` in GPT-2's spelling of bytes,
+    without the special ones; `merges` as "left right"; `known` the texts that it must say, by fact id."""
 
     shape: Shape
     weights: Weights
@@ -51,7 +51,7 @@ class Guide:
 
 
 def trained(folder: Path) -> Guide:
-    """What train.py wrote."""
+    """The guide in a folder of train.py."""
     weights: dict[str, NDArray[np.float32]] = {}
     for path in sorted(folder.glob("weights-*.npz")):
         with np.load(path) as part:
@@ -69,7 +69,7 @@ def trained(folder: Path) -> Guide:
 
 
 def read(path: Path) -> Guide:
-    """A guide out of its file, in any type of weights."""
+    """The guide in a GGUF file, with weights of any type."""
     file = gguf.GGUFReader(path)
 
     def value(key: str) -> Any:
@@ -95,17 +95,17 @@ def read(path: Path) -> Guide:
 def unpack(guide: Guide, folder: Path) -> None:
     """Writes weights-0.npz, tokenizer.json, known.json and report.json, as train.py does."""
     folder.mkdir(parents=True, exist_ok=True)
-    soft = {**guide.weights, LAST_NORM: guide.weights[LAST_NORM] / SHARPNESS}
-    weights: dict[str, Any] = {name: data.astype(np.float16) for name, data in soft.items()}
+    unscaled = {**guide.weights, LAST_NORM: guide.weights[LAST_NORM] / SHARPNESS}
+    weights: dict[str, Any] = {name: data.astype(np.float16) for name, data in unscaled.items()}
     np.savez(folder / "weights-0.npz", **weights)
-    (folder / "tokenizer.json").write_text(assembled(guide.tokens, guide.merges).to_str(), "utf-8")
+    (folder / "tokenizer.json").write_text(from_merges(guide.tokens, guide.merges).to_str(), "utf-8")
     (folder / "known.json").write_text(json.dumps(guide.known), "utf-8")
     (folder / "report.json").write_text(json.dumps({"shape": vars(guide.shape)}), "utf-8")
 
 
 def pack(guide: Guide, path: Path, quant: str = "Q8_0") -> None:
-    """Writes `guide` as a file with matrices of the type `quant`: F16, Q8_0, Q6_K or Q4_K (then the embedding,
-    which is the output head too, is Q6_K, as in Q4_K_M)."""
+    """Writes `guide` as a GGUF file with matrices of the type `quant`: F16, Q8_0, Q6_K or Q4_K. With Q4_K the
+    embedding, which is also the output head, is Q6_K, as in Q4_K_M."""
     shape = guide.shape
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_name("orin-guide")
@@ -150,7 +150,7 @@ def pack(guide: Guide, path: Path, quant: str = "Q8_0") -> None:
 
 
 def quantized(data: NDArray[np.float32], quant: str) -> NDArray[Any]:
-    """A matrix (rows, cols) as the file stores it: float16, or uint8 (rows, bytes of a row)."""
+    """A matrix float32 (rows, cols) as the file stores it: float16 (rows, cols), or uint8 (rows, bytes of a row)."""
     if quant == "Q6_K":
         return quantize_q6_k(data)
     if quant == "Q4_K":

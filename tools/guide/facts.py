@@ -1,5 +1,7 @@
-"""What the guide knows: facts, each with its answer and the ways to ask for it, from the TOML files beside and
-from the program's own tables."""
+"""What the guide knows: facts, each with its answer and the ways to ask for it.
+
+They come from the TOML files in knowledge/ and from the program's own tables (`sources`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tools.guide.shape import SHAPE
 from tools.guide.wording import Wording
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
-_TOPICS = {
+_TOPIC_OF_TABLE = {
     "key": "keys",
     "command": "commands",
     "exit": "exit codes",
@@ -31,7 +33,7 @@ Slots = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Ask:
-    """Ways to ask: one of `patterns`, its slots filled from `slots`. `weight` against the other ways."""
+    """Ways to ask: one of `patterns`, with choices from `slots`. `weight` is relative to the other ways to ask."""
 
     patterns: Sequence[str]
     slots: Slots = field(default_factory=dict)
@@ -40,8 +42,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing the guide can say. `must`: what no answer may lack. `asks`: questions that stand alone;
-    `short`: questions that only make sense after the subject was named. `slots` are what names it."""
+    """One thing that the guide can say. `must` are texts that every answer must contain. `asks` are questions that need
+    no context; `short` are patterns that only make sense after the subject was named. `slots` hold its names."""
 
     subject: str
     aspect: str
@@ -62,13 +64,13 @@ class Fact:
 
     @property
     def weight(self) -> float:
-        """How often it is asked for in training: more often, the more ways there are."""
+        """How often training asks for it: more often if there are more ways to ask."""
         return 1.0 + min(3.0, sum(len(ask.patterns) * ask.weight for ask in self.asks) / 40)
 
 
 @dataclass(frozen=True)
 class Follow:
-    """Short questions that lead from facts whose id is `after`, or begins with it, to another fact."""
+    """Short questions that lead to the fact `to`, from facts whose id is `after` or begins with it."""
 
     after: str
     patterns: Sequence[str]
@@ -80,9 +82,9 @@ class Follow:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """All facts by id, and how they are worded: `grammar` is grammar.toml, `unknown` what is declined,
-    `follow` the short questions that lead from one fact to another; `snapshot` what the guide must say of the
-    program, `unused` the phrases for what the program does not have."""
+    """All facts by id, and how questions are worded. `pairs` maps a subject to a related one, `grammar` is
+    grammar.toml, `unknown` is what the guide declines, and `follow` leads from one fact to another. `snapshot` holds
+    the texts that the guide must say of the program. `unused` are phrases for things that the program does not have."""
 
     facts: Mapping[str, Fact]
     pairs: Mapping[str, str]
@@ -96,7 +98,7 @@ class Knowledge:
 
 @cache
 def load() -> Knowledge:
-    """Reads everything. Raises KeyError for a follow-up to what is not there."""
+    """Reads all knowledge. Raises KeyError for a follow-up to a fact that does not exist."""
     read = {path.stem: tomllib.loads(path.read_text("utf-8")) for path in sorted(KNOWLEDGE.glob("*.toml"))}
     grammar, unknown, follow = (
         read.pop("grammar"),
@@ -125,9 +127,9 @@ def load() -> Knowledge:
     for source in from_tables:
         head, _, name = source.subject.partition(".")
         if head in phrases:
-            builder.from_table(source, _TOPICS[head], phrases[head].pop(name, {}))
+            builder.from_table(source, _TOPIC_OF_TABLE[head], phrases[head].pop(name, {}))
         elif head == "exit":
-            builder.from_table(source, _TOPICS[head], {})
+            builder.from_table(source, _TOPIC_OF_TABLE[head], {})
         elif head in ("types", "preset") and name:
             more = {"names": source.slots["name"]} if "name" in source.slots else {}
             subjects.setdefault(source.subject, {}).update(more | {"what": _table(source)})
@@ -166,7 +168,7 @@ def load() -> Knowledge:
 
 def read_asked(folder: Path = KNOWLEDGE / "asked") -> dict[str, list[str]]:
     """Whole questions by the id of the fact that answers them: the lines of *.txt under a [fact id]. Raises
-    ValueError for a line under none."""
+    ValueError for a line without a fact id above it."""
     asked: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.txt")):
         lines: list[str] | None = None
@@ -181,7 +183,7 @@ def read_asked(folder: Path = KNOWLEDGE / "asked") -> dict[str, list[str]]:
 
 
 def _find(facts: Mapping[str, Fact], name: str) -> Fact:
-    """The fact of an id, or the only one of a subject. Raises KeyError where there is none."""
+    """The fact with this id, or else the first of the subject with this name. Raises KeyError if there is none."""
     return facts.get(name) or facts[next((id for id in facts if id.startswith(f"{name}.")), name)]
 
 
@@ -190,17 +192,17 @@ def _table(source: sources.Source) -> dict[str, Any]:
 
 
 class _Builder:
-    """Makes facts of tables, with the frames of the grammar."""
+    """Makes facts from tables, with the question frames of the grammar."""
 
     def __init__(self, grammar: Mapping[str, Any]) -> None:
         self.facts: dict[str, Fact] = {}
         self._frames: Mapping[str, list[str]] = grammar["frames"]
         self._follow: Mapping[str, list[str]] = grammar["follow"]
-        self._figures = _Kept(SHAPE.figures() | sources.figures())
+        self._figures = _KnownFigures(SHAPE.figures() | sources.figures())
 
     def from_table(self, source: sources.Source, topic: str, phrases: Mapping[str, Any]) -> None:
-        """A fact of one of the program's tables: asked for by its name in `source.slots`, by what one wants to
-        `do`, or in whole questions. Where nobody wrote phrases, the words of the help are one."""
+        """A fact from one of the program's tables. Questions use its names in `source.slots`, what one wants to `do`,
+        or are written whole. Without written phrases, the help text serves as one."""
         frames = self._frames
         by_name, by_verb, short = {
             "press": ("key_name", "press", self._follow["press"]),
@@ -216,19 +218,19 @@ class _Builder:
         asks = [Ask(frames[by_name], slots, 0.7)] if by_name else []
         if do:
             asks += [Ask(frames["do"], slots, 1.2), Ask(frames[by_verb], slots)]
-        if own := phrases.get("ask") or LISTS.get(source.subject):
-            asks.append(Ask(own, slots, 0.8))
+        if questions := phrases.get("ask") or LISTS.get(source.subject):
+            asks.append(Ask(questions, slots, 0.8))
         fact = Fact(
             source.subject, source.aspect, topic, source.answer, source.must, tuple(asks), tuple(short), slots
         )
         self.facts[fact.id] = fact
         if "undo" in phrases:
-            said = phrases["undo"].format_map(self._figures)
-            undo = replace(fact, aspect="undo", answer=said, must=(said,), asks=())
+            answer = phrases["undo"].format_map(self._figures)
+            undo = replace(fact, aspect="undo", answer=answer, must=(answer,), asks=())
             self.facts[undo.id] = undo
 
     def subject(self, name: str, table: Mapping[str, Any], topic: str) -> None:
-        """All aspects of a subject: questions by its names, by what one wants to do, and whole ones."""
+        """All aspects of a subject: questions by its names, by what one wants to do, and questions written whole."""
         aspects = {aspect: value for aspect, value in table.items() if isinstance(value, Mapping)}
         names = tuple(table.get("names", ()))
         for aspect, value in aspects.items():
@@ -241,9 +243,9 @@ class _Builder:
                 asks.append(Ask(self._frames["option_name"], slots, 1.0))
             if aspect == "set" and slots["do"]:
                 asks += [Ask(self._frames["do"], slots, 1.2), Ask(self._frames["option_do"], slots, 0.8)]
-            own = [*value.get("ask", ()), *(table.get("ask", ()) if aspect == "set" else ())]
-            if own:
-                asks.append(Ask(own, slots, 1.2))
+            questions = [*value.get("ask", ()), *(table.get("ask", ()) if aspect == "set" else ())]
+            if questions:
+                asks.append(Ask(questions, slots, 1.2))
             self.facts[f"{name}.{aspect}"] = Fact(
                 name,
                 aspect,
@@ -251,7 +253,7 @@ class _Builder:
                 value["answer"].format_map(self._figures),
                 tuple(must.format_map(self._figures) for must in value["must"]),
                 tuple(asks),
-                tuple(self._short(aspect, own)),
+                tuple(self._short(aspect, questions)),
                 slots,
             )
 
@@ -279,8 +281,8 @@ class _Builder:
             )
         return asks
 
-    def _short(self, aspect: str, own: Sequence[str]) -> list[str]:
-        return [*self._follow.get(aspect, ()), *(pattern for pattern in own if "{name}" in pattern)]
+    def _short(self, aspect: str, questions: Sequence[str]) -> list[str]:
+        return [*self._follow.get(aspect, ()), *(pattern for pattern in questions if "{name}" in pattern)]
 
     def compare(self, name: str, table: Mapping[str, Any]) -> None:
         one = {"a": table["names"], "b": table["with"]}
@@ -301,7 +303,7 @@ class _Builder:
         self.facts[fact.id] = fact
 
     def asked(self, name: str, lines: Sequence[str]) -> None:
-        """Adds whole questions to a fact; they are half of how it is asked for, where there are many."""
+        """Adds whole questions to a fact. Twelve or more get half of its weight."""
         fact = self.facts[name]
         others = sum(ask.weight for ask in fact.asks)
         ask = Ask(
@@ -310,8 +312,8 @@ class _Builder:
         self.facts[name] = replace(fact, asks=(*fact.asks, ask))
 
 
-class _Kept(dict[str, str]):
-    """For `format_map`: leaves alone what is no figure of ours."""
+class _KnownFigures(dict[str, str]):
+    """For `format_map`: keeps a {name} that is not a known figure."""
 
     def __missing__(self, key: str) -> str:
         return "{" + key + "}"
@@ -319,8 +321,8 @@ class _Kept(dict[str, str]):
 
 def _first_clause(answer: str) -> str:
     """`Press F5: show or hide what the machine does.` -> `show or hide what the machine does`."""
-    said = answer.partition(": ")[2].partition(" In the line mode")[0]
-    return re.split(r"[.;,]", said)[0]
+    clauses = answer.partition(": ")[2].partition(" In the line mode")[0]
+    return re.split(r"[.;,]", clauses)[0]
 
 
 LISTS = {

@@ -1,7 +1,7 @@
-"""Q4_K and Q6_K: from weights to blocks, which the gguf package only does for the simple types.
+"""Quantizes weights to Q4_K and Q6_K, which the gguf package does not do.
 
-Scales come from the largest value of each group, with a few others tried for the least squared error. The
-layouts are block_q4_K and block_q6_K in ggml/src/ggml-common.h of llama.cpp; the packing is the inverse of
+A scale starts from the largest value of its group; of a few scales around it, the one with the least squared error is
+taken. The layouts are block_q4_K and block_q6_K in ggml/src/ggml-common.h of llama.cpp; the packing is the inverse of
 dequantize_row_q4_K and dequantize_row_q6_K in ggml/src/ggml-quants.c.
 """
 
@@ -26,7 +26,7 @@ def quantize_q6_k(weights: Floats) -> Bytes:
         groups, np.abs(groups).max(-1) / 31, lambda s: np.clip(_divided(groups, s), -32, 31) * s[..., None]
     )
     d = _half(np.abs(scale).max(-1) / 127)
-    small = np.clip(_divided(scale, d), -127, 127).astype(np.int8)  # the scales of the groups, in units of d
+    small = np.clip(_divided(scale, d), -127, 127).astype(np.int8)  # the groups' scales, in units of d
     q = np.clip(_divided(groups, small * d[:, None]), -32, 31).astype(np.int8) + 32
     fields = q.astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of 128; in each, four runs of 32 share bytes
     low = (fields[:, :, :2] & 15) | (fields[:, :, 2:] & 15) << 4
@@ -57,7 +57,7 @@ def quantize_q4_k(weights: Floats) -> Bytes:
 
 
 def _best(groups: Floats, scale: Floats, restored: Callable[[Floats], Floats]) -> Floats:
-    """Of some scales about `scale` the one with the least squared error, for each group."""
+    """For each group, the scale around `scale` with the least squared error of the `restored` weights."""
     best, least = scale, np.full(scale.shape, np.inf, np.float32)
     for factor in _TRIES:
         tried = scale * factor
@@ -68,13 +68,13 @@ def _best(groups: Floats, scale: Floats, restored: Callable[[Floats], Floats]) -
 
 
 def _divided(values: Floats, scale: Floats) -> Floats:
-    """values / scale, rounded; 0 where the scale is."""
+    """values / scale, rounded; 0 where the scale is 0."""
     wide = scale[..., None] if scale.ndim < values.ndim else scale
     return np.rint(np.divide(values, wide, out=np.zeros_like(values), where=wide != 0))
 
 
 def _half(values: Floats) -> Floats:
-    """As half precision has it, in float32."""
+    """Values rounded to half precision, in float32."""
     return values.astype(np.float16).astype(np.float32)
 
 

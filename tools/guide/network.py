@@ -1,4 +1,4 @@
-"""The guide as a PyTorch module: what training needs of it, and greedy answers to judge it by."""
+"""The guide as a PyTorch module, for training, and greedy decoding to judge it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from tools.guide.shape import Shape
 
-# PyTorch 2.10 and 2.11 say it differently.
+# PyTorch 2.10 and 2.11 have different arguments for causal attention.
 _CAUSAL = (
     {"is_causal": True}
     if "is_causal" in inspect.signature(varlen_attn).parameters
@@ -21,7 +21,7 @@ _CAUSAL = (
 
 
 class Rotation:
-    """RoPE by tables of cosines and sines, pairs of neighbours rotated as llama's GGUF files have them."""
+    """RoPE with tables of cosines and sines. Rotates pairs of neighbours, as in llama's GGUF files."""
 
     def __init__(self, shape: Shape, device: str) -> None:
         frequencies = shape.rope_base ** (
@@ -38,8 +38,8 @@ class Rotation:
 
 
 class Sequences:
-    """Where conversations begin in a flat batch of tokens. `starts` int32 (conversations + 1,), the last is the
-    number of tokens; further entries may repeat it."""
+    """Where conversations begin in a flat batch of tokens. `starts` is int32 (conversations + 1,). Its last entry
+    is the number of tokens, and more entries may repeat it. No conversation is longer than `longest`."""
 
     def __init__(self, starts: Tensor, longest: int) -> None:
         self.starts, self.longest = starts, longest
@@ -84,7 +84,7 @@ class Layer(nn.Module):  # type: ignore[misc]
 
 
 class Guide(nn.Module):  # type: ignore[misc]
-    """A llama-architecture transformer; parameters are named as in GGUF files."""
+    """A llama transformer. Its parameters have the names of GGUF files."""
 
     def __init__(self, shape: Shape, device: str) -> None:
         super().__init__()
@@ -100,34 +100,34 @@ class Guide(nn.Module):  # type: ignore[misc]
         self._rotate = Rotation(shape, device)
 
     def forward(self, ids: Tensor, positions: Tensor, sequences: Sequences, drop: float = 0.0) -> Tensor:
-        """ids, positions int64 (tokens,) -> the final vectors (tokens, dim), normalized."""
+        """ids, positions int64 (tokens,) -> hidden states after the last norm (tokens, dim)."""
         x = F.dropout(self.token_embd(ids), drop, self.training)
         for layer in self.blk:
             x = layer(x, positions, self._rotate, sequences, drop)
         return self.output_norm(x)
 
-    def logits(self, vectors: Tensor) -> Tensor:
-        return F.linear(vectors, self.token_embd.weight)
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.token_embd.weight)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def greedy(guide: Guide, prompts: Sequence[Sequence[int]], end: int, most: int = 96) -> list[list[int]]:
-    """The most probable reply to each prompt, without the `end` token, at most `most` tokens. Everything is
-    computed again for each token: simple, and quick enough for some hundred prompts."""
+def greedy(guide: Guide, prompts: Sequence[Sequence[int]], end: int, max_tokens: int = 96) -> list[list[int]]:
+    """The greedy reply to each prompt, without the `end` token, at most `max_tokens` tokens. There is no KV cache: this
+    is simple, and fast enough for some hundred prompts."""
     device = guide.token_embd.weight.device
     texts = [list(prompt) for prompt in prompts]
-    open_ones = list(range(len(texts)))
-    for _ in range(most):
-        if not open_ones:
+    unfinished = list(range(len(texts)))
+    for _ in range(max_tokens):
+        if not unfinished:
             break
-        flat = torch.tensor([id for i in open_ones for id in texts[i]], device=device)
-        lengths = torch.tensor([len(texts[i]) for i in open_ones])
+        flat = torch.tensor([id for i in unfinished for id in texts[i]], device=device)
+        lengths = torch.tensor([len(texts[i]) for i in unfinished])
         starts = F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
         positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(device)
-        vectors = guide(flat, positions, Sequences(starts, int(lengths.max())))
-        best = guide.logits(vectors[starts[1:].long() - 1]).argmax(-1).tolist()
-        for i, token in zip(open_ones, best, strict=True):
+        hidden = guide(flat, positions, Sequences(starts, int(lengths.max())))
+        best = guide.logits(hidden[starts[1:].long() - 1]).argmax(-1).tolist()
+        for i, token in zip(unfinished, best, strict=True):
             texts[i].append(token)
-        open_ones = [i for i in open_ones if texts[i][-1] != end and len(texts[i]) < guide.shape.context]
+        unfinished = [i for i in unfinished if texts[i][-1] != end and len(texts[i]) < guide.shape.context]
     replies = (text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True))
     return [reply[: reply.index(end)] if end in reply else reply for reply in replies]

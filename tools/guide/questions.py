@@ -1,11 +1,11 @@
-"""Questions with known answers that training never sees, written by hand in words of their own.
+"""Questions with known answers that are not in the training data, written by hand in other words.
 
-held_out.txt is what the guide is judged by. development.txt is what its making is judged by on the way, so that
-the first stays unseen. A line is
+The questions in held_out.txt judge the guide. Those in development.txt judge changes of the corpus on the way, so that
+nobody looks at the first. A line is
 
     question >> next question => fact & fact | the same in other words
 
-under a [topic]; the answer to the last question is judged. Each fact must be in it, in one of its forms.
+under a [topic]. The answer to the last question is judged: it must contain each fact, in one of its forms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.guide.wording import gist, normalized
 
 
 class Question(NamedTuple):
-    """`turns` are asked one after another. `must`: of each inner sequence one text must be in the answer."""
+    """`turns` are asked one after another. `must`: the answer must contain one text of each inner sequence."""
 
     topic: str
     turns: tuple[str, ...]
@@ -26,7 +26,7 @@ class Question(NamedTuple):
 
 
 def read(path: Path) -> list[Question]:
-    """Raises ValueError for a line that is no question."""
+    """Raises ValueError for a line that is not a question."""
     questions: list[Question] = []
     topic = ""
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
@@ -42,20 +42,20 @@ def read(path: Path) -> list[Question]:
 
 
 def holds(answer: str, must: Sequence[Sequence[str]]) -> bool:
-    """Whether `answer` has a form of every fact, in any case of letters."""
+    """Whether `answer` contains a form of every fact, in upper or lower case."""
     low = answer.lower()
     return all(any(form.lower() in low for form in fact) for fact in must)
 
 
 def loops(answer: str) -> bool:
-    """Whether the answer says the same four words three times."""
+    """Whether the answer contains the same four words three times."""
     words = answer.split()
     runs = [tuple(words[i : i + 4]) for i in range(len(words) - 3)]
     return any(runs.count(run) >= 3 for run in set(runs))
 
 
 def judge(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, Any]:
-    """How many answers are right, in all and by topic, and what was said instead in the others."""
+    """How many answers are right, in total and by topic, how many loop, and the wrong answers."""
     topics: dict[str, list[int]] = {}
     wrong = []
     for question, answer in zip(questions, answers, strict=True):
@@ -76,12 +76,12 @@ def judge(questions: Sequence[Question], answers: Sequence[str]) -> dict[str, An
     }
 
 
-def asked(questions: Sequence[Question], small: Collection[str]) -> Iterator[str]:
-    """Every turn of every question that must not be in training, normalized: all but those of a word or two,
-    and later turns with fewer than three words besides the `small` ones, which anybody may say."""
+def excluded_turns(questions: Sequence[Question], stop_words: Collection[str]) -> Iterator[str]:
+    """Every turn that must not be in the training data, normalized. Turns that anybody may say are left out: those of
+    one or two words, and later turns with fewer than three words besides the `stop_words`."""
     for question in questions:
         for number, turn in enumerate(question.turns):
-            if len(normalized(turn).split()) > 2 and (number == 0 or gist(turn, small)):
+            if len(normalized(turn).split()) > 2 and (number == 0 or gist(turn, stop_words)):
                 yield normalized(turn)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """A llama-architecture transformer with tied embeddings. `dim` and `ffn` are multiples of 256, so that the
-    K types of quantization fit as well; `context` in tokens."""
+    """A llama transformer with tied embeddings. `dim` and `ffn` are multiples of 256, as the K quantizations need;
+    `context` is in tokens."""
 
     layers: int = 4
     dim: int = 512
@@ -31,7 +31,7 @@ class Shape:
         return self.vocab * self.dim + self.layers * layer + self.dim
 
     def figures(self) -> dict[str, str]:
-        """What the guide says of itself."""
+        """The figures that the guide names in answers about itself."""
         return {
             "weights": f"{self.weights / 1e6:.0f}",
             "layers": str(self.layers),

@@ -1,7 +1,7 @@
-"""Facts made of the program's own tables: keys, options, commands, exit codes, settings, formats of weights.
+"""Facts from the program's own tables: keys, options, commands, exit codes, settings, quantization types.
 
-What the help says is read from where the help reads it, so that the guide cannot say anything else. What it was
-trained on is kept in its file (`snapshot`), and a test compares that with the tables of today.
+They are read from the tables that make the help, so the guide says the same as the help. The guide's file holds what it
+was trained to say (`snapshot`), and a test compares this with the current tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from presets import loader
 
 
 class Source(NamedTuple):
-    """A fact of the program: its `answer`, what it `must` say, and the `slots` that questions of it may name."""
+    """A fact about the program: its `answer`, texts that the answer `must` contain, and `slots` with its names."""
 
     subject: str
     aspect: str
@@ -35,36 +35,36 @@ class Source(NamedTuple):
 
 
 def _lower(sentence: str) -> str:
-    """With a small first letter, unless the first word is a name in capitals."""
+    """In lower case at the start, unless the first word is in capitals."""
     return sentence if sentence[1:2].isupper() else sentence[:1].lower() + sentence[1:]
 
 
 # --- keys ----------------------------------------------------------------------------------------------
 
 EDITING_KEYS = ("Ctrl+Z", "Ctrl+Y", "Ctrl+W", "Ctrl+U", "Ctrl+K", "Ctrl+A", "Ctrl+E", "Ctrl+D", "Ctrl+X")
-"""What orin-chat leaves to the text box, Textual's."""
+"""Keys that Textual's text box handles."""
 EDITING = (
     "The prompt is edited as in other text boxes: Ctrl+Z undoes and Ctrl+Y redoes, Ctrl+W deletes a word, Ctrl+U to "
     "the start and Ctrl+K to the end of the line; Ctrl+A and Ctrl+E go there."
 )
 OF_TERMINALS = ("Ctrl+H", "Ctrl+I", "Ctrl+M", "Ctrl+V")
-"""What terminals send as Backspace, Tab and Enter, or take to paste."""
+"""Keys that terminals send as Backspace, Tab or Enter, or use to paste."""
 OTHER_FREE_KEYS = ("Insert", "Pause", "Scroll Lock", "Print Screen", "F13", "F14", "F15", "F16", "F20")
 
 
 def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
-    """What each key does. `phrases` is keys.toml, which knows what the same is in the line mode."""
+    """What each key does. `phrases` is keys.toml, which also names the command of the line mode that does the same."""
     for action in ACTIONS:
         label = key_label(action.key)
-        said = phrases.get(action.name, {})
-        plain = said.get("line_mode") or (f"/{said['command']}" if "command" in said else "")
+        phrase = phrases.get(action.name, {})
+        plain = phrase.get("line_mode") or (f"/{phrase['command']}" if "command" in phrase else "")
         answer = f"Press {label}: {_lower(action.help)}." + (f" In the line mode: {plain}." if plain else "")
         yield Source(f"key.{action.name}", "press", answer, (label,), {"key": _key_names(label)})
     for label, help in OTHER_KEYS:
         name = label.split(", ")[0].lower()
         begin = "With the mouse" if name == "mouse" else f"Press {label.replace(', ', ' or ')}"
         must = "copies" if name == "mouse" else label.split(", ")[0]
-        names = tuple(written for part in label.split(", ") for written in _key_names(part))
+        names = tuple(key for part in label.split(", ") for key in _key_names(part))
         yield Source(f"key.{name}", "press", f"{begin}: {_lower(help)}.", (must,), {"key": names})
     for place, help in PANE_KEYS:
         parts = help.partition(";")[0].split(", ")
@@ -72,7 +72,7 @@ def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
         names = tuple(f"{form} {where}" for part in parts for form in _key_names(part.split()[0]))
         name = where.removeprefix("in the ")
         yield Source(f"key.{name}", "press", f"{place}: {help}.", tuple(parts), {"key": names})
-    names = tuple(written for label in EDITING_KEYS for written in _key_names(label))
+    names = tuple(key for label in EDITING_KEYS for key in _key_names(label))
     yield Source("key.editing", "press", EDITING, ("Ctrl+Z undoes",), {"key": names})
     nothing = f"That key does nothing in orin-chat; {figures()['key_help']} lists all keys."
     for label in free_keys():
@@ -84,7 +84,7 @@ def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
 
 
 def free_keys() -> tuple[str, ...]:
-    """The keys that somebody may try and that do nothing: no action's, and of no use in a text box."""
+    """Keys that somebody may try but that do nothing: neither an action nor the text box uses them."""
     used = {key_label(action.key) for action in ACTIONS} | set(EDITING_KEYS) | set(OF_TERMINALS)
     used |= {part for label, _ in OTHER_KEYS for part in label.split(", ")}
     keys = [*(f"F{n}" for n in range(1, 13)), *(f"Ctrl+{letter}" for letter in ascii_uppercase)]
@@ -120,7 +120,7 @@ def _key_names(label: str) -> tuple[str, ...]:
 
 
 def command_line() -> Iterator[Source]:
-    """Each option: what it does, and its default where the help names one."""
+    """What each option does, and its default if the help names one."""
     optional = {name for name in settings.Settings.__struct_fields__ if name != "sampling"}
     sampling = set(settings.SamplingSettings.__struct_fields__)
     for action in parser()._actions:
@@ -130,15 +130,17 @@ def command_line() -> Iterator[Source]:
         if action.choices:
             value = "|".join(map(str, action.choices))
         meaning, default = _default(action.help or "")
-        kept = ""
+        in_settings = ""
         if action.dest in sampling:
-            kept = f" In settings.toml: {action.dest} under [sampling]."
+            in_settings = f" In settings.toml: {action.dest} under [sampling]."
         elif action.dest in optional:
-            kept = f" In settings.toml: {action.dest}."
-        written = f"{name} {value}".strip()
-        slots = {"option": (name, name, name.lstrip("-"), f"the {name} option", written)}
-        said = f"Use {written}: {meaning}." + (f" The default is {default}." if default else "") + kept
-        yield Source(action.dest, "set", said, (name,), slots)
+            in_settings = f" In settings.toml: {action.dest}."
+        usage = f"{name} {value}".strip()
+        slots = {"option": (name, name, name.lstrip("-"), f"the {name} option", usage)}
+        sentence = (
+            f"Use {usage}: {meaning}." + (f" The default is {default}." if default else "") + in_settings
+        )
+        yield Source(action.dest, "set", sentence, (name,), slots)
         if default:
             yield Source(action.dest, "default", f"The default of {name} is {default}.", (default,), {})
         if action.dest in SETTABLE:
@@ -147,7 +149,7 @@ def command_line() -> Iterator[Source]:
 
 
 def figures() -> dict[str, str]:
-    """What other answers name of the program: {key_stop} and the like, and {settings_keys}."""
+    """Texts that other answers insert: {key_stop} and the like, and {settings_keys}."""
     known = {f"key_{action.name}": key_label(action.key) for action in ACTIONS}
     tables = ("sampling", "models")
     return known | {
@@ -160,21 +162,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _default(help: str) -> tuple[str, str]:
-    """The help of an option without its default, and the default: a number in brackets at the end."""
-    found = re.search(r" \(([\d.]+)\)$", help)
-    return (help[: found.start()], found[1]) if found else (help, "")
+    """The help of an option, split into its text and its default: a number in brackets at the end, or ""."""
+    match = re.search(r" \(([\d.]+)\)$", help)
+    return (help[: match.start()], match[1]) if match else (help, "")
 
 
 def exit_codes() -> Iterator[Source]:
-    """What each exit code of the help means, with the words of the error it belongs to."""
+    """What each exit code in the help means, with the docstring of its error class."""
     kinds = [kind for kind in OrinError.__subclasses__() if kind.__module__ == OrinError.__module__]
-    errors = {EXIT_CODES[kind.kind]: kind for kind in reversed(kinds)}  # of one code, the first is meant
+    errors = {EXIT_CODES[kind.kind]: kind for kind in reversed(kinds)}  # the first class with a code wins
     for code, short in re.findall(
         r"(\d+) ([a-z][a-z, ]*?)(?: {2,}|\n)", options.EPILOG.partition("exit codes:")[2]
     ):
         kind = errors.get(int(code))
-        said = (kind.__doc__ or "").split("\n")[0] if kind else ""
-        answer = f"Exit code {code} means: {short}." + (f" {said}" if said else "")
+        sentence = (kind.__doc__ or "").split("\n")[0] if kind else ""
+        answer = f"Exit code {code} means: {short}." + (f" {sentence}" if sentence else "")
         yield Source(f"exit.{code}", "exit", answer, (short,), {"code": (code,)})
 
 
@@ -202,25 +204,25 @@ def slash_commands() -> Iterator[Source]:
 
 
 def formats(notes: dict[str, dict[str, str]]) -> Iterator[Source]:
-    """The types of weights with their bits; `notes` are sentences to add to them."""
+    """The quantization types with their bits a weight; `notes` holds a sentence to add to each."""
     from engine.formats.quantization import QUANTIZED
 
     plain = {"F32": 32, "F16": 16, "BF16": 16}
     by_name = {kind.name: kind for kind in QUANTIZED.values()}
     for name, more in notes.items():
         if name in plain:
-            said, bits = (
+            sentence, bits = (
                 f"{name} stores each weight as a floating-point number of {plain[name]} bits.",
                 str(plain[name]),
             )
         else:
             kind = by_name[name]
             bits = f"{kind.block_bytes * 8 / kind.block:g}"
-            said = f"{name} takes {bits} bits a weight: {kind.block} weights in {kind.block_bytes} bytes."
+            sentence = f"{name} takes {bits} bits a weight: {kind.block} weights in {kind.block_bytes} bytes."
         yield Source(
             f"types.{name}",
             "what",
-            f"{said} {more['note']}",
+            f"{sentence} {more['note']}",
             (f"{bits} bits",) if name not in plain else (bits,),
             {},
         )
@@ -230,8 +232,8 @@ def preset_files() -> Iterator[Source]:
     """The built-in presets."""
     known = {path.stem: loader.read(path) for path in sorted(loader.BUILT_IN.glob("*.toml"))}
     listed = ", ".join(known)
-    said = f"A preset is a named set of engine options, chosen with --preset NAME. Built in are {listed}."
-    yield Source("preset", "what", said, tuple(known), {})
+    sentence = f"A preset is a named set of engine options, chosen with --preset NAME. Built in are {listed}."
+    yield Source("preset", "what", sentence, tuple(known), {})
     for name, preset in known.items():
         answer = f"The preset {name} is set up so: {preset.title}. Choose it with --preset {name}."
         slots = {"name": (f"preset {name}", f"the preset {name}", f"the {name} preset", f"--preset {name}")}
@@ -239,14 +241,14 @@ def preset_files() -> Iterator[Source]:
 
 
 def catalog() -> Iterator[Source]:
-    """The models that are known by a name."""
+    """The models with a known name."""
     known = ", ".join([model.name for model in names.known_models()][:8])
-    said = f"Among the models known by name are {known}. orin-chat --model NAME downloads and starts one."
-    yield Source("models", "names", said, ("qwen3:0.6b",), {})
+    sentence = f"Among the models known by name are {known}. orin-chat --model NAME downloads and starts one."
+    yield Source("models", "names", sentence, ("qwen3:0.6b",), {})
 
 
 def programs() -> Iterator[Source]:
-    """The commands beside the chat: orin-chat COMMAND."""
+    """The commands other than the chat: orin-chat COMMAND."""
     for name, (_, meaning) in COMMANDS.items():
         slots = {
             "option": (f"orin-chat {name}", f"orin-chat {name}", f"the command {name}", f"the {name} command")
@@ -265,7 +267,7 @@ def programs() -> Iterator[Source]:
 
 
 def all_sources(knowledge: Path) -> list[Source]:
-    """Every fact of the program. `knowledge` is the folder of the TOML files."""
+    """Every fact about the program. `knowledge` is the folder of the TOML files."""
     read = {
         name: tomllib.loads((knowledge / f"{name}.toml").read_text("utf-8"))
         for name in ("keys", "quantization")
@@ -283,5 +285,5 @@ def all_sources(knowledge: Path) -> list[Source]:
 
 
 def snapshot(sources: list[Source]) -> dict[str, tuple[str, ...]]:
-    """What the guide must say of each fact of the program: kept in its file, compared by a test."""
+    """The texts that the guide must say for each fact, by fact id. They are in its file, and a test compares them."""
     return {f"{source.subject}.{source.aspect}": source.must for source in sources}

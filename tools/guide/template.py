@@ -1,4 +1,4 @@
-"""How a conversation becomes one text: the chat template of the guide's file, and the same in Python."""
+"""Turns a conversation into one text: the chat template in the guide's file, and the same in Python."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ class Message(NamedTuple):
 
 
 def rendered(messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """What TEMPLATE makes of a conversation."""
+    """A conversation as TEMPLATE renders it."""
     turns = "".join(f"<|im_start|>{role}\n{content.strip()}<|im_end|>\n" for role, content in messages)
     return turns + ("<|im_start|>assistant\n" if add_generation_prompt else "")

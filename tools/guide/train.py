@@ -1,10 +1,10 @@
-"""Trains the guide on what corpus.py wrote. Needs PyTorch (which nothing else here does) and one GPU for some
-minutes; a CPU will do for trying it.
+"""Trains the guide on the output of corpus.py. It needs PyTorch, which nothing else in this project needs, and one GPU
+for some minutes. A CPU is enough for a try.
 
     python -m tools.guide.train build/guide out --seconds 240
 
-Writes weights-*.npz (float16, named as in GGUF files), report.json, and the corpus's tokenizer.json and known.json,
-all of which export.py reads.
+It writes weights-*.npz (float16, with the names of GGUF files), report.json, and copies of the corpus's tokenizer.json
+and known.json. export.py reads all of these.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tools.guide.shape import SHAPE, Shape
 from tools.guide.template import SPECIALS, Message, rendered
 
 PART_BYTES = 15 << 20
-ASKED_WEIGHT = 0.1
-"""What predicting the user's words counts against the guide's own."""
+USER_WEIGHT = 0.1
+"""The weight of the loss on the user's words. The guide's own words have 1."""
 
 
 class Batches:
-    """Endless flat batches of `size` tokens, conversations shuffled anew each time through."""
+    """Endless flat batches of `size` tokens. Each pass through the data shuffles the conversations."""
 
     def __init__(self, folder: Path, size: int, shape: Shape, seed: int) -> None:
         data = np.load(folder / "train.npz")
@@ -80,7 +80,7 @@ class Batches:
         weights = np.concatenate([self._weights[span] for span in spans])
         lengths = np.array([span.stop - span.start for span in spans])
         positions = np.concatenate([np.arange(n) for n in lengths])
-        pad = self._size - len(ids)  # short of a conversation: one of padding, which counts nothing
+        pad = self._size - len(ids)  # a last conversation of padding, with weight 0
         ids, positions = (
             np.pad(ids, (0, pad)),
             np.concatenate((positions, np.arange(pad) % self._shape.context)),
@@ -88,7 +88,7 @@ class Batches:
         targets, weights = np.roll(ids, -1), np.roll(np.pad(weights, (0, pad)), -1)
         ends = lengths.cumsum()
         weights[ends - 1] = 0
-        fixed = self._size // 32 + 2  # so that every batch has the same shapes
+        fixed = self._size // 32 + 2  # every batch has the same shapes
         starts = np.concatenate(([0], ends, np.arange(ends[-1], self._size, self._shape.context)[1:]))
         starts = np.pad(starts, (0, fixed - len(starts)), constant_values=self._size).astype(np.int32)
         parts = (ids, targets, positions, weights.astype(np.float32), starts)
@@ -100,7 +100,7 @@ def _pinned(part: Tensor) -> Tensor:
 
 
 def _token_weights(ids: np.ndarray, bpe: tokenizers.Tokenizer) -> np.ndarray:
-    """What predicting each token counts: 1 within the guide's answers and at their end, else ASKED_WEIGHT."""
+    """Weights of the loss, float32 (tokens,): 1 in the guide's answers and at their end, else USER_WEIGHT."""
     start, end = (bpe.token_to_id(name) for name in SPECIALS[1:])
     header = bpe.encode("assistant\n", add_special_tokens=False).ids
     begins = np.flatnonzero(ids == start)
@@ -110,7 +110,7 @@ def _token_weights(ids: np.ndarray, bpe: tokenizers.Tokenizer) -> np.ndarray:
     turn = np.cumsum(ids == start) - 1
     within = np.arange(len(ids)) - begins[turn]
     after_end = np.concatenate(([False], ids[:-1] == end))
-    return np.where(answers[turn] & (within > len(header)) & ~after_end, 1.0, ASKED_WEIGHT).astype(np.float32)
+    return np.where(answers[turn] & (within > len(header)) & ~after_end, 1.0, USER_WEIGHT).astype(np.float32)
 
 
 def train(
@@ -124,8 +124,8 @@ def train(
     steps: int,
     device: str,
 ) -> dict[str, Any]:
-    """Trains until `steps` or `seconds` are over; the learning rate falls to zero by then. Returns figures; the
-    guide's weights are then their moving average, which is in `out`, now and then on the way as well."""
+    """Trains for `steps` or `seconds`, whichever ends first, while the learning rate falls to zero. Saves the moving
+    average of the weights to `out`, now and then and at the end, and loads it into `guide`. Returns figures."""
     matrices = [p for p in guide.parameters() if p.dim() == 2]
     others = [p for p in guide.parameters() if p.dim() != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -167,7 +167,7 @@ def train(
             save(average, out)
     took = time.perf_counter() - began
     save(average, out)
-    load(guide, out)  # so that it is judged as it is kept
+    load(guide, out)  # it is judged with the saved weights
     guide.eval()
     return {
         "steps": step,
@@ -178,7 +178,7 @@ def train(
 
 
 def answers(guide: Guide, questions: list[Question], bpe: tokenizers.Tokenizer) -> list[str]:
-    """The greedy answer to the last turn of each question, the turns before answered by the guide itself."""
+    """The greedy answer to the last turn of each question. The guide also answers the turns before."""
     end = bpe.token_to_id("<|im_end|>")
     chats: list[list[Message]] = [[] for _ in questions]
     for turn in range(max(len(question.turns) for question in questions)):
@@ -195,7 +195,7 @@ def answers(guide: Guide, questions: list[Question], bpe: tokenizers.Tokenizer) 
 
 
 def save(weights: Mapping[str, Tensor], folder: Path) -> None:
-    """weights-0.npz and further parts: float16, named as in GGUF files."""
+    """Writes weights-0.npz and further parts: float16, with the names of GGUF files."""
     parts: list[dict[str, Any]] = [{}]
     for name, data in weights.items():
         half = data.detach().cpu().half().numpy()
@@ -222,11 +222,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--tokens", type=int, default=65_536, help="in a batch")
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens in a batch")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=Path, help="a folder that this wrote, to go on from")
+    parser.add_argument("--start", type=Path, help="a folder of an earlier training, to continue from")
     for name in ("layers", "dim", "heads", "kv_heads", "ffn"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(SHAPE, name))
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Questions in many words: patterns expanded at random, and the noise of real typing laid over them."""
+"""Writes a question in many ways: expands patterns at random, and adds the noise of real typing."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _DOUBLED = {
 
 @dataclass(frozen=True)
 class Wording:
-    """What grammar.toml says: `groups` of words that patterns name as $group, the `noise` of typing, and
-    `rewrites`: other ways to put a question that begins in a certain way."""
+    """The grammar in grammar.toml: `groups` of words that a pattern names as $group, the `noise` of typing, and
+    `rewrites`: for a question that matches a pattern, other ways to ask it."""
 
     groups: Mapping[str, str]
     noise: Mapping[str, Any]
@@ -54,8 +54,8 @@ class Wording:
     def phrase(
         self, pattern: str, rng: random.Random, slots: Mapping[str, Sequence[str]] | None = None
     ) -> str:
-        """One of the texts that `pattern` stands for; `slots` are the choices for each {slot}, themselves
-        patterns. Raises KeyError for a group or a slot that is not known."""
+        """A random text that matches `pattern`. `slots` holds the choices for each {slot}; a choice may be a pattern
+        itself. Raises KeyError for an unknown group or slot."""
         text = self._choose(pattern, rng)
         if rng.random() < 0.5:
             text = self._synonyms(text, rng)
@@ -89,22 +89,22 @@ class Wording:
     def _synonyms(self, text: str, rng: random.Random) -> str:
         synonyms = self.noise["synonyms"]
 
-        def other(match: re.Match[str]) -> str:
+        def synonym(match: re.Match[str]) -> str:
             word = match[0]
             return rng.choice(synonyms[word]) if word in synonyms and rng.random() < 0.35 else word
 
-        # Slots, and what looks like a name, an option or a command, stay as they are: "the preset safe" too.
-        return re.sub(r"(?<![\w{/<-])(?<!\bpreset )[a-z]+(?![\w}-]| preset\b)", other, text)
+        # Slots, names, options and commands stay as they are, and so do names of presets ("the preset safe").
+        return re.sub(r"(?<![\w{/<-])(?<!\bpreset )[a-z]+(?![\w}-]| preset\b)", synonym, text)
 
     def reworded(self, question: str, rng: random.Random) -> str:
-        """The same question, perhaps put in another way."""
-        for pattern, ways in self.rewrites:
-            if found := pattern.fullmatch(question):
-                return re.sub(r"\$(\d)", lambda ref: found[int(ref[1])], rng.choice(ways))
+        """The same question, perhaps asked in another way."""
+        for pattern, replacements in self.rewrites:
+            if match := pattern.fullmatch(question):
+                return re.sub(r"\$(\d)", lambda ref: match[int(ref[1])], rng.choice(replacements))
         return question
 
     def typed(self, question: str, rng: random.Random, *, plain: bool = False) -> str:
-        """`question` as somebody may type it: with or without capitals and signs, fillers, slips of the keys.
+        """`question` as somebody may type it: with or without capitals, punctuation, fillers and typing errors.
         `plain` leaves the words as they are."""
         text = question
         if not plain:
@@ -116,16 +116,16 @@ class Wording:
             elif style < 0.75:
                 text = self._fillers(text, rng)
             if rng.random() < 0.13:
-                text = _slip(text, rng)
+                text = _typo(text, rng)
         if rng.random() < 0.2:
             for full, short in _CONTRACTIONS.items():
                 text = text.replace(full, short)
         if rng.random() < 0.2:
             text = text.replace("'", "")
-        return _signs(text, rng)
+        return _capitals_and_mark(text, rng)
 
     def _keywords(self, text: str, rng: random.Random) -> str:
-        """As into a search box: without the small words, sometimes out of order."""
+        """As for a search engine: without stop words, sometimes out of order."""
         dropped = set(self.noise["dropped"])
         words = [
             word for word in text.split() if word.strip(",.?!:").lower() not in dropped or rng.random() < 0.2
@@ -160,14 +160,14 @@ def gerund(phrase: str) -> str:
 
 
 def normalized(question: str) -> str:
-    """What makes two questions the same: their letters and digits."""
+    """The letters and digits of a question. Two questions are the same if these are equal."""
     return " ".join(re.findall(r"[^\W_]+", question.lower()))
 
 
-def gist(question: str, small: Collection[str]) -> str:
-    """What makes two questions nearly the same: their words in any order, without the `small` ones. "" where
-    fewer than three are left, which many a question may share."""
-    words = sorted(set(normalized(question).split()) - set(small))
+def gist(question: str, stop_words: Collection[str]) -> str:
+    """The words of a question, sorted, without the `stop_words`. Two questions are nearly the same if these are equal.
+    "" if fewer than three words are left, because many questions share so few."""
+    words = sorted(set(normalized(question).split()) - set(stop_words))
     return " ".join(words) if len(words) > 2 else ""
 
 
@@ -177,8 +177,8 @@ def _tidy(text: str) -> str:
     return re.sub(r" ([,.?!:])", r"\1", text).removesuffix(",")
 
 
-def _slip(text: str, rng: random.Random) -> str:
-    """One or two slips of the keys, in words of four letters and more."""
+def _typo(text: str, rng: random.Random) -> str:
+    """One or two typing errors, in words of at least four letters."""
     for _ in range(rng.choice((1, 1, 1, 2))):
         words = [match for match in _WORD.finditer(text) if len(match[0]) >= 4]
         if not words:
@@ -187,18 +187,18 @@ def _slip(text: str, rng: random.Random) -> str:
         at = rng.randrange(word.start(), word.end() - 1)
         kind = rng.randrange(4)
         near = _NEIGHBOURS.get(text[at].lower(), text[at])
-        slips = (
-            text[at + 1] + text[at],  # the wrong order
-            text[at + 1],  # one left out
-            text[at] + text[at] + text[at + 1],  # one twice
-            rng.choice(near) + text[at + 1],  # a key beside it
+        typos = (
+            text[at + 1] + text[at],  # swapped
+            text[at + 1],  # omitted
+            text[at] + text[at] + text[at + 1],  # doubled
+            rng.choice(near) + text[at + 1],  # a neighbouring key
         )
-        text = text[:at] + slips[kind] + text[at + 2 :]
+        text = text[:at] + typos[kind] + text[at + 2 :]
     return text
 
 
-def _signs(text: str, rng: random.Random) -> str:
-    """Capitals and the sign at the end."""
+def _capitals_and_mark(text: str, rng: random.Random) -> str:
+    """Capitals, and the punctuation at the end."""
     style = rng.random()
     if style < 0.42:
         text = re.sub(r"\bi\b", "I", text)
