@@ -15,10 +15,14 @@ from hypothesis import settings
 
 from engine.backends import prepare
 from engine.events import EngineOptions
-from tests.paths import SHARED
+from tests import environment as tests_environment
+from tests.paths import ROOT, SHARED
 from tests.reference import read_gguf
 
-os.environ.setdefault("PARALLEL", "0")  # a process that computes for many tests has no compilers of its own
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+tests_environment.enter()
+os.environ["PARALLEL"] = "0"  # a process that computes for many tests has no compilers of its own
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
 
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about it
@@ -26,6 +30,32 @@ settings.load_profile("any machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Files that take longest, in the order in which they start: then all processes end at about the same time.
+LONGEST = (
+    "model/test_transformer.py",
+    "kernels/gpu/test_compilation.py",
+    "kernels/gpu/test_gpu.py",
+    "model/test_cpu_steps.py",
+    "app/bench/test_board.py",
+    "driver/test_decode.py",
+    "kernels/gpu/test_alignment.py",
+    "formats/test_quantization.py",
+    "fixes/test_search_trials.py",
+    "driver/test_kernels.py",
+    "kernels/cpu/test_arm.py",
+    "kernels/cpu/test_product.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {ROOT / "tests" / name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+def pytest_unconfigure() -> None:
+    if not IS_WORKER:
+        tests_environment.leave()
 
 
 @pytest.fixture(autouse=True)

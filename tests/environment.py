@@ -1,0 +1,34 @@
+"""The environment that all tests run in: home folder, caches, terminal and locale are not the user's."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+# Variables that change what the program shows, where it writes, or how tinygrad computes.
+_REMOVED = (
+    "XDG_", "HF_", "HUGGINGFACE_", "LC_", "LANG", "TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR",
+    "CLICOLOR", "TEXTUAL", "TMUX", "SSH_", "BEAM", "JITBEAM", "DEBUG", "CACHE", "PARALLEL", "MV_", "NOOPT",
+)  # fmt: skip
+_FOLDER = "ORIN_TESTS_FOLDER"
+
+
+def enter() -> None:
+    """Replaces the user's environment by one in a temporary folder, with one cache of compiled kernels for all tests.
+    Processes that pytest-xdist starts inherit it."""
+    if _FOLDER in os.environ:
+        return
+    for name in [name for name in os.environ if name.startswith(_REMOVED)]:
+        del os.environ[name]
+    folder = tempfile.mkdtemp(prefix="orin-tests-")
+    os.environ |= {_FOLDER: folder, "HOME": folder, "TERM": "xterm-256color", "LANG": "C.UTF-8"}
+
+
+def leave() -> None:
+    """Deletes the folder. To be called by the process that made it."""
+    shutil.rmtree(os.environ.pop(_FOLDER), ignore_errors=True)
+
+
+def kernel_cache() -> Path:
+    """The compiled kernels of this run of tests: `engine.disk_cache` keeps them here unless a test says otherwise."""
+    return Path(os.environ[_FOLDER], ".cache/orin-chat/kernels")
