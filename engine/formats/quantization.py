@@ -1,14 +1,11 @@
-"""GGUF quantization types, described once: from a file's blocks to bit planes, from planes to weights.
+"""GGUF quantization types, described once: what the bits of a file's blocks mean.
 
 Every type stores integers q of a few bits, in groups that share a scale and perhaps a minimum:
 
     w = d * scale * (q - offset) - m * minimum
 
 with half-precision d and m a block, and small integers scale and minimum a group (1 where a type has none).
-`Format.fields` takes blocks apart into these; `Matrix` holds them the way kernels read them: q split into
-bit planes (6 bits = 4 + 2) so that every load is aligned, each plane byte holding the same bits of elements
-that lie `SPREAD` apart, and the scales beside. Bytes per weight are the file's; Q4_K and Q5_K take 4
-bytes more a block of 256 (their 6-bit scales become bytes), 2.8 % and 2.3 %.
+`Format.fields` takes blocks apart into these. Kernels multiply in layouts of their own, built from the fields.
 
 Block layouts: ggml/src/ggml-common.h (block_q4_0 to block_q6_K); the meaning of their bits: the functions
 dequantize_row_* in ggml/src/ggml-quants.c, both of llama.cpp.
@@ -22,7 +19,6 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 
 _SIMPLE, _SIMPLE_MIN, _K_MIN, _K = ("d",), ("d", "m"), ("d", "scale", "m", "minimum"), ("d", "scale")
-SPREAD = 16  # elements whose bits share a plane byte lie this far apart
 
 
 @dataclass(frozen=True)
@@ -137,102 +133,3 @@ QUANTIZED: Mapping[int, Format] = {
     14: Format("Q6_K", 256, 210, (4, 2), 16, 32, _K, _q6_k),
 }
 FLOATS = {0: dtypes.float32, 1: dtypes.float16, 30: dtypes.bfloat16}
-
-
-class Matrix:
-    """A weight matrix (rows, cols) that stays quantized on the device.
-
-    `lanes` rows lie side by side in the innermost axis of every plane, so that one vector load takes the same
-    element of that many rows; 1 keeps rows apart. Rows are padded to whole lanes, columns to whole blocks and
-    plane bytes, all with zeros. With R = padded_rows / lanes and C = padded_cols the planes are
-
-    - `bits[i]`  uint8 (R, C * b / 8 / SPREAD, SPREAD, lanes), b = format.bits[i]
-    - `d`, `m`  float16 (R, C / block, lanes); `scale`, `minimum`  int8 or uint8 (R, C / group, lanes)
-
-    A float matrix has no format and one plane: `bits[0]` float32, float16 or bfloat16 (R, C, lanes).
-    """
-
-    def __init__(self, raw: Tensor, ggml_type: int, rows: int, cols: int, lanes: int = 1) -> None:
-        """`raw`: the matrix as the file holds it, uint8 (bytes,). Lazy until `realize`."""
-        self.format = QUANTIZED.get(ggml_type)
-        self.rows, self.cols, self.lanes = rows, cols, lanes
-        step = max(SPREAD * 8 // min(self.format.bits), self.format.block) if self.format else 1
-        self.padded_rows, self.padded_cols = (-(-n // by) * by for n, by in ((rows, lanes), (cols, step)))
-        self.planes: dict[str, Tensor] = {}
-        if self.format is None:
-            self.planes["w"] = self._interleave(raw.bitcast(FLOATS[ggml_type]))
-            return
-        fields = self.format.fields(raw.reshape(-1, self.format.block_bytes))
-        q = self._interleave(fields.q).reshape(self.padded_rows // lanes, -1, lanes)
-        for i, (shift, b) in enumerate(self._fields_of_q()):
-            part = ((q >> shift) & (2**b - 1)).reshape(q.shape[0], -1, 8 // b, SPREAD, lanes)
-            self.planes[f"q{i}"] = sum(
-                (part[:, :, k] << (k * b) for k in range(1, 8 // b)), start=part[:, :, 0]
-            )
-        for name in self.format.scales:
-            self.planes[name] = self._interleave(getattr(fields, name))
-
-    def _fields_of_q(self) -> list[tuple[int, int]]:
-        """(lowest bit, bits) of each bit plane."""
-        bits = self.format.bits if self.format else ()
-        return [(sum(bits[:i]), b) for i, b in enumerate(bits)]
-
-    def _interleave(self, values: Tensor) -> Tensor:
-        """Values of all rows in file order -> (padded_rows / lanes, padded values a row, lanes)."""
-        rowwise = values.reshape(self.rows, -1)
-        width = int(rowwise.shape[1]) * self.padded_cols // self.cols
-        padded = rowwise.pad(((0, self.padded_rows - self.rows), (0, width - int(rowwise.shape[1]))))
-        return padded.reshape(-1, self.lanes, width).permute(0, 2, 1)
-
-    def realize(self) -> Matrix:
-        """Repacks on the device, one kernel a plane."""
-        for name, plane in self.planes.items():
-            self.planes[name] = plane.contiguous()
-        Tensor.realize(*self.planes.values())
-        return self
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(int(plane.nbytes()) for plane in self.planes.values())
-
-    def dequantize(self) -> Tensor:
-        """The weights, float32 (rows, cols): lazy, so that a consumer's kernel reads the planes."""
-        weights = self._weights(self.planes)
-        return weights.permute(0, 2, 1).reshape(self.padded_rows, -1)[: self.rows, : self.cols]
-
-    def take(self, ids: Tensor) -> Tensor:
-        """Rows `ids` (int, (n,)) dequantized: float32 (n, cols)."""
-        lane = (ids % self.lanes).reshape(-1, 1, 1)
-        picked = {name: plane[ids // self.lanes] for name, plane in self.planes.items()}
-        weights = self._weights(picked)
-        one_hot = lane == Tensor.arange(self.lanes).reshape(1, 1, -1)
-        return one_hot.where(weights, 0.0).sum(-1)[:, : self.cols]
-
-    def _weights(self, planes: Mapping[str, Tensor]) -> Tensor:
-        """Planes of n groups of lanes -> float32 (n, padded_cols, lanes)."""
-        if (format := self.format) is None:
-            w = planes["w"]
-            if w.dtype == dtypes.bfloat16:  # not every backend computes with it; it is a float32's upper half
-                w = (w.bitcast(dtypes.uint16).cast(dtypes.uint32) << 16).bitcast(dtypes.float32)
-            return w.cast(dtypes.float32)
-        n = planes["d"].shape[0]
-        q: Tensor | None = None
-        for i, (low, b) in enumerate(self._fields_of_q()):
-            plane = planes[f"q{i}"]
-            shift = (Tensor.arange(8 // b).reshape(1, 1, -1, 1, 1) * b).cast(dtypes.uint8)
-            part = ((plane.unsqueeze(2) >> shift) & (2**b - 1)).reshape(n, -1, self.lanes)
-            q = part if q is None else q | (part << low)
-        assert q is not None
-
-        def spread_over(name: str, elements: int) -> Tensor:
-            plane = planes[name].cast(dtypes.float32)
-            return plane.unsqueeze(2).expand(n, -1, elements, self.lanes).reshape(n, -1, self.lanes)
-
-        scale = spread_over("d", format.block)
-        if "scale" in planes:
-            scale = scale * spread_over("scale", format.group)
-        w = (q.cast(dtypes.float32) - format.offset) * scale
-        if "m" in planes:
-            m = spread_over("m", format.block)
-            w = w - (m * spread_over("minimum", format.group) if "minimum" in planes else m)
-        return w

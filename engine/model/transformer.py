@@ -12,8 +12,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.events import KernelRole
-from engine.formats.quantization import Matrix
-from engine.kernels.product import product
+from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.profile import Use
 from engine.model.cache import KVCache
 from engine.model.weights import Weights
@@ -24,7 +23,7 @@ class Layer:
         config, prefix = weights.config, f"blk.{index}."
         q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
-        def matrix(name: str, rows: int, cols: int) -> Matrix:
+        def matrix(name: str, rows: int, cols: int) -> QuantizedMatrix:
             return weights.matrix(f"{prefix}{name}.weight", rows, cols)
 
         def vector(name: str, size: int) -> Tensor | None:
@@ -74,21 +73,22 @@ class Transformer:
             attended, stored = self._attention(layer, self._norm(x, layer.attn_norm), kv, position, mask)
             x = x + attended
             h = self._norm(x, layer.ffn_norm)
-            x = (x + product(product(h, layer.gate).silu() * product(h, layer.up), layer.down)).contiguous()
+            gated = layer.gate.product(h).silu() * layer.up.product(h)
+            x = (x + layer.down.product(gated)).contiguous()
             x.realize()  # layer by layer: tinygrad schedules the first and finds the others alike
         return x, stored
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (n, dim) -> (n, vocab)."""
-        return product(hidden, self.output)
+        return self.output.product(hidden)
 
     def uses(self) -> dict[UOp, Use]:
         """What the buffers of the weights and the cache are for."""
         uses: dict[UOp, Use] = {}
 
-        def note(role: KernelRole, *holders: Matrix | Tensor | None, **touched: Any) -> None:
+        def note(role: KernelRole, *holders: QuantizedMatrix | Tensor | None, **touched: Any) -> None:
             for holder in holders:
-                tensors = holder.planes.values() if isinstance(holder, Matrix) else [holder]
+                tensors = holder.planes.values() if isinstance(holder, QuantizedMatrix) else [holder]
                 uses.update((t.uop.base, Use(role, **touched)) for t in tensors if t is not None)
 
         note("output head", self.output)
@@ -119,8 +119,8 @@ class Transformer:
     ) -> tuple[Tensor, Tensor]:
         c, n = self.config, cast(int, x.shape[0])
 
-        def heads_of(matrix: Matrix, bias: Tensor | None, heads: int) -> Tensor:
-            y = product(x, matrix)
+        def heads_of(matrix: QuantizedMatrix, bias: Tensor | None, heads: int) -> Tensor:
+            y = matrix.product(x)
             return (y if bias is None else y + bias).reshape(n, heads, c.head_dim).transpose(0, 1)
 
         q, k, v = (
@@ -146,4 +146,4 @@ class Transformer:
             scores = scores.reshape(c.kv_heads, group * n, position + n)
         out = scores.softmax(-1) @ values
         out = out.reshape(c.heads, n, c.head_dim).transpose(0, 1).reshape(n, -1)
-        return product(out, layer.o), stored
+        return layer.o.product(out), stored

@@ -11,7 +11,8 @@ from tinygrad import Tensor, dtypes
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, TensorInfo
-from engine.formats.quantization import FLOATS, QUANTIZED, Matrix
+from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.model.config import ModelConfig
 
 
@@ -22,10 +23,10 @@ class Weights:
         self.file, self.config = file, config
         self._report, self._bytes_read = report, 0
 
-    def matrix(self, name: str, rows: int, cols: int) -> Matrix:
+    def matrix(self, name: str, rows: int, cols: int) -> QuantizedMatrix:
         """The matrix `name` (rows, cols), repacked on the device. Raises ModelFileError."""
         raw, ggml_type = self.stored(name, rows, cols)
-        return Matrix(raw, ggml_type, rows, cols).realize()
+        return QuantizedMatrix(raw, ggml_type, rows, cols).realize()
 
     def type_of(self, name: str) -> int | None:
         """The ggml type of a tensor, None where the file has none of that name."""

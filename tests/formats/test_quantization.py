@@ -6,7 +6,8 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from tinygrad import Tensor
 
-from engine.formats.quantization import FLOATS, QUANTIZED, Matrix
+from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.kernels.quantized_matrix import QuantizedMatrix
 
 TYPES = [*FLOATS, *QUANTIZED]
 
@@ -27,16 +28,12 @@ def random_blocks(kind: Type, rows: int, cols: int) -> np.ndarray:
     return data.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("lanes", [1, 16])
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
-def test_weights_are_those_of_the_file(kind: int, lanes: int) -> None:
-    rows, cols = (
-        40,
-        512 if gguf.GGML_QUANT_SIZES[Type(kind)][0] == 256 else 96,
-    )  # neither whole lanes nor planes
+def test_weights_are_those_of_the_file(kind: int) -> None:
+    rows, cols = 40, 512 if gguf.GGML_QUANT_SIZES[Type(kind)][0] == 256 else 96  # no whole plane bytes
     blocks = random_blocks(Type(kind), rows, cols)
     wanted = gguf.dequantize(blocks, Type(kind)).reshape(rows, cols)
-    matrix = Matrix(Tensor(blocks.reshape(-1)), kind, rows, cols, lanes).realize()
+    matrix = QuantizedMatrix(Tensor(blocks.reshape(-1)), kind, rows, cols).realize()
     np.testing.assert_array_equal(matrix.dequantize().numpy(), wanted)
     ids = np.array([3, 39, 17, 3], np.int32)
     np.testing.assert_array_equal(matrix.take(Tensor(ids)).numpy(), wanted[ids])
@@ -45,5 +42,6 @@ def test_weights_are_those_of_the_file(kind: int, lanes: int) -> None:
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: Type(kind).name)
 def test_bytes_on_the_device_are_the_files(kind: int) -> None:
     blocks = random_blocks(Type(kind), 32, 1024)
-    matrix = Matrix(Tensor(blocks.reshape(-1)), kind, 32, 1024, 16).realize()
-    assert blocks.nbytes <= matrix.n_bytes <= 1.03 * blocks.nbytes
+    matrix = QuantizedMatrix(Tensor(blocks.reshape(-1)), kind, 32, 1024).realize()
+    n_bytes = sum(plane.nbytes() for plane in matrix.planes.values())
+    assert blocks.nbytes <= n_bytes <= 1.03 * blocks.nbytes

@@ -1,0 +1,107 @@
+"""A quantized matrix in tensor graphs, which tinygrad schedules and compiles: for devices without kernels of our own.
+
+The integers q of a quantized type (see `engine.formats.quantization`) are split into bit planes, 6 bits = 4 + 2, so
+that every load is aligned. A byte of a plane holds the same bits of elements that lie `SPREAD` apart. Bytes per
+weight are the file's; Q4_K and Q5_K take 4 bytes more a block of 256 (their 6-bit scales become bytes), 2.8 % and
+2.3 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tinygrad import Tensor, dtypes
+
+from engine.formats.quantization import FLOATS, QUANTIZED
+
+SPREAD = 16
+
+
+class QuantizedMatrix:
+    """A weight matrix (rows, cols) that stays quantized on the device.
+
+    Columns are padded with zeros to whole blocks and whole plane bytes. With C = padded_cols the planes are
+
+    - `q0`, `q1`  uint8 (rows, C * b / 8 / SPREAD, SPREAD), b = format.bits[0] and format.bits[1]
+    - `d`, `m`  float16 (rows, C / block); `scale`, `minimum`  int8 or uint8 (rows, C / group)
+
+    A float matrix has one plane: `w` float32, float16 or bfloat16 (rows, cols).
+    """
+
+    def __init__(self, raw: Tensor, ggml_type: int, rows: int, cols: int) -> None:
+        """`raw`: the matrix as the file holds it, uint8 (bytes,). Lazy until `realize`."""
+        self.format = QUANTIZED.get(ggml_type)
+        self.rows, self.cols = rows, cols
+        self.planes: dict[str, Tensor] = {}
+        if self.format is None:
+            self.planes["w"] = raw.bitcast(FLOATS[ggml_type]).reshape(rows, cols)
+            return
+        step = max(SPREAD * 8 // min(self.format.bits), self.format.block)
+        self._padded_cols = -(-cols // step) * step
+        fields = self.format.fields(raw.reshape(-1, self.format.block_bytes))
+        q = self._padded(fields.q)
+        for i, (shift, b) in enumerate(self._bit_planes()):
+            part = ((q >> shift) & (2**b - 1)).reshape(rows, -1, 8 // b, SPREAD)
+            self.planes[f"q{i}"] = sum(
+                (part[:, :, k] << (k * b) for k in range(1, 8 // b)), start=part[:, :, 0]
+            )
+        for name in self.format.scales:
+            self.planes[name] = self._padded(getattr(fields, name))
+
+    def _bit_planes(self) -> list[tuple[int, int]]:
+        """(lowest bit, bits) of each bit plane."""
+        bits = self.format.bits if self.format else ()
+        return [(sum(bits[:i]), b) for i, b in enumerate(bits)]
+
+    def _padded(self, values: Tensor) -> Tensor:
+        """Values of all rows in file order -> (rows, values of a padded row)."""
+        rowwise = values.reshape(self.rows, -1)
+        n = int(rowwise.shape[1])
+        return rowwise.pad(((0, 0), (0, n * self._padded_cols // self.cols - n)))
+
+    def realize(self) -> QuantizedMatrix:
+        """Repacks on the device, one kernel a plane."""
+        for name, plane in self.planes.items():
+            self.planes[name] = plane.contiguous()
+        Tensor.realize(*self.planes.values())
+        return self
+
+    def dequantize(self) -> Tensor:
+        """The weights, float32 (rows, cols): lazy, so that a consumer's kernel reads the planes."""
+        return self._weights(self.planes)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """Rows `ids` (int, (n,)) dequantized: float32 (n, cols)."""
+        return self._weights({name: plane[ids] for name, plane in self.planes.items()})
+
+    def product(self, x: Tensor) -> Tensor:
+        """x (n, cols) float32 times the matrix's transpose: (n, rows) float32."""
+        return (x @ self.dequantize().transpose()).contiguous()
+
+    def _weights(self, planes: Mapping[str, Tensor]) -> Tensor:
+        """Planes of n rows -> float32 (n, cols)."""
+        if (format := self.format) is None:
+            w = planes["w"]
+            if w.dtype == dtypes.bfloat16:  # not every backend computes with it; it is a float32's upper half
+                w = (w.bitcast(dtypes.uint16).cast(dtypes.uint32) << 16).bitcast(dtypes.float32)
+            return w.cast(dtypes.float32)
+        n = planes["d"].shape[0]
+        q: Tensor | None = None
+        for i, (low, b) in enumerate(self._bit_planes()):
+            shift = (Tensor.arange(8 // b).reshape(1, 1, -1, 1) * b).cast(dtypes.uint8)
+            part = ((planes[f"q{i}"].unsqueeze(2) >> shift) & (2**b - 1)).reshape(n, -1)
+            q = part if q is None else q | (part << low)
+        assert q is not None
+
+        def spread_over(name: str, elements: int) -> Tensor:
+            plane = planes[name].cast(dtypes.float32)
+            return plane.unsqueeze(2).expand(n, -1, elements).reshape(n, -1)
+
+        scale = spread_over("d", format.block)
+        if "scale" in planes:
+            scale = scale * spread_over("scale", format.group)
+        w = (q.cast(dtypes.float32) - format.offset) * scale
+        if "m" in planes:
+            m = spread_over("m", format.block)
+            w = w - (m * spread_over("minimum", format.group) if "minimum" in planes else m)
+        return w[:, : self.cols]
