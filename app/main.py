@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypedDict, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from app.cli import options
 from engine.errors import OrinError, UsageError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from app.chat.history import History
+    from app.chat.session import ChatOptions
     from app.chat.settings import Settings
     from engine.client import Engine
     from engine.events import EngineOptions, Sampling
@@ -171,6 +172,7 @@ def _answer(given: Namespace, engine_options: EngineOptions | None, make: Make, 
 
 def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make, sampling: Sampling) -> int:
     from app.chat.history import History
+    from app.chat.session import ChatOptions
 
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not terminal and not given.plain:
@@ -183,16 +185,13 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
         )
     history = History.open()
     try:
-        chat = _ChatArguments(
-            sampling=sampling,
-            system=given.system,
-            max_tokens=given.max_tokens,
-            think=not given.no_think,
-            chat_id=_past_chat(given, history),
+        chat_id = _past_chat(given, history)
+        chat = ChatOptions(
+            sampling=sampling, system=given.system, max_tokens=given.max_tokens, think=not given.no_think
         )
         engine = make(engine_options)
         if in_lines:
-            return _converse_in_lines(engine, history, terminal, chat)
+            return _converse_in_lines(engine, history, terminal, chat_id, chat)
         from app.chat.settings import remember, remembered
         from app.screens.chat_app import ChatApp
         from app.screens.engine_setup import EngineSetup
@@ -211,7 +210,7 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
             )
             if given.compare:
                 engine = setup.compare(engine)
-        app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), **chat)
+        app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), chat_id=chat_id, **chat)
         app.run()
         remember("theme", app.theme)
         return app.return_code or 0
@@ -219,37 +218,33 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
         history.close()
 
 
-class _ChatArguments(TypedDict):
-    """What both kinds of chat take."""
-
-    sampling: Sampling
-    system: str
-    max_tokens: int | None
-    think: bool
-    chat_id: int | None
-
-
 def _past_chat(given: Namespace, history: History) -> int | None:
-    """The id of the chat to go on with, None for a new one. Raises UsageError where there is no such chat."""
+    """The id of the chat to continue, None for a new one. Raises UsageError if there is no such chat."""
+    from app.chat.conversation import require_chat
+
     chat_id: int | None = given.chat
     if given.resume:
         recent = history.chats(limit=1)
         if not recent:
             raise UsageError("There is no chat to go on with.", "Leave --continue away to start one.")
         chat_id = recent[0].id
-    if chat_id is not None and not history.messages(chat_id):
-        raise UsageError(f"There is no chat {chat_id}.", "--plain lists them: /chats.")
+    if chat_id is not None:
+        require_chat(history, chat_id)
     return chat_id
 
 
-def _converse_in_lines(engine: Engine, history: History, terminal: bool, chat: _ChatArguments) -> int:
+def _converse_in_lines(
+    engine: Engine, history: History, terminal: bool, chat_id: int | None, chat: ChatOptions
+) -> int:
     import asyncio
 
     from app.lines.line_chat import LineChat, words
     from app.lines.line_input import FileLines, TerminalLines
 
     lines = TerminalLines(history.prompts(), words()) if terminal else FileLines(sys.stdin, sys.stdout)
-    return asyncio.run(LineChat(engine, history, lines, sys.stdout, sys.stderr, **chat).run())
+    return asyncio.run(
+        LineChat(engine, history, lines, sys.stdout, sys.stderr, chat_id=chat_id, **chat).run()
+    )
 
 
 def _tokenize(arguments: Sequence[str]) -> int:

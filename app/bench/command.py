@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 from rich.console import Console
@@ -22,7 +21,7 @@ from app.bench.runner import Bench, Case
 from app.chat.settings import Settings
 from app.chat.speed_history import LEAST_TOKENS, note
 from app.cli import options
-from app.cli.oneshot import on_signals
+from app.cli.signals import run_until_signal
 from engine.errors import UsageError
 from engine.events import EngineOptions, Failed
 from engine.formats.gguf import GGUF, StringArray
@@ -178,27 +177,15 @@ def _measure(
     progress.update(task, total=bench.steps)
     try:
         with progress:
-            asyncio.run(_until_terminated(bench.run()))
-    except asyncio.CancelledError:
-        sys.exit(128 + signal.SIGTERM)
-    finally:  # also what was measured before it was interrupted
+            code = asyncio.run(run_until_signal(bench.run(), signal.SIGTERM))
+    finally:  # keeps what was measured before an interruption, too
         found = bench.results()
         results += found
         if preset in (given.preset or ()):
             _note_evidence(found)
+    if code:
+        sys.exit(code)
     return [subject.failed for subject in bench.subjects if subject.failed]
-
-
-async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
-    """Does `work`; SIGTERM cancels it."""
-    task = asyncio.current_task()
-    assert task
-
-    def terminate(_: int) -> None:
-        task.cancel()
-
-    with on_signals(terminate, signal.SIGTERM):
-        await work
 
 
 def _busy() -> str:

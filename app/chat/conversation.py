@@ -6,9 +6,16 @@ import contextlib
 
 from app.chat.history import UNTITLED, History, HistoryError
 from app.chat.turn import Turn
+from engine.errors import UsageError
 from engine.events import Message
 
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"
+
+
+def require_chat(history: History, chat_id: int) -> None:
+    """Raises UsageError if `history` has no such chat, HistoryError if it cannot be read."""
+    if not history.messages(chat_id):
+        raise UsageError(f"There is no chat {chat_id}.", "--plain lists them: /chats.")
 
 
 class Conversation:

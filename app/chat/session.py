@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from app.chat.conversation import Conversation
 from app.chat.history import History, HistoryError
@@ -68,6 +68,15 @@ class Candidate:
         return ", ".join(filter(None, [f"{self.name} answers now", self.found.words]))
 
 
+class ChatOptions(TypedDict, total=False):
+    """What a chat begins with; all of it may be changed later."""
+
+    sampling: Sampling
+    system: str
+    max_tokens: int | None
+    think: bool
+
+
 class Session:
     """One engine, one conversation at a time. The engine does one thing at a time; a prompt that comes
     meanwhile waits in `queued`. `spawn` runs a coroutine beside all else, and reports what it raises."""
@@ -79,10 +88,10 @@ class Session:
         view: View,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        sampling: Sampling,
-        system: str,
-        max_tokens: int | None,
-        think: bool,
+        sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+        system: str = "",
+        max_tokens: int | None = None,
+        think: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
@@ -349,7 +358,8 @@ class Session:
         elif replaced is not None:
             self.conversation.add(replaced)
             await self.view.added(replaced)
-            self.view.notice(f"{self._note(end) or EMPTY}; the earlier reply stays", warning=True)
+            reason, *_ = self._reason(end) or (EMPTY,)
+            self.view.notice(f"{reason}; the earlier reply stays", warning=True)
         else:
             turn.finished = turn.finished or isinstance(end, Finished)
             empty = f"{EMPTY} · Ctrl+R tries again" if turn.role == "user" else NOTHING_TO_ADD
@@ -361,20 +371,24 @@ class Session:
         await self._next(end if isinstance(end, Failed) else None)
 
     def _note(self, end: Finished | Failed) -> str:
-        """One line about how a reply ended; "" where there is nothing to say."""
+        """One line about how a reply ended and which key helps; "" if it came to its own end."""
+        return " · ".join(self._reason(end))
+
+    def _reason(self, end: Finished | Failed) -> tuple[str, str] | tuple[()]:
+        """Why a reply is not complete, and which key helps; empty if it came to its own end."""
         if isinstance(end, Failed):
             key = "Ctrl+N starts a new chat" if end.kind == "context" else "Ctrl+R tries again"
-            return f"{WARNING} {_sentence(end)} · {key}"
+            return f"{WARNING} {_sentence(end)}", key
         if end.reason == "cancelled":
-            return "stopped · Ctrl+G goes on"
+            return "stopped", "Ctrl+G goes on"
         if end.reason == "length":
             if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
-                return f"stopped at {end.predicted_n:,} tokens, as asked · Ctrl+G goes on"
+                return f"stopped at {end.predicted_n:,} tokens, as asked", "Ctrl+G goes on"
             length = self.status.snapshot().context_length
             if not length or end.context_used < length - 1:  # a server's own limit; some leave one token free
-                return f"cut at {end.predicted_n:,} tokens · Ctrl+G goes on"
-            return f"{WARNING} The context of {length:,} tokens is full · Ctrl+N starts a new chat"
-        return ""
+                return f"cut at {end.predicted_n:,} tokens", "Ctrl+G goes on"
+            return f"{WARNING} The context of {length:,} tokens is full", "Ctrl+N starts a new chat"
+        return ()
 
 
 def _lacks_memory(event: Event) -> bool:

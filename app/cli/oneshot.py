@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, TextIO
 
 import msgspec
 
 from app.cli.progress import StatusLine, describe, figures
+from app.cli.signals import run_until_signal
 from engine.client import Engine
 from engine.events import Event, Failed, Finished, Generate, Ready, Thinking, Token
 from widgets.text import clean, one_line
@@ -25,52 +24,23 @@ async def run(engine: Engine, request: Generate, output: Output) -> int:
     """Starts `engine`, has it answer `request`, shows every event, closes it, and returns the exit code.
 
     SIGINT and SIGTERM stop the answer. What writing to `output` raises (BrokenPipeError) is passed on."""
-    task = asyncio.current_task()
-    assert task is not None
-    code, answering = 0, False
-    stopping: asyncio.Future[None] | None = None
-
-    def interrupt(number: int) -> None:
-        nonlocal code, stopping
-        code = 128 + number
-        if answering:
-            stopping = asyncio.ensure_future(engine.stop())
-        else:
-            task.cancel()
-
+    signals = signal.SIGINT, signal.SIGTERM
     try:
-        with on_signals(interrupt, signal.SIGINT, signal.SIGTERM):
-            async for event in engine.start():
-                output.show(event)
-                if isinstance(event, Failed):
-                    return event.exit_code
-            answering = True
-            async for event in engine.generate(request):
-                output.show(event)
-                if isinstance(event, Failed):
-                    return code or event.exit_code
-    except asyncio.CancelledError:
-        if not code:
-            raise
-        task.uncancel()
+        if code := await run_until_signal(follow(engine.start(), output.show), *signals):
+            return code
+        answer = follow(engine.generate(request), output.show)
+        return await run_until_signal(answer, *signals, stop=engine.stop)
     finally:
-        if stopping:
-            await stopping
         await engine.close()
-    return code
 
 
-@contextlib.contextmanager
-def on_signals(handle: Callable[[int], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Calls `handle` with the number of each of these signals that arrives, from the event loop."""
-    loop = asyncio.get_running_loop()
-    for number in numbers:
-        loop.add_signal_handler(number, handle, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+async def follow(events: AsyncIterator[Event], show: Callable[[Event], None]) -> int:
+    """Shows each event of an engine. Returns the exit code: 0, or that of the failure that ends the events."""
+    async for event in events:
+        show(event)
+        if isinstance(event, Failed):
+            return event.exit_code
+    return 0
 
 
 class TextOutput:
@@ -113,6 +83,7 @@ class TextOutput:
 
     def say(self, *sentences: str) -> None:
         """One line on `messages`, whatever the sentences hold."""
+        self._status.clear()
         print("orin-chat:", *(one_line(sentence) for sentence in sentences if sentence), file=self._messages)
 
     def _write(self, text: str) -> None:

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from app.chat.settings import Settings
 from app.cli import options
-from app.cli.oneshot import on_signals
+from app.cli.oneshot import follow
 from app.cli.progress import describe
+from app.cli.signals import run_until_signal
 from engine.client import Engine, LocalEngine
 from engine.events import EngineOptions, Event, Failed, Ready, Search, Warming
 from widgets.text import one_line
@@ -70,29 +71,12 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
 
 async def _search(engine: Engine, board: _Board) -> int:
-    """The exit code: the engine's start is the search."""
-    task = asyncio.current_task()
-    assert task
-    code = 0
-
-    def interrupt(number: int) -> None:
-        nonlocal code
-        code = 128 + number
-        task.cancel()
-
+    """Starts `engine`, which is the search, and returns the exit code."""
     try:
-        with board, on_signals(interrupt, signal.SIGINT, signal.SIGTERM):
-            async for event in engine.start():
-                board.show(event)
-                if isinstance(event, Failed):
-                    return event.exit_code
-    except asyncio.CancelledError:
-        if not code:
-            raise
-        task.uncancel()
+        with board:
+            return await run_until_signal(follow(engine.start(), board.show), signal.SIGINT, signal.SIGTERM)
     finally:
         await engine.close()
-    return code
 
 
 class _Board:

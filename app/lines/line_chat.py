@@ -6,28 +6,31 @@ A method of `LineChat` named `do_NAME` is the command /NAME; its docstring is it
 from __future__ import annotations
 
 import asyncio
-import itertools
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol, TextIO
+from typing import Annotated, Any, Protocol, TextIO, Unpack
 
 import msgspec
+from msgspec.structs import replace
 
-from app.chat.conversation import Conversation
+from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_new
 from app.chat.history import History, HistoryError
+from app.chat.session import ChatOptions, Session
 from app.chat.settings import check_sampling
 from app.chat.turn import Turn
-from app.cli.oneshot import TextOutput, on_signals
+from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
+from app.cli.signals import run_until_signal
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
-from engine.events import Chat, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
+from engine.events import Event, Failed, Finished, Ready, Sampling, Token
 from widgets.text import clean, one_line
 
-SAVE_EVERY_S = 1.0
+SAVE_S = 1.0
+"""A reply is saved this often while it grows."""
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -51,7 +54,7 @@ def words() -> dict[str, Sequence[str]]:
 
 
 class LineChat:
-    """One conversation in line mode, read from `lines`. `chat_id` goes on with a chat of `history`."""
+    """Shows a session line by line: it is the session's `View`."""
 
     def __init__(
         self,
@@ -61,58 +64,41 @@ class LineChat:
         out: TextIO,
         messages: TextIO,
         *,
-        sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
-        system: str = "",
-        max_tokens: int | None = None,
-        think: bool = True,
         chat_id: int | None = None,
+        **options: Unpack[ChatOptions],
     ) -> None:
-        """`out` shows the chat, `messages` what went wrong. Raises UsageError when there is no such chat."""
-        self.engine = engine
-        self.history = history
-        self.sampling = sampling
-        self.system = system
-        self.max_tokens = max_tokens
-        self.think = think
-        self.conversation = Conversation(history, system)
+        """Reads messages and commands from `lines`. Writes the chat to `out`, and progress and failures to
+        `messages`. `chat_id` continues a chat of `history`."""
+        self.session = Session(engine, history, self, spawn=self._spawn, **options)
+        self.session.watch = self._observe
         self._lines = lines
         self._out = out
         self._output = TextOutput(out, messages)
+        self._past_chat = chat_id
         self._draft = ""  # what the next line begins with
+        self._tasks: list[asyncio.Task[None]] = []  # of the session
         self._ready: Ready | None = None
-        self._last: Finished | None = None
-        self._problem: HistoryError | None = history.problem
-        self._request_ids = itertools.count(1)
-        if chat_id is not None:
-            self._open(chat_id)
+        self._end: Finished | None = None  # of the last reply
+        self._failure: Failed | None = None
+        self._problem: HistoryError | None = None
+        self._next_save = 0.0
 
     async def run(self) -> int:
-        """Chats until the user leaves, and returns the exit code."""
-        task = asyncio.current_task()
-        assert task is not None
-        code = 0
-
-        def terminate(number: int) -> None:
-            nonlocal code
-            code = 128 + number
-            task.cancel()
-
+        """Chats until the user leaves or SIGTERM comes, and returns the exit code. Raises UsageError if there is
+        no chat with the id that it was given."""
         try:
-            with on_signals(terminate, signal.SIGTERM):
-                code = await self._run()
-        except asyncio.CancelledError:
-            if not code:
-                raise
-            task.uncancel()
+            return await run_until_signal(self._run(), signal.SIGTERM)
         finally:
-            await self.engine.close()
-        return code
+            await self.session.close()
 
     async def _run(self) -> int:
-        if self._problem:
-            self._output.say(self._problem.message, self._problem.hint)
-        if failure := await self._start():
-            return failure.exit_code
+        self.problem_changed(self.session.history.problem)
+        if self._past_chat is not None:
+            await self._open(self._past_chat)
+        self.session.start()
+        await self._finish_tasks()
+        if self._failure:
+            return self._failure.exit_code
         self._print("/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends the chat.")
         while True:
             draft, self._draft = self._draft, ""
@@ -126,7 +112,7 @@ class LineChat:
                 self._output.say(error.message, error.hint)
 
     async def _take(self, text: str) -> None:
-        """Does what a line asks: a command, or a message to the model."""
+        """Obeys a command, or sends a message to the model and waits for the reply."""
         if text.startswith("/"):
             name, _, argument = text[1:].partition(" ")
             if name not in commands():
@@ -136,71 +122,70 @@ class LineChat:
                 )
             await getattr(self, f"do_{name}")(argument.strip())
         elif text.strip():
-            self.conversation.add(Turn(role="user", content=text.strip()))
-            self._save()
-            await self._answer()
+            await self.session.send(text.strip())
+            await self._finish_reply()
 
-    # --- answering --------------------------------------------------------------------------------------
+    # --- the session ------------------------------------------------------------------------------------
 
-    async def _start(self) -> Failed | None:
-        """Starts the engine and says what it is. Returns why it did not start, which has been shown."""
-        async for event in self.engine.start():
-            self._output.show(event)
-            if isinstance(event, Failed):
-                return event
-            if isinstance(event, Ready):
-                self._ready = event
-                self._print(describe(event))
-        return None
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.ensure_future(work))
 
-    async def _answer(self) -> None:
-        """Answers the last turn, which is the user's; starts the engine first where it has died."""
-        stops: list[asyncio.Future[None]] = []
+    async def _finish_tasks(self) -> None:
+        while self._tasks:
+            await self._tasks.pop()
 
-        def stop(_: int) -> None:
-            stops.append(asyncio.ensure_future(self.engine.stop() if self._ready else self.engine.close()))
-
-        with on_signals(stop, signal.SIGINT):
-            if self._ready or not await self._start():
-                await self._stream()
-        await asyncio.gather(*stops)
-
-    async def _stream(self) -> None:
-        """Has the engine answer; the reply is saved while it grows."""
-        request = Generate(
-            request_id=next(self._request_ids),
-            prompt=Chat(messages=self.conversation.messages(), think=self.think),
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-        )
-        reply = Turn(role="assistant", finished=False)
-        next_save = 0.0
+    async def _finish_reply(self) -> None:
+        """Waits for the reply. Ctrl-C stops it."""
         try:
-            async for event in self.engine.generate(request):
-                self._output.show(event)
-                if isinstance(event, Token):
-                    if reply not in self.conversation.turns:
-                        self.conversation.add(reply)
-                    if isinstance(event, Thinking):
-                        reply.thinking += event.text
-                    else:
-                        reply.content += event.text
-                    if time.monotonic() > next_save:
-                        self._save()
-                        next_save = time.monotonic() + SAVE_EVERY_S
-                elif isinstance(event, Finished):
-                    reply.finished, self._last = True, event
-                    self._print(f"[{self._figures(event)}]")
-                elif isinstance(event, Failed) and event.request_id is None:
-                    self._ready = None  # the engine is gone
-                    self._output.say("The next message starts the engine again.")
+            await run_until_signal(self._finish_tasks(), signal.SIGINT, stop=self.session.stop)
         finally:
-            self._save()
+            self.session.save()  # SIGTERM may have cut the reply
 
-    def _save(self) -> None:
-        """Writes the conversation to the history; what keeps it from that is said once."""
-        self.conversation.save(self._ready.model.name if self._ready else "")
-        problem = self.conversation.problem
+    def _observe(self, event: Event) -> None:
+        """Shows an event of the engine, and saves a reply while it grows."""
+        match event:
+            case Ready():
+                self._ready = event
+                answering = self.session.is_answering  # else `notice` gets the warnings
+                self._output.show(event if answering else replace(event, warnings=()))
+                self._print(describe(event))
+            case Failed() if not self.session.is_answering:
+                self._failure = event  # `notice` gets its sentences
+            case _:
+                self._output.show(event)
+        if isinstance(event, Finished):
+            self._end = event
+            self._print(f"[{self._figures(event)}]")
+        elif isinstance(event, Failed) and event.request_id is None and self.session.is_answering:
+            self._output.say("The next message starts the engine again.")
+        elif isinstance(event, Token) and time.monotonic() > self._next_save:
+            self.session.save()
+            self._next_save = time.monotonic() + SAVE_S
+
+    async def added(self, turn: Turn) -> None:
+        """The user has typed it, or `_observe` shows it."""
+
+    async def changed(self, turn: Turn) -> None:
+        """`_observe` has shown how the reply ended."""
+
+    async def cut(self, index: int) -> None:
+        """Lines that are printed stay."""
+
+    async def opened(self) -> None:
+        for turn in self.session.conversation.turns:
+            self._print(f"> {turn.content}" if turn.role == "user" else turn.content)
+
+    def queue_changed(self) -> None:
+        """Nothing waits: a message is read when the reply before it has ended."""
+
+    def give_back(self, text: str) -> None:
+        self._draft = text
+
+    def notice(self, text: str, *, warning: bool = False) -> None:
+        if text:
+            self._output.say(text)
+
+    def problem_changed(self, problem: HistoryError | None) -> None:
         if problem and not self._problem:
             self._output.say(problem.message, problem.hint)
         self._problem = problem
@@ -209,22 +194,16 @@ class LineChat:
         length = self._ready.context_length if self._ready else 0
         return f"{figures(end)}, context {end.context_used} of {length}" if length else figures(end)
 
-    def _open(self, chat_id: int) -> None:
-        conversation = Conversation(self.history, chat_id=chat_id)
-        if not conversation.turns:
-            raise UsageError(f"There is no chat {chat_id}.", "--plain lists them: /chats.")
-        self.conversation = conversation
-        for turn in conversation.turns:
-            self._print(f"> {turn.content}" if turn.role == "user" else turn.content)
+    async def _open(self, chat_id: int) -> None:
+        require_chat(self.session.history, chat_id)
+        await self.session.open(chat_id)
 
-    def _cut_after_last_prompt(self, *, with_it: bool) -> str:
-        """Takes away what follows the last prompt, and that too if so asked; returns the prompt."""
-        index = self.conversation.prompt_before()
+    def _last_prompt(self) -> int:
+        """Its index. Raises UsageError without one."""
+        index = self.session.conversation.prompt_before()
         if index is None:
             raise UsageError("There is no message yet.")
-        prompt = self.conversation.turns[index].content
-        self.conversation.cut(index + (not with_it))
-        return prompt
+        return index
 
     def _print(self, text: str) -> None:
         print(clean(text), file=self._out, flush=True)
@@ -239,12 +218,12 @@ class LineChat:
 
     async def do_new(self, _: str) -> None:
         """start a new chat"""
-        self.conversation = Conversation(self.history, self.system)
+        await self.session.open(None)
         self._print("A new chat.")
 
     async def do_chats(self, words: str) -> None:
         """[WORDS]: past chats, or those that hold these words"""
-        chats = self.history.chats(limit=20, query=words)
+        chats = self.session.history.chats(limit=20, query=words)
         if not chats:
             self._print("No message has these words." if words else "No chats yet.")
         for chat in chats:
@@ -255,16 +234,17 @@ class LineChat:
         """NUMBER: go on with a past chat"""
         if not (number.isascii() and number.isdigit()):
             raise UsageError("/open is followed by the number of a chat.", "/chats lists them.")
-        self._open(int(number))
+        await self._open(int(number))
 
     async def do_regenerate(self, _: str) -> None:
         """answer the last message again"""
-        self._cut_after_last_prompt(with_it=False)
-        await self._answer()
+        self._last_prompt()
+        await self.session.regenerate()
+        await self._finish_reply()
 
     async def do_edit(self, _: str) -> None:
         """change the last message and send it again"""
-        self._draft = self._cut_after_last_prompt(with_it=True)
+        self._draft = self.session.conversation.cut(self._last_prompt())[0].content
 
     async def do_save(self, name: str) -> None:
         """FILE: write the chat as Markdown"""
@@ -272,7 +252,8 @@ class LineChat:
             raise UsageError("/save is followed by the name of a file.")
         path = Path(name).expanduser()
         model = self._ready.model.name if self._ready else ""
-        text = to_markdown(self.conversation.title, model, self.conversation.all_messages())
+        conversation = self.session.conversation
+        text = to_markdown(conversation.title, model, conversation.all_messages())
         try:
             write_new(path, text)
         except FileExistsError:
@@ -283,24 +264,25 @@ class LineChat:
 
     async def do_model(self, _: str) -> None:
         """what is answering"""
-        self._print(describe(self._ready) if self._ready else "The engine is not running.")
+        runs = self._ready is not None and self.session.status.is_ready
+        self._print(describe(self._ready) if self._ready and runs else "The engine is not running.")
 
     async def do_stats(self, _: str) -> None:
         """figures of the last reply"""
-        self._print(self._figures(self._last) if self._last else "There is no reply yet.")
+        self._print(self._figures(self._end) if self._end else "There is no reply yet.")
 
     async def do_system(self, text: str) -> None:
         """[TEXT]: show the system prompt, or start a new chat under this one ("none": without)"""
         if text:
-            self.system = "" if text == "none" else text
+            self.session.system = "" if text == "none" else text
             await self.do_new("")
-        self._print(f"System prompt: {self.conversation.system or 'none'}")
+        self._print(f"System prompt: {self.session.conversation.system or 'none'}")
 
     async def do_think(self, choice: str) -> None:
         """on|off: whether a thinking model should think"""
         if choice not in ("on", "off"):
             raise UsageError("/think is followed by on or off.")
-        self.think = choice == "on"
+        self.session.think = choice == "on"
 
     async def do_set(self, argument: str) -> None:
         """[NAME VALUE]: show the sampling options, or change one ("none": without)"""
@@ -308,7 +290,7 @@ class LineChat:
             name, _, value = argument.partition(" ")
             self._set(name.replace("-", "_"), value.strip())
         for name in SETTABLE:
-            chosen = self.max_tokens if name == "max_tokens" else getattr(self.sampling, name)
+            chosen = getattr(self.session if name == "max_tokens" else self.session.sampling, name)
             self._print(f"  {name} {'none' if chosen is None else chosen}")
 
     def _set(self, name: str, text: str) -> None:
@@ -317,12 +299,12 @@ class LineChat:
         value = "null" if text == "none" else text
         try:
             if name == "max_tokens":
-                self.max_tokens = msgspec.convert(value, _Positive | None, strict=False)
+                self.session.max_tokens = msgspec.convert(value, _Positive | None, strict=False)
             else:
-                fields = msgspec.structs.asdict(self.sampling) | {name: value}
+                fields = msgspec.structs.asdict(self.session.sampling) | {name: value}
                 changed = msgspec.convert(fields, Sampling, strict=False)
                 check_sampling(changed)
-                self.sampling = changed
+                self.session.sampling = changed
         except msgspec.ValidationError:
             raise UsageError(f"{text!r} is no value for {name}.") from None
 

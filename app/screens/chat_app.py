@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Unpack
 
 from textual import on, work
 from textual.app import App, ComposeResult, SystemCommand
@@ -21,7 +22,7 @@ from textual.widget import Widget
 
 from app.chat.export import ExportError, to_markdown, write_new_file
 from app.chat.history import History, HistoryError
-from app.chat.session import Session
+from app.chat.session import ChatOptions, Session
 from app.screens.actions import ACTIONS, key_label
 from app.screens.chat_column import TINY_WIDTH, ChatColumn
 from app.screens.chats import ChatsScreen
@@ -33,7 +34,7 @@ from app.screens.help import HelpScreen
 from app.screens.switching import Switching
 from app.screens.system_prompt import SystemScreen
 from engine.client import Engine
-from engine.events import Counter, Sampling
+from engine.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
 from widgets.reply_markdown import code_blocks
@@ -63,9 +64,9 @@ one: not before and not long after, but within MAX_TYPING_FRAME_S."""
 class ChatApp(App[None]):
     """A conversation with an engine, saved in a history.
 
-    `chat_id` opens a past chat, `initial_prompt` is sent as soon as the engine is ready, `think` asks a model
-    that can think to do so. `theme` is one of Textual's; others are passed over. `clock` gives the seconds for
-    whatever is timed on the screen. The engine is started when the application is, and closed with it.
+    `chat_id` opens a past chat, `initial_prompt` is sent as soon as the engine is ready. `theme` is one of
+    Textual's; others are passed over. `clock` gives the seconds for whatever is timed on the screen. The engine is
+    started when the application is, and closed with it.
     """
 
     TITLE = "orin-chat"
@@ -106,16 +107,13 @@ class ChatApp(App[None]):
         engine: Engine,
         history: History,
         *,
-        sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
-        system: str = "",
-        max_tokens: int | None = None,
         chat_id: int | None = None,
         initial_prompt: str = "",
-        think: bool = True,
         theme: str = "",
         setup: EngineSetup | None = None,
         read_counters: Callable[[], tuple[Counter, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        **options: Unpack[ChatOptions],
     ) -> None:
         super().__init__()
         self.history = history
@@ -126,11 +124,8 @@ class ChatApp(App[None]):
             history,
             self.column,
             spawn=lambda work: self.run_worker(work, group="engine"),
-            sampling=sampling,
-            system=system,
-            max_tokens=max_tokens,
-            think=think,
             clock=clock,
+            **options,
         )
         self.column.attach(self.session)
         self.dashboard = Dashboard(self.session, setup, read_counters)

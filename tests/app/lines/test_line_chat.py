@@ -20,6 +20,7 @@ from app.lines.line_chat import LineChat, commands, words
 from app.lines.line_input import CommandCompleter, FileLines, TerminalLines
 from engine.errors import UsageError
 from tests import synthetic
+from tests.app.fake_engine import DIED, FakeEngine, reply
 
 
 class Script:
@@ -92,6 +93,14 @@ async def test_regenerate_replaces_the_reply(chat, history):
     assert contents(history) == [("user", "Is it?"), ("assistant", "Yes.\n")]
 
 
+async def test_the_reply_stays_where_another_one_fails(history):
+    out, messages = io.StringIO(), io.StringIO()
+    engine = FakeEngine(reply("First."), [DIED])
+    code = await LineChat(engine, history, Script("Is it?", "/regenerate"), out, messages).run()
+    assert code == 0 and "the earlier reply stays" in messages.getvalue()
+    assert contents(history) == [("user", "Is it?"), ("assistant", "First.")]
+
+
 async def test_edit_brings_the_message_back_and_replaces_it(chat, history):
     c = await chat("Is it?", "/edit", "Was it?")
     assert c.drafts[2] == "Is it?"
@@ -115,12 +124,17 @@ async def test_a_system_prompt_begins_a_new_chat(chat, history):
 
 async def test_set_changes_the_sampling_within_its_range(chat):
     c = await chat("/set temperature 0.25", "/set top-k 0", "/set seed 7", "/set max_tokens 9")
-    assert (c.sampling.temperature, c.sampling.top_k, c.sampling.seed, c.max_tokens) == (0.25, 0, 7, 9)
+    assert (
+        c.session.sampling.temperature,
+        c.session.sampling.top_k,
+        c.session.sampling.seed,
+        c.session.max_tokens,
+    ) == (0.25, 0, 7, 9)
     assert c.err == "" and "temperature 0.25" in c.out
     c = await chat("/set seed 7", "/set seed none", "/set max_tokens 9", "/set max_tokens none")
-    assert (c.sampling.seed, c.max_tokens, c.err) == (None, None, "")
+    assert (c.session.sampling.seed, c.session.max_tokens, c.err) == (None, None, "")
     c = await chat("/set temperature -1", "/set top-k x", "/set seed", "/set max_tokens 0", "/set heat 3")
-    assert c.sampling.temperature == 0.7 and c.max_tokens is None
+    assert c.session.sampling.temperature == 0.7 and c.session.max_tokens is None
     assert c.err.count("\n") == 5
 
 
