@@ -122,9 +122,9 @@ def _maker(given: Namespace) -> Make:
 
         url, key, model = given.engine, options.key(given), given.model or ""
         return lambda _: OpenAIEngine(url, api_key=key, model=model)
-    from app.chat.speed_history import recorded
+    from app.chat.speed_history import recording_engine
 
-    return cast(Make, recorded)
+    return cast(Make, recording_engine)
 
 
 def _settings() -> Settings:

@@ -17,7 +17,7 @@ from pathlib import Path
 from textual.pilot import Pilot
 
 from app.chat.history import History
-from app.chat.speed_history import recorded
+from app.chat.speed_history import recording_engine
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.events import Sampling
@@ -138,9 +138,13 @@ async def record(
 ) -> None:
     first = find(names[0])
     options = first.options(model, context)
-    setup = EngineSetup(options, names[0], context_length=context, make=recorded)
+    setup = EngineSetup(options, names[0], context_length=context, make=recording_engine)
     app = ChatApp(
-        recorded(options), History.open(), setup=setup, sampling=Sampling(temperature=0), max_tokens=tokens
+        recording_engine(options),
+        History.open(),
+        setup=setup,
+        sampling=Sampling(temperature=0),
+        max_tokens=tokens,
     )
     async with app.run_test(size=size) as pilot:
         app.prompt.cursor_blink = False

@@ -18,7 +18,7 @@ from textual.app import App
 from textual.pilot import Pilot
 
 from app.chat.history import History
-from app.chat.speed_history import recorded
+from app.chat.speed_history import recording_engine
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.events import EngineOptions, Sampling
@@ -58,7 +58,9 @@ async def picture_of_scene(name: str) -> str:
 async def picture_of_model(model: str, name: str, keys: tuple[str, ...]) -> str:
     scene, options = SCENES[name], EngineOptions(model_path=model)
     setup = EngineSetup(options)
-    app = ChatApp(recorded(options), History(":memory:"), setup=setup, sampling=Sampling(temperature=0))
+    app = ChatApp(
+        recording_engine(options), History(":memory:"), setup=setup, sampling=Sampling(temperature=0)
+    )
     if scene.theme:
         app.theme = scene.theme
     async with app.run_test(size=scene.size) as pilot:

@@ -22,16 +22,16 @@ class BarOption:
 
 @dataclass(frozen=True)
 class PresetBarData:
-    """`name` of the preset in use ("" for none); `evidence` its last measured speeds, in fewer and fewer words."""
+    """`name` of the preset in use ("" for none); `speeds` its last measured speeds, in fewer and fewer words."""
 
     name: str = ""
     backends: tuple[BarOption, ...] = ()
     beams: tuple[BarOption, ...] = ()
-    evidence: tuple[str, ...] = ()
+    speeds: tuple[str, ...] = ()
 
 
 class PresetBar(Widget):
-    """Two lines: the preset with its evidence, and what one key each switches."""
+    """Two lines: the preset with its speeds, and what one key each switches."""
 
     DEFAULT_CSS = """
     PresetBar.-absent { display: none; }
@@ -49,7 +49,7 @@ class PresetBar(Widget):
     def render(self) -> Content:
         data, width = self.data, self.size.width
         first = Content.styled(one_line(data.name) or "no preset", "bold $text")
-        phrasings = [f"  {one_line(said)}" for said in data.evidence]
+        phrasings = [f"  {one_line(said)}" for said in data.speeds]
         fitting = [said for said in phrasings if first.cell_length + len(said) <= width]
         first = first.append(Content.styled(next(iter(fitting or phrasings[-1:]), ""), "$foreground 65%"))
         second = _choices(self._keys[0], data.backends).append(Content("   "))

@@ -19,7 +19,7 @@ from app.bench import report
 from app.bench.report import OURS, PEER, Result
 from app.bench.runner import Bench, Case
 from app.chat.settings import Settings
-from app.chat.speed_history import LEAST_TOKENS, note
+from app.chat.speed_history import MIN_TOKENS, record_run
 from app.cli import options
 from app.cli.signals import run_until_signal
 from engine.errors import UsageError
@@ -182,7 +182,7 @@ def _measure(
         found = bench.results()
         results += found
         if preset in (given.preset or ()):
-            _note_evidence(found)
+            _record_speeds(found)
     if code:
         sys.exit(code)
     return [subject.failed for subject in bench.subjects if subject.failed]
@@ -199,13 +199,13 @@ def _busy() -> str:
     )
 
 
-def _note_evidence(results: Sequence[Result]) -> None:
+def _record_speeds(results: Sequence[Result]) -> None:
     """Keeps what a preset reached, for where presets are chosen."""
     ours = [r for r in results if r.engine == OURS and not r.n_depth]
-    decode = max((r for r in ours if r.n_gen >= LEAST_TOKENS), key=lambda r: r.n_gen, default=None)
-    prefill = max((r for r in ours if r.n_prompt >= LEAST_TOKENS), key=lambda r: r.n_prompt, default=None)
+    decode = max((r for r in ours if r.n_gen >= MIN_TOKENS), key=lambda r: r.n_gen, default=None)
+    prefill = max((r for r in ours if r.n_prompt >= MIN_TOKENS), key=lambda r: r.n_prompt, default=None)
     for tg, pp in zip_longest(decode.samples_ts if decode else (), prefill.samples_ts if prefill else ()):
-        note(Path(ours[0].model_filename), ours[0].preset, decode=tg, prefill=pp)
+        record_run(Path(ours[0].model_filename), ours[0].preset, decode=tg, prefill=pp)
 
 
 def _is_known(test: Case, model_path: str, earlier: Sequence[Result]) -> bool:

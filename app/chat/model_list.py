@@ -1,4 +1,4 @@
-"""The models there are: those on this machine, and those that are known by name."""
+"""Lists models: the files on this machine, and the names that can be downloaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.chat.speed_history import Use, uses
+from app.chat.speed_history import ModelRecord, model_records
 from engine.catalog import cache
 from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name
@@ -19,8 +19,8 @@ from engine.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Entry:
-    """A model. `path` None: it is known, but not here, and then `size_bytes`, `parameters` and
-    `context_length` are 0. `problem` says why a file cannot be used."""
+    """A model. Where `path` is None it is not on this machine, and `size_bytes`, `parameters` and `context_length`
+    (tokens) are 0. `problem` says why a file cannot be used, "" if it can. `record` None: not used here yet."""
 
     name: str
     source: Source
@@ -30,46 +30,44 @@ class Entry:
     architecture: str = ""
     parameters: int = 0
     context_length: int = 0
-    use: Use | None = None
+    record: ModelRecord | None = None
     problem: str = ""
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The last measured speed of decoding."""
-        return self.use.tokens_per_s if self.use else None
+        """The last decode speed."""
+        return self.record.tokens_per_s if self.record else None
 
 
-def on_this_machine(own: Mapping[str, str] = {}) -> list[Entry]:
-    """Downloaded models, files with a name of the user's `own`, and files that were used and are still there;
-    by name. Reads the head of each file."""
+def on_this_machine(names: Mapping[str, str] = {}) -> list[Entry]:
+    """Downloaded models, existing files that the user has given one of `names`, and files used before; by name.
+    Reads the head of each file."""
     sources: dict[Path, Source] = {model.path: model.source for model in cache.installed()}
-    known = {path.resolve() for path in sources}
-    used = uses()
-    for path in (*_own_files(own), *used):
-        if path.resolve() not in known and path.is_file():
-            known.add(path.resolve())
+    resolved = {path.resolve() for path in sources}
+    for path in (*_named_files(names), *model_records()):
+        if path.resolve() not in resolved and path.is_file():
+            resolved.add(path.resolve())
             sources[path] = path
-    found = [read_entry(source, path, own, used.get(path.resolve())) for path, source in sources.items()]
-    return sorted(found, key=lambda entry: entry.name.lower())
+    entries = [read_entry(source, path, names) for path, source in sources.items()]
+    return sorted(entries, key=lambda entry: entry.name.lower())
 
 
-def not_here(here: list[Entry], own: Mapping[str, str] = {}) -> list[Entry]:
-    """The models with a name that are not among those `here`."""
-    sources = {entry.source for entry in here}
-    names = [*own, *(model.name for model in known_models())]
+def not_here(present: list[Entry], names: Mapping[str, str] = {}) -> list[Entry]:
+    """The models that have a name, the user's or our own, and are not among `present`."""
+    sources = {entry.source for entry in present}
     missing: dict[Source, Entry] = {}
-    for name in names:
+    for name in (*names, *(model.name for model in known_models())):
         with contextlib.suppress(UsageError):
-            source = parse(name, own)
+            source = parse(name, names)
             if source not in sources and not isinstance(source, Path):
                 quantization = source.quantization if isinstance(source, HubModel) else quantization_of(name)
                 missing.setdefault(source, Entry(name, source, quantization=quantization))
     return list(missing.values())
 
 
-def read_entry(source: Source, path: Path, own: Mapping[str, str] = {}, use: Use | None = None) -> Entry:
-    """What the head of the file at `path` tells."""
-    name = short_name(source, own)
+def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Entry:
+    """The entry of a file, from the file's head and this machine's record of it."""
+    name, record = short_name(source, names), model_records().get(path.resolve())
     try:
         with GGUF(path) as file:
             problem = ""
@@ -87,28 +85,28 @@ def read_entry(source: Source, path: Path, own: Mapping[str, str] = {}, use: Use
                 architecture=architecture,
                 parameters=summary.parameters(file),
                 context_length=file.get(f"{architecture}.context_length", int, 0),
-                use=use,
+                record=record,
                 problem=problem,
             )
     except (OrinError, OSError) as error:
         size = path.stat().st_size if path.is_file() else 0
         problem = error.message if isinstance(error, OrinError) else str(error)
-        return Entry(name, source, path, size, quantization_of(path.name), use=use, problem=problem)
+        return Entry(name, source, path, size, quantization_of(path.name), record=record, problem=problem)
 
 
-def source_of(name: str, own: Mapping[str, str] = {}) -> tuple[Source, Path | None]:
-    """What `name` means and the file it is here, None where it is not here. Raises UsageError."""
-    source = parse(name, own)
+def source_of(name: str, names: Mapping[str, str] = {}) -> tuple[Source, Path | None]:
+    """The source that `name` stands for, and its file on this machine (None: not downloaded). Raises UsageError."""
+    source = parse(name, names)
     if isinstance(source, HubModel | WebFile):
         return source, cache.find(source)
     downloaded = next((model for model in cache.installed() if model.path == source), None)
     return (downloaded.source if downloaded else source), source if source.is_file() else None
 
 
-def _own_files(own: Mapping[str, str]) -> list[Path]:
+def _named_files(names: Mapping[str, str]) -> list[Path]:
     files = []
-    for name in own:
+    for name in names:
         with contextlib.suppress(UsageError):
-            if isinstance(source := parse(name, own), Path):
+            if isinstance(source := parse(name, names), Path):
                 files.append(source)
     return files

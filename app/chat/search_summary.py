@@ -1,4 +1,4 @@
-"""What the search for faster kernels found while an engine started, in words."""
+"""Sums up the search for faster kernels that ran while an engine started."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from math import prod
 from engine.events import Event, Search, Warming
 
 
-class Found:
-    """Folds an engine's events; `words` tell what came of its search."""
+class SearchSummary:
+    """Collects the last `Search` of each product from an engine's events."""
 
     def __init__(self) -> None:
-        self._products: dict[str, Search] = {}
+        self._searches: dict[str, Search] = {}
 
     def observe(self, event: Event) -> None:
         if isinstance(event, Warming) and event.search is not None:
-            self._products[event.search.what] = event.search
+            self._searches[event.search.what] = event.search
 
     @property
-    def words(self) -> str:
-        """ "" where there was no search. The products of a step are searched one after the other, so their gains
-        multiply."""
-        if not self._products:
+    def text(self) -> str:
+        """The result in a few words; "" if nothing was searched. The products of a decode step are searched one
+        after the other, each in a step that has the ones before, so their gains multiply."""
+        if not self._searches:
             return ""
-        searched = [s for s in self._products.values() if not s.found]
-        if not searched:
+        searches = [search for search in self._searches.values() if not search.found]
+        if not searches:
             return "its search was known from an earlier start"
-        gain = prod(s.before_us / s.after_us for s in searched if s.after_us) - 1
+        gain = prod(search.before_us / search.after_us for search in searches if search.after_us) - 1
         return (
             f"its search made a step {gain:.0%} faster"
             if gain >= 0.005

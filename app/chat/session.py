@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypedDict
 
 from app.chat.conversation import Conversation
 from app.chat.history import History, HistoryError
-from app.chat.search_summary import Found
+from app.chat.search_summary import SearchSummary
 from app.chat.status import StatusObserver
 from app.chat.turn import Turn
 from engine.client import Engine
@@ -61,11 +61,11 @@ class Candidate:
     engine: Engine
     name: str
     status: StatusObserver
-    found: Found = field(default_factory=Found)
+    search: SearchSummary = field(default_factory=SearchSummary)
 
     @property
     def welcome(self) -> str:
-        return ", ".join(filter(None, [f"{self.name} answers now", self.found.words]))
+        return ", ".join(filter(None, [f"{self.name} answers now", self.search.text]))
 
 
 class ChatOptions(TypedDict, total=False):
@@ -277,7 +277,7 @@ class Session:
     async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
         async for event in _events(candidate.engine.start()):
             candidate.status.observe(event)
-            candidate.found.observe(event)
+            candidate.search.observe(event)
             if isinstance(event, Ready | Failed):
                 return event
         return Failed(kind="internal", message="It ended without a word.")

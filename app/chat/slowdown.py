@@ -1,4 +1,4 @@
-"""In one sentence, why an engine is slower than it was."""
+"""Says in one sentence why an engine decodes more slowly than it did at its best."""
 
 from __future__ import annotations
 
@@ -6,44 +6,51 @@ from collections.abc import Iterable, Sequence
 
 from engine.events import Counter
 
-NOTICEABLE = 0.85
-"""Of the speed there should be: what is above that is no reason to say anything."""
+TOLERANCE = 0.85
+"""A speed above this share of the expected one needs no explanation."""
 _CLOCKS = ("GPU clock", "EMC clock", "memory clock", "CPU clock")
 _HOT_C = 92
-_OTHERS_PERCENT = 25
+_BUSY_PERCENT = 25
 
 
-def verdict(
-    rate: float | None, best: float | None, slowdown: float, position: int, counters: Sequence[Counter]
+def explain_slowdown(
+    tokens_per_s: float | None,
+    best_tokens_per_s: float | None,
+    context_factor: float,
+    position: int,
+    counters: Sequence[Counter],
 ) -> str:
-    """`rate` and `best` in tok/s; `slowdown` is what the grown context alone explains: bytes that a token had to
-    read when it was best, by those that it must read now at `position`. "" while there is nothing to say."""
-    if not rate or not best or rate >= NOTICEABLE * best:
+    """Why the decode speed is below the best one; "" if it is not, or if either is unknown.
+
+    `context_factor` is the speed, relative to the best, that the longer context alone explains: bytes read for a
+    token at the best speed / bytes read for a token now, at `position` (tokens in the context).
+    """
+    if not tokens_per_s or not best_tokens_per_s or tokens_per_s >= TOLERANCE * best_tokens_per_s:
         return ""
-    below = f"{1 - rate / best:.0%} below the best"
-    if rate >= NOTICEABLE * best * slowdown:
-        return f"{below}: each token reads a KV cache of {position:,} tokens"
-    return f"{below}: {_cause({counter.name: counter for counter in counters})}"
+    loss = f"{1 - tokens_per_s / best_tokens_per_s:.0%} below the best"
+    if tokens_per_s >= TOLERANCE * best_tokens_per_s * context_factor:
+        return f"{loss}: each token reads a KV cache of {position:,} tokens"
+    return f"{loss}: {_cause({counter.name: counter for counter in counters})}"
 
 
 def other_programs(counters: Iterable[Counter]) -> str:
-    """That others work on this machine too; "" where they do little."""
+    """A phrase about the CPU load of other programs; "" if it is low or unknown."""
     load = next((counter.value for counter in counters if counter.name == "other load"), None)
-    return f"other programs take {load:.0f} % of the CPU" if load and load >= _OTHERS_PERCENT else ""
+    return f"other programs take {load:.0f} % of the CPU" if load and load >= _BUSY_PERCENT else ""
 
 
 def _cause(counters: dict[str, Counter]) -> str:
     if (throttled := counters.get("throttled")) and throttled.parts:
-        return f"the GPU is held back, {', '.join(throttled.parts)}"
+        return f"the GPU is throttled, {', '.join(throttled.parts)}"
     if others := other_programs(counters.values()):
         return others
     for name in _CLOCKS:
         clock = counters.get(name)
-        if clock and clock.value and clock.most and clock.value < NOTICEABLE * clock.most:
+        if clock and clock.value and clock.most and clock.value < TOLERANCE * clock.most:
             mode = counters.get("power mode")
-            under = f" in power mode {mode.text}" if mode and mode.text else ""
-            return f"the {name} is {clock.value:,.0f} of {clock.most:,.0f} {clock.unit}{under}"
-    heat = counters.get("temperature")
-    if heat and heat.value is not None and heat.value >= _HOT_C:
-        return f"it is hot, {heat.value:.0f} °C"
+            power_mode = f" in power mode {mode.text}" if mode and mode.text else ""
+            return f"the {name} is {clock.value:,.0f} of {clock.most:,.0f} {clock.unit}{power_mode}"
+    temperature = counters.get("temperature")
+    if temperature and temperature.value is not None and temperature.value >= _HOT_C:
+        return f"the temperature is {temperature.value:.0f} °C"
     return "no counter shows why"

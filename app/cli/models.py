@@ -14,7 +14,6 @@ import numpy as np
 
 from app.chat.downloading import describe
 from app.chat.model_list import Entry, not_here, on_this_machine, read_entry, source_of
-from app.chat.speed_history import uses
 from app.cli.progress import StatusLine
 from engine.catalog import cache
 from engine.catalog.downloads import download
@@ -81,7 +80,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
         entry.quantization or NOT_YET,
         as_count(entry.parameters) if entry.parameters else NOT_YET,
         f"{entry.context_length:,}" if entry.context_length else NOT_YET,
-        ago(entry.use.used_at) if entry.use else NOT_YET,
+        ago(entry.record.used_at) if entry.record else NOT_YET,
         speed,
         f"~{where.removeprefix(home)}" if where.startswith(f"{home}/") else where,
     )
@@ -106,7 +105,7 @@ def pull(given: Namespace, own: Mapping[str, str], out: TextIO, messages: TextIO
     if isinstance(source, Path):
         raise UsageError(f"{source} is a file: there is nothing to download.")
     path = _fetch(source, out if given.json else messages, as_json=given.json)
-    found = read_entry(source, path, own, uses().get(path.resolve()))
+    found = read_entry(source, path, own)
     if given.json:
         _write_json(out, {"event": "finished", **_as_json(found)})
     else:
@@ -199,7 +198,7 @@ def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
             f"{source} is not on this machine.",
             "Check the path for a typing error." if isinstance(source, Path) else f"orin-chat pull {source}",
         )
-    found = read_entry(source, path, own, uses().get(path.resolve()))
+    found = read_entry(source, path, own)
     with GGUF(path) as file:
         metadata = {key: _plain(value) for key, value in file.metadata.items()}
         types: dict[str, dict[str, int]] = {}
@@ -235,7 +234,7 @@ def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
         ("ceiling", f"{ceiling:.0f} tokens/s: that bandwidth by those bytes" if ceiling else NOT_YET),
         (
             "last measured",
-            f"{measured} on {found.use.backend}" if found.use and found.use.backend else measured,
+            f"{measured} on {found.record.backend}" if found.record and found.record.backend else measured,
         ),
         *([("cannot be used", found.problem)] if found.problem else ()),
         ("", ""),
@@ -292,9 +291,9 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "architecture": entry.architecture or None,
         "parameters": entry.parameters or None,
         "context_length": entry.context_length or None,
-        "used_at": entry.use.used_at if entry.use else None,
+        "used_at": entry.record.used_at if entry.record else None,
         "tokens_per_s": entry.tokens_per_s,
-        "backend": (entry.use.backend or None) if entry.use else None,
+        "backend": (entry.record.backend or None) if entry.record else None,
         "problem": entry.problem or None,
     }
 

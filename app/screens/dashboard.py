@@ -14,8 +14,8 @@ from textual.containers import Vertical
 from textual.widget import Widget
 
 from app.chat.session import Session
-from app.chat.slowdown import verdict
-from app.chat.speed_history import LEAST_TOKENS
+from app.chat.slowdown import explain_slowdown
+from app.chat.speed_history import MIN_TOKENS
 from app.comparison.figures import is_shared
 from app.screens.engine_setup import EngineSetup
 from app.screens.kernel_source import KernelScreen
@@ -100,9 +100,9 @@ class Dashboard(Vertical):
         if self.setup is None or is_shared(self.session.engine):
             return
         decode, prefill = decode_rate(end.predicted_n, end.predicted_ms), None
-        if end.prompt_n - end.cached_n >= LEAST_TOKENS and end.predicted_n:
+        if end.prompt_n - end.cached_n >= MIN_TOKENS and end.predicted_n:
             prefill = prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
-        self.setup.note_speed(decode if end.predicted_n >= LEAST_TOKENS else None, prefill)
+        self.setup.note_speed(decode if end.predicted_n >= MIN_TOKENS else None, prefill)
         self.show_presets()
 
     def show_presets(self) -> None:
@@ -152,7 +152,9 @@ class Dashboard(Vertical):
             return ""
         best, then = self._best
         slowdown = then / must_read if must_read and then else 1.0
-        return verdict(rate, best, slowdown, performance.position, performance.bearing(self._counters))
+        return explain_slowdown(
+            rate, best, slowdown, performance.position, performance.bearing(self._counters)
+        )
 
     # --- what the idle engine is asked ------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from app.chat import speed_history
-from app.chat.speed_history import recorded
+from app.chat.speed_history import recording_engine
 from engine.backends import BACKENDS, flaw
 from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
@@ -34,7 +34,7 @@ class PresetListing:
     built_in: bool
     is_active: bool
     problem: str
-    evidence: str
+    speeds: str
 
 
 class EngineSetup:
@@ -53,7 +53,7 @@ class EngineSetup:
         models: Mapping[str, str] = {},
         llama_server: str = "",
         api_key: str = "",
-        make: Callable[[EngineOptions], Engine] = recorded,
+        make: Callable[[EngineOptions], Engine] = recording_engine,
         flaw: Callable[[str], str] = flaw,
     ) -> None:
         self.options, self.name = options, name
@@ -109,12 +109,12 @@ class EngineSetup:
 
     def note_speed(self, decode: float | None, prefill: float | None) -> None:
         if self.name:
-            speed_history.note(self.model_path, self.name, decode=decode, prefill=prefill)
+            speed_history.record_run(self.model_path, self.name, decode=decode, prefill=prefill)
 
     # --- what there is to choose ------------------------------------------------------------------------
 
     def listings(self) -> list[PresetListing]:
-        known = speed_history.recall(self.model_path)
+        known = speed_history.preset_speeds(self.model_path)
         return [self._offer(entry, str(known.get(entry.name, ""))) for entry in entries().values()]
 
     def _offer(self, entry: Entry, speeds: str) -> PresetListing:
@@ -126,7 +126,7 @@ class EngineSetup:
             built_in=entry.built_in,
             is_active=entry.name == self.name,
             problem=entry.problem if preset is None else self._problem(preset),
-            evidence=speeds,
+            speeds=speeds,
         )
 
     def view(self) -> PresetBarData:
@@ -134,7 +134,7 @@ class EngineSetup:
         widths = sorted(
             {_search_width(preset) for preset in self._of_backend(self._backend).values()} | {width}
         )
-        found = speed_history.recall(self.model_path).get(self.name) if self.name else None
+        found = speed_history.preset_speeds(self.model_path).get(self.name) if self.name else None
         return PresetBarData(
             name=self.name,
             backends=tuple(
@@ -142,7 +142,7 @@ class EngineSetup:
                 for backend in ORDER
             ),
             beams=tuple(BarOption(str(n), n == width) for n in widths),
-            evidence=found.phrasings if found else (),
+            speeds=found.summaries if found else (),
         )
 
     def next_backend(self) -> str:

@@ -136,7 +136,7 @@ def _line(offer: PresetListing) -> Content:
     style = "$foreground 65% strike" if offer.problem else "bold"
     mark = "▸ " if offer.is_active else "  "
     own = "" if offer.built_in else "  your own"
-    second = f"not available: {offer.problem}" if offer.problem else offer.evidence or "not measured yet"
+    second = f"not available: {offer.problem}" if offer.problem else offer.speeds or "not measured yet"
     return Content.assemble(
         mark,
         (one_line(offer.name), style),

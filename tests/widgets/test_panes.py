@@ -322,7 +322,7 @@ async def test_the_evidence_of_a_preset_is_said_in_the_words_that_there_is_room_
 
     async with BarApp().run_test(size=(width, 6)) as pilot:
         bar = pilot.app.query_one(PresetBar)
-        bar.data = PresetBarData("cuda-beam2", evidence=phrasings)
+        bar.data = PresetBarData("cuda-beam2", speeds=phrasings)
         await pilot.pause()
         assert bar.render().plain.splitlines()[0].startswith(f"cuda-beam2  {says[:-1]}")
         assert ("…" in bar.render().plain) == says.endswith("…")

@@ -20,7 +20,7 @@ from app.bench.command import run as run_command
 from app.bench.report import OURS, PEER, Result
 from app.bench.runner import Bench, Case, Run
 from app.chat.settings import Settings
-from app.chat.speed_history import recall
+from app.chat.speed_history import preset_speeds
 from engine.client import LocalEngine
 from engine.errors import ModelFileError, UsageError
 from engine.events import EngineOptions, Finished
@@ -185,12 +185,12 @@ def test_what_a_preset_reached_is_kept_for_where_presets_are_chosen(engines, mod
     engines()
     arguments = ("--model", model, "-p", "8,64", "-n", "64", "-d", "0,16", "-r", "2")
     assert bench(capsys, *arguments, "--beam", "2")[0] == 0
-    assert not recall(Path(model))
+    assert not preset_speeds(Path(model))
     assert bench(capsys, *arguments, "--preset", "cpu")[0] == 0
-    [(preset, evidence)] = recall(Path(model)).items()
+    [(preset, speeds)] = preset_speeds(Path(model)).items()
     assert preset == "cpu"
-    assert len(evidence.runs) == 2
-    assert all(run.decode and run.prefill for run in evidence.runs)
+    assert len(speeds.runs) == 2
+    assert all(run.decode and run.prefill for run in speeds.runs)
 
 
 @pytest.mark.parametrize(("load", "told"), [(0.1, False), (1000.0, True)])

@@ -135,10 +135,10 @@ def test_the_built_in_model_stays(run):
 
 def test_the_list_tells_what_each_model_is(run, hub, home):
     run("pull", NAME)
-    speed_history.note_use(cache.find(parse(NAME)), "CUDA", 100, 123.45)
+    speed_history.record_use(cache.find(parse(NAME)), "CUDA", 100, 123.45)
     mine = write(home / "mine.gguf", context=256)
     (home / "broken.gguf").write_bytes(b"GGUF")
-    speed_history.note_use(home / "broken.gguf")
+    speed_history.record_use(home / "broken.gguf")
     (home / ".config/orin-chat").mkdir(parents=True)
     (home / ".config/orin-chat/settings.toml").write_text(f'[models]\nwork = "{mine}"\n')
     code, out, _ = run("models")
@@ -231,7 +231,7 @@ def test_rm_takes_the_path_of_a_download_and_no_other(hub, run, home):
 def test_show_predicts_the_ceiling(hub, run, monkeypatch):
     monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
     run("pull", NAME)
-    speed_history.note_use(cache.find(parse(NAME)), "CPU", 100, 50.0)
+    speed_history.record_use(cache.find(parse(NAME)), "CPU", 100, 50.0)
     shown = json.loads(run("show", NAME, "--json", "--backend", "CPU")[1])
     assert shown["copy_gbps"] == 100.0 and shown["device"].startswith("CPU (")
     assert sum(kind["bytes"] for kind in shown["tensors"].values()) == shown["bytes_per_token"]  # tied
@@ -343,28 +343,28 @@ def test_an_unknown_name_suggests_the_nearest(answered, hub):
 
 def test_replies_are_recorded_by_file(answered, hub):
     answered("--model", NAME, "why?")
-    [(path, use)] = speed_history.uses().items()
+    [(path, record)] = speed_history.model_records().items()
     assert path == cache.find(parse(NAME)).resolve()
-    assert use.backend == "CPU" and use.tokens_per_s > 0
-    assert abs(use.used_at - time.time()) < 60
+    assert record.backend == "CPU" and record.tokens_per_s > 0
+    assert abs(record.used_at - time.time()) < 60
 
 
 def test_short_replies_say_nothing_of_speed(home):
     file = home / "here.gguf"
     file.write_bytes(b"x")
-    speed_history.note_use(file, "CPU", 100, 10.0)
-    speed_history.note_use(file, "CUDA", 5, 99.0)
-    [(path, use)] = speed_history.uses().items()
-    assert path == file and (use.tokens_per_s, use.backend) == (10.0, "CPU")
+    speed_history.record_use(file, "CPU", 100, 10.0)
+    speed_history.record_use(file, "CUDA", 5, 99.0)
+    [(path, record)] = speed_history.model_records().items()
+    assert path == file and (record.tokens_per_s, record.backend) == (10.0, "CPU")
 
 
 def test_a_damaged_record_is_no_reason_to_stop(home):
-    speed_history.note_use(write(home / "m.gguf"))
+    speed_history.record_use(write(home / "m.gguf"))
     [record] = home.rglob("evidence.json")
     record.write_bytes(b"{nonsense")
-    assert speed_history.uses() == {}
-    speed_history.note_use(home / "m.gguf")
-    assert len(speed_history.uses()) == 1
+    assert speed_history.model_records() == {}
+    speed_history.record_use(home / "m.gguf")
+    assert len(speed_history.model_records()) == 1
 
 
 # --- downloads beside a screen -------------------------------------------------------------------------

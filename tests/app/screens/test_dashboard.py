@@ -301,10 +301,10 @@ async def test_quitting_asks_nothing_where_nothing_is_edited():
 async def test_speeds_are_noted_for_the_preset():
     engine = MeasuredEngine(reply("word " * 60, prompt_n=96, prompt_ms=210.0))
     async with dashboard(engine, initial_prompt="Hi") as (app, pilot, _):
-        await until(lambda: speed_history.recall(app.setup.model_path))
-        known = speed_history.recall(app.setup.model_path)["cuda"]
+        await until(lambda: speed_history.preset_speeds(app.setup.model_path))
+        known = speed_history.preset_speeds(app.setup.model_path)["cuda"]
         assert (round(known.runs[0].decode), round(known.runs[0].prefill)) == (100, 457)
-        full, short, _ = known.phrasings
+        full, short, _ = known.summaries
         assert full.startswith("decode 100, prefill 457 tok/s (20") and "prefill" not in short
         await sees(pilot, "decode 100")
 

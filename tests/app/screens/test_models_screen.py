@@ -87,7 +87,7 @@ async def opened(own=None, current=None, **options):
 
 async def test_what_is_here_and_what_is_known(hub, home):
     path = download(parse("noise:q8_0"))
-    speed_history.note_use(path, "CPU", 100, 42.0)
+    speed_history.record_use(path, "CPU", 100, 42.0)
     mine = write(home / "mine.gguf", context=256)
     async with opened({"work": str(mine)}, current=path) as user:
         first, work, other = user.rows()
@@ -252,7 +252,7 @@ async def test_a_file_that_cannot_be_used_says_why(hub, home):
 
 async def test_names_are_data(hub, home):
     evil = write(home / "[bold]evil[/bold]\x1b[31m.gguf")
-    speed_history.note_use(evil)
+    speed_history.record_use(evil)
     async with opened() as user:
         await user.sees("[bold]evil[/bold]")
         assert "\x1b" not in user.text()

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from app.chat import speed_history
-from app.chat.slowdown import verdict
+from app.chat.slowdown import explain_slowdown
 from app.screens.performance import PerformanceObserver
 from engine.events import Counter, Measured, Prefilling, Token
 from tests.app.fake_engine import READY, profile, reply
@@ -151,7 +151,7 @@ def test_what_the_memory_controller_measures_is_its_own_line(performance, counte
     assert performance.throughput([counter]).memory == line
 
 
-# --- a verdict -----------------------------------------------------------------------------------------
+# --- the slowdown --------------------------------------------------------------------------------------
 
 FULL = Counter(name="GPU clock", value=1300, unit="MHz", most=1300)
 LOW = Counter(name="GPU clock", value=600, unit="MHz", most=1300)
@@ -164,19 +164,24 @@ MODE = Counter(name="power mode", text="30W")
         (95, 1.0, (LOW,), ""),
         (None, 1.0, (), ""),
         (70, 0.75, (LOW,), "30% below the best: each token reads a KV cache of 4,000 tokens"),
-        (50, 0.99, (Counter(name="throttled", text="x", parts=("too hot",)), LOW), "held back, too hot"),
+        (
+            50,
+            0.99,
+            (Counter(name="throttled", text="x", parts=("too hot",)), LOW),
+            "the GPU is throttled, too hot",
+        ),
         (50, 0.99, (LOW, MODE), "the GPU clock is 600 of 1,300 MHz in power mode 30W"),
         (50, 0.99, (Counter(name="other load", value=80, unit="%"), LOW), "other programs take 80 %"),
-        (50, 0.99, (FULL, Counter(name="temperature", value=97, unit="°C")), "it is hot, 97 °C"),
+        (50, 0.99, (FULL, Counter(name="temperature", value=97, unit="°C")), "the temperature is 97 °C"),
         (50, 0.99, (FULL, MODE), "50% below the best: no counter shows why"),
     ],
 )
-def test_a_verdict(rate, slowdown, counters, says):
-    sentence = verdict(rate, 100.0, slowdown, 4000, counters)
+def test_a_slowdown_is_explained(rate, slowdown, counters, says):
+    sentence = explain_slowdown(rate, 100.0, slowdown, 4000, counters)
     assert says in sentence and bool(sentence) == bool(says)
 
 
-# --- evidence ------------------------------------------------------------------------------------------
+# --- speed history -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -185,35 +190,35 @@ def remembered(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_evidence_is_by_model_machine_and_preset(remembered, monkeypatch):
+def test_speeds_are_kept_by_model_machine_and_preset(remembered, monkeypatch):
     model = Path("/models/a.gguf")
     for decode_rate in (84.0, 85.0, 83.0):
-        speed_history.note(model, "cuda", decode=decode_rate, prefill=1200.0)
-    speed_history.note(model, "cpu", decode=20.0, prefill=None)
-    speed_history.note(Path("/models/b.gguf"), "cuda", decode=1.0, prefill=None)
-    known = speed_history.recall(model)
+        speed_history.record_run(model, "cuda", decode=decode_rate, prefill=1200.0)
+    speed_history.record_run(model, "cpu", decode=20.0, prefill=None)
+    speed_history.record_run(Path("/models/b.gguf"), "cuda", decode=1.0, prefill=None)
+    known = speed_history.preset_speeds(model)
     assert set(known) == {"cuda", "cpu"}
     assert str(known["cuda"]).startswith("decode 84.0 ± 1.0, prefill 1,200 ± 0 tok/s (20")
     assert str(known["cpu"]).startswith("decode 20.0 tok/s (")
     monkeypatch.setattr(speed_history.platform, "node", lambda: "another")
-    assert speed_history.recall(model) == {}
+    assert speed_history.preset_speeds(model) == {}
 
 
 def test_only_the_last_runs_count(remembered):
     for rate in range(1, 20):
-        speed_history.note(Path("m"), "cuda", decode=float(rate), prefill=None)
-    assert [run.decode for run in speed_history.recall(Path("m"))["cuda"].runs] == list(range(12, 20))
+        speed_history.record_run(Path("m"), "cuda", decode=float(rate), prefill=None)
+    assert [run.decode for run in speed_history.preset_speeds(Path("m"))["cuda"].runs] == list(range(12, 20))
 
 
-def test_evidence_that_cannot_be_kept_stops_nothing(remembered):
+def test_a_history_that_cannot_be_written_stops_nothing(remembered):
     speed_history._path().parent.mkdir()
     speed_history._path().write_text("{ damaged")
-    assert speed_history.recall(Path("m")) == {}
-    speed_history.note(Path("m"), "cuda", decode=1.0, prefill=None)
-    assert speed_history.recall(Path("m"))
+    assert speed_history.preset_speeds(Path("m")) == {}
+    speed_history.record_run(Path("m"), "cuda", decode=1.0, prefill=None)
+    assert speed_history.preset_speeds(Path("m"))
     speed_history._path().unlink()
     speed_history._path().mkdir()
-    speed_history.note(Path("m"), "cuda", decode=1.0, prefill=None)
+    speed_history.record_run(Path("m"), "cuda", decode=1.0, prefill=None)
 
 
 def test_the_counters_of_a_card_say_nothing_of_an_engine_on_the_cpu(performance):
