@@ -1,0 +1,44 @@
+"""The documentation names files and headings that exist."""
+
+import re
+
+import pytest
+
+from tests.architecture import TOP
+from tests.paths import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]+))?\)")
+PATH = re.compile(rf"`((?:{'|'.join((*TOP, 'tests', 'docs'))})(?:/[\w.-]+)+)/?`")
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a Markdown page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    for link in LINK.finditer(page.read_text("utf-8")):
+        target = page.parent / link["path"] if link["path"] else page
+        assert target.exists(), link[0]
+        assert not link["anchor"] or link["anchor"] in anchors(target.read_text("utf-8")), link[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_in_the_text_exist(page):
+    paths = set(PATH.findall(page.read_text("utf-8"))) - {
+        "presets/guide",
+        "presets/NAME.toml",
+        "widgets/NAME.py",
+    }
+    missing = {path for path in paths if not any((ROOT / f"{path}{end}").exists() for end in ("", ".py"))}
+    assert not missing
+
+
+def test_the_checks_are_able_to_fail():
+    assert PATH.findall("`app/nowhere` and `engine/model/`") == ["app/nowhere", "engine/model"]
+    assert LINK.search("[a](b.md#c)")["anchor"] == "c" and anchors("## How a `b` goes, at 4k") == {
+        "how-a-b-goes-at-4k"
+    }
