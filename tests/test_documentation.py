@@ -9,6 +9,7 @@ from tests.paths import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]*)(?:#(?P<anchor>[^)]+))?\)")
+NAME = re.compile(r"`([A-Za-z_][\w.]*)[`(]")
 PATH = re.compile(rf"`((?:{'|'.join((*TOP, 'tests', 'docs'))})(?:/[\w.-]+)+)/?`")
 
 
@@ -37,7 +38,19 @@ def test_paths_in_the_text_exist(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_names_in_the_text_are_those_of_the_code(page):
+    sources = "".join(
+        file.read_text("utf-8") for top in (*TOP, "tests") for file in (ROOT / top).rglob("*.py")
+    )
+    words = set(re.findall(r"\w+", sources))
+    names = {part for name in NAME.findall((ROOT / page).read_text("utf-8")) for part in name.split(".")}
+    missing = names - words
+    assert not missing
+
+
 def test_the_checks_are_able_to_fail():
+    assert NAME.findall("`Steps.no_such`, `Generate(Chat(x))` and `a b`") == ["Steps.no_such", "Generate"]
     assert PATH.findall("`app/nowhere` and `engine/model/`") == ["app/nowhere", "engine/model"]
     assert LINK.search("[a](b.md#c)")["anchor"] == "c" and anchors("## How a `b` goes, at 4k") == {
         "how-a-b-goes-at-4k"
