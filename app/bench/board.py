@@ -20,8 +20,8 @@ from app.bench.report import OURS, PEER, Result
 from app.chat.settings import Settings
 from app.cli import doctor, options
 from engine.doctor import Section
+from engine.doctor.backend_checks import stress_check
 from engine.doctor.host import kernel_log
-from engine.doctor.trials import endurance
 from engine.errors import BackendError, OrinError, UsageError
 from engine.peers.llama_process import find as find_llama_server
 from widgets.text import as_duration, one_line
@@ -104,7 +104,7 @@ def _endurance(report: doctor.Report, board: Board, out: Console) -> doctor.Repo
     findings = []
     for backend in wanted:
         with out.status(f"{backend}: 10,000 kernels, large buffers, an engine that is killed"):
-            findings += endurance(backend)
+            findings += stress_check(backend)
     if not findings:
         return report
     section = Section(title="Endurance", findings=findings)

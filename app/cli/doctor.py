@@ -25,8 +25,9 @@ from app.cli import options
 from engine import backends
 from engine.catalog.cache import hub_folder
 from engine.devices.nvidia import gpus
-from engine.doctor import Finding, Section, State, fair, good, host, jetson, note, nvidia, trials
-from engine.doctor.trials import Trial
+from engine.doctor import Finding, Section, State, backend_checks, fair, good, host, jetson, note, nvidia
+from engine.doctor.backend_checks import as_finding
+from engine.doctor.check_result import CheckResult
 from engine.errors import BackendError, UsageError
 from engine.measure.counters import is_jetson
 from engine.peers.llama_process import find as find_llama_server
@@ -47,7 +48,7 @@ _VARIABLES = (
 )  # fmt: skip
 _MANY_FILES = 100_000
 
-Attempt = Callable[[str], Trial]
+Check = Callable[[str], CheckResult]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +57,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     orin_chat: str
     at: str
     sections: list[Section]
-    trials: list[Trial]
+    trials: list[CheckResult]
     variables: dict[str, str]
     board: Any = None
 
@@ -117,7 +118,7 @@ def examine(
     settings: Settings,
     root: Path = Path("/"),
     *,
-    attempt: Attempt = trials.attempt,
+    check: Check = backend_checks.run_check,
     on_section: Callable[[Section], None] = lambda section: None,
     on_trial: Callable[[str], None] = lambda backend: None,
 ) -> Report:
@@ -132,17 +133,17 @@ def examine(
 
     found("Machine", host.examine(root))
     ask = on_a_jetson and root == Path("/") and not backends.flaw("NV")
-    found("Jetson", [*jetson.examine(root), *([trials.interface()] if ask else [])])
+    found("Jetson", [*jetson.examine(root), *([backend_checks.driver_check()] if ask else [])])
     found("NVIDIA", nvidia.examine(root, jetson=on_a_jetson))
     found("Around", list(_around(settings)))
     names, tried, findings = gpus(root), [], []
     for backend in backends.BACKENDS:
-        if (reason := trials.possible(backend, names, jetson=on_a_jetson)) is not None:
+        if (reason := backend_checks.why_skipped(backend, names, jetson=on_a_jetson)) is not None:
             findings.append(reason)
             continue
         on_trial(backend)
-        tried.append(attempt(backend))
-        findings.append(tried[-1].finding())
+        tried.append(check(backend))
+        findings.append(as_finding(tried[-1]))
     found("Backends", findings)
     return Report(
         orin_chat=_version(),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
 from pathlib import Path
 
 from engine.devices import cuda_driver
+from engine.devices.system_files import read_text
 
 
 def device_name(backend: str) -> str:
@@ -16,15 +18,6 @@ def device_name(backend: str) -> str:
 
 def _cpu_name() -> str:
     """From Linux: the CPU's model name on x86, the board's name on Arm."""
-    for path, key in ((Path("/proc/cpuinfo"), "model name"), (Path("/proc/device-tree/model"), "")):
-        try:
-            text = path.read_text(errors="replace")
-        except OSError:
-            continue
-        if not key:
-            return text.strip("\0\n ")
-        for line in text.splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == key:
-                return value.strip()
-    return platform.processor() or platform.machine()
+    model = re.search(r"^model name\s*: *(.+)", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
+    board = read_text(Path("/proc/device-tree/model"))
+    return (model[1].strip() if model else board) or platform.processor() or platform.machine()

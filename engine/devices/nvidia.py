@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from engine.devices import cuda_driver
+from engine.devices.system_files import read_text
 from engine.tegra.abi import CTRL
 
 _FOR_ITS_OWNER = re.compile(r"GeForce|\bRTX\b|TITAN|Quadro", re.IGNORECASE)
@@ -18,7 +19,7 @@ def gpus(root: Path = Path("/")) -> list[str]:
     if (root / CTRL.lstrip("/")).exists():
         return []
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    names = [match[1] for file in files if (match := re.search(r"Model:\s*(.+)", _text(file)))]
+    names = [match[1] for file in files if (match := re.search(r"Model:\s*(.+)", read_text(file)))]
     return names or (cuda_driver.device_names() if root == Path("/") else [])
 
 
@@ -35,10 +36,3 @@ def why_not_nv(names: list[str]) -> str:
         if not _FOR_ITS_OWNER.search(name):
             return f"NV is for GeForce, RTX and Jetson, not for a GPU of data centres ({name})"
     return ""
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

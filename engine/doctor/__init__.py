@@ -1,7 +1,7 @@
-"""What a machine has that the engine needs, and what it lacks: findings, each with what to do about it.
+"""Examines a machine: what the engine needs, what is missing, and how to get it. The result is a list of findings.
 
-`host`, `jetson` and `nvidia` read files, below a `root` that a test can put in the place of a machine, and open no
-device. `trials` starts processes of their own that do (`trial`).
+`host`, `jetson` and `nvidia` only read files below a `root`; tests pass a folder that looks like a machine.
+`backend_checks` opens devices, in child processes: `quick_check`, `stress_check` and `driver_check`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 State = Literal["good", "note", "fair", "bad"]
-"""good: as it should be; note: a fact; fair: works, could be better; bad: something does not work for it."""
+"""good: as it should be; note: a fact; fair: works, could be better; bad: something does not work."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """`topic` is a word or two, `text` what is, `advice` what to do about it ("" for nothing)."""
+    """`topic` is a word or two, `text` what was found, `advice` what to do about it ("" for nothing)."""
 
     topic: str
     state: State

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from engine.backends import flaw
 from engine.devices.device_name import device_name
+from engine.devices.system_files import meminfo, read_text
 from engine.doctor import Finding, bad, fair, good, note
 from engine.errors import BackendError
 from engine.events import Counter
 from engine.fixes import TINYGRAD
 
 _GPU_DRIVERS = re.compile(r"nvgpu|nvmap|NVRM|ga10b|Xid|host1x|arm-smmu")
-LEAST_FREE_BYTES = 2e9  # a small model and its context
+SMALL_MODEL_BYTES = 2e9  # what a small model and its context need
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
@@ -31,42 +32,37 @@ def examine(root: Path = Path("/")) -> list[Finding]:
 
 
 def _system(root: Path) -> str:
-    release = re.search(r'^PRETTY_NAME="?([^"\n]+)', read(root / "etc/os-release"), re.MULTILINE)
-    kernel = read(root / "proc/sys/kernel/osrelease").strip() or platform.release()
+    release = re.search(r'^PRETTY_NAME="?([^"\n]+)', read_text(root / "etc/os-release"), re.MULTILINE)
+    kernel = read_text(root / "proc/sys/kernel/osrelease") or platform.release()
     name = release[1] if release else platform.system()
     return f"{name}, kernel {kernel}, {platform.machine()}, Python {platform.python_version()}"
 
 
 def _cores(root: Path) -> int:
-    return len(re.findall(r"^cpu\d+ ", read(root / "proc/stat"), re.MULTILINE))
+    return len(re.findall(r"^cpu\d+ ", read_text(root / "proc/stat"), re.MULTILINE))
 
 
 def _memory(root: Path) -> Finding:
-    found = dict(
-        re.findall(r"^(MemTotal|MemAvailable|SwapTotal):\s+(\d+) kB", read(root / "proc/meminfo"), re.M)
-    )
-    if "MemAvailable" not in found:
-        return note("memory", "this machine does not tell")
-    total, free, swap = (
-        int(found.get(f"{name}", 0)) * 1024 for name in ("MemTotal", "MemAvailable", "SwapTotal")
-    )
+    memory = meminfo(root)
+    if "MemAvailable" not in memory:
+        return note("memory", "not known: this machine has no /proc/meminfo")
+    total, free, swap = (memory.get(name, 0) for name in ("MemTotal", "MemAvailable", "SwapTotal"))
     text = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free, {swap / 1e9:.1f} GB swap"
-    if free < LEAST_FREE_BYTES:
-        return fair(
-            "memory", text, "Close other programs, or take a small model: orin-chat --model qwen3:0.6b"
-        )
+    if free < SMALL_MODEL_BYTES:
+        advice = "Close other programs, or take a small model: orin-chat --model qwen3:0.6b"
+        return fair("memory", text, advice)
     return good("memory", text)
 
 
 def _tinygrad() -> Finding:
     try:
-        found = version("tinygrad")
+        installed = version("tinygrad")
     except PackageNotFoundError:
-        found = "none"
-    if found == TINYGRAD:
-        return good("tinygrad", found)
-    advice = f"Install the one this program is made for: pip install tinygrad=={TINYGRAD}"
-    return bad("tinygrad", f"{found} is installed, {TINYGRAD} is needed", advice)
+        installed = "no version"
+    if installed == TINYGRAD:
+        return good("tinygrad", installed)
+    advice = f"Install the version this program is made for: pip install tinygrad=={TINYGRAD}"
+    return bad("tinygrad", f"{installed} is installed, {TINYGRAD} is needed", advice)
 
 
 def _compiler() -> Iterator[Finding]:
@@ -78,11 +74,11 @@ def _compiler() -> Iterator[Finding]:
     if problem:
         yield bad("clang", problem, "Install clang from your system's packages, or run: pip install ziglang")
     else:
-        yield good("clang", "there is one")
+        yield good("clang", "installed")
 
 
 def kernel_log(lines: int = 40) -> list[str]:
-    """The last lines of the kernel's log that are a GPU driver's; none where this user may not read it."""
+    """The last `lines` of the kernel's log that a GPU driver wrote; none if this user may not read the log."""
     try:
         run = subprocess.run(
             ["dmesg"], capture_output=True, text=True, errors="replace", timeout=10, stdin=subprocess.DEVNULL
@@ -92,19 +88,11 @@ def kernel_log(lines: int = 40) -> list[str]:
     return [line for line in run.stdout.splitlines() if _GPU_DRIVERS.search(line)][-lines:]
 
 
-def read(path: Path) -> str:
-    """The text of a file, without what device trees end theirs with; "" where it cannot be read."""
-    try:
-        return path.read_text(errors="replace").replace("\0", "")
-    except OSError:
-        return ""
-
-
 def as_text(counter: Counter) -> str:
-    """A figure of the machine's own, or why there is none."""
+    """The counter's value, or why there is none."""
     if counter.absent:
         return counter.absent
     if counter.text:
         return counter.text
-    most = f" of {counter.most:.0f}" if counter.most else ""
-    return f"{counter.value:.0f}{most} {counter.unit}" if counter.value is not None else "not known"
+    limit = f" of {counter.most:.0f}" if counter.most else ""
+    return f"{counter.value:.0f}{limit} {counter.unit}" if counter.value is not None else "not known"

@@ -1,4 +1,4 @@
-"""What a Jetson has: its release, the nodes of its GPU's drivers and who may use them, its power mode and clocks."""
+"""What a Jetson has: its L4T release, the device nodes of its GPU drivers and who may use them, power mode, clocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from engine.devices.system_files import read_text
 from engine.doctor import Finding, bad, fair, good, note
-from engine.doctor.host import as_text, read
+from engine.doctor.host import as_text
 from engine.events import Counter
 from engine.measure.counters import Jetson, is_jetson
 from engine.tegra.abi import CTRL, L4T, NVMAP
@@ -31,51 +32,45 @@ def examine(
     access: Access = may_use,
     has_libatomic: Callable[[], bool] = lambda: bool(ctypes.util.find_library("atomic")),
 ) -> list[Finding]:
-    """Nothing on another machine."""
+    """No findings on a machine that is not a Jetson."""
     if not (is_jetson(root) or (root / CTRL.lstrip("/")).exists()):
         return []
-    board = read(root / "proc/device-tree/model").strip()
     return [
-        note("board", board or "it does not tell its name"),
+        note("board", read_text(root / "proc/device-tree/model") or "its name is not known"),
         _release(root),
         *(_node(root, node, access) for node in (NVMAP, CTRL)),
-        good("libatomic", "there is one")
+        good("libatomic", "installed")
         if has_libatomic()
-        else bad("libatomic", "there is none, and NV needs it", "sudo apt install libatomic1"),
+        else bad("libatomic", "not installed, and NV needs it", "sudo apt install libatomic1"),
         *_counters(root),
     ]
 
 
 def _release(root: Path) -> Finding:
-    found = _RELEASE.search(read(root / "etc/nv_tegra_release"))
-    if found is None:
-        advice = (
-            "In a container, mount /etc/nv_tegra_release; else this is no L4T, and only a trial can tell."
-        )
-        return note("L4T", "the release is not known (/etc/nv_tegra_release)", advice)
-    major, name = int(found[1]), f"r{found[1]}.{found[2]}"
+    release = _RELEASE.search(read_text(root / "etc/nv_tegra_release"))
+    if release is None:
+        advice = "In a container, mount /etc/nv_tegra_release. Without it, see below whether NV works."
+        return note("L4T", "the release is not known: there is no /etc/nv_tegra_release", advice)
+    major, name = int(release[1]), f"r{release[1]}.{release[2]}"
     if name.startswith(L4T):
-        return good("L4T", f"{name}, as NV's driver interface was written for ({L4T})")
+        return good("L4T", f"{name}; the NV backend is written for {L4T}")
     if major >= 36:
-        advice = (
-            "Whether it speaks the same is seen below. If not, take the CUDA backend, and send the report."
-        )
-        return fair("L4T", f"{name}; NV's driver interface was written for {L4T}", advice)
+        advice = "See below whether NV works. If not, take the CUDA backend and send the report."
+        return fair("L4T", f"{name}; the NV backend is written for {L4T}", advice)
     advice = "Take the CUDA backend, or install JetPack 6."
-    return bad("L4T", f"{name} is older than JetPack 6: NV knows {L4T} only", advice)
+    return bad("L4T", f"{name} is older than JetPack 6; the NV backend needs {L4T}", advice)
 
 
 def _node(root: Path, node: str, access: Access) -> Finding:
     path = root / node.lstrip("/")
     if not path.exists():
-        advice = f"NV needs it: in a container, start that with --device {node}; else install JetPack 6."
-        return bad(node, "there is none", advice)
+        advice = f"NV needs it. Start a container with --device {node}; on a bare machine, install JetPack 6."
+        return bad(node, "missing", advice)
     if access(path):
-        return good(node, "may be used")
+        return good(node, "can be read and written")
     owner = _group(path.stat().st_gid)
-    advice = (
-        f"sudo usermod -aG {','.join(dict.fromkeys((owner, 'video', 'render')))} $USER, then log in again."
-    )
+    groups = ",".join(dict.fromkeys((owner, "video", "render")))
+    advice = f"Run sudo usermod -aG {groups} $USER, then log in again."
     return bad(node, f"no permission: it belongs to the group {owner}", advice)
 
 
@@ -87,21 +82,21 @@ def _group(gid: int) -> str:
 
 
 def _counters(root: Path) -> Iterator[Finding]:
-    found = {counter.name: counter for counter in Jetson(root).read()}
-    mode = found["power mode"]
+    counters = {counter.name: counter for counter in Jetson(root).read()}
+    mode = counters["power mode"]
     if mode.absent:
         yield note("power mode", mode.absent)
     elif mode.text.upper().startswith("MAXN"):
         yield good("power mode", mode.text)
     else:
-        yield fair("power mode", f"{mode.text}, which limits clocks and may switch cores off", _MODE_ADVICE)
-    yield _clock(root, found["GPU clock"])
+        yield fair("power mode", f"{mode.text}, which limits clocks and may turn cores off", _MODE_ADVICE)
+    yield _clock(root, counters["GPU clock"])
     for name in ("EMC clock", "temperature", "power"):
-        yield note(name, as_text(found[name]))
+        yield note(name, as_text(counters[name]))
 
 
 def _clock(root: Path, clock: Counter) -> Finding:
-    """Held at its highest by jetson_clocks, or free to fall when little is to be done."""
+    """jetson_clocks keeps it at its maximum; without, it falls when the GPU has little to do."""
     if clock.value is None:
         return note("GPU clock", clock.absent)
     if clock.most and clock.value < 0.99 * clock.most:

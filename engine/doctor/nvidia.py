@@ -1,4 +1,4 @@
-"""What CUDA and NV need on any machine: a driver, a GPU, the runtime compiler and its headers."""
+"""What the CUDA and NV backends need on any machine: a driver, a GPU, the runtime compiler (NVRTC) and CUDA headers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 
 from engine.devices.cuda_toolkit import headers, runtime_compilers, stock_headers
 from engine.devices.nvidia import gpus, why_not_nv
+from engine.devices.system_files import read_text
 from engine.doctor import Finding, bad, fair, good, note
-from engine.doctor.host import as_text, read
+from engine.doctor.host import as_text
 from engine.measure.counters import Nvml
 
 _TOOLKIT = "Install CUDA's toolkit (on a Jetson: sudo apt install cuda-toolkit-12-6)"
 
 
 def examine(root: Path = Path("/"), *, jetson: bool = False) -> list[Finding]:
-    """Nothing on a machine without an NVIDIA driver."""
+    """No findings on a machine without an NVIDIA driver."""
     nodes = (root / "dev/nvidiactl").exists()
     names = gpus(root)
     if not (jetson or nodes or names):
@@ -29,19 +30,19 @@ def _driver(root: Path, names: list[str], nodes: bool, jetson: bool) -> Iterator
     if names:
         yield good("GPU", ", ".join(names))
     if release := re.search(
-        r"NVRM version:.*?\b(\d{3}\.[\d.]+)\b", read(root / "proc/driver/nvidia/version")
+        r"NVRM version:.*?\b(\d{3}\.[\d.]+)\b", read_text(root / "proc/driver/nvidia/version")
     ):
         yield good("driver", release[1])
     elif nodes and not jetson:
-        yield note("driver", "its release is not known (/proc/driver/nvidia/version)")
+        yield note("driver", "its release is not known: there is none in /proc/driver/nvidia/version")
     if why := why_not_nv(names):
-        yield note("NV", f"not for this GPU: {why}", "CUDA is the backend to take.")
+        yield note("NV", f"not for this GPU: {why}", "Take the CUDA backend.")
 
 
 def _counters(nvml: str = "pynvml") -> Iterator[Finding]:
-    """Clocks, temperature and power, as NVML has them."""
+    """Clocks, temperature and power, from NVML."""
     for counter in Nvml(nvml).read():
-        if counter.name == "GPU":  # the one counter there is without NVML
+        if counter.name == "GPU":  # the only counter without NVML
             yield note("clocks", counter.absent, "pip install 'orin-chat[gpu]'")
         elif counter.name == "throttled" and counter.parts:
             advice = "Let it cool, or look at its power limit: nvidia-smi -q -d PERFORMANCE"
@@ -55,23 +56,26 @@ def _compiler(root: Path) -> Iterator[Finding]:
     if libraries:
         yield good("libnvrtc", str(libraries[0]))
     else:
-        advice = f"{_TOOLKIT}, or: pip install nvidia-cuda-nvrtc-cu12. NVRTC_PATH names one."
-        yield bad("libnvrtc", "there is none: no kernel can be compiled for this GPU", advice)
+        advice = f"{_TOOLKIT}, or: pip install nvidia-cuda-nvrtc-cu12. Or set NVRTC_PATH to the library."
+        yield bad("libnvrtc", "not found: no kernel can be compiled for this GPU", advice)
     if not folders:
-        advice = f"{_TOOLKIT}, or: pip install nvidia-cuda-runtime-cu12. CUDA_INCLUDE_PATH names a folder."
-        yield bad("headers", "there is no cuda_fp16.h: kernels in half precision do not compile", advice)
+        advice = (
+            f"{_TOOLKIT}, or: pip install nvidia-cuda-runtime-cu12. Or set CUDA_INCLUDE_PATH to the folder."
+        )
+        yield bad("headers", "cuda_fp16.h is missing: kernels in half precision do not compile", advice)
         return
-    found = re.search(r"#define CUDA_VERSION (\d+)", read(folders[0] / "cuda.h"))
-    release = f", CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else ""
-    yield good("headers", f"{folders[0]}{release}")
+    define = re.search(r"#define CUDA_VERSION (\d+)", read_text(folders[0] / "cuda.h"))  # 12060 for 12.6
+    major, minor = divmod(int(define[1]), 1000) if define else (0, 0)
+    yield good("headers", f"{folders[0]}{f', CUDA {major}.{minor // 10}' if define else ''}")
     if folders[0] not in stock_headers(root):
-        yield note("headers", "tinygrad alone would not find them; it is told (engine/fixes/cuda_headers.py)")
-    both = _major(libraries[0]) if libraries else 0
-    if both and found and both != int(found[1]) // 1000:
-        advice = "Name headers of the same release: CUDA_INCLUDE_PATH=/usr/local/cuda-X.Y/include"
-        yield fair("headers", f"libnvrtc is of CUDA {both}, the headers are of another", advice)
+        yield note("headers", "tinygrad alone would not find them; orin-chat tells it where they are")
+    compiler = _major(libraries[0]) if libraries else 0
+    if compiler and major and compiler != major:
+        advice = "Set CUDA_INCLUDE_PATH to headers of the same release, as /usr/local/cuda-X.Y/include."
+        yield fair("headers", f"they are of CUDA {major}, but libnvrtc is of CUDA {compiler}", advice)
 
 
 def _major(library: Path) -> int:
-    match = re.search(r"\.so\.(\d+)", library.resolve().name)
-    return int(match[1]) if match else 0
+    """12 of libnvrtc.so.12; 0 if the file name has no version."""
+    version = re.search(r"\.so\.(\d+)", library.resolve().name)
+    return int(version[1]) if version else 0

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from engine.devices.system_files import meminfo, read_text
 from engine.events import Counter
 
 _GPU_NODES = ("gpu", "ga10b", "gv11b", "gp10b", "gm20b")  # device tree names of Tegra's GPUs
@@ -74,14 +75,6 @@ def _counter(
     return Counter(name=name, value=value, unit=unit, most=limit)
 
 
-def _text(path: Path) -> str:
-    """The text of a file, without what device trees end theirs with; "" where it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip("\0\n ")
-    except OSError:
-        return ""
-
-
 # --- the CPU -------------------------------------------------------------------------------------------
 
 
@@ -137,7 +130,7 @@ class Cpu:
 
     def _ticks(self) -> tuple[int, int]:
         """Ticks of all cores so far: not idle, and all (proc(5): user nice system idle iowait irq …)."""
-        fields = _text(self._root / "proc/stat").partition("\n")[0].split()[1:9]
+        fields = read_text(self._root / "proc/stat").partition("\n")[0].split()[1:9]
         ticks = [int(field) for field in fields]
         return (sum(ticks) - sum(ticks[3:5]), sum(ticks)) if len(ticks) >= 5 else (0, 0)
 
@@ -146,7 +139,7 @@ class Cpu:
         found: dict[int, _Process] = {}
         children: dict[int, list[int]] = {}
         for process in (self._root / "proc").glob("[0-9]*"):
-            fields = _text(process / "stat").rpartition(")")[2].split()
+            fields = read_text(process / "stat").rpartition(")")[2].split()
             if len(fields) > 14:
                 pid, parent = int(process.name), int(fields[1])
                 children.setdefault(parent, []).append(pid)
@@ -162,23 +155,24 @@ class Cpu:
 
     def _frequency(self) -> Counter:
         cores = self._root / "sys/devices/system/cpu"
-        mhz = [float(t) / 1e3 for p in cores.glob("cpu[0-9]*/cpufreq/scaling_cur_freq") if (t := _text(p))]
-        most = [float(t) / 1e3 for p in cores.glob("cpu[0-9]*/cpufreq/cpuinfo_max_freq") if (t := _text(p))]
+        mhz = [
+            float(t) / 1e3 for p in cores.glob("cpu[0-9]*/cpufreq/scaling_cur_freq") if (t := read_text(p))
+        ]
+        most = [
+            float(t) / 1e3 for p in cores.glob("cpu[0-9]*/cpufreq/cpuinfo_max_freq") if (t := read_text(p))
+        ]
         if not mhz:
-            lines = _text(self._root / "proc/cpuinfo").splitlines()
+            lines = read_text(self._root / "proc/cpuinfo").splitlines()
             mhz = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
         if not mhz:
             return Counter(name="CPU clock", absent="this machine does not tell")
         return Counter(name="CPU clock", value=sum(mhz) / len(mhz), unit="MHz", most=max(most, default=None))
 
     def _memory(self) -> Counter:
-        fields = dict(
-            line.split(":", 1) for line in _text(self._root / "proc/meminfo").splitlines() if ":" in line
-        )
-        try:
-            total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-        except (KeyError, ValueError, IndexError):
+        memory = meminfo(self._root)
+        if not {"MemTotal", "MemAvailable"} <= memory.keys():
             return Counter(name="memory", absent="there is no /proc/meminfo")
+        total, free = memory["MemTotal"], memory["MemAvailable"]
         return Counter(name="memory", value=(total - free) / 1e9, unit="GB", most=total / 1e9)
 
     def _temperature(self) -> Counter:
@@ -192,13 +186,13 @@ def _zones(root: Path) -> Iterator[tuple[str, float]]:
     """Degrees Celsius by thermal zone; zones that cannot be read are switched off."""
     for zone in sorted((root / "sys/class/thermal").glob("thermal_zone*")):
         with contextlib.suppress(OSError, ValueError):
-            yield _text(zone / "type"), int((zone / "temp").read_text()) / 1e3
+            yield read_text(zone / "type"), int((zone / "temp").read_text()) / 1e3
 
 
 def _sensors(root: Path) -> Iterator[tuple[str, float]]:
     for path in sorted((root / "sys/class/hwmon").glob("hwmon*/temp1_input")):
         with contextlib.suppress(OSError, ValueError):
-            yield _text(path.with_name("name")), int(path.read_text()) / 1e3
+            yield read_text(path.with_name("name")), int(path.read_text()) / 1e3
 
 
 def _hottest(zones: dict[str, float]) -> Counter:
@@ -216,7 +210,7 @@ class Jetson:
     def __init__(self, root: Path) -> None:
         self._root = root
         devices = (root / "sys/class/devfreq").glob("*")
-        self._gpu = next((d for d in devices if _text(d / "device/of_node/name") in _GPU_NODES), None)
+        self._gpu = next((d for d in devices if read_text(d / "device/of_node/name") in _GPU_NODES), None)
         self._mode: Counter | None = None
 
     def read(self) -> Iterator[Counter]:
@@ -254,7 +248,7 @@ class Jetson:
             with contextlib.suppress(OSError, ValueError):
                 volts = int((label.parent / f"in{n}_input").read_text()) / 1e3
                 amperes = int((label.parent / f"curr{n}_input").read_text()) / 1e3
-                watts[_text(label)] = volts * amperes
+                watts[read_text(label)] = volts * amperes
         if not watts:
             return Counter(name="power", absent="no ina3221 sensor can be read")
         parts = tuple(f"{name} {value:.1f} W" for name, value in watts.items())

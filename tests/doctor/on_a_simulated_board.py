@@ -1,4 +1,4 @@
-"""The doctor's trials on NV with the simulated driver below it, made small, each result a line of JSON:
+"""The doctor's checks of NV with the simulated driver below it, made small, each result a line of JSON:
 python -m tests.doctor.on_a_simulated_board."""
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from engine.events import EngineOptions
 prepare(EngineOptions(model_path="", backend="NV"))
 
 import engine.measure.bandwidth as bandwidth  # noqa: E402  (the device is chosen before tinygrad is imported)
-from engine.doctor import endurance, trial  # noqa: E402
+from engine.doctor import quick_check, stress_check  # noqa: E402
 from tests.driver.simulate import simulated  # noqa: E402
 
 
 def main() -> None:
     bandwidth.DEVICE_BYTES, bandwidth.ROUNDS, bandwidth.COPIES = 1 << 16, 1, 1
-    trial._SIZE, trial._LAUNCHES, trial._ROUNDS = 64, 4, 8
-    endurance._KERNELS, endurance._IN_GRAPH = 20, 4
-    endurance._BUFFER_BYTES, endurance._MOST_BYTES = 1 << 16, 1 << 18
+    quick_check._SIZE, quick_check._LAUNCHES, quick_check._ROUNDS = 64, 4, 8
+    stress_check._KERNELS, stress_check._IN_GRAPH = 20, 4
+    stress_check._BUFFER_BYTES, stress_check._GPU_BYTES = 1 << 16, 1 << 18
     with simulated():
-        for run in (trial.run, endurance.run):
+        for run in (quick_check.run, stress_check.run):
             print(msgspec.json.encode(run("NV")).decode(), flush=True)
         sys.stdout.flush()
         os._exit(0)  # the board outlives the device, as a real one does

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from app.chat.settings import Settings
 from app.cli import doctor
-from engine.doctor import Section, bad, good, jetson, trials
-from engine.doctor.trials import Trial, attempt
+from engine.doctor import Section, backend_checks, bad, good, jetson
+from engine.doctor.backend_checks import run_check
+from engine.doctor.check_result import CheckResult
 from engine.errors import UsageError
 from tests.doctor import machines
 from tests.paths import ROOT
@@ -29,20 +30,20 @@ def nothing_of_this_machine(monkeypatch, tmp_path):
     monkeypatch.setattr("engine.devices.cuda_toolkit.shutil.which", lambda name: None)
     monkeypatch.setattr("engine.devices.cuda_toolkit._packages", lambda: [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(trials, "flaw", lambda backend: "")
+    monkeypatch.setattr(backend_checks, "flaw", lambda backend: "")
 
 
 def works(backend):
-    return Trial(backend=backend, ok=True, text="works", device="here")
+    return CheckResult(backend=backend, ok=True, text="works", device="here")
 
 
 def fails(backend):
-    return Trial(backend=backend, ok=False, text="broken", advice="mend it")
+    return CheckResult(backend=backend, ok=False, text="broken", advice="mend it")
 
 
-def examined(root, attempt=works):
+def examined(root, check=works):
     """The report, and its findings by topic."""
-    report = doctor.examine(Settings(), root, attempt=attempt)
+    report = doctor.examine(Settings(), root, check=check)
     return report, {f.topic: f for section in report.sections for f in section.findings}
 
 
@@ -141,17 +142,17 @@ def test_headers_of_another_release_are_told(tmp_path):
     assert found["headers"].state == "fair" and "CUDA_INCLUDE_PATH" in found["headers"].advice
 
 
-# --- trials ----------------------------------------------------------------------------------------------
+# --- checks of backends ------------------------------------------------------------------------------------
 
 
 def program(code):
     return (sys.executable, "-c", code)
 
 
-def test_a_trial_that_hangs_is_ended_with_what_it_started(tmp_path):
+def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path):
     code = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
-    trial = attempt("NV", timeout_s=1.5, command=program(code))
-    assert not trial.ok and "no answer" in trial.text and "dmesg" in trial.advice
+    result = run_check("NV", timeout_s=1.5, command=program(code))
+    assert not result.ok and "no answer" in result.text and "dmesg" in result.advice
 
 
 @pytest.mark.parametrize(
@@ -162,35 +163,35 @@ def test_a_trial_that_hangs_is_ended_with_what_it_started(tmp_path):
         ("print('{}')", "exit status 0"),
     ],
 )
-def test_a_trial_that_ends_without_an_answer(code, says):
-    trial = attempt("CUDA", command=program(code))
-    assert not trial.ok and says in trial.text and "report" in trial.advice
+def test_a_check_that_ends_without_an_answer(code, says):
+    result = run_check("CUDA", command=program(code))
+    assert not result.ok and says in result.text and "report" in result.advice
 
 
-def test_a_trial_that_cannot_be_started():
-    trial = attempt("CUDA", command=["/no/python"])
-    assert not trial.ok and "No such file" in trial.text and trial.advice
+def test_a_check_that_cannot_be_started():
+    result = run_check("CUDA", command=["/no/python"])
+    assert not result.ok and "No such file" in result.text and result.advice
 
 
 def test_the_cpu_is_tried_for_real():
-    trial = attempt("CPU")
-    assert trial.ok, trial.text
-    assert trial.copy_gbps and trial.first_kernel_s and trial.launch_us and "works on" in trial.text
+    result = run_check("CPU")
+    assert result.ok, result.text
+    assert result.copy_gbps and result.first_kernel_s and result.launch_us and "works on" in result.text
 
 
 def test_a_folder_of_the_users_named_engine_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine/__init__.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
-    trial = attempt("CPU")
-    assert trial.ok, trial.text
+    result = run_check("CPU")
+    assert result.ok, result.text
 
 
 def test_a_backend_that_is_not_there_says_so():
-    trial = attempt("CUDA") if not Path("/dev/nvidiactl").exists() else None
-    if trial is None:
+    result = run_check("CUDA") if not Path("/dev/nvidiactl").exists() else None
+    if result is None:
         pytest.skip("this machine has CUDA")
-    assert not trial.ok and "libcuda.so.1" in trial.text
+    assert not result.ok and "libcuda.so.1" in result.text
 
 
 # --- what is written -------------------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def test_a_report_that_cannot_be_written(tmp_path):
 def test_the_exit_code_says_whether_a_chat_is_possible(outcome, code, monkeypatch, capsys, tmp_path):
     examine, root = doctor.examine, machines.bare(tmp_path / "root")
     monkeypatch.setattr(
-        doctor, "examine", lambda settings, **told: examine(settings, root, attempt=outcome, **told)
+        doctor, "examine", lambda settings, **told: examine(settings, root, check=outcome, **told)
     )
     assert doctor.run(["--report", str(tmp_path / "r.txt")], Settings()) == code
     out = capsys.readouterr().out
@@ -263,21 +264,24 @@ def test_the_command(tmp_path):
 
 
 def test_drivers_that_speak_our_language():
-    from engine.doctor import interface
+    from engine.doctor import driver_check
     from tests.driver.simulate import simulated
 
     with simulated() as kernel:
-        trial = interface.run("nvgpu")
+        result = driver_check.run("nvgpu")
         assert kernel.leaks() == []
     assert (
-        trial.ok and "speaks as r36.4 does: ga10b, sm_87, " in trial.text and "multiprocessors" in trial.text
+        result.ok
+        and "has the interface of r36.4: ga10b, sm_87, " in result.text
+        and "multiprocessors" in result.text
     )
 
 
 def test_drivers_that_speak_another(monkeypatch, capsys):
     import errno
 
-    from engine.doctor import interface, trial
+    from engine.doctor import driver_check
+    from engine.doctor.check_result import write_result
     from engine.tegra import driver
     from tests.driver.simulate import simulated
 
@@ -287,7 +291,7 @@ def test_drivers_that_speak_another(monkeypatch, capsys):
             raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
 
         monkeypatch.setattr(driver.system, "ioctl", refused)
-        trial.main("nvgpu", interface.run)
+        write_result("nvgpu", driver_check.run)
         assert kernel.leaks() == []
     said = json.loads(capsys.readouterr().out)
     assert not said["ok"] and "ENOTTY" in said["text"] and "another version" in said["advice"]
@@ -316,7 +320,7 @@ def test_clocks_of_a_desktop_gpu(monkeypatch):
     assert found["throttled"].state == "fair" and "GPU load" not in found
 
 
-def test_trials_on_a_simulated_jetson():
+def test_checks_on_a_simulated_jetson():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.doctor.on_a_simulated_board"]
     run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)

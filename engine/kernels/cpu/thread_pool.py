@@ -27,6 +27,7 @@ from tinygrad.engine.realize import get_runtime
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops
 
+from engine.devices.system_files import read_text
 from engine.fixes import cpu_vectors
 from engine.kernels.cpu import memory, thread_program
 from engine.kernels.launch import compiled, known_or_made
@@ -49,24 +50,17 @@ def usable_cpus() -> list[int]:
     than its control group has CPU time for."""
     cores: dict[str, int] = {}
     for cpu in sorted(allowed_cpus()) or range(os.cpu_count() or 1):
-        siblings = _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        siblings = read_text(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
         cores.setdefault(siblings or str(cpu), cpu)
     return list(cores.values())[: max(1, int(min(share_of_time(), len(cores))))]
 
 
 def share_of_time(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
     """CPU time a second that the control group grants, in cores (cgroup v2 cpu.max, v1 cpu.cfs_quota_us)."""
-    quota, period = (_read(cgroup / "cpu.max") or "max 1").split()
+    quota, period = (read_text(cgroup / "cpu.max") or "max 1").split()
     if quota == "max":
-        quota, period = (_read(cgroup / f"cpu/cpu.cfs_{what}_us") for what in ("quota", "period"))
+        quota, period = (read_text(cgroup / f"cpu/cpu.cfs_{what}_us") for what in ("quota", "period"))
     return int(quota) / int(period) if quota.isdecimal() else float("inf")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def piece_of_work() -> tuple[UOp, UOp]:

@@ -10,23 +10,24 @@ from app.bench.board_plan import BoardModel, Lengths, Run, load
 from app.bench.report import Result, to_json
 from app.chat.settings import Settings
 from app.cli import doctor
-from engine.doctor import Section, good, trials
-from engine.doctor.trials import Trial, endurance
+from engine.doctor import Section, backend_checks, good
+from engine.doctor.backend_checks import stress_check
+from engine.doctor.check_result import CheckResult
 from engine.errors import UsageError
 from presets.loader import parse
 from tests import generated_model
 
-CPU = Trial(backend="CPU", ok=True, text="works")
+CPU = CheckResult(backend="CPU", ok=True, text="works")
 
 
 @pytest.fixture(autouse=True)
 def a_healthy_cpu(monkeypatch):
-    """The doctor and the endurance test have tests of their own."""
+    """The doctor and the stress check have tests of their own."""
     report = doctor.Report(
         orin_chat="1", at="now", sections=[Section(title="Machine", findings=[])], trials=[CPU], variables={}
     )
     monkeypatch.setattr(board.doctor, "examine", lambda settings, **told: report)
-    monkeypatch.setattr(board, "endurance", lambda backend: [good(backend, "endures")])
+    monkeypatch.setattr(board, "stress_check", lambda backend: [good(backend, "endures")])
     monkeypatch.setattr(board, "kernel_log", lambda: ["nvgpu: all is well"])
     monkeypatch.delenv("LLAMA_SERVER", raising=False)
 
@@ -206,24 +207,24 @@ def test_where_a_backend_hung_its_other_runs_come_last(tmp_path):
     assert order == [nv[0], *cuda, nv[1]]
 
 
-# --- endurance -------------------------------------------------------------------------------------------
+# --- the stress check ---------------------------------------------------------------------------------
 
 
-def test_endurance_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(trials, "_WORKS_S", 4.0)
-    found = endurance("CPU")
+def test_the_stress_check_of_the_cpu(monkeypatch):
+    monkeypatch.setattr(backend_checks, "_KILL_AFTER_S", 4.0)
+    found = stress_check("CPU")
     assert [finding.state for finding in found] == ["good", "good"], found
     assert "10,000 dependent kernels, none lost" in found[0].text and "killed" in found[1].text
 
 
-def test_endurance_sees_lost_kernels(monkeypatch):
-    from engine.doctor import endurance as child
+def test_the_stress_check_sees_lost_kernels(monkeypatch):
+    from engine.doctor import stress_check as child
 
     monkeypatch.setattr(child, "install", lambda dev: None)
     monkeypatch.setattr(child, "prepare", lambda options: "CPU")
-    monkeypatch.setattr(child, "count_kernels", lambda n: 2)
-    trial = child.run("CPU")
-    assert not trial.ok and "2 of 10,000" in trial.text
-    monkeypatch.setattr(child, "count_kernels", lambda n: 0)
+    monkeypatch.setattr(child, "lost_kernels", lambda n: 2)
+    result = child.run("CPU")
+    assert not result.ok and "2 of 10,000" in result.text
+    monkeypatch.setattr(child, "lost_kernels", lambda n: 0)
     monkeypatch.setattr(child, "hold_buffers", lambda n_bytes, each: (each * 3, 1))
     assert not child.run("CPU").ok

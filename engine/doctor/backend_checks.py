@@ -1,0 +1,115 @@
+"""Runs backends in child processes: a driver may hang, or take the process down with it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.backends import flaw
+from engine.child_process import how_it_ended, module_command, module_environment, signal_group
+from engine.devices.nvidia import why_not_nv
+from engine.doctor import Finding, bad, good, note
+from engine.doctor.check_result import CheckResult
+
+TIMEOUT_S = 120.0
+_QUICK, _DRIVER, _STRESS = (
+    module_command(f"engine.doctor.{name}") for name in ("quick_check", "driver_check", "stress_check")
+)
+_KILL_AFTER_S = 15.0  # by then the endless stress check is launching kernels
+
+
+def run_check(
+    backend: str, *, timeout_s: float = TIMEOUT_S, command: Sequence[str] = tuple(_QUICK)
+) -> CheckResult:
+    """Runs a check (the quick one) of "CPU", "CUDA" or "NV". A crash and a hang are results too."""
+    try:
+        process = _start([*command, backend])
+    except OSError as error:
+        text = f"its process cannot be started: {error.strerror}"
+        return _failed(backend, text, "Free some memory, or install orin-chat again.")
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        text = f"no answer within {timeout_s:.0f} s"
+        return _failed(backend, text, "See what its driver says in the kernel's log: sudo dmesg")
+    finally:
+        _kill(process)
+    with contextlib.suppress(msgspec.MsgspecError, IndexError):
+        return msgspec.json.decode(out.splitlines()[-1], type=CheckResult)
+    last_line = err.decode(errors="replace").strip().splitlines()[-1:]
+    text = ": ".join(
+        [f"its process ended with {how_it_ended(process.returncode)}", *(s[:200] for s in last_line)]
+    )
+    return _failed(
+        backend, text, "This is not expected: please send the report of orin-chat doctor --report FILE."
+    )
+
+
+def _failed(backend: str, text: str, advice: str) -> CheckResult:
+    return CheckResult(backend=backend, ok=False, text=text, advice=advice)
+
+
+def as_finding(result: CheckResult) -> Finding:
+    if result.ok:
+        return good(result.backend, result.text)
+    return bad(result.backend, result.text, result.advice)
+
+
+def driver_check() -> Finding:
+    """Whether a Jetson's drivers have the interface that NV was written for."""
+    return as_finding(run_check("nvgpu", command=_DRIVER))
+
+
+def stress_check(backend: str) -> list[Finding]:
+    """Many dependent kernels, many GiB of buffers, and a process that is killed while it computes. None of it can be
+    shown by a simulated driver."""
+    stressed = as_finding(run_check(backend, command=_STRESS))
+    process = _start([*_STRESS, backend, "endless"])
+    try:
+        process.communicate(timeout=_KILL_AFTER_S)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        afterwards = run_check(backend)
+    else:
+        advice = "See the result of its quick check."
+        return [stressed, bad(backend, "the endless stress check ended by itself", advice)]
+    if afterwards.ok:
+        return [stressed, good(backend, "works at once after a process was killed while it computed")]
+    text = f"does not work after a process was killed while it computed: {afterwards.text}"
+    return [stressed, bad(backend, text, afterwards.advice)]
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=module_environment(),
+        start_new_session=True,
+    )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process and the compilers that it started."""
+    signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def why_skipped(backend: str, gpus: Sequence[str], *, jetson: bool) -> Finding | None:
+    """Why `backend` is not checked on a machine whose GPUs have these names; None if it is."""
+    if backend == "CPU":
+        return None
+    if not (gpus or jetson):
+        return note(backend, "not tried: there is no NVIDIA GPU")
+    if backend == "CUDA":
+        return None  # only its driver can say what is wrong with it
+    if why := why_not_nv(list(gpus)):
+        return note(backend, f"not tried: {why}")
+    if why := flaw(backend):
+        return bad(backend, f"not tried: {why}", "See above for what to do about it.")
+    return None
