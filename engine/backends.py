@@ -98,8 +98,8 @@ def _compilers() -> int:
 
 def _search(options: EngineOptions) -> dict[str, str]:
     """tinygrad's variables for its own search and for its matrix-vector heuristic; the environment decides what
-    `options` leave open. Only the captured steps are searched: other kernels run once. `engine.model.fused.search`
-    searches the schedules of quantized kernels."""
+    `options` leave open. Only the captured steps are searched: other kernels run once. The schedules
+    of quantized kernels are searched by `engine.model.fused.schedule_search`."""
     chosen: dict[str, int] = {}
     if options.search_width is not None:
         chosen |= {"BEAM": 0, "JITBEAM": options.search_width}

@@ -53,18 +53,18 @@ def ours(path: str, backend: str, depths: list[int], repetitions: int) -> Rates:
 
     model = TextModel(options, lambda _: None)
     model.warm_up(lambda: False)
-    steps, device, draw = model._steps, Device[Device.DEFAULT], random.Random(0)
+    runner, device, draw = model._runner, Device[Device.DEFAULT], random.Random(0)
     ids = [draw.randrange(1000) for _ in range(max(depths) + PROMPT)]
 
     def prefill(tokens: list[int], position: int) -> None:
-        for start in range(0, len(tokens), steps.chunk):
-            steps.prefill(tokens[start : start + steps.chunk], position + start)
+        for start in range(0, len(tokens), runner.max_chunk):
+            runner.prefill(tokens[start : start + runner.max_chunk], position + start)
         device.synchronize()
 
     def decode(position: int) -> None:
         token = 1
         for i in range(REPLY):
-            token = steps.decode(token, position + i, ahead=i < REPLY - 1)
+            token = runner.decode(token, position + i, run_ahead=i < REPLY - 1)
 
     def rates(step: Callable[[int], None], n: int) -> Iterator[tuple[int, float]]:
         for depth in depths:

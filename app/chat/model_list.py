@@ -13,7 +13,7 @@ from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name
 from engine.errors import ModelFileError, OrinError, UsageError
 from engine.formats.gguf import GGUF
-from engine.model import summary
+from engine.model import file_summary
 from engine.model.config import ModelConfig
 
 
@@ -81,9 +81,9 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
                 source=source,
                 path=path,
                 size_bytes=file.file_bytes,
-                quantization=summary.quantization(file),
+                quantization=file_summary.quantization(file),
                 architecture=architecture,
-                parameters=summary.parameters(file),
+                parameters=file_summary.parameters(file),
                 context_length=file.get(f"{architecture}.context_length", int, 0),
                 record=record,
                 problem=problem,

@@ -23,7 +23,7 @@ from engine.catalog.progress import Progress
 from engine.errors import ModelFileError, OrinError, UsageError
 from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
-from engine.model import packed, summary
+from engine.model import file_summary, packed_weights_cache
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, as_count, clean, one_line
 
@@ -149,7 +149,7 @@ def remove(given: Namespace, own: Mapping[str, str], out: TextIO, messages: Text
     if source == guide_path():
         raise UsageError(f"{GUIDE} is built in: there is nothing to delete.")
     if isinstance(source, Path):
-        if not (freed := packed.forget(source)):
+        if not (freed := packed_weights_cache.delete(source)):
             raise UsageError(f"{source} was not downloaded by a name.", "Delete the file itself.")
         if given.json:
             _write_json(out, {"removed": [], "freed_bytes": freed})
@@ -174,7 +174,7 @@ def remove(given: Namespace, own: Mapping[str, str], out: TextIO, messages: Text
             print("It stays.", file=messages)
             return 0
     try:
-        freed = packed.forget(model.path) + cache.remove(model)
+        freed = packed_weights_cache.delete(model.path) + cache.remove(model)
     except OSError as error:
         raise ModelFileError(f"{model.path} cannot be deleted: {error.strerror}.") from error
     if given.json:
@@ -206,7 +206,7 @@ def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
             counted = types.setdefault(tensor.type_name, {"tensors": 0, "bytes": 0})
             counted["tensors"] += 1
             counted["bytes"] += tensor.n_bytes
-        bytes_per_token = summary.weight_bytes_per_token(file)
+        bytes_per_token = file_summary.weight_bytes_per_token(file)
     device, gbps, why_not = _copy_gbps(given.backend)
     ceiling = gbps * 1e9 / bytes_per_token if gbps and bytes_per_token else None
     if given.json:
@@ -229,7 +229,10 @@ def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
         ("context", f"{found.context_length:,} tokens"),
         *((f"tensors in {name}", _amount(counted)) for name, counted in types.items()),
         ("a token reads", f"{as_bytes(bytes_per_token)} of weights"),
-        *(("packed weights", f"{as_bytes(kept.size_bytes)} in {kept.path}") for kept in packed.kept(path)),
+        *(
+            ("packed weights", f"{as_bytes(cached.size_bytes)} in {cached.path}")
+            for cached in packed_weights_cache.cached_files(path)
+        ),
         ("copy bandwidth", f"{gbps:.0f} GB/s on {device}" if gbps else f"not measured: {why_not}"),
         ("ceiling", f"{ceiling:.0f} tokens/s: that bandwidth by those bytes" if ceiling else NOT_YET),
         (
@@ -301,7 +304,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 def _quantization(path: Path) -> str:
     try:
         with GGUF(path) as file:
-            return summary.quantization(file)
+            return file_summary.quantization(file)
     except ModelFileError:
         return quantization_of(path.name)
 

@@ -1,4 +1,4 @@
-"""Text from a model: a prompt's tokens into the KV cache (prefill), then one token after another (decode)."""
+"""Text generation: prefill stores the prompt in the KV cache, decode produces the reply token by token."""
 
 from __future__ import annotations
 
@@ -44,16 +44,18 @@ from engine.formats.tokenizer import StreamDecoder
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.profile import profile
-from engine.model import summary
-from engine.model.cache import KVCache
+from engine.model import file_summary
 from engine.model.config import ModelConfig
+from engine.model.kv_cache import KVCache
+from engine.model.model_runner import ModelRunner, SamplingRunner, TunableRunner
+from engine.model.open_runner import open_runner
 from engine.model.sampling import Sampler, log_probabilities
-from engine.model.steps import SECONDS_A_WIDTH, DrawingSteps, SearchableSteps, Steps, open_steps
 from engine.model.weights import Weights
 
 Report = Callable[[Event], None]
 
-DEFAULT_CONTEXT = 8192
+DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
+SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each unit of its width
 
 
 class TextModel:
@@ -64,9 +66,9 @@ class TextModel:
         ModelFileError, UsageError and BackendError."""
         file = GGUF(options.model_path)
         config = ModelConfig.from_gguf(file)
-        with_weights = ThreadPoolExecutor(1)
-        prompts = with_weights.submit(PromptEncoder, file)
-        if Device.DEFAULT.split(":")[0] == "CPU":  # whose cores have enough to do with the weights
+        beside_loading = ThreadPoolExecutor(1)
+        prompts = beside_loading.submit(PromptEncoder, file)
+        if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.result()
         self.context_length = _context_length(options, config)
         total = sum(tensor.n_bytes for tensor in file.tensors.values())
@@ -74,50 +76,53 @@ class TextModel:
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
-            self._steps: Steps = open_steps(
+            self._runner: ModelRunner = open_runner(
                 weights, self.context_length, options.kernels, options.keep_packed
             )
             self._search(options, report)
-            self._warming = self._first_uses()
-            next(self._warming)
-            if not self._steps.compiled:  # or a first prompt, or a reply, would stop for seconds
-                collections.deque(self._warming, 0)
+            self._captures = self._capture_steps()
+            next(self._captures)
+            if not self._runner.precompiled:  # else the first prompt and reply would wait for the compiler
+                collections.deque(self._captures, 0)
         compiler_processes.dismiss()
         self.prompts = prompts.result()
-        with_weights.shutdown()
+        beside_loading.shutdown()
         self.tokenizer = self.prompts.tokenizer
         self.ready = Ready(
-            model=_describe(file, config, self.prompts.template.thinks),
+            model=_model_info(file, config, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
             device_name=device_name(str(Device.DEFAULT)),
             context_length=self.context_length,
             load_ms=0.0,
             warnings=self.prompts.warnings,
-            weight_bytes_per_token=summary.weight_bytes_per_token(file),
+            weight_bytes_per_token=file_summary.weight_bytes_per_token(file),
             kv_bytes_per_token=KVCache.bytes_per_token(config),
         )
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
-        """Captures steps that are left, one after the other until `interrupted`, as long as no conversation is in
-        the KV cache. What is left after that waits for its first use."""
-        while not self._cached and not interrupted() and next(self._warming, self) is None:
+        """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that
+        are not captured here are captured at their first use."""
+        while not self._cached and not interrupted() and next(self._captures, self) is None:
             pass
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
-        """Raises ContextFullError, TemplateError and UsageError."""
+        """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token. Stops before the
+        next token or prompt chunk when `cancelled`. Raises ContextFullError, TemplateError and UsageError."""
         started = time.perf_counter()
         prompt = self.prompts.encode(request.prompt)
-        limit = self._room(prompt.ids, request.max_tokens)
+        limit = self._reply_limit(prompt.ids, request.max_tokens)
         sampler = Sampler(request.sampling)
-        speaker = _Speaker(request, StreamDecoder(self.tokenizer), _splitter(request, prompt), report)
+        reporter = _TokenReporter(
+            request, StreamDecoder(self.tokenizer), _think_splitter(request, prompt), report
+        )
         if request.fresh:
             self._cached.clear()
-        cached = self._reuse(prompt.ids)
+        cached = self._reuse_prefix(prompt.ids)
 
         def progress(done: int) -> None:
             report(Prefilling(request_id=request.request_id, done=done, total=len(prompt.ids), cached=cached))
 
-        draws = self._draws(request, sampler, prompt.ids, limit)
+        on_device = self._prepare_sampling(request, sampler, prompt.ids, limit)
         reason: StopReason = "length"
         first_token = last_token = started
         if not self._prefill(prompt.ids, progress, cancelled):
@@ -128,7 +133,7 @@ class TextModel:
                 reason = "cancelled"
                 break
             more = produced < limit - 1
-            token = self._next(tokens, sampler, draws, more and not request.logprobs)
+            token = self._next_token(tokens, sampler, on_device, more and not request.logprobs)
             last_token = time.perf_counter()
             if not produced:
                 first_token = last_token
@@ -136,7 +141,7 @@ class TextModel:
             tokens.append(token)
             self._cached = tokens[:-1]
             ended = token in self.tokenizer.eos_ids and not request.ignore_eos
-            speaker.say(token, self._steps, last=ended or not more)
+            reporter.report_token(token, self._runner, last=ended or not more)
             if ended:
                 reason = "stop"
                 break
@@ -153,54 +158,59 @@ class TextModel:
         )
 
     def measure(self, request: Measure) -> Measured:
-        position = min(len(self._cached), self.context_length - 1)
-        del self._cached[position:]
+        """Counts the kernels of a decode step and the device's memory in use, and times a copy."""
         return Measured(
             request_id=request.request_id,
-            kernels_per_token=len(self._steps.replay("decode", position).calls),
+            kernels_per_token=len(self._runner.replay("decode", self._replay_position()).calls),
             device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT],
             copy_gbps=copy_gbps(Device.DEFAULT),
         )
 
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
-        """Raises PreemptedError where `interrupted` says so, UsageError for a step that there is not."""
+        """Times the kernels of a step after the tokens in the cache. Raises PreemptedError when `interrupted`,
+        UsageError if the runner has no such step."""
+        position = self._replay_position()
+        return profile(request, self._runner.replay(request.step, position), position, interrupted)
+
+    def _replay_position(self) -> int:
+        """Where a step may be replayed: after the tokens in the cache, or in place of the last one if it is full."""
         position = min(len(self._cached), self.context_length - 1)
         del self._cached[position:]
-        return profile(request, self._steps.replay(request.step, position), position, interrupted)
+        return position
 
-    def _draws(self, request: Generate, sampler: Sampler, prompt: list[int], limit: int) -> bool:
-        """Whether the device draws the reply's tokens. Log-probabilities are of logits as they were, which it does
-        not keep."""
-        if sampler.greedy or request.logprobs or not isinstance(self._steps, DrawingSteps):
+    def _prepare_sampling(self, request: Generate, sampler: Sampler, prompt: list[int], limit: int) -> bool:
+        """Whether the device samples the reply's tokens. It does not when log-probabilities are asked for: they are
+        those of the logits before penalties, which it overwrites."""
+        if sampler.greedy or request.logprobs or not isinstance(self._runner, SamplingRunner):
             return False
-        return self._steps.prepare(request.sampling, prompt, sampler.numbers(limit))
+        return self._runner.prepare_sampling(request.sampling, prompt, sampler.uniforms(limit))
 
-    def _next(self, tokens: list[int], sampler: Sampler, draws: bool, more: bool) -> int:
-        """The token after `tokens`; `more` are going to be asked for, without logits."""
+    def _next_token(self, tokens: list[int], sampler: Sampler, on_device: bool, run_ahead: bool) -> int:
+        """The token after `tokens`. `run_ahead`: the one after it will be asked for too, without logits."""
         last, position = tokens[-1], len(tokens) - 1
-        if draws:
-            assert isinstance(self._steps, DrawingSteps)
-            return self._steps.draw(last, position, more)
-        token = self._steps.decode(last, position, more and sampler.greedy)
-        return token if sampler.greedy else sampler.draw(self._steps.logits(), tokens)
+        if on_device:
+            assert isinstance(self._runner, SamplingRunner)
+            return self._runner.decode_and_sample(last, position, run_ahead)
+        token = self._runner.decode(last, position, run_ahead and sampler.greedy)
+        return token if sampler.greedy else sampler.sample(self._runner.logits(), tokens)
 
-    def _room(self, prompt: list[int], max_tokens: int | None) -> int:
-        """How many tokens a reply may have. The last one need not be stored."""
-        room = self.context_length - len(prompt) + 1
-        if room < 1:
+    def _reply_limit(self, prompt: list[int], max_tokens: int | None) -> int:
+        """The most tokens that the reply may have. Its last token needs no place in the KV cache."""
+        limit = self.context_length - len(prompt) + 1
+        if limit < 1:
             raise ContextFullError(
                 f"The conversation has {len(prompt)} tokens and the context holds {self.context_length}.",
                 "Start a new chat, shorten the prompt, or restart with a larger --context.",
             )
-        return room if max_tokens is None else min(room, max_tokens)
+        return limit if max_tokens is None else min(limit, max_tokens)
 
-    def _reuse(self, prompt: list[int]) -> int:
-        """How many tokens of the prompt are in the KV cache already: the longest common prefix, but never the
-        last token, whose output is always needed. A reply is read again from where its template writes it
-        otherwise than the model did: most leave out of earlier turns what was thought."""
+    def _reuse_prefix(self, prompt: list[int]) -> int:
+        """Cuts the KV cache to the longest prefix that it shares with the prompt, without the prompt's last token,
+        whose logits are always needed; returns its length. Most templates leave the thinking out of earlier turns,
+        so a reply that had some is prefilled again from there."""
         common = 0
-        for have, want in zip(self._cached, prompt[:-1], strict=False):
-            if have != want:
+        for cached, wanted in zip(self._cached, prompt[:-1], strict=False):
+            if cached != wanted:
                 break
             common += 1
         del self._cached[common:]
@@ -209,59 +219,61 @@ class TextModel:
     def _prefill(
         self, prompt: list[int], progress: Callable[[int], None], cancelled: Callable[[], bool]
     ) -> bool:
-        """Stores all tokens of the prompt but the last, which the first decode takes. False if cancelled."""
+        """Stores all tokens of the prompt but the last one, which the first decode step runs. False if cancelled."""
         while (done := len(self._cached)) < len(prompt) - 1:
             progress(done)
             if cancelled():
                 return False
-            chunk = prompt[done : min(done + self._steps.chunk, len(prompt) - 1)]
-            self._steps.prefill(chunk, done)
+            chunk = prompt[done : min(done + self._runner.max_chunk, len(prompt) - 1)]
+            self._runner.prefill(chunk, done)
             self._cached += chunk
         return True
 
     def _search(self, options: EngineOptions, report: Report) -> None:
-        """Searches for faster kernels where a width is asked for and the steps are not tinygrad's to search."""
+        """Searches for faster schedules if the options give a width and the runner has kernels of its own. (Tensor
+        graphs are searched by tinygrad while it compiles them.)"""
         width = options.search_width
-        if not width or not isinstance(self._steps, SearchableSteps):
+        if not width or not isinstance(self._runner, TunableRunner):
             return
-        seconds = SECONDS_A_WIDTH * width if options.search_s is None else options.search_s
-        told = lambda done, total, cached, search: report(
+        seconds = SEARCH_S_PER_WIDTH * width if options.search_s is None else options.search_s
+        progress = lambda done, total, cached, search: report(
             Warming(done=done, total=total, cached=cached, search=search)
         )
-        with kernels_reported(lambda done, total: None):  # the candidates' are told of as candidates
-            self._steps.search(width, seconds, told, options.search_again)
+        with kernels_reported(lambda done, total: None):  # the search reports its candidates itself
+            self._runner.search(width, seconds, progress, options.search_again)
 
-    def _first_uses(self) -> Iterator[None]:
-        """Runs, and so captures, each step that there is, one after the other: first of all what shows that the
-        device works."""
-        steps = self._steps
-        steps.decode(0, 0)
-        steps.logits()
+    def _capture_steps(self) -> Iterator[None]:
+        """Captures each step of the runner by running it, one a turn. The first is a decode step with its logits: it
+        shows that the device works."""
+        runner = self._runner
+        runner.decode(0, 0)
+        runner.logits()
         yield
-        for size in steps.chunks:
-            steps.prefill([0] * (size // 2 + 1), 0)
+        for size in runner.chunk_sizes:
+            runner.prefill([0] * (size // 2 + 1), 0)
             yield
-        if isinstance(steps, DrawingSteps):
+        if isinstance(runner, SamplingRunner):
             for sampling in (Sampling(), Sampling(repeat_penalty=1.1)):
-                for depth in steps.depths:
-                    if steps.prepare(sampling, [0], np.zeros(1)):
-                        steps.draw(0, depth)
+                for depth in runner.decode_depths:
+                    if runner.prepare_sampling(sampling, [0], np.zeros(1)):
+                        runner.decode_and_sample(0, depth)
                     yield
-        for depth in steps.depths[1:]:
-            steps.decode(0, depth)
+        for depth in runner.decode_depths[1:]:
+            runner.decode(0, depth)
             yield
 
 
 @dataclass(frozen=True)
-class _Speaker:
-    """Tells of each token as an event."""
+class _TokenReporter:
+    """Reports each token of a reply as a `Token` or `Thinking` event."""
 
     request: Generate
     decoder: StreamDecoder
     splitter: ThinkSplitter | None
     report: Report
 
-    def say(self, token: int, steps: Steps, *, last: bool) -> None:
+    def report_token(self, token: int, runner: ModelRunner, *, last: bool) -> None:
+        """`last`: no token follows, so text that was held back is reported too."""
         text = self.decoder.feed(token) + (self.decoder.flush() if last else "")
         thinking = False
         if self.splitter is not None:
@@ -270,13 +282,13 @@ class _Speaker:
         logprob: float | None = None
         top: tuple[TopToken, ...] = ()
         if self.request.logprobs:
-            logprob, top = log_probabilities(steps.logits(), token, self.request.logprobs)
-        kind = Thinking if thinking else Token
-        self.report(kind(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
+            logprob, top = log_probabilities(runner.logits(), token, self.request.logprobs)
+        event = Thinking if thinking else Token
+        self.report(event(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
 
 
-def _splitter(request: Generate, prompt: Prompt) -> ThinkSplitter | None:
-    """Only a chat's reply is told apart: raw text is the user's to read."""
+def _think_splitter(request: Generate, prompt: Prompt) -> ThinkSplitter | None:
+    """Only a chat's reply is split into thinking and answer; other prompts get the text as it is."""
     return ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
 
 
@@ -285,18 +297,18 @@ def _context_length(options: EngineOptions, config: ModelConfig) -> int:
         return min(config.trained_context, DEFAULT_CONTEXT)
     if not 1 < options.context_length <= config.trained_context:
         raise UsageError(
-            f"A context of {options.context_length} tokens does not suit {config.name}.",
+            f"{config.name} cannot have a context of {options.context_length} tokens.",
             f"Choose one between 2 and {config.trained_context} tokens, which it was trained for.",
         )
     return options.context_length
 
 
-def _describe(file: GGUF, config: ModelConfig, thinks: bool) -> ModelInfo:
+def _model_info(file: GGUF, config: ModelConfig, thinks: bool) -> ModelInfo:
     return ModelInfo(
         name=config.name,
         architecture=config.architecture,
-        quantization=summary.quantization(file),
-        parameters=summary.parameters(file),
+        quantization=file_summary.quantization(file),
+        parameters=file_summary.parameters(file),
         file_bytes=file.file_bytes,
         trained_context=config.trained_context,
         thinks=thinks,

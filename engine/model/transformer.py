@@ -14,7 +14,7 @@ from tinygrad import Tensor, UOp, dtypes
 from engine.events import KernelRole
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.profile import Use
-from engine.model.cache import KVCache
+from engine.model.kv_cache import KVCache
 from engine.model.weights import Weights
 
 

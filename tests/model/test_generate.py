@@ -115,66 +115,70 @@ def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model):
         + tokenizer.encode("yes")
         + sorted(tokenizer.eos_ids)[:1]
     )
-    steps, model._steps = model._steps, Scripted(model._steps, script)
+    runner, model._runner = model._runner, Scripted(model._runner, script)
     try:
         end, tokens, _ = answer(model, chat, ignore_eos=False, max_tokens=None)
     finally:
-        model._steps = steps
+        model._runner = runner
     assert (end.reason, end.predicted_n) == ("stop", len(script))
     assert "".join(t.text for t in tokens if isinstance(t, Thinking)) == "hm"
     assert "".join(t.text for t in tokens if not isinstance(t, Thinking)) == "yes"
 
 
 class Scripted:
-    """Steps that say what they are told to."""
+    """A runner that returns the tokens of a script."""
 
-    def __init__(self, steps, script):
-        self.chunk, self.prefill, self.logits = steps.chunk, steps.prefill, steps.logits
+    def __init__(self, runner, script):
+        self.max_chunk, self.prefill, self.logits = runner.max_chunk, runner.prefill, runner.logits
         self._script = iter(script)
 
-    def decode(self, token, position, ahead=False):
+    def decode(self, token, position, run_ahead=False):
         return next(self._script)
 
 
-class Drawing:
-    """Steps that draw with the numbers they were given, from all tokens, and note what was asked of them."""
+class FakeSamplingRunner:
+    """A runner that samples with the numbers it was given, and records each `ahead`."""
 
-    def __init__(self, steps):
-        self.chunk, self.chunks, self.depths = steps.chunk, steps.chunks, steps.depths
-        self.compiled = True
+    def __init__(self, runner):
+        self.max_chunk, self.chunk_sizes, self.decode_depths = (
+            runner.max_chunk,
+            runner.chunk_sizes,
+            runner.decode_depths,
+        )
+        self.precompiled = True
         self.prefill, self.decode, self.logits, self.replay = (
-            steps.prefill, steps.decode, steps.logits, steps.replay,
+            runner.prefill, runner.decode, runner.logits, runner.replay,
         )  # fmt: skip
         self.asked = []
 
-    def prepare(self, sampling, tokens, numbers):
-        self._left, self._said, self._sampling = iter(numbers), list(tokens), sampling
+    def prepare_sampling(self, sampling, tokens, uniforms):
+        self._left, self._said, self._sampling = iter(uniforms), list(tokens), sampling
         return sampling.top_k != 0
 
-    def draw(self, token, position, ahead=False):
+    def decode_and_sample(self, token, position, run_ahead=False):
         assert self._said[position] == token
-        self.asked.append(ahead)
+        self.asked.append(run_ahead)
         self.decode(token, position)
-        ids, masses = Sampler(self._sampling).kept(self.logits(), self._said)
+        ids, masses = Sampler(self._sampling).candidates(self.logits(), self._said)
         self._said.append(
             int(ids[np.searchsorted(np.cumsum(masses), next(self._left) * masses.sum(), "right")])
         )
         return self._said[-1]
 
 
-def test_steps_that_draw_give_the_text_that_the_host_draws(model):
+def test_sampling_on_the_device_gives_the_text_of_sampling_on_the_host(model):
     hot = Sampling(temperature=1.5, top_k=50, repeat_penalty=1.2, seed=11)
     wanted = [t.id for t in answer(model, "once", sampling=hot)[1]]
-    steps, model._steps = model._steps, Drawing(model._steps)
+    runner, model._runner = model._runner, FakeSamplingRunner(model._runner)
     try:
         assert [t.id for t in answer(model, "once", sampling=hot)[1]] == wanted
-        assert model._steps.asked == [True] * 11 + [False]  # none runs ahead of the last
+        assert model._runner.asked == [True] * 11 + [False]  # none runs ahead of the last
         assert [t.id for t in answer(model, "once", sampling=hot, logprobs=2)[1]] == wanted
         for other in (GREEDY, Sampling(top_k=0, seed=1)):
             answer(model, "once", sampling=other)
-        assert len(model._steps.asked) == 12  # these were the host's business
+        assert len(model._runner.asked) == 12  # these were the host's business
     finally:
-        model._steps = steps
+        model._runner = runner
 
 
 def test_what_the_engine_does_not_run_is_refused(tmp_path, path):
@@ -192,7 +196,7 @@ def test_what_is_captured_later_gives_way_to_a_prompt_and_to_a_conversation(mode
     model._cached.clear()
     asked = iter([False, False, True, False])
     uses = []
-    model._warming = (uses.append(i) for i in range(9))
+    model._captures = (uses.append(i) for i in range(9))
     model.warm_up(lambda: next(asked))
     assert uses == [0, 1]
     answer(model, "once", sampling=GREEDY)

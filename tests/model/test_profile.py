@@ -57,7 +57,7 @@ def test_every_kernel_has_its_role_and_every_role_its_bytes(model, step):
     assert calls_of["attention"] >= 3 * LAYERS
     assert ("output head" in bytes_of) == ("sampling" in bytes_of) == (step == "decode")
     assert bytes_of["embedding"] < 20_000 * profile.tokens
-    assert profile.tokens == (1 if step == "decode" else model._steps.chunk)
+    assert profile.tokens == (1 if step == "decode" else model._runner.max_chunk)
 
 
 def test_attention_reads_more_as_the_context_grows(model):
@@ -85,7 +85,7 @@ def test_the_sum_and_the_wall_time_are_of_one_size(model, monkeypatch):
 
 
 def test_a_group_of_kernels_takes_as_long_in_a_sequence_as_one_by_one(model):
-    replay = model._steps.replay("decode", 4)
+    replay = model._runner.replay("decode", 4)
     members = range(10)
     one_by_one = measure._kernels_us(replay, lambda: False)
     alone_us = sum(min(one_by_one[i]) for i in members)

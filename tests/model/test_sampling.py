@@ -14,7 +14,7 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 def drawn(logits, previous=(), n=2000, **sampling):
     sampler = Sampler(Sampling(**({"seed": 1, "temperature": 1.0} | OFF | sampling)))
     logits = np.asarray(logits, np.float32)
-    return np.bincount([sampler.draw(logits, previous) for _ in range(n)], minlength=len(logits)) / n
+    return np.bincount([sampler.sample(logits, previous) for _ in range(n)], minlength=len(logits)) / n
 
 
 def test_plain_draws_follow_the_probabilities():
@@ -51,9 +51,9 @@ def test_what_is_left_to_draw_from(sampling, allowed):
 def test_repetition_penalty_makes_what_was_said_less_probable():
     logits = [1.0, 2.0, -1.0]
     sampler = Sampler(Sampling(temperature=0, repeat_penalty=3.0, repeat_last_n=2))
-    assert sampler.draw(np.array(logits, np.float32), [1]) == 0  # 2 / 3 is less than 1
-    assert sampler.draw(np.array(logits, np.float32), [1, 0, 0]) == 1  # 1 is too long ago
-    assert sampler.draw(np.array([-1.0, -2.0], np.float32), [0]) == 1  # negative ones are multiplied
+    assert sampler.sample(np.array(logits, np.float32), [1]) == 0  # 2 / 3 is less than 1
+    assert sampler.sample(np.array(logits, np.float32), [1, 0, 0]) == 1  # 1 is too long ago
+    assert sampler.sample(np.array([-1.0, -2.0], np.float32), [0]) == 1  # negative ones are multiplied
     assert not sampler.greedy and Sampler(Sampling(temperature=0)).greedy
 
 
@@ -68,12 +68,12 @@ def test_repetition_penalty_makes_what_was_said_less_probable():
 def test_any_setting_draws_a_token_that_it_allows(logits, top_k, top_p, min_p, temperature, seed):
     x = np.asarray(logits, np.float32)
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature, seed=seed)
-    token = Sampler(sampling).draw(x, [])
+    token = Sampler(sampling).sample(x, [])
     assert 0 <= token < len(x)
     if top_k > 0:
         assert np.count_nonzero(x > x[token]) < top_k
     assert min_p == 0 or x[token] >= x.max() + np.log(min_p) - 1e-5
-    assert token == Sampler(sampling).draw(x, [])
+    assert token == Sampler(sampling).sample(x, [])
 
 
 def test_log_probabilities():

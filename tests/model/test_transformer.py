@@ -5,9 +5,9 @@ import pytest
 from tinygrad import Tensor
 
 from engine.formats.gguf import GGUF
-from engine.model.cache import KVCache
 from engine.model.config import ModelConfig
-from engine.model.steps import GraphSteps
+from engine.model.graph_runner import GraphRunner
+from engine.model.kv_cache import KVCache
 from engine.model.transformer import Transformer
 from engine.model.weights import Weights
 from tests import generated_model
@@ -45,12 +45,12 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = generated_model.write(tmp_path / "model.gguf", layers=2, **MODELS[name])
     tokens = np.random.default_rng(1).integers(0, 256, 40).tolist()
     wanted = Reference(path).logits(tokens)
-    steps = GraphSteps(opened(path), 64)
-    steps.prefill(tokens[:32], 0)  # a whole chunk and a padded one
-    steps.prefill(tokens[32:36], 32)
+    runner = GraphRunner(opened(path), 64)
+    runner.prefill(tokens[:32], 0)  # a whole chunk and a padded one
+    runner.prefill(tokens[32:36], 32)
     for position in range(36, 40):  # looked at, captured, replayed twice
-        best = steps.decode(tokens[position], position)
-        logits = steps.logits()
+        best = runner.decode(tokens[position], position)
+        logits = runner.logits()
         assert best == logits.argmax()
         assert divergence(wanted[position], logits) < 1e-5
 
@@ -87,9 +87,9 @@ def test_agrees_with_llama_cpp(oracle):
         assert np.abs(top - wanted["top16_logprobs0"]).max() < 2e-3
     assert divergence(Reference(path).logits(tokens)[-1], logits[-1]) < 1e-5
     if quant == "F32":
-        steps = GraphSteps(weights, 128)
-        steps.prefill(tokens[:-1], 0)
+        runner = GraphRunner(weights, 128)
+        runner.prefill(tokens[:-1], 0)
         said = [int(tokens[-1])]
         for i in range(24):
-            said.append(steps.decode(said[-1], len(tokens) - 1 + i))
+            said.append(runner.decode(said[-1], len(tokens) - 1 + i))
         assert said[1:] == wanted["greedy0"].tolist()

@@ -19,9 +19,9 @@ from engine.kernels.gpu.matvec import Best, Epilogue, GateUp, Residual, Store, a
 from engine.kernels.gpu.packing import QUARTER, UNIT, permuted_size
 from engine.kernels.gpu.token import embed, next_token
 from engine.kernels.launch import Launches
-from engine.model.fused.buffers import Floats, Scales
-from engine.model.fused.drawing import Drawing
-from engine.model.fused.weights import Layer, PackedModel, Product
+from engine.model.fused.device_sampler import DeviceSampler
+from engine.model.fused.packed_model import Layer, PackedModel, Product
+from engine.model.fused.prescales import Floats, Prescales
 
 _SHORT, _MEDIUM = 256, 8192  # tokens that a block takes all of, and that are cut first
 
@@ -41,7 +41,7 @@ class Decode:
     """`step` gives the kernels of a step. It runs the token and position of `state`, int32, and leaves `logits`."""
 
     def __init__(
-        self, model: PackedModel, heads: Heads, scales: Scales, tables: tuple[Tensor, Tensor], context: int
+        self, model: PackedModel, heads: Heads, scales: Prescales, tables: tuple[Tensor, Tensor], context: int
     ) -> None:
         config = model.config
         self._model, self._heads, self._scales = model, heads, scales
@@ -72,7 +72,7 @@ class Decode:
         self,
         split: Split | FlashSplit,
         history: Tensor,
-        drawing: Drawing | None = None,
+        drawing: DeviceSampler | None = None,
         penalizes: bool = False,
     ) -> Launches:
         """The kernels of a step whose attention is cut as `split` says. It leaves the next token in `state`, and in

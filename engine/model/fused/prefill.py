@@ -19,8 +19,8 @@ from engine.kernels.gpu.prefill import (
     tile_prompt,
 )
 from engine.kernels.launch import Launches
-from engine.model.fused.buffers import Floats, Scales
-from engine.model.fused.weights import Matrix, PackedModel
+from engine.model.fused.packed_model import Matrix, PackedModel
+from engine.model.fused.prescales import Floats, Prescales
 
 
 class Prefill:
@@ -28,7 +28,7 @@ class Prefill:
     and `ids`, int32."""
 
     def __init__(
-        self, model: PackedModel, heads: Heads, scales: Scales, tables: tuple[Tensor, Tensor], chunk: int
+        self, model: PackedModel, heads: Heads, scales: Prescales, tables: tuple[Tensor, Tensor], chunk: int
     ) -> None:
         self._model, self._heads, self._scales, self._tables = model, heads, scales, tables
         self.prompt, self.ids = zeros(2, dtypes.int32), zeros(chunk, dtypes.int32)

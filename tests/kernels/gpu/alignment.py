@@ -28,8 +28,9 @@ from tinygrad.uop.ops import Ops, UOp
 
 from engine.formats.gguf import GGUF
 from engine.model.config import ModelConfig
-from engine.model.fused import FusedSteps
-from engine.model.steps import GraphSteps, Steps
+from engine.model.fused import FusedRunner
+from engine.model.graph_runner import GraphRunner
+from engine.model.model_runner import ModelRunner
 from engine.model.weights import Weights
 from tests import generated_model
 
@@ -254,20 +255,20 @@ def ptx(sources: list[str]) -> list[str]:
 # --- a model's steps -------------------------------------------------------------------------------------
 
 
-PATHS: dict[str, Callable[[Weights, int], Steps]] = {"fused": FusedSteps, "graph": GraphSteps}
+PATHS: dict[str, Callable[[Weights, int], ModelRunner]] = {"fused": FusedRunner, "graph": GraphRunner}
 
 
 def load_and_step(path: str, quant: str) -> None:
-    """Loads a small model whose matrices are of one type, and takes its steps."""
+    """Loads a small model whose matrices are of one type, and runs its two steps."""
     shape = {"layers": 1, "dim": 256, "heads": 4, "kv_heads": 4, "ffn": 256}
     with tempfile.TemporaryDirectory() as folder:
         gguf = GGUF(
             generated_model.write(Path(folder) / "m.gguf", architecture="qwen3", quant=quant, **shape)
         )
-    steps = PATHS[path](Weights(gguf, ModelConfig.from_gguf(gguf), lambda _: None), 600)
-    steps.prefill([1] * 20, 0)
+    runner = PATHS[path](Weights(gguf, ModelConfig.from_gguf(gguf), lambda _: None), 600)
+    runner.prefill([1] * 20, 0)
     for position in (0, 300):
-        steps.decode(1, position)
+        runner.decode(1, position)
 
 
 def main(path: str, quants: list[str]) -> None:

@@ -26,11 +26,11 @@ from engine.kernels.gpu.token import embed, next_token
 from engine.kernels.launch import Launches
 from engine.measure import profile
 from engine.model.config import ModelConfig
-from engine.model.fused import FusedSteps
-from engine.model.fused.drawing import Drawing
-from engine.model.fused.weights import PackedModel
+from engine.model.fused import FusedRunner
+from engine.model.fused.device_sampler import DeviceSampler
+from engine.model.fused.packed_model import PackedModel
+from engine.model.model_runner import SamplingRunner
 from engine.model.sampling import Sampler
-from engine.model.steps import DrawingSteps
 from engine.model.weights import Weights
 from tests import generated_model
 from tests.reference import Reference, divergence
@@ -455,9 +455,9 @@ def sampling():
         assert shortlist.suffices(wanted)
         if wanted.temperature == 0:
             got, _ = drawn_tokens(wanted, logits, previous, [0.3], shortlist)
-            assert got == [Sampler(wanted).draw(logits, previous)]
+            assert got == [Sampler(wanted).sample(logits, previous)]
             continue
-        ids, masses = Sampler(wanted).kept(logits, previous)
+        ids, masses = Sampler(wanted).candidates(logits, previous)
         edges = np.concatenate([[0], np.cumsum(masses) / masses.sum()])
         wide = np.flatnonzero(np.diff(edges) > 3e-4)
         wide = wide[:2].tolist() + wide[2:][-2:].tolist()
@@ -476,13 +476,15 @@ def model():
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen2", quant="F32", **shape)
         file, wanted = GGUF(path), Reference(path).logits(tokens)
-    steps = FusedSteps(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 32)
-    steps._drawing = Drawing(Shortlist(wanted.shape[1], 16, (16, 4, 1)), 32)  # emulation takes its time
-    steps.decode(tokens[0], 0, ahead=True)
-    assert isinstance(steps, DrawingSteps)
-    assert steps.prepare(Sampling(top_k=1), tokens, np.zeros(1))
-    assert steps.draw(tokens[1], 1) == wanted[1].argmax()
-    assert divergence(wanted[1], steps.logits()) < 1e-6
+    runner = FusedRunner(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 32)
+    runner._sampler = DeviceSampler(
+        Shortlist(wanted.shape[1], 16, (16, 4, 1)), 32
+    )  # emulation takes its time
+    runner.decode(tokens[0], 0, run_ahead=True)
+    assert isinstance(runner, SamplingRunner)
+    assert runner.prepare_sampling(Sampling(top_k=1), tokens, np.zeros(1))
+    assert runner.decode_and_sample(tokens[1], 1) == wanted[1].argmax()
+    assert divergence(wanted[1], runner.logits()) < 1e-6
 
 
 def profiled_prefill():
@@ -494,12 +496,12 @@ def profiled_prefill():
         file = GGUF(path)
     config = ModelConfig.from_gguf(file)
     with (
-        mock.patch.object(FusedSteps, "_compile"),
+        mock.patch.object(FusedRunner, "_compile"),
         mock.patch.object(PackedModel, "fill"),
     ):  # nothing is to run
-        steps = FusedSteps(Weights(file, config, lambda _: None), 32)
-    kernels = steps._prefill.step(padded).compiled().src
-    replay = profile.Replay(kernels, steps._uses(), tokens, run=lambda: None)
+        runner = FusedRunner(Weights(file, config, lambda _: None), 32)
+    kernels = runner._prefill.step(padded).compiled().src
+    replay = profile.Replay(kernels, runner._uses(), tokens, run=lambda: None)
     told = {}
     for call, role in zip(replay.calls, profile.roles_of(replay.calls, replay.uses), strict=True):
         name = profile._name(call).split("_")[1]

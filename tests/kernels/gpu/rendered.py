@@ -20,7 +20,7 @@ from engine.kernels.gpu.packing import UNIT, Packing, permuted_size
 from engine.kernels.gpu.prefill import activate_prompt
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.model.config import ModelConfig
-from engine.model.fused import FusedSteps
+from engine.model.fused import FusedRunner
 from engine.model.weights import Weights
 from tests import generated_model
 
@@ -37,7 +37,7 @@ def model(folder, **shape):
     """All that a model compiles when it is loaded: packing, decode of short and long contexts, drawing, prefill."""
     path = generated_model.write(folder / "model.gguf", layers=3, heads=4, kv_heads=2, **shape)
     file = GGUF(path)
-    FusedSteps(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 600)
+    FusedRunner(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 600)
 
 
 def kernel(body, *buffers):

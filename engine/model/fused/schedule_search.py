@@ -21,15 +21,14 @@ from engine.events import Search
 from engine.kernels.gpu.matvec import Schedule, Stack
 from engine.kernels.gpu.schedules import candidates, note_searched, searched
 from engine.kernels.launch import Launches, compile_all
-from engine.model.fused.weights import Product
+from engine.model.fused.packed_model import Product
+from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
 
 _CANDIDATES_A_WIDTH = 12  # of each product
 _TRIAL_S = 20.0  # for a candidate that takes longer than this to compute and to time, something is wrong
 _TOLERANCE = 2e-3  # of the largest logit: the order of sums changes, and keys and values are half precision
 _GAIN = 0.003  # of a step's time, below which a candidate is not worth it
-
-Report = Callable[[int, int, int, Search], None]
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Bench:
     seconds: Callable[[Callable[[], None]], float]
 
 
-def search(bench: Bench, width: int, seconds: float, report: Report, again: bool = False) -> None:
+def search(bench: Bench, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
     """Sets the schedules of all products. `report(done, total, cached, search)` is called as it goes: how many
     shapes are done, of how many, how many were known, and the one at hand. Nothing is searched that was searched
     before as widely, unless `again`."""

@@ -1,4 +1,4 @@
-"""The search for schedules: on steps that only pretend, so that it is known what it has to find."""
+"""The search for schedules, with fake runners whose best schedule the test knows."""
 
 import math
 import time
@@ -16,15 +16,14 @@ from engine.kernels.gpu.matvec import Schedule, Stack
 from engine.kernels.gpu.packing import Packing
 from engine.kernels.gpu.schedules import _by_rule, candidates, units_of
 from engine.measure.compiling import kernels_reported
-from engine.model.fused import search
-from engine.model.generate import TextModel
-from engine.model.steps import SECONDS_A_WIDTH
+from engine.model.fused import schedule_search
+from engine.model.generate import SEARCH_S_PER_WIDTH, TextModel
 
 FASTEST = Schedule(32, 4, 4)
 RIGHT = np.linspace(-3, 5, 50, dtype=np.float32)
 
 
-class Steps:
+class FakeRunner:
     """A step takes the longer the farther its products' schedules are from FASTEST; `answers` and `faults` say
     what goes wrong with which."""
 
@@ -34,7 +33,7 @@ class Steps:
 
     @property
     def bench(self):
-        return search.Bench(self.products, self.step, self.answer, self.seconds)
+        return schedule_search.Bench(self.products, self.step, self.answer, self.seconds)
 
     def step(self):
         chosen = tuple(product.schedule for product in self.products)
@@ -65,25 +64,25 @@ def product(rows=3072, cols=2048, ggml_type=14):
 @pytest.fixture(autouse=True)
 def kept(tmp_path, monkeypatch):
     store = Kept(tmp_path / "kept", "")
-    for module in (search, schedules):
+    for module in (schedule_search, schedules):
         monkeypatch.setattr(module, "store", lambda: store)
-    monkeypatch.setattr(search, "_is_well", search._is_well)
+    monkeypatch.setattr(schedule_search, "_is_well", schedule_search._is_well)
     monkeypatch.setattr(schedules, "capability", lambda: "sm_00")
-    monkeypatch.setattr(search, "compile_all", lambda linears: None)
+    monkeypatch.setattr(schedule_search, "compile_all", lambda linears: None)
     return store
 
 
-def run(steps, width=16, seconds=60.0):
+def run(runner, width=16, seconds=60.0):
     told = []
-    search._is_well = lambda: steps.is_well  # put back by `kept`
-    search.search(steps.bench, width, seconds, lambda *said: told.append(said))
+    schedule_search._is_well = lambda: runner.is_well  # put back by `kept`
+    schedule_search.search(runner.bench, width, seconds, lambda *said: told.append(said))
     return told
 
 
 def test_the_fastest_is_found_kept_and_not_searched_again():
-    steps = Steps(product(), product(), product(rows=2048))
-    told = run(steps)
-    assert [p.schedule for p in steps.products] == [FASTEST] * 3
+    runner = FakeRunner(product(), product(), product(rows=2048))
+    told = run(runner)
+    assert [p.schedule for p in runner.products] == [FASTEST] * 3
     assert [said[:3] for said in told if not said[3].tried] == [(0, 2, 0), (1, 2, 0)], (
         "before the first of each"
     )
@@ -91,31 +90,31 @@ def test_the_fastest_is_found_kept_and_not_searched_again():
     end = told[-1][3]
     assert end.after_us < end.before_us and end.tried == end.total and not end.found
     assert "32 threads x 4 rows, 4 each" in end.choice
-    again = Steps(product(), product(rows=2048))
+    again = FakeRunner(product(), product(rows=2048))
     told = run(again)
     assert not again.timed and told[-1][:3] == (2, 2, 2) and told[-1][3].found
     assert schedules.searched(Stack.of(Packing(14), 3072, 2048)) == (FASTEST, 16)
 
 
 def test_a_wider_search_looks_again():
-    run(Steps(product()), width=1)
-    steps = Steps(product())
-    assert not run(Steps(product()), width=1)[-1][3].tried
-    assert run(steps, width=2)[-1][3].tried
+    run(FakeRunner(product()), width=1)
+    runner = FakeRunner(product())
+    assert not run(FakeRunner(product()), width=1)[-1][3].tried
+    assert run(runner, width=2)[-1][3].tried
 
 
 def test_what_computes_something_else_is_never_taken():
     wrong = RIGHT.copy()
     wrong[7] += 0.1
-    steps = Steps(product(), answers=lambda s: wrong if s.threads == 32 and s.groups == 4 else RIGHT)
-    told = run(steps)
-    assert steps.products[0].schedule != FASTEST and told[-1][3].refused > 0
-    assert not any(s == FASTEST for timed in steps.timed for s in timed)
+    runner = FakeRunner(product(), answers=lambda s: wrong if s.threads == 32 and s.groups == 4 else RIGHT)
+    told = run(runner)
+    assert runner.products[0].schedule != FASTEST and told[-1][3].refused > 0
+    assert not any(s == FASTEST for timed in runner.timed for s in timed)
 
 
 def test_rounding_is_not_something_else():
-    steps = Steps(product(), answers=lambda s: RIGHT + np.float32(1e-4))
-    assert run(steps)[-1][3].refused == 0
+    runner = FakeRunner(product(), answers=lambda s: RIGHT + np.float32(1e-4))
+    assert run(runner)[-1][3].refused == 0
 
 
 def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypatch):
@@ -129,21 +128,21 @@ def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypat
     faults = lambda s: s.threads == 16
     restarts = 0
     while True:
-        steps = Steps(product(), faults=faults)
+        runner = FakeRunner(product(), faults=faults)
         try:
-            run(steps)
+            run(runner)
             break
         except Restarted:
             restarts += 1
     wanted = sum(faults(s) for s in candidates(3072, 2048, _by_rule(3072, 32, 96)))
-    assert restarts == wanted > 0 and steps.products[0].schedule == FASTEST
+    assert restarts == wanted > 0 and runner.products[0].schedule == FASTEST
 
 
 def test_it_ends_when_its_time_is_up():
-    steps = Steps(*(product(rows=1024 * n) for n in range(1, 5)))
-    slow = steps.seconds
-    steps.seconds = lambda run: time.sleep(0.01) or slow(run)
-    told = run(steps, seconds=0.5)
+    runner = FakeRunner(*(product(rows=1024 * n) for n in range(1, 5)))
+    slow = runner.seconds
+    runner.seconds = lambda run: time.sleep(0.01) or slow(run)
+    told = run(runner, seconds=0.5)
     assert told[-1][:2] == (4, 4)
     tried = {said[3].what: said[3].tried for said in told}
     assert len(tried) == 4 and min(tried.values()) > 0
@@ -162,9 +161,9 @@ def test_candidates_fit_and_those_like_the_first_come_first(rows, cols):
 
 
 class Searchable:
-    """The protocol of steps, of which a search alone is asked."""
+    """The runner protocol; only `search` is called."""
 
-    chunk, chunks, depths, compiled = 64, (64,), (0,), False
+    max_chunk, chunk_sizes, decode_depths, precompiled = 64, (64,), (0,), False
     prefill = decode = logits = replay = lambda *_: None
 
     def __init__(self):
@@ -172,22 +171,22 @@ class Searchable:
 
     def search(self, width, seconds, report, again=False):
         tinygrad.engine.realize.tqdm(total=9).update(3)  # candidates are compiled
-        report(1, 2, 1, search._told(product(), found=True))
+        report(1, 2, 1, schedule_search._told(product(), found=True))
         self.asked.append((width, seconds, again))
 
 
 @pytest.mark.parametrize(
     "options, wanted",
     [
-        ({"search_width": 2}, [(2, 2 * SECONDS_A_WIDTH, False)]),
+        ({"search_width": 2}, [(2, 2 * SEARCH_S_PER_WIDTH, False)]),
         ({"search_width": 4, "search_s": 9.0, "search_again": True}, [(4, 9.0, True)]),
         ({"search_width": 0}, []),
         ({}, []),
     ],
 )
 def test_a_preset_s_width_steers_it(options, wanted):
-    model, told = SimpleNamespace(_steps=Searchable()), []
+    model, told = SimpleNamespace(_runner=Searchable()), []
     with kernels_reported(lambda done, total: told.append(Warming(done=done, total=total))):
         TextModel._search(model, EngineOptions(model_path="", **options), told.append)
-    assert model._steps.asked == wanted
+    assert model._runner.asked == wanted
     assert [(event.done, event.total, event.cached) for event in told] == [(1, 2, 1)] * len(wanted)

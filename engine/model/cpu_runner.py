@@ -29,7 +29,8 @@ from engine.kernels.cpu.repack import half_split, repack
 from engine.kernels.cpu.rows import Heads, Prepared, embed, prepare, rotate
 from engine.kernels.cpu.thread_pool import Launches, all_cores
 from engine.measure.profile import Replay, Use
-from engine.model import packed
+from engine.model import packed_weights_cache
+from engine.model.packed_weights_cache import PackedReader
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -71,22 +72,22 @@ class Layer:
     values: Tensor = field(init=False)
 
 
-class CoreSteps:
-    """The protocol `Steps` on a CPU."""
+class CPURunner:
+    """The protocol `ModelRunner` on a CPU."""
 
-    compiled = False
+    precompiled = False
 
     def __init__(self, weights: Weights, context_length: int, keep_packed: bool = False) -> None:
-        """`keep_packed`: weights come from an earlier start's packing, and go to the next one's (`packed`)."""
+        """`keep_packed`: reads packed weights from the cache on disk, or writes them there (`packed_weights_cache`)."""
         self._config = config = weights.config
         self._lanes = register_lanes()
-        self.chunk = MAX_TILES * self._lanes
-        self.chunks: tuple[int, ...] = (1,)  # one step serves every length
-        self.depths: tuple[int, ...] = (0,)
+        self.max_chunk = MAX_TILES * self._lanes
+        self.chunk_sizes: tuple[int, ...] = (1,)  # one step serves every length
+        self.decode_depths: tuple[int, ...] = (0,)
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
         self._cores = all_cores()
         self._layers, self._embedding, self._head, self._output_norm = self._load(weights, keep_packed)
-        length = ceil((context_length + self.chunk) / self._lanes) * self._lanes
+        length = ceil((context_length + self.max_chunk) / self._lanes) * self._lanes
         eps = config.norm_eps if self._layers[0].head_norms else None
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, self._lanes, eps)
         for layer in self._layers:
@@ -96,7 +97,7 @@ class CoreSteps:
         angles = np.arange(length)[:, None] * config.rope_frequencies
         self._cos, self._sin = (memory.array(f(angles), dtypes.float32) for f in (np.cos, np.sin))
         self._mask = memory.array(mask(self._lanes), dtypes.float32)
-        self._state, self._tokens = memory.zeros(4, dtypes.int32), memory.zeros(self.chunk, dtypes.int32)
+        self._state, self._tokens = memory.zeros(4, dtypes.int32), memory.zeros(self.max_chunk, dtypes.int32)
         self._state_view, self._tokens_view = memory.view(self._state), memory.view(self._tokens)
         self._scratch: dict[tuple[str, int], Tensor] = {}
         self._nothing = memory.zeros(
@@ -113,7 +114,7 @@ class CoreSteps:
         self._state_view[1:3] = position, ceil(len(tokens) / self._lanes)
         self._prefill()
 
-    def decode(self, token: int, position: int, ahead: bool = False) -> int:
+    def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
         self._tokens_view[0] = token
         self._state_view[1:3] = position, 1
         self._decode()
@@ -123,7 +124,7 @@ class CoreSteps:
         return self._logits_view
 
     def replay(self, step: Step, position: int) -> Replay:
-        walk, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.chunk)
+        walk, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
         self._tokens_view[:] = 0
         self._state_view[1:3] = position, ceil(tokens / self._lanes)
         return Replay(walk.calls, self._uses(), tokens, walk, time=walk.seconds)
@@ -156,7 +157,7 @@ class CoreSteps:
 
     def _load(self, weights: Weights, keep_packed: bool) -> tuple[list[Layer], Matrix, Matrix, Tensor]:
         config = self._config
-        kept = packed.PackedReader(weights.file, self._lanes) if keep_packed else None
+        kept = PackedReader(weights.file, self._lanes) if keep_packed else None
         streams: dict[str, Tensor] = {}
         packed_here = False
         dim, ffn = config.dim, config.ffn
@@ -219,7 +220,7 @@ class CoreSteps:
         if kept is not None:
             kept.close()
         if keep_packed and packed_here:
-            packed.write(
+            packed_weights_cache.write(
                 weights.file,
                 self._lanes,
                 {name: memory.view(s).view(np.uint8) for name, s in streams.items()},
@@ -233,7 +234,7 @@ class CoreSteps:
         says."""
         config, heads, cores, lanes = self._config, self._heads, self._cores.count, self._lanes
         dim, ffn, q_rows = config.dim, config.ffn, config.heads * config.head_dim
-        tokens = 1 if tile == 1 else self.chunk
+        tokens = 1 if tile == 1 else self.max_chunk
         step = self._cores.launches()
         add = step.add
         state = [] if tile == 1 else [self._state]

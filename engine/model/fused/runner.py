@@ -24,12 +24,13 @@ from engine.kernels.gpu.repack import repacking
 from engine.kernels.gpu.sample import Shortlist
 from engine.kernels.launch import Launches, compile_all
 from engine.measure.profile import Replay, Use
-from engine.model.fused import search
-from engine.model.fused.buffers import Scales
+from engine.model.fused import schedule_search
 from engine.model.fused.decode import Decode
-from engine.model.fused.drawing import Drawing
+from engine.model.fused.device_sampler import DeviceSampler
+from engine.model.fused.packed_model import allocate
 from engine.model.fused.prefill import Prefill
-from engine.model.fused.weights import laid_out
+from engine.model.fused.prescales import Prescales
+from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -40,16 +41,16 @@ _ANSWERED = (1, 77, 5, 1203)  # tokens that a step is judged by
 _TURN_S = 0.03
 
 
-class FusedSteps:
-    """The protocol `DrawingSteps`."""
+class FusedRunner:
+    """The protocol `SamplingRunner`."""
 
-    compiled = True
+    precompiled = True
 
     def __init__(self, weights: Weights, context_length: int) -> None:
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # loads of 16 bytes of half-precision numbers
-        config, self._context, self.chunk = weights.config, context_length, _CHUNKS[-1]
-        self._model = model = laid_out(weights)
+        config, self._context, self.max_chunk = weights.config, context_length, _CHUNKS[-1]
+        self._model = model = allocate(weights)
         length = -(-context_length // SLACK) * SLACK + SLACK
         eps = config.norm_eps if model.layers[0].head_norms is not None else None
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, eps)
@@ -57,10 +58,10 @@ class FusedSteps:
             layer.keys, layer.values = (zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
         angles = np.arange(context_length)[:, None] * config.rope_frequencies
         self._tables = sent(np.cos(angles).astype(np.float32)), sent(np.sin(angles).astype(np.float32))
-        self._scales = Scales()
+        self._scales = Prescales()
         self._decode = Decode(model, self._heads, self._scales, self._tables, context_length)
-        self._prefill = Prefill(model, self._heads, self._scales, self._tables, self.chunk)
-        self._drawing = Drawing(Shortlist(config.vocab), context_length)
+        self._prefill = Prefill(model, self._heads, self._scales, self._tables, self.max_chunk)
+        self._sampler = DeviceSampler(Shortlist(config.vocab), context_length)
         self._mailbox = Mailbox(context_length)
         self._tensor_cores = int(capability()[3:]) >= 80 and config.head_dim % 16 == 0
         self._graphs: dict[tuple[int, bool, bool], Callable[[], None]] = {}
@@ -75,15 +76,15 @@ class FusedSteps:
         packing = {matrix.layout: None for matrix in self._model.matrices}
         ends = ((False, False), (True, False), (True, True))
         decode = [self._decode_step(limit, *end) for limit in self._decode.limits for end in ends]
-        prefill = [self._prefill.step(size) for size in self.chunks if self._tensor_cores]
+        prefill = [self._prefill.step(size) for size in self.chunk_sizes if self._tensor_cores]
         compile_all([*map(repacking, packing), *(step.linear for step in (*decode, *prefill))])
 
     @property
-    def chunks(self) -> tuple[int, ...]:
+    def chunk_sizes(self) -> tuple[int, ...]:
         return tuple(size for size in _CHUNKS if size <= self._context)
 
     @property
-    def depths(self) -> tuple[int, ...]:
+    def decode_depths(self) -> tuple[int, ...]:
         return (0, *(limit for limit in self._decode.limits if limit < self._context))
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
@@ -97,17 +98,18 @@ class FusedSteps:
         send(self._prefill.ids, np.asarray([*tokens, *[0] * (_CHUNKS[-1] - len(tokens))], np.int32))
         self._launch_prefill(size)
 
-    def decode(self, token: int, position: int, ahead: bool = False) -> int:
-        """As `Steps.decode`. With `ahead`, the step after it is launched too, for a caller who is going to ask
-        for it with the token that this one returns; logits are then that step's."""
-        return self._next(token, position, ahead, draws=False)
+    def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
+        """As `ModelRunner.decode`. After a step with `run_ahead`, `logits` may be those of the step after it."""
+        return self._next(token, position, run_ahead, draws=False)
 
-    def prepare(self, sampling: Sampling, tokens: Sequence[int], numbers: NDArray[np.float64]) -> bool:
+    def prepare_sampling(
+        self, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
         self._settle()
-        return self._drawing.prepare(sampling, tokens, numbers)
+        return self._sampler.prepare(sampling, tokens, uniforms)
 
-    def draw(self, token: int, position: int, ahead: bool = False) -> int:
-        return self._next(token, position, ahead, draws=True)
+    def decode_and_sample(self, token: int, position: int, run_ahead: bool = False) -> int:
+        return self._next(token, position, run_ahead, draws=True)
 
     def logits(self) -> Logits:
         return np.asarray(self._decode.logits.numpy(), np.float32)
@@ -128,7 +130,7 @@ class FusedSteps:
     def _replay_prefill(self, position: int) -> Replay:
         if not self._tensor_cores:
             raise UsageError("This GPU takes prompts token by token: its steps are those of decode.")
-        size, count = self.chunk, min(self.chunk, self._context - position)
+        size, count = self.max_chunk, min(self.max_chunk, self._context - position)
 
         def reset() -> None:
             Device[Device.DEFAULT].synchronize()
@@ -140,13 +142,13 @@ class FusedSteps:
 
     # ---- the search for schedules ----
 
-    def search(self, width: int, seconds: float, report: search.Report, again: bool = False) -> None:
-        """As `engine.model.fused.search.search`; it spoils the KV cache."""
+    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+        """As `engine.model.fused.schedule_search.search`; it spoils the KV cache."""
         self._settle()
         short = self._decode.limits[0]
         step = lambda: self._decode_step(short, draws=False, penalizes=False)
-        bench = search.Bench(self._model.products, step, self._answer, self._seconds)
-        search.search(bench, width, seconds, report, again)
+        bench = schedule_search.Bench(self._model.products, step, self._answer, self._seconds)
+        schedule_search.search(bench, width, seconds, report, again)
         self._expected = _NOWHERE
         self._graphs.clear()
 
@@ -203,13 +205,13 @@ class FusedSteps:
 
     def _launch(self, position: int, draws: bool) -> None:
         self._mailbox.expect(position)
-        which = self._limit(position), draws, draws and self._drawing.penalizes
+        which = self._limit(position), draws, draws and self._sampler.penalizes
         if which not in self._graphs:
             self._graphs[which] = self._decode_step(*which).captured()
         self._graphs[which]()
 
     def _decode_step(self, limit: int, draws: bool, penalizes: bool) -> Launches:
-        drawing = self._drawing if draws else None
+        drawing = self._sampler if draws else None
         return self._decode.step(self._decode.split(limit), self._mailbox.tensor, drawing, penalizes)
 
     def _launch_prefill(self, size: int) -> None:

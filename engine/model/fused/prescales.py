@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass
-class Scales:
+class Prescales:
     """Prescales of packings, and norms' weights times them: each is put on the device once."""
 
     norms: dict[tuple[int, int], Tensor] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from engine.kernels.launch import Launches
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
 
-class Drawing:
+class DeviceSampler:
     """Draws by the settings, the tokens so far and the numbers in [0, 1) of `prepare`."""
 
     def __init__(self, shortlist: Shortlist, context: int) -> None:
@@ -28,8 +28,8 @@ class Drawing:
         self._ids = [zeros(v.numel(), dtypes.int32) for v in self._values]
         self.penalizes = False
 
-    def prepare(self, sampling: Sampling, tokens: Sequence[int], numbers: NDArray[np.float64]) -> bool:
-        """As `DrawingSteps.prepare`; the device must not be at work."""
+    def prepare(self, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]) -> bool:
+        """As `SamplingRunner.prepare`; the device must not be at work."""
         if not self._shortlist.suffices(sampling):
             return False
         self.penalizes = sampling.repeat_penalty != 1
@@ -39,7 +39,7 @@ class Drawing:
         send(self._tokens, said)
         by_position = np.zeros(self._context, np.float32)
         there = by_position[len(tokens) - 1 :]
-        there[: len(numbers)] = np.minimum(numbers[: there.size], _BELOW_ONE)
+        there[: len(uniforms)] = np.minimum(uniforms[: there.size], _BELOW_ONE)
         send(self._numbers, by_position)
         return True
 

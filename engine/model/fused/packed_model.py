@@ -15,7 +15,7 @@ from engine.kernels.gpu.packing import Packing
 from engine.kernels.gpu.repack import Layout, Rows, forget_plans, repack
 from engine.kernels.gpu.schedules import schedule_here
 from engine.model.config import ModelConfig
-from engine.model.fused.buffers import Floats
+from engine.model.fused.prescales import Floats
 from engine.model.weights import Weights
 
 
@@ -114,7 +114,7 @@ class PackedModel:
         forget_plans()
 
 
-def laid_out(weights: Weights) -> PackedModel:
+def allocate(weights: Weights) -> PackedModel:
     """A file's matrices, with room for them on the device, still to be filled. Raises ModelFileError."""
     config, dim = weights.config, weights.config.dim
     layers = [_layer(weights, f"blk.{i}.{{}}.weight".format, i) for i in range(config.layers)]

@@ -1,0 +1,85 @@
+"""What text generation needs of a model on a device: prefill of a chunk of the prompt, decode of one token.
+
+The runners capture both steps once and replay them: `graph_runner` for every device of tinygrad, `cpu_runner` for
+CPUs, `fused.runner` for NVIDIA GPUs. `open_runner` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.events import Sampling, Search, Step
+from engine.measure.profile import Replay
+from engine.model.sampling import Logits
+
+SearchReport = Callable[[int, int, int, Search], None]
+"""Called as (shapes done, shapes in all, shapes known from earlier searches, the shape at hand)."""
+
+
+class ModelRunner(Protocol):
+    """A model on a device, with its KV cache. Positions count from 0, tokens are ids. A step at `position` needs the
+    keys and values of all tokens before it in the cache."""
+
+    precompiled: bool
+    """Whether all kernels are compiled already: the first use of a step then takes no more than some 20 ms longer."""
+
+    max_chunk: int
+    """The most tokens that `prefill` takes at once."""
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """The sizes for which a prefill step is captured, ascending; smaller chunks use the next larger one."""
+        ...
+
+    @property
+    def decode_depths(self) -> tuple[int, ...]:
+        """The positions from which on decode uses another captured step, ascending from 0."""
+        ...
+
+    def prefill(self, tokens: Sequence[int], position: int) -> None:
+        """Stores the keys and values of 1 to `max_chunk` tokens at `position` and after it."""
+        ...
+
+    def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
+        """Runs `token` at `position`; returns the most probable next token. With `run_ahead`, the caller is going to
+        decode that token next and does not need the logits, so the next step may be launched already."""
+        ...
+
+    def logits(self) -> Logits:
+        """The logits of the last decode step, float32 (vocab,), valid until the next step."""
+        ...
+
+    def replay(self, step: Step, position: int) -> Replay:
+        """A captured step at `position` for `engine.measure.profile`. Running it overwrites the KV cache from there
+        on. Raises UsageError if the runner has no such step."""
+        ...
+
+
+@runtime_checkable
+class SamplingRunner(ModelRunner, Protocol):
+    """A runner that can sample on the device, as `engine.model.sampling` does on the host: so it can run ahead."""
+
+    def prepare_sampling(
+        self, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
+        """Makes `decode_and_sample` continue `tokens` with `uniforms` (`Sampler.uniforms`), float64 (n,), one number
+        a token. False if the device cannot sample with these settings, so the host has to."""
+        ...
+
+    def decode_and_sample(self, token: int, position: int, run_ahead: bool = False) -> int:
+        """As `decode`, but returns a sampled token; `logits` are not valid after it."""
+        ...
+
+
+@runtime_checkable
+class TunableRunner(ModelRunner, Protocol):
+    """A runner that can search for faster schedules of its kernels."""
+
+    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+        """Searches for `seconds` at most and keeps the best schedules; `fused.schedule_search` explains the
+        parameters. Overwrites the KV cache."""
+        ...

@@ -1,0 +1,36 @@
+"""Chooses the runner for the device at hand."""
+
+from __future__ import annotations
+
+from tinygrad import Device
+
+from engine.errors import UsageError
+from engine.events import KernelPath
+from engine.fixes import cuda_binaries
+from engine.model.graph_runner import GraphRunner
+from engine.model.model_runner import ModelRunner
+from engine.model.weights import Weights
+
+
+def open_runner(
+    weights: Weights, context_length: int, kernels: KernelPath = "auto", keep_packed: bool = False
+) -> ModelRunner:
+    """Loads the weights into the runner for tinygrad's default device: the one with its own quantized kernels where
+    there is one, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is for the CPU runner. Raises
+    UsageError if `kernels` is "fused" and the device has no such kernels, ModelFileError for damaged weights."""
+    device = Device.DEFAULT.split(":")[0]
+    if device == "CUDA":
+        cuda_binaries.apply()
+    if kernels != "graph" and device == "CPU":
+        from engine.model.cpu_runner import CPURunner
+
+        return CPURunner(weights, context_length, keep_packed)
+    if kernels != "graph" and device in ("CUDA", "NV"):
+        from engine.model.fused import FusedRunner
+
+        return FusedRunner(weights, context_length)
+    if kernels == "fused":
+        raise UsageError(
+            f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
+        )
+    return GraphRunner(weights, context_length)

@@ -1,0 +1,105 @@
+"""The cache of packed weights: used if its file is complete and belongs to this model file, else not."""
+
+import os
+
+import numpy as np
+import pytest
+
+from engine.formats.gguf import GGUF
+from engine.model import cpu_runner
+from engine.model import packed_weights_cache as cache
+from engine.model.config import ModelConfig
+from engine.model.cpu_runner import CPURunner
+from engine.model.packed_weights_cache import PackedReader
+from engine.model.weights import Weights
+from tests import generated_model
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "folder", lambda: tmp_path / "packed")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return generated_model.write(tmp_path / "model.gguf", layers=1, architecture="llama", quant="Q8_0")
+
+
+def streams(file: GGUF) -> dict[str, np.ndarray]:
+    return {name: np.frombuffer(name.encode() * 100, np.uint8) for name in file.tensors}
+
+
+def test_what_was_written_is_read(model):
+    with GGUF(model) as file:
+        assert not PackedReader(file, 16)
+        assert cache.write(file, 16, streams(file))
+        reader = PackedReader(file, 16)
+        for name, stream in streams(file).items():
+            out = np.zeros_like(stream)
+            assert reader.read(name, out)
+            np.testing.assert_array_equal(out, stream)
+        assert not reader.read("token_embd.weight", np.zeros(3, np.uint8)), "another size"
+        assert not PackedReader(file, 8), "for other vectors"
+        reader.close()
+
+
+def test_it_is_listed_and_deleted(model):
+    with GGUF(model) as file:
+        cache.write(file, 16, streams(file))
+    (cached,) = cache.cached_files(model)
+    assert cached.size_bytes == cached.path.stat().st_size > 0
+    assert list(cache.folder().iterdir()) == [cached.path]
+    assert cache.cached_files(model.with_name("other.gguf")) == []
+    assert cache.delete(model) == cached.size_bytes
+    assert cache.cached_files(model) == [] and cache.delete(model) == 0
+    assert list(cache.folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, -1])
+def test_a_file_that_was_cut_off_is_none(model, left):
+    with GGUF(model) as file:
+        cache.write(file, 16, streams(file))
+        (cached,) = cache.cached_files(model)
+        os.truncate(cached.path, left if left >= 0 else cached.size_bytes - 1)
+        assert not PackedReader(file, 16)
+        assert cache.cached_files(model) == []
+        assert cache.write(file, 16, streams(file)) and PackedReader(file, 16)
+
+
+def test_another_state_of_the_file_is_another_file(model):
+    with GGUF(model) as file:
+        cache.write(file, 16, streams(file))
+    os.utime(model, ns=(1, 1))
+    with GGUF(model) as file:
+        assert not PackedReader(file, 16)
+        cache.write(file, 16, streams(file))
+    assert len(list(cache.folder().iterdir())) == 1, "the one before is gone"
+
+
+def test_a_full_disk_leaves_nothing(model, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "fsync", full)
+    with GGUF(model) as file:
+        assert not cache.write(file, 16, streams(file))
+    assert list(cache.folder().iterdir()) == []
+
+
+def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
+    def logits() -> np.ndarray:
+        with GGUF(model) as file:
+            runner = CPURunner(
+                Weights(file, ModelConfig.from_gguf(file), lambda _: None), 64, keep_packed=True
+            )
+            runner.decode(5, 0)
+            return np.array(runner.logits())
+
+    first = logits()
+    assert cache.cached_files(model)
+
+    def fails(*_):
+        raise AssertionError("packed again")
+
+    monkeypatch.setattr(cpu_runner, "repack", fails)
+    np.testing.assert_array_equal(logits(), first)
