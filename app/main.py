@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, TextIO
 
 from app.cli import options
 from engine.errors import OrinError, UsageError
@@ -17,11 +17,12 @@ from engine.errors import OrinError, UsageError
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from app.chat.configuration import Configuration
     from app.chat.history import History
     from app.chat.session import ChatOptions
     from app.chat.settings import Settings
-    from engine.client import Engine
-    from engine.events import EngineOptions, Sampling
+    from engine.client import Engine, LocalEngine
+    from engine.peers.openai_api import OpenAIEngine
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -95,40 +96,35 @@ def _complain(error: OrinError, *, as_json: bool = False) -> int:
 
 
 def _chat(arguments: Sequence[str]) -> int:
+    """A single answer, the dashboard as text, or the chat."""
     given = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
     settings = _settings()
-    sampling = options.sampling(given, settings)
-    make = _maker(given)
-    engine_options = None if given.engine is not None else options.engine_options(given, settings)
-    greeting = options.greeting(given, engine_options)
+    configuration = options.configuration(given, settings)
     if given.system is None and not given.raw:
         given.system = settings.system
     if given.once:
         from app.screens.dashboard_text import main as print_dashboard
 
-        return print_dashboard(make(engine_options), sys.stdout, sys.stderr)
+        return print_dashboard(_engine(given, configuration), sys.stdout, sys.stderr)
+    greeting = options.greeting(given, configuration)
     if greeting and (given.one_shot or given.plain):
         print(f"orin-chat: {greeting}", file=sys.stderr, flush=True)
-    return (_answer if given.one_shot else _converse)(given, engine_options, make, sampling)
+    return (_answer if given.one_shot else _converse)(given, settings, configuration)
 
 
-Make = Callable[["EngineOptions | None"], "Engine"]
-
-
-def _maker(given: Namespace) -> Make:
-    """What makes who answers: the engine of ours, or a server, which is set up elsewhere. Raises UsageError."""
+def _engine(given: Namespace, configuration: Configuration) -> LocalEngine | OpenAIEngine:
+    """The engine that answers, not started: ours, or a server that is set up elsewhere. Raises UsageError."""
     if given.engine is not None:
         from engine.peers.openai_api import OpenAIEngine
 
-        url, key, model = given.engine, options.key(given), given.model or ""
-        return lambda _: OpenAIEngine(url, api_key=key, model=model)
+        return OpenAIEngine(given.engine, api_key=options.key(given), model=given.model or "")
     from app.chat.speed_history import recording_engine
 
-    return cast(Make, recording_engine)
+    return recording_engine(configuration.engine)
 
 
 def _settings() -> Settings:
-    """The user's settings; where they cannot be used, a warning and the defaults."""
+    """The user's settings. If they cannot be used, prints a warning and returns the defaults."""
     from app.chat.settings import Settings, load_settings
 
     try:
@@ -138,7 +134,7 @@ def _settings() -> Settings:
         return Settings()
 
 
-def _answer(given: Namespace, engine_options: EngineOptions | None, make: Make, sampling: Sampling) -> int:
+def _answer(given: Namespace, settings: Settings, configuration: Configuration) -> int:
     import asyncio
 
     from app.cli.oneshot import JsonOutput, TextOutput, run
@@ -147,7 +143,7 @@ def _answer(given: Namespace, engine_options: EngineOptions | None, make: Make, 
     request = Generate(
         request_id=1,
         prompt=options.prompt(given),
-        sampling=sampling,
+        sampling=configuration.sampling,
         max_tokens=given.max_tokens,
         logprobs=given.logprobs or 0,
         ignore_eos=given.ignore_eos,
@@ -155,7 +151,7 @@ def _answer(given: Namespace, engine_options: EngineOptions | None, make: Make, 
     output = (
         JsonOutput(sys.stdout) if given.json else TextOutput(sys.stdout, sys.stderr, verbose=given.verbose)
     )
-    engine = make(engine_options)
+    engine = _engine(given, configuration)
     if not given.compare:
         return asyncio.run(run(engine, request, output))
     from app.comparison.engine import with_llama_server
@@ -163,14 +159,14 @@ def _answer(given: Namespace, engine_options: EngineOptions | None, make: Make, 
     from engine.client import LocalEngine
 
     assert isinstance(engine, LocalEngine)
-    where = given.llama_server or _settings().llama_server
-    comparison = with_llama_server(engine, where, api_key=options.key(given))
+    llama_server = given.llama_server or settings.llama_server
+    comparison = with_llama_server(engine, llama_server, api_key=options.key(given))
     code = asyncio.run(run(comparison, request, output))
     sys.stdout.write(report(comparison.view(), as_json=given.json))
     return code
 
 
-def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make, sampling: Sampling) -> int:
+def _converse(given: Namespace, settings: Settings, configuration: Configuration) -> int:
     from app.chat.history import History
     from app.chat.session import ChatOptions
 
@@ -187,33 +183,15 @@ def _converse(given: Namespace, engine_options: EngineOptions | None, make: Make
     try:
         chat_id = _past_chat(given, history)
         chat = ChatOptions(
-            sampling=sampling, system=given.system, max_tokens=given.max_tokens, think=not given.no_think
+            sampling=configuration.sampling,
+            system=given.system,
+            max_tokens=given.max_tokens,
+            think=not given.no_think,
         )
-        engine = make(engine_options)
+        engine = _engine(given, configuration)
         if in_lines:
             return _converse_in_lines(engine, history, terminal, chat_id, chat)
-        from app.chat.settings import remember, remembered
-        from app.screens.chat_app import ChatApp
-        from app.screens.engine_setup import EngineSetup
-
-        settings = _settings()
-        setup = None
-        if engine_options:
-            setup = EngineSetup(
-                engine_options,
-                options.preset_name(given, settings),
-                context_length=given.context or settings.context,
-                sampling=options.sampling(given, settings, with_preset=False),
-                models=settings.names,
-                llama_server=given.llama_server or settings.llama_server,
-                api_key=options.key(given),
-            )
-            if given.compare:
-                engine = setup.compare(engine)
-        app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), chat_id=chat_id, **chat)
-        app.run()
-        remember("theme", app.theme)
-        return app.return_code or 0
+        return _converse_on_screen(given, settings, configuration, engine, history, chat_id, chat)
     finally:
         history.close()
 
@@ -247,91 +225,77 @@ def _converse_in_lines(
     )
 
 
-def _tokenize(arguments: Sequence[str]) -> int:
-    from app.cli.tokenize import run
+def _converse_on_screen(
+    given: Namespace,
+    settings: Settings,
+    configuration: Configuration,
+    engine: Engine,
+    history: History,
+    chat_id: int | None,
+    chat: ChatOptions,
+) -> int:
+    from app.chat.settings import remember, remembered
+    from app.screens.chat_app import ChatApp
+    from app.screens.engine_setup import EngineSetup
 
-    parser = options.Parser(
-        prog="orin-chat tokenize", description="What a model's tokenizer makes of a text."
-    )
-    add = parser.add_argument
-    add("text", nargs="?", metavar="TEXT", help="the text (standard input without it)")
-    add("--model", metavar="FILE", help="a GGUF file; one with a vocabulary alone will do")
-    add("--special", action="store_true", help="read special tokens where they are written in the text")
-    add("--json", action="store_true", help='write {"ids": [...], "pieces": [...]}')
-    add(
-        "--jsonl", action="store_true", help="one JSON string a line on standard input, one object a line out"
-    )
-    given = parser.parse_args(arguments)
-    if given.jsonl and given.text is not None:
-        raise UsageError("--jsonl reads standard input and takes no TEXT.")
-    path = options.model_path(given.model, _settings())
-    return run(
-        str(path),
-        given.text,
-        special=given.special,
-        as_json=given.json,
-        jsonl=given.jsonl,
-        stdin=sys.stdin,
-        stdout=sys.stdout,
-    )
-
-
-def _models(command: str, arguments: Sequence[str]) -> int:
-    parser = options.Parser(prog=f"orin-chat {command}", description=f"{COMMANDS[command][1].capitalize()}.")
-    if command != "models":
-        names = "qwen3:0.6b, hf.co/user/repository:Q4_K_M, an address, a file, or a name of your own"
-        parser.add_argument("model", metavar="NAME", help=names)
-    if command == "rm":
-        parser.add_argument("--yes", action="store_true", help="do not ask")
-    if command == "show":
-        options.add_backend(parser.add_argument, "the device to measure")
-    parser.add_argument("--json", action="store_true", help="write JSON")
-    given = parser.parse_args(arguments)
-    own = _settings().names
-    from app.cli import models
-
-    match command:
-        case "models":
-            return models.list_models(given, own, sys.stdout)
-        case "pull":
-            return models.pull(given, own, sys.stdout, sys.stderr)
-        case "rm":
-            return models.remove(given, own, sys.stdout, sys.stderr, sys.stdin)
-    return models.show(given, own, sys.stdout)
+    setup = None
+    if given.engine is None:
+        setup = EngineSetup(
+            configuration.engine,
+            options.preset_name(given, settings),
+            settings=settings,
+            command_line=options.command_line(given),
+            llama_server=given.llama_server or settings.llama_server,
+            api_key=options.key(given),
+        )
+        if given.compare:
+            engine = setup.compare(engine)
+    app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), chat_id=chat_id, **chat)
+    app.run()
+    remember("theme", app.theme)
+    return app.return_code or 0
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    from app.bench.command import run
+def _command(name: str, arguments: Sequence[str]) -> int:
+    """Runs a command. Its module is imported only now."""
+    settings = _settings()
+    match name:
+        case "bench":
+            from app.bench.command import run as bench
 
-    return run(arguments, _settings())
+            return bench(arguments, settings)
+        case "board":
+            from app.bench.board import run as board
 
+            return board(arguments, settings)
+        case "doctor":
+            from app.cli.doctor import run as doctor
 
-def _doctor(arguments: Sequence[str]) -> int:
-    from app.cli.doctor import run
+            return doctor(arguments, settings)
+        case "tokenize":
+            from app.cli.tokenize import run as tokenize
 
-    return run(arguments, _settings())
+            return tokenize(arguments, settings)
+        case "tune":
+            from app.cli.tune import run as tune
 
+            return tune(arguments, settings)
+    from app.cli.models import run as models
 
-def _board(arguments: Sequence[str]) -> int:
-    from app.bench.board import run
-
-    return run(arguments, _settings())
-
-
-def _tune(arguments: Sequence[str]) -> int:
-    from app.cli.tune import run
-
-    return run(arguments, _settings())
+    return models(name, COMMANDS[name][1], arguments, settings)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "bench": (_bench, "how fast models are on this machine, also beside llama.cpp"),
-    "board": (_board, "measure a Jetson beside the figures of before, with a report"),
-    "doctor": (_doctor, "what this machine has and lacks, and what to do about it"),
-    "models": (partial(_models, "models"), "the models on this machine, and those known by name"),
-    "pull": (partial(_models, "pull"), "download a model, or verify and update it"),
-    "rm": (partial(_models, "rm"), "delete a downloaded model"),
-    "show": (partial(_models, "show"), "what a model's file says, and how fast it could be here"),
-    "tokenize": (_tokenize, "what a model's tokenizer makes of a text"),
-    "tune": (_tune, "find the fastest way to run a model on this GPU, and keep it"),
+    name: (partial(_command, name), meaning)
+    for name, meaning in {
+        "bench": "how fast models are on this machine, also beside llama.cpp",
+        "board": "measure a Jetson beside the figures of before, with a report",
+        "doctor": "what this machine has and lacks, and what to do about it",
+        "models": "models",
+        "pull": "pull",
+        "rm": "rm",
+        "show": "show",
+        "tokenize": "what a model's tokenizer makes of a text",
+        "tune": "find the fastest way to run a model on this GPU, and keep it",
+    }.items()
 }

@@ -26,37 +26,20 @@ from typing import Annotated, Literal
 import msgspec
 import platformdirs
 from msgspec import Meta
-from msgspec.structs import asdict, replace
 
 from engine.errors import UsageError
-from engine.events import EngineOptions, KernelPath, Matvec, Sampling
+from engine.events import KernelPath, Matvec
+from presets.sampling import PresetSampling, out_of_range
 
 BUILT_IN = Path(__file__).parent
 _UNKNOWN = re.compile(r"unknown field `(?P<key>.*?)`(?: - at `\$\.(?P<table>\w+)`)?")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}")
 
 _Width = Annotated[int, Meta(ge=0, le=16)]
-_Share = Annotated[float, Meta(ge=0, le=1)]
-_Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class PresetMatvec(Matvec, frozen=True, kw_only=True, tag="Matvec", forbid_unknown_fields=True):
     """`Matvec` as the file spells it: a key that does not exist is an error."""
-
-
-class PresetSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a preset says of sampling; None leaves it to the settings."""
-
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_k: _Count | None = None
-    top_p: _Share | None = None
-    min_p: _Share | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    repeat_last_n: _Count | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
-
-    def over(self, sampling: Sampling) -> Sampling:
-        return replace(sampling, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,18 +56,6 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def search_width(self) -> int:
         """The keys `beam` and `jitbeam` are one setting; 0 searches nothing."""
         return max(self.beam, self.jitbeam)
-
-    def options(self, model_path: str, context_length: int | None = None) -> EngineOptions:
-        """What an engine is started with; `context_length` where the preset leaves it open."""
-        matvec = None if self.matvec is None else Matvec(**asdict(self.matvec))
-        return EngineOptions(
-            model_path=model_path,
-            backend=self.backend,
-            context_length=self.context or context_length,
-            search_width=self.search_width,
-            kernels=self.kernels,
-            matvec=matvec,
-        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +113,10 @@ def parse(text: str) -> Preset:
         fields.get("kv") == "f16"
     ):  # older presets name the type of the KV cache; there is no other to choose yet
         del fields["kv"]
-    return msgspec.convert(fields, Preset)
+    preset = msgspec.convert(fields, Preset)
+    if flaw := out_of_range(preset.sampling):
+        raise ValueError(flaw)
+    return preset
 
 
 def save(name: str, text: str) -> Path:

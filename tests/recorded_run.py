@@ -16,7 +16,9 @@ from pathlib import Path
 
 from textual.pilot import Pilot
 
+from app.chat.configuration import configure
 from app.chat.history import History
+from app.chat.settings import Settings
 from app.chat.speed_history import recording_engine
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
@@ -136,9 +138,9 @@ async def record(
     context: int,
     wait_s: float,
 ) -> None:
-    first = find(names[0])
-    options = first.options(model, context)
-    setup = EngineSetup(options, names[0], context_length=context, make=recording_engine)
+    settings = Settings(context=context)
+    options = configure(model, settings, find(names[0])).engine
+    setup = EngineSetup(options, names[0], settings=settings, make=recording_engine)
     app = ChatApp(
         recording_engine(options),
         History.open(),

@@ -19,6 +19,7 @@ from app.bench.board_plan import Board, BoardModel, Lengths, Run, figures, in_tu
 from app.bench.report import OURS, PEER, Result
 from app.chat.settings import Settings
 from app.cli import doctor, options
+from app.cli.model_file import model_path
 from engine.doctor import Section
 from engine.doctor.backend_checks import stress_check
 from engine.doctor.host import kernel_log
@@ -158,7 +159,7 @@ def _models(board: Board, settings: Settings, planned: list[Run], out: Console) 
     paths = {}
     for model in board.models:
         try:
-            paths[model.name] = options.model_path(model.name, settings)
+            paths[model.name] = model_path(model.name, settings)
         except OrinError as error:
             out.print(one_line(f"{model.title}: {error}"), markup=False)
             for one in planned:

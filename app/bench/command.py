@@ -18,9 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from app.bench import report
 from app.bench.report import OURS, PEER, Result
 from app.bench.runner import Bench, Case
+from app.chat.configuration import configure
 from app.chat.settings import Settings
 from app.chat.speed_history import MIN_TOKENS, record_run
 from app.cli import options
+from app.cli.model_file import model_path
 from app.cli.signals import run_until_signal
 from engine.errors import UsageError
 from engine.events import EngineOptions, Failed
@@ -105,16 +107,12 @@ def _setups(given: Namespace, settings: Settings) -> Iterator[tuple[str, EngineO
     from presets.loader import find
 
     for name in given.model or [None]:
-        path = str(options.model_path(name, settings))
+        path = str(model_path(name, settings))
         for preset in given.preset or [""]:
-            chosen = find(preset).options(path) if preset else EngineOptions(model_path=path)
-            label = preset
-            if given.backend:
-                chosen = replace(chosen, backend=given.backend)
-            if given.beam is not None:
-                chosen = replace(chosen, search_width=given.beam)
-                label = f"{preset} beam{given.beam}".strip()
-            yield label, chosen
+            searched = "" if given.beam is None else f"beam{given.beam}"
+            command_line = {"backend": given.backend, "search_width": given.beam}
+            chosen = configure(path, preset=find(preset) if preset else None, command_line=command_line)
+            yield f"{preset} {searched}".strip(), chosen.engine
 
 
 def _measure(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from pathlib import Path
 
 import msgspec
@@ -12,17 +11,7 @@ import platformdirs
 from engine.errors import UsageError
 from engine.events import Sampling
 from presets import GUIDE, guide_path
-
-_INT_MAX = 2**31 - 1
-_SAMPLING_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, math.inf),
-    "top_k": (0, _INT_MAX),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repeat_penalty": (0.01, 100),
-    "repeat_last_n": (0, _INT_MAX),
-    "seed": (0, 2**32 - 1),
-}
+from presets.sampling import out_of_range
 
 
 class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True):
@@ -71,13 +60,8 @@ def load_settings(path: Path | None = None) -> Settings:
 
 def check_sampling(sampling: Sampling) -> None:
     """Raises UsageError, naming the option and its range, for a value that sampling cannot work with."""
-    for name, (low, high) in _SAMPLING_RANGES.items():
-        value = getattr(sampling, name)
-        if value is None:
-            continue
-        if not low <= value <= high or value == math.inf:
-            allowed = f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:.10g}"
-            raise UsageError(f"{name.replace('_', '-')} must be {allowed}, not {value}.")
+    if flaw := out_of_range(sampling):
+        raise UsageError(f"{flaw}.")
 
 
 # --- what is remembered --------------------------------------------------------------------------------

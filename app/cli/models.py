@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from app.chat.downloading import describe
 from app.chat.model_list import Entry, not_here, on_this_machine, read_entry, source_of
-from app.cli.progress import StatusLine
+from app.chat.settings import Settings
+from app.cli import options
+from app.cli.download import fetch, write_json
 from engine.catalog import cache
-from engine.catalog.downloads import download
-from engine.catalog.files import quantization_of
-from engine.catalog.names import HubModel, WebFile, parse
-from engine.catalog.progress import Progress
 from engine.errors import ModelFileError, OrinError, UsageError
 from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
 from engine.model import file_summary, packed_weights_cache
 from presets import GUIDE, guide_path
-from widgets.text import as_bytes, as_count, clean, one_line
+from widgets.text import as_bytes, as_count, one_line
 
 NOT_YET = "–"
 KEY_CHARS, VALUE_CHARS = 44, 200
 
 
-def obtain(name: str, own: Mapping[str, str], messages: TextIO, *, quiet: bool = False) -> Path:
-    """The file of the model called `name`, downloaded where it is not here. Which file that is, is said on
-    `messages`, unless `quiet` and it was here already. What is a path stays one, though nothing may be there.
-
-    Raises UsageError and ModelFileError."""
-    source = parse(name, own)
-    if isinstance(source, Path):
-        return source
-    path = cache.find(source)
-    if path is None or not quiet:
-        path = path or _fetch(source, messages)
-        _say(messages, f"{name} is {path.name} ({_quantization(path)}).")
-    return path
+def run(command: str, meaning: str, arguments: Sequence[str], settings: Settings) -> int:
+    """Runs models, pull, rm or show; `meaning` describes it in its help. Returns the exit code. Raises OrinError."""
+    parser = options.Parser(prog=f"orin-chat {command}", description=f"{meaning.capitalize()}.")
+    if command != "models":
+        names = "qwen3:0.6b, hf.co/user/repository:Q4_K_M, an address, a file, or a name of your own"
+        parser.add_argument("model", metavar="NAME", help=names)
+    if command == "rm":
+        parser.add_argument("--yes", action="store_true", help="do not ask")
+    if command == "show":
+        options.add_backend(parser.add_argument, "the device to measure")
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    given, own = parser.parse_args(arguments), settings.names
+    match command:
+        case "models":
+            return list_models(given, own, sys.stdout)
+        case "pull":
+            return pull(given, own, sys.stdout, sys.stderr)
+        case "rm":
+            return remove(given, own, sys.stdout, sys.stderr, sys.stdin)
+    return show(given, own, sys.stdout)
 
 
 # --- models --------------------------------------------------------------------------------------------
@@ -53,7 +57,7 @@ def list_models(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
     """Writes what is on this machine, and which names are known. Returns the exit code."""
     here = on_this_machine(own)
     if given.json:
-        _write_json(out, [_as_json(entry) for entry in [*here, *not_here(here, own)]])
+        write_json(out, [_as_json(entry) for entry in [*here, *not_here(here, own)]])
         return 0
     titles = ("NAME", "SIZE", "TYPE", "PARAMETERS", "CONTEXT", "LAST USED", "SPEED", "WHERE")
     rows = [titles, *(_row(entry) for entry in here)]
@@ -104,39 +108,16 @@ def pull(given: Namespace, own: Mapping[str, str], out: TextIO, messages: TextIO
     source, _ = source_of(given.model, own)
     if isinstance(source, Path):
         raise UsageError(f"{source} is a file: there is nothing to download.")
-    path = _fetch(source, out if given.json else messages, as_json=given.json)
+    path = fetch(source, out if given.json else messages, as_json=given.json)
     found = read_entry(source, path, own)
     if given.json:
-        _write_json(out, {"event": "finished", **_as_json(found)})
+        write_json(out, {"event": "finished", **_as_json(found)})
     else:
         facts = ", ".join((found.quantization, as_bytes(found.size_bytes)))
         print(one_line(f"{found.name} is {path.name} ({facts}): {path}"), file=out)
         if found.problem:
             print(one_line(found.problem), file=messages)
     return 0
-
-
-def _fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = False) -> Path:
-    """Downloads with progress: on a line of `messages` that overwrites itself, or as lines of JSON."""
-    line = StatusLine(messages)
-
-    def report(progress: Progress) -> None:
-        if as_json:
-            fields = {name: getattr(progress, name) for name in progress.__dataclass_fields__}
-            _write_json(messages, {"event": "progress", **fields})
-        else:
-            line.show(describe(progress))
-
-    if not as_json:
-        _say(messages, f"Downloading {source}.")
-    try:
-        return download(source, report)
-    except KeyboardInterrupt:
-        line.clear()
-        _say(messages, "Stopped: what arrived is kept, and the next try goes on with it.")
-        raise
-    finally:
-        line.clear()
 
 
 # --- rm ------------------------------------------------------------------------------------------------
@@ -152,7 +133,7 @@ def remove(given: Namespace, own: Mapping[str, str], out: TextIO, messages: Text
         if not (freed := packed_weights_cache.delete(source)):
             raise UsageError(f"{source} was not downloaded by a name.", "Delete the file itself.")
         if given.json:
-            _write_json(out, {"removed": [], "freed_bytes": freed})
+            write_json(out, {"removed": [], "freed_bytes": freed})
         else:
             print(f"Deleted its packed weights, {as_bytes(freed)} are free again. The file stays.", file=out)
         return 0
@@ -178,7 +159,7 @@ def remove(given: Namespace, own: Mapping[str, str], out: TextIO, messages: Text
     except OSError as error:
         raise ModelFileError(f"{model.path} cannot be deleted: {error.strerror}.") from error
     if given.json:
-        _write_json(out, {"removed": [str(path) for path in model.paths], "freed_bytes": freed})
+        write_json(out, {"removed": [str(path) for path in model.paths], "freed_bytes": freed})
     else:
         shared = (
             "" if freed else " Its bytes are in a store that the hub shares: `hf cache prune` frees them."
@@ -217,7 +198,7 @@ def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
             "copy_gbps": gbps,
             "ceiling_tokens_per_s": ceiling,
         }
-        _write_json(out, _as_json(found) | figures | {"metadata": metadata})
+        write_json(out, _as_json(found) | figures | {"metadata": metadata})
         return 0
     measured = f"{found.tokens_per_s:.1f} tokens/s" if found.tokens_per_s else NOT_YET
     rows = [
@@ -299,19 +280,3 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "backend": (entry.record.backend or None) if entry.record else None,
         "problem": entry.problem or None,
     }
-
-
-def _quantization(path: Path) -> str:
-    try:
-        with GGUF(path) as file:
-            return file_summary.quantization(file)
-    except ModelFileError:
-        return quantization_of(path.name)
-
-
-def _say(messages: TextIO, text: str) -> None:
-    print(f"orin-chat: {one_line(text)}", file=messages, flush=True)
-
-
-def _write_json(out: TextIO, value: object) -> None:
-    print(clean(json.dumps(value)), file=out, flush=True)

@@ -7,17 +7,16 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine.errors import ModelFileError, UsageError
+from engine.errors import UsageError
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
+    from app.chat.configuration import Configuration
     from app.chat.settings import Settings
-    from engine.events import Chat, EngineOptions, RawText, Sampling, TokenIds
-    from presets.loader import Preset
+    from engine.events import Chat, RawText, TokenIds
 
 BACKENDS = ("auto", "CPU", "CUDA", "NV")
 STDIN_LIMIT_BYTES = 16 << 20
@@ -173,41 +172,34 @@ def prompt(options: argparse.Namespace) -> Chat | RawText | TokenIds:
     )
 
 
-def sampling(options: argparse.Namespace, settings: Settings, *, with_preset: bool = True) -> Sampling:
-    """The settings' sampling, with what the preset and then the command line say. Raises UsageError."""
+def configuration(options: argparse.Namespace, settings: Settings) -> Configuration:
+    """What the engine is started with, and which sampling holds; the model becomes the one used last. With --engine
+    there is no model file. Raises UsageError, and ModelFileError as `model_path` does."""
     from msgspec.structs import replace
 
-    from app.chat.settings import check_sampling
+    from app.chat.configuration import configure
+    from app.cli.model_file import model_path, remember
+    from presets.loader import find
 
-    preset = _preset(options, settings) if with_preset else None
-    base: Sampling = settings.sampling if preset is None else preset.sampling.over(settings.sampling)
-    given = {name: getattr(options, name, None) for name in base.__struct_fields__}
-    chosen = replace(base, **{name: value for name, value in given.items() if value is not None})
-    check_sampling(chosen)
-    return chosen
-
-
-def engine_options(options: argparse.Namespace, settings: Settings) -> EngineOptions:
-    """What the engine is started with: the command line first, then the preset, then the settings; its model
-    becomes the one used last. Raises UsageError and ModelFileError, as `model_path` does."""
-    from msgspec.structs import replace
-
-    from engine.events import EngineOptions
-
+    name = preset_name(options, settings)
+    chosen = configure("", settings, find(name) if name else None, command_line(options))
+    if options.engine is not None:
+        return chosen
     try:
-        backend = _backend(settings.backend)
+        backend = _backend(chosen.engine.backend)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"The backend in the settings {error}.") from None
-    preset = _preset(options, settings)
     path = model_path(options.model, settings)
-    _remember(_model_name(options.model, settings), settings)
-    if preset is None:
-        chosen = EngineOptions(model_path=str(path), backend=backend, context_length=settings.context)
-    else:
-        chosen = preset.options(str(path), settings.context)
-    given = {"backend": options.backend, "context_length": options.context, "search_width": options.beam}
-    chosen = replace(chosen, keep_packed=settings.keep_packed)
-    return replace(chosen, **{name: value for name, value in given.items() if value is not None})
+    remember(options.model, settings)
+    return chosen._replace(engine=replace(chosen.engine, model_path=str(path), backend=backend))
+
+
+def command_line(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the engine and of sampling, as `configure` takes it."""
+    from presets.sampling import RANGES
+
+    engine = {"backend": options.backend, "context_length": options.context, "search_width": options.beam}
+    return engine | {name: getattr(options, name, None) for name in RANGES}
 
 
 def key(options: argparse.Namespace) -> str:
@@ -225,66 +217,12 @@ def preset_name(options: argparse.Namespace, settings: Settings) -> str:
     return options.preset or ("" if options.backend else settings.preset)
 
 
-def _preset(options: argparse.Namespace, settings: Settings) -> Preset | None:
-    """Raises UsageError for a preset that there is not, or that cannot be used."""
-    if not (name := preset_name(options, settings)):
-        return None
-    from presets.loader import find
-
-    return find(name)
-
-
-def model_path(given: str | None, settings: Settings) -> Path:
-    """The model file: as given, else the settings', else the one used last, else the built-in one; downloaded
-    where it has a name and is not here. Raises UsageError for an unknown name and ModelFileError where the file
-    cannot be had."""
-    from engine.catalog.names import parse
-
-    name = _model_name(given, settings)
-    path = parse(name, settings.names)
-    if not isinstance(path, Path):
-        from app.cli.models import obtain
-
-        path = obtain(name, settings.names, sys.stderr, quiet=given is None)
-    try:
-        if path.is_file():
-            return path
-    except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read: {error.strerror}.", "Check that it is a file that you may read."
-        ) from None
-    nearby = sorted((path if path.is_dir() else path.parent).glob("*.gguf"))
-    names = ", ".join(map(str, nearby[:5])) + (f" and {len(nearby) - 5} more" if len(nearby) > 5 else "")
-    what = "a folder" if path.is_dir() else "a device or a pipe" if path.exists() else ""
-    raise ModelFileError(
-        f"{path} is {what}, not a model file." if what else f"There is no file {path}.",
-        f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE.",
-    )
-
-
-def _model_name(given: str | None, settings: Settings) -> str:
-    """What the model is called, by whoever says it first."""
-    from app.chat.settings import last_model
-    from presets import GUIDE
-
-    return given if given is not None else settings.model or last_model() or GUIDE
-
-
-def greeting(options: argparse.Namespace, chosen: EngineOptions | None) -> str:
-    """What to say first: who answers where no model was asked for and it is the built-in one; else ""."""
+def greeting(options: argparse.Namespace, configuration: Configuration) -> str:
+    """Introduces the built-in model if it answers without having been asked for; else ""."""
     from presets import GREETING, guide_path
 
-    by_itself = options.model is None and chosen is not None and chosen.model_path == str(guide_path())
-    return GREETING if by_itself else ""
-
-
-def _remember(name: str, settings: Settings) -> None:
-    """Keeps `name` for the next time: a path in full, while a name stays one and finds newer versions."""
-    from app.chat.settings import remember_model
-    from engine.catalog.names import parse
-
-    source = parse(name, settings.names)
-    remember_model(str(source) if isinstance(source, Path) else name)
+    is_default = options.model is None and configuration.engine.model_path == str(guide_path())
+    return GREETING if is_default else ""
 
 
 def _stdin_has_text() -> bool:

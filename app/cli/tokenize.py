@@ -4,13 +4,46 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
+from app.chat.settings import Settings
+from app.cli import options
+from app.cli.model_file import model_path
+from engine.errors import UsageError
 from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import Tokenizer
 
 
-def run(
+def run(arguments: Sequence[str], settings: Settings) -> int:
+    """Writes tokens to standard output and returns the exit code. Raises UsageError and ModelFileError."""
+    parser = options.Parser(
+        prog="orin-chat tokenize", description="What a model's tokenizer makes of a text."
+    )
+    add = parser.add_argument
+    add("text", nargs="?", metavar="TEXT", help="the text (standard input without it)")
+    add("--model", metavar="FILE", help="a GGUF file; one with a vocabulary alone will do")
+    add("--special", action="store_true", help="read special tokens where they are written in the text")
+    add("--json", action="store_true", help='write {"ids": [...], "pieces": [...]}')
+    add(
+        "--jsonl", action="store_true", help="one JSON string a line on standard input, one object a line out"
+    )
+    given = parser.parse_args(arguments)
+    if given.jsonl and given.text is not None:
+        raise UsageError("--jsonl reads standard input and takes no TEXT.")
+    return tokenize(
+        str(model_path(given.model, settings)),
+        given.text,
+        special=given.special,
+        as_json=given.json,
+        jsonl=given.jsonl,
+        stdin=sys.stdin,
+        stdout=sys.stdout,
+    )
+
+
+def tokenize(
     model: str, text: str | None, *, special: bool, as_json: bool, jsonl: bool, stdin: TextIO, stdout: TextIO
 ) -> int:
     """Writes the tokens of `text` (None: of all of stdin) and returns the exit code.

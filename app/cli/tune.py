@@ -15,6 +15,7 @@ from rich.table import Table
 
 from app.chat.settings import Settings
 from app.cli import options
+from app.cli.model_file import model_path
 from app.cli.oneshot import follow
 from app.cli.progress import describe
 from app.cli.signals import run_until_signal
@@ -39,7 +40,7 @@ def run(
     and returns the exit code. Raises OrinError for what cannot be."""
     given = _parse(arguments)
     chosen = EngineOptions(
-        model_path=str(options.model_path(given.model, settings)),
+        model_path=str(model_path(given.model, settings)),
         backend=given.backend or "auto",
         kernels="fused",
         search_width=WIDTH,

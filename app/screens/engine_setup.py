@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from app.chat import speed_history
+from app.chat.configuration import configure
+from app.chat.settings import Settings
 from app.chat.speed_history import recording_engine
 from engine.backends import BACKENDS, flaw
 from engine.client import Engine, LocalEngine
@@ -38,29 +40,27 @@ class PresetListing:
 
 
 class EngineSetup:
-    """`options` are what the engine in use was started with, under the preset `name` ("" for none). `sampling`
-    is what the settings and the command line say, without the preset's. `models` are the user's own names of
-    models. `llama_server` is what to compare with (a program, or the address of one that runs and wants
-    `api_key`; "": the one that is found). `make` starts nothing: it makes an engine of options."""
+    """`options` are what the engine in use was started with, under the preset `name` ("" for none). `settings` and
+    `command_line` (see `configure`) hold for other presets, too. `llama_server` is what to compare with (a program,
+    or the address of one that runs and wants `api_key`; "": the one that is found). `make` makes an engine of options
+    and starts nothing."""
 
     def __init__(
         self,
         options: EngineOptions,
         name: str = "",
         *,
-        context_length: int | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
-        models: Mapping[str, str] = {},
+        settings: Settings = Settings(),  # noqa: B008 (immutable)
+        command_line: Mapping[str, Any] = {},
         llama_server: str = "",
         api_key: str = "",
         make: Callable[[EngineOptions], Engine] = recording_engine,
         flaw: Callable[[str], str] = flaw,
     ) -> None:
         self.options, self.name = options, name
-        self.sampling = sampling
-        self.models = models
+        self.models = settings.names
         self.backend = ""  # the one in use, as the engine told
-        self._context_length = context_length
+        self._settings, self._command_line = settings, command_line
         self._llama_server, self._api_key = llama_server, api_key
         self._make, self._flaw = make, flaw
         self._flaws: dict[str, str] = {}
@@ -77,8 +77,10 @@ class EngineSetup:
         """An engine under a preset, what it is started with, and the sampling it asks for. Raises UsageError."""
         if problem := self._problem(found := find(name)):
             raise UsageError(f"{name} cannot be had here: {problem}.")
-        options = found.options(self.options.model_path, self._context_length)
-        return self._make(options), options, found.sampling.over(self.sampling)
+        options, sampling = configure(
+            self.options.model_path, self._settings, found, self._command_line, chosen_in_chat=True
+        )
+        return self._make(options), options, sampling
 
     def with_model(self, path: Path, trained_context: int = 0) -> tuple[Engine, EngineOptions]:
         """An engine set up as this one for another model, and what it is started with. A context that is
@@ -99,8 +101,9 @@ class EngineSetup:
     def started(self, backend: str) -> None:
         """The engine in use runs on `backend`. Without a preset it is set up as the one called after that."""
         self.backend = backend
-        usual, plain = EngineOptions(model_path=""), replace(self.options, model_path="", backend="auto")
-        if not self.name and replace(plain, context_length=None) == usual and backend.lower() in entries():
+        usual = configure(self.options.model_path, self._settings).engine
+        plain = replace(self.options, backend=usual.backend, context_length=usual.context_length)
+        if not self.name and plain == usual and backend.lower() in entries():
             self.name = backend.lower()
 
     def adopt(self, name: str, options: EngineOptions) -> None:

@@ -1,10 +1,14 @@
 import pytest
 from msgspec.structs import replace
 
+from app.chat.configuration import configure
+from app.chat.settings import SamplingSettings, Settings
 from engine import backends
 from engine.errors import UsageError
 from engine.events import EngineOptions, Matvec, Sampling
 from presets import loader
+
+CONTEXT = Settings(context=4096)
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +29,9 @@ def test_the_built_in_ones_are_there_and_sound():
 
 def test_a_width_of_the_search_is_all_that_its_key_changes():
     for entry in loader.entries().values():
-        searched = entry.preset.options("m.gguf", 4096)
+        searched = configure("m.gguf", CONTEXT, entry.preset).engine
         if searched.search_width:
-            plain = loader.find(searched.backend.lower()).options("m.gguf", 4096)
+            plain = configure("m.gguf", CONTEXT, loader.find(searched.backend.lower())).engine
             assert replace(searched, search_width=0) == replace(plain, search_width=0)
 
 
@@ -37,13 +41,14 @@ def test_a_preset_becomes_options(own):
         "[matvec]\nthreads_per_row = 16\n[sampling]\ntemperature = 0\n"
     )
     preset = loader.find("mine")
-    assert preset.options("m.gguf", 4096) == EngineOptions(
+    engine, sampling = configure("m.gguf", Settings(context=4096, sampling=SamplingSettings(seed=7)), preset)
+    assert engine == EngineOptions(
         model_path="m.gguf", backend="CUDA", kernels="graph", search_width=3, context_length=512,
         matvec=Matvec(threads_per_row=16),
     )  # fmt: skip
-    assert preset.sampling.over(Sampling(seed=7)) == Sampling(temperature=0, seed=7)
-    assert loader.find("safe").options("m", 99).context_length == 2048
-    assert loader.find("cpu").options("m", 99).context_length == 99
+    assert sampling == Sampling(temperature=0, seed=7)
+    assert configure("m", CONTEXT, loader.find("safe")).engine.context_length == 2048
+    assert configure("m", CONTEXT, loader.find("cpu")).engine.context_length == 4096
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,7 @@ def test_a_preset_becomes_options(own):
 )
 def test_the_width_of_the_search_has_two_names_and_an_old_key_is_read_over(line):
     preset = loader.parse(f"title = 'x'\n{line}\n")
-    assert preset.options("m").search_width == preset.search_width == 3
+    assert configure("m", preset=preset).engine.search_width == preset.search_width == 3
 
 
 def test_the_users_own_wins(own):
@@ -68,7 +73,7 @@ def test_the_users_own_wins(own):
         ("title = 'x'\nbeam = -1", "$.beam"),
         ("title = 'x'\nbaem = 1", "there is no key baem; there are title, backend, kernels, beam, jitbeam"),
         ("title = 'x'\nkv = 'q8_0'", "there is no key kv; there are title"),
-        ("title = 'x'\n[sampling]\ntop_p = 2", "$.sampling.top_p"),
+        ("title = 'x'\n[sampling]\ntop_p = 2", "top-p must be from 0 to 1, not 2.0"),
         (
             "title = 'x'\n[matvec]\nwidth = 2",
             "there is no key width; [matvec] has block_size, threads_per_row",

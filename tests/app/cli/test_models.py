@@ -14,6 +14,7 @@ from app.chat.downloading import Download, describe
 from app.chat.model_list import not_here, on_this_machine
 from app.chat.settings import last_model
 from app.cli import models
+from app.cli.download import obtain
 from app.main import main
 from engine.catalog import cache
 from engine.catalog.names import HubModel, known_models, parse
@@ -88,7 +89,7 @@ def test_pull_again_mends_what_is_damaged(run, hub):
 def test_progress_on_a_terminal_overwrites_itself(hub, home):
     messages = Terminal()
     hub.pause_s = 0.01
-    models.obtain(NAME, {}, messages)
+    obtain(NAME, {}, messages)
     assert "\r" in messages.getvalue()
     assert messages.getvalue().endswith(f"orin-chat: {NAME} is model-Q8_0.gguf (Q8_0).\n")
     assert "\x1b" not in messages.getvalue()

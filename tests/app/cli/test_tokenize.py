@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from app.cli.tokenize import run
+from app.cli.tokenize import tokenize as write_tokens
 from engine.errors import ModelFileError
 from tests.formats.vocabularies import CONTROL, byte_level
 
@@ -17,7 +17,7 @@ def tokenize(tmp_path):
         source = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), "utf-8")
         target = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
         options = {"special": False, "as_json": False, "jsonl": False} | options
-        code = run(str(tmp_path / "vocabulary.gguf"), text, stdin=source, stdout=target, **options)
+        code = write_tokens(str(tmp_path / "vocabulary.gguf"), text, stdin=source, stdout=target, **options)
         return code, target.buffer.getvalue().decode("ascii")
 
     return tokenize
@@ -61,7 +61,7 @@ def test_json_lines(tokenize):
 
 def test_a_file_that_is_no_model(tmp_path):
     with pytest.raises(ModelFileError):
-        run(
+        write_tokens(
             str(tmp_path / "none"),
             "",
             special=False,

@@ -10,7 +10,9 @@ import pytest
 from textual.events import Key
 
 from app.chat import speed_history
+from app.chat.configuration import configure
 from app.chat.history import History
+from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.events import EngineOptions, Failed
@@ -365,6 +367,16 @@ def test_without_a_preset_it_is_that_of_the_backend_if_it_is_set_up_alike(option
     setup = EngineSetup(EngineOptions(model_path="m", **options))
     setup.started(backend)
     assert setup.name == name
+
+
+def test_packed_weights_in_the_settings_are_no_other_preset_and_stay_with_the_next():
+    settings, made = Settings(keep_packed=True), []
+    options = configure("m", settings).engine
+    setup = EngineSetup(options, settings=settings, make=lambda options: made.append(options))
+    setup.started("CPU")
+    assert setup.name == "cpu"
+    setup.engine("safe")
+    assert made[0].keep_packed and made[0].context_length == 2048
 
 
 async def test_what_is_not_seen_costs_nothing():

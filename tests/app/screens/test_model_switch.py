@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from app.chat import model_list
 from app.chat.history import History
-from app.chat.settings import last_model
+from app.chat.settings import Settings, last_model
 from app.screens import models as screen_module
 from app.screens.engine_setup import EngineSetup
 from app.screens.models import ModelsScreen
@@ -59,7 +59,9 @@ def setup(first):
             return made[-1][1]
 
         options = EngineOptions(model_path=str(first), backend="CPU", context_length=context)
-        setup = EngineSetup(options, make=make, flaw=lambda backend: "", models={"one": str(first)})
+        setup = EngineSetup(
+            options, make=make, flaw=lambda backend: "", settings=Settings(models={"one": str(first)})
+        )
         setup.made = made
         return setup
 

@@ -1,0 +1,69 @@
+"""What an engine is started with, and which sampling holds: merged from all that can say so.
+
+Each of these overrides those above it, one option at a time:
+
+1. the defaults of `EngineOptions` and `Sampling`
+2. settings.toml
+3. a preset: of --preset, else of settings.toml (which gives way to --backend)
+4. the command line
+5. a preset that is chosen in the chat, in place of 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from msgspec.structs import asdict
+
+from app.chat.settings import Settings, check_sampling
+from engine.events import EngineOptions, Matvec, Sampling
+from presets.loader import Preset
+
+
+class Configuration(NamedTuple):
+    engine: EngineOptions
+    sampling: Sampling
+
+
+def configure(
+    model_path: str,
+    settings: Settings = Settings(),  # noqa: B008 (immutable)
+    preset: Preset | None = None,
+    command_line: Mapping[str, Any] = {},
+    *,
+    chosen_in_chat: bool = False,
+) -> Configuration:
+    """Merges what is asked for. `command_line` maps names of fields of `EngineOptions` and `Sampling` to values, None
+    where an option was not given. `chosen_in_chat`: `preset` overrides the command line, too.
+
+    Raises UsageError for sampling out of its range."""
+    from_settings = {
+        "backend": settings.backend,
+        "context_length": settings.context,
+        "keep_packed": settings.keep_packed,
+        **asdict(settings.sampling),
+    }
+    from_preset = _fields(preset) if preset else {}
+    later = (command_line, from_preset) if chosen_in_chat else (from_preset, command_line)
+    merged: dict[str, Any] = {}
+    for source in (from_settings, *later):
+        merged |= {name: value for name, value in source.items() if value is not None}
+    engine, sampling = (
+        {name: merged[name] for name in kind.__struct_fields__ if name in merged}
+        for kind in (EngineOptions, Sampling)
+    )
+    check_sampling(chosen := Sampling(**sampling))
+    return Configuration(EngineOptions(model_path=model_path, **engine), chosen)
+
+
+def _fields(preset: Preset) -> dict[str, Any]:
+    """What `preset` says, under the names of `EngineOptions` and `Sampling`; None leaves an option open."""
+    return {
+        "backend": preset.backend,
+        "kernels": preset.kernels,
+        "search_width": preset.search_width,
+        "context_length": preset.context,
+        "matvec": None if preset.matvec is None else Matvec(**asdict(preset.matvec)),
+        **asdict(preset.sampling),
+    }

@@ -1,0 +1,74 @@
+"""Downloads a model by name, with progress on a line or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from app.chat.downloading import describe
+from app.cli.progress import StatusLine
+from engine.catalog import cache
+from engine.catalog.downloads import download
+from engine.catalog.files import quantization_of
+from engine.catalog.names import HubModel, WebFile, parse
+from engine.catalog.progress import Progress
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF
+from engine.model import file_summary
+from widgets.text import clean, one_line
+
+
+def obtain(name: str, own: Mapping[str, str], messages: TextIO, *, quiet: bool = False) -> Path:
+    """The file of the model called `name`, downloaded where it is not here. Which file that is, is said on
+    `messages`, unless `quiet` and it was here already. What is a path stays one, though nothing may be there.
+
+    Raises UsageError and ModelFileError."""
+    source = parse(name, own)
+    if isinstance(source, Path):
+        return source
+    path = cache.find(source)
+    if path is None or not quiet:
+        path = path or fetch(source, messages)
+        _say(messages, f"{name} is {path.name} ({_quantization(path)}).")
+    return path
+
+
+def fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = False) -> Path:
+    """Downloads with progress: on a line of `messages` that overwrites itself, or as lines of JSON."""
+    line = StatusLine(messages)
+
+    def report(progress: Progress) -> None:
+        if as_json:
+            fields = {name: getattr(progress, name) for name in progress.__dataclass_fields__}
+            write_json(messages, {"event": "progress", **fields})
+        else:
+            line.show(describe(progress))
+
+    if not as_json:
+        _say(messages, f"Downloading {source}.")
+    try:
+        return download(source, report)
+    except KeyboardInterrupt:
+        line.clear()
+        _say(messages, "Stopped: what arrived is kept, and the next try goes on with it.")
+        raise
+    finally:
+        line.clear()
+
+
+def write_json(out: TextIO, value: object) -> None:
+    print(clean(json.dumps(value)), file=out, flush=True)
+
+
+def _quantization(path: Path) -> str:
+    try:
+        with GGUF(path) as file:
+            return file_summary.quantization(file)
+    except ModelFileError:
+        return quantization_of(path.name)
+
+
+def _say(messages: TextIO, text: str) -> None:
+    print(f"orin-chat: {one_line(text)}", file=messages, flush=True)

@@ -1,0 +1,44 @@
+"""Settings, preset and command line: which of them holds."""
+
+import pytest
+
+from app.chat.configuration import configure
+from app.chat.settings import SamplingSettings, Settings
+from engine.errors import UsageError
+from engine.events import EngineOptions, Sampling
+from presets.loader import parse
+
+SETTINGS = Settings(
+    backend="CUDA", context=1000, keep_packed=True, sampling=SamplingSettings(top_k=1, seed=1, temperature=1)
+)
+PRESET = parse(
+    'title = "x"\nbackend = "NV"\njitbeam = 2\ncontext = 2000\n[sampling]\ntop_k = 2\ntemperature = 2\n'
+)
+COMMAND_LINE = {"context_length": 3000, "search_width": 0, "temperature": 3.0, "backend": None, "top_p": None}
+
+
+def test_nothing_is_asked_for():
+    assert configure("m") == (EngineOptions(model_path="m", backend="auto"), Sampling())
+
+
+def test_the_command_line_overrides_the_preset_and_that_the_settings():
+    engine, sampling = configure("m", SETTINGS, PRESET, COMMAND_LINE)
+    assert engine == EngineOptions(
+        model_path="m", backend="NV", context_length=3000, search_width=0, keep_packed=True
+    )
+    assert sampling == Sampling(seed=1, top_k=2, temperature=3)
+
+
+def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
+    engine, sampling = configure("m", SETTINGS, PRESET, COMMAND_LINE, chosen_in_chat=True)
+    assert engine == EngineOptions(
+        model_path="m", backend="NV", context_length=2000, search_width=2, keep_packed=True
+    )
+    assert sampling == Sampling(seed=1, top_k=2, temperature=2)
+    engine, sampling = configure("m", SETTINGS, parse('title = "x"'), COMMAND_LINE, chosen_in_chat=True)
+    assert (engine.context_length, sampling.temperature) == (3000, 3), "which this preset leaves open"
+
+
+def test_sampling_out_of_its_range_is_refused():
+    with pytest.raises(UsageError, match=r"^min-p must be from 0 to 1, not 2\.$"):
+        configure("m", command_line={"min_p": 2})
