@@ -23,7 +23,7 @@ from engine.catalog.progress import Meter, Progress
 from engine.catalog.transfer import Wanted, bring
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, shown
-from engine.model.config import INTERLEAVED_ROPE
+from engine.model.config import check_architecture
 
 
 def download(
@@ -69,11 +69,8 @@ def offer(model: HubModel) -> Offer:
     """Asks the hub for a model. Raises DownloadError, ModelFileError where it cannot run, UsageError."""
     repository = hub.repository(model)
     choice = must_pick(model, choices(repository.files))
-    if repository.architecture and repository.architecture not in INTERLEAVED_ROPE:
-        raise ModelFileError(
-            f"{model} is of the architecture {shown(repository.architecture)}, which orin-chat does not run.",
-            f"Choose a model of one of these: {', '.join(INTERLEAVED_ROPE)}.",
-        )
+    if repository.architecture:
+        check_architecture(repository.architecture, str(model))
     files = tuple(repository.files[name] for name in choice.files)
     return Offer(repository.commit, choice.quantization, files)
 

@@ -1,23 +1,37 @@
-"""The shape of a model, read from its GGUF metadata."""
+"""A model's hyperparameters, read from its GGUF metadata.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "Standardized key-value pairs".
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF
+from engine.formats.gguf import GGUF, shown
 
-# Architectures the transformer runs. Files differ in what they hold (biases, QK norms) and in the order of
-# rotated pairs: llama's files interleave a head's halves (rope "norm"), the others keep them apart ("neox").
+# The architectures that the forward pass covers, and the order of rows in their files' query and key matrices. True:
+# the two elements that RoPE rotates together are neighbours ("norm" in llama.cpp), False: they are half a head apart
+# ("neox"). Biases and norms of queries and keys are applied where a file has them.
 INTERLEAVED_ROPE = {"llama": True, "qwen2": False, "qwen3": False}
+
+
+def check_architecture(architecture: str, model: str) -> None:
+    """Raises ModelFileError if the engine does not run this architecture; the message calls the model `model`."""
+    if architecture not in INTERLEAVED_ROPE:
+        raise ModelFileError(
+            f"{model} is of the architecture {shown(architecture)}, which orin-chat does not run.",
+            f"Choose a model of one of these: {', '.join(INTERLEAVED_ROPE)}.",
+        )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes in elements. `rope_frequencies` float64 (head_dim // 2,): radians a position."""
+    """Sizes in elements: `dim` of the residual stream, `ffn` of the feed-forward layer. `rope_frequencies`:
+    radians per position of each rotated pair, float64 (head_dim / 2,)."""
 
     architecture: str
     name: str
@@ -31,79 +45,97 @@ class ModelConfig:
     trained_context: int
     norm_eps: float
     interleaved_rope: bool
-    rope_frequencies: np.ndarray[tuple[int], np.dtype[np.float64]]
+    rope_frequencies: NDArray[np.float64]
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a token's queries, over all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's keys, over all heads; as many as of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token takes in the KV cache, which is float16."""
+        return self.layers * 2 * self.kv_size * 2
+
+    def rope_tables(self, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines of the rotations at positions 0 to `length` - 1: float32 (length, head_dim / 2)."""
+        angles = np.arange(length)[:, None] * self.rope_frequencies
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
     @classmethod
     def from_gguf(cls, file: GGUF) -> ModelConfig:
-        """Raises ModelFileError for an architecture or a variant of one that the engine does not run."""
+        """Raises ModelFileError for an architecture that the engine does not run, or a variant of one, and for
+        damaged metadata."""
+        name = shown(file.path.name)
         architecture = file.get("general.architecture", str)
-        if architecture not in INTERLEAVED_ROPE:
-            known = ", ".join(INTERLEAVED_ROPE)
-            raise ModelFileError(
-                f"{file.path.name} is of the architecture {architecture!r}, which orin-chat does not run.",
-                f"Choose a model of one of these: {known}.",
-            )
+        check_architecture(architecture, name)
 
-        def sized(key: str, default: int | None = None) -> int:
-            name = f"{architecture}.{key}"
-            value = file.get(name, int) if default is None else file.get(name, int, default)
+        def size(key: str, default: int | None = None) -> int:
+            full_key = f"{architecture}.{key}"
+            value = file.get(full_key, int) if default is None else file.get(full_key, int, default)
             if not 0 < value < 1 << 31:
-                raise ModelFileError(f"{file.path.name} gives {name} as {value}.", "The file is damaged.")
+                raise ModelFileError(f"{name} is damaged: {full_key} is {value}.", "Download it again.")
             return value
 
         if "token_embd.weight" not in file.tensors:
             raise ModelFileError(
-                f"{file.path.name} holds no weights (there is no token_embd.weight).",
+                f"{name} has no weights (there is no token_embd.weight).",
                 "It may be a vocabulary or an adapter; choose a model file.",
             )
-        dim, heads = sized("embedding_length"), sized("attention.head_count")
-        head_dim = sized("attention.key_length", dim // heads)
-        if sized("attention.value_length", head_dim) != head_dim or head_dim % 2:
+        dim, heads = size("embedding_length"), size("attention.head_count")
+        head_dim = size("attention.key_length", dim // heads)
+        kv_heads = size("attention.head_count_kv", heads)
+        if size("attention.value_length", head_dim) != head_dim or head_dim % 2 or heads % kv_heads:
             raise ModelFileError(
-                f"{file.path.name} has heads of a shape that orin-chat does not run.", "Choose another model."
+                f"{name} has attention heads of a shape that orin-chat does not run.", "Choose another model."
             )
         return cls(
             architecture=architecture,
             name=file.get("general.name", str, file.path.stem),
-            layers=sized("block_count"),
+            layers=size("block_count"),
             dim=dim,
-            ffn=sized("feed_forward_length"),
+            ffn=size("feed_forward_length"),
             heads=heads,
-            kv_heads=sized("attention.head_count_kv", heads),
+            kv_heads=kv_heads,
             head_dim=head_dim,
             vocab=file.tensors["token_embd.weight"].shape[0],
-            trained_context=sized("context_length"),
+            trained_context=size("context_length"),
             norm_eps=float(file.get(f"{architecture}.attention.layer_norm_rms_epsilon", float, 1e-5)),
             interleaved_rope=INTERLEAVED_ROPE[architecture],
             rope_frequencies=_rope_frequencies(file, architecture, head_dim),
         )
 
 
-def _rope_frequencies(
-    file: GGUF, architecture: str, head_dim: int
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """base**(-2i/d), scaled as the file says: `rope_freqs.weight` divides each frequency (Llama 3.1 on;
-    ggml_rope_ext's freq_factors), a linear scaling factor divides all (llama_model::load_hparams)."""
+def _rope_frequencies(file: GGUF, architecture: str, head_dim: int) -> NDArray[np.float64]:
+    """base**(-2i / head_dim), float64 (head_dim / 2,), scaled as the file says: `rope_freqs.weight` (Llama 3.1 and
+    later) divides each frequency, as ggml_rope_ext's freq_factors; a linear scaling factor divides all of them, as
+    in llama_model::load_hparams of llama.cpp. Raises ModelFileError."""
+    name = shown(file.path.name)
     rotated = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
     scaling = file.get(f"{architecture}.rope.scaling.type", str, "none")
     if rotated != head_dim or scaling not in ("none", "linear"):
-        what = f"rope scaling {scaling!r}" if rotated == head_dim else "partly rotated heads"
-        raise ModelFileError(
-            f"{file.path.name} uses {what}, which orin-chat does not run yet.", "Choose another model."
-        )
+        variant = f"RoPE scaling {shown(scaling)}" if rotated == head_dim else "heads that are partly rotated"
+        raise ModelFileError(f"{name} uses {variant}, which orin-chat does not run.", "Choose another model.")
     base = file.get(f"{architecture}.rope.freq_base", float, 10_000.0)
-    if not (math.isfinite(base) and base > 0):
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None and (factors.type != 0 or factors.shape != (head_dim // 2,)):
         raise ModelFileError(
-            f"{file.path.name} gives {base} as the base of its rotations.", "The file is damaged."
+            f"{name} is damaged: the shape or type of rope_freqs.weight does not fit its heads.",
+            "Download it again.",
         )
-    frequencies = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling == "linear":
-        frequencies /= file.get(f"{architecture}.rope.scaling.factor", float, 1.0)
-    if (factors := file.tensors.get("rope_freqs.weight")) is not None:
-        if factors.type != 0 or factors.shape != (head_dim // 2,):
-            raise ModelFileError(
-                f"{file.path.name} holds rope_freqs.weight in a shape that does not fit its heads.",
-                "The file is damaged; download it again.",
-            )
-        frequencies /= factors.data.view(np.float32).astype(np.float64)
+    with np.errstate(all="ignore"):  # checked below
+        frequencies = np.float64(base) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        if scaling == "linear":
+            frequencies /= file.get(f"{architecture}.rope.scaling.factor", float, 1.0)
+        if factors is not None:
+            frequencies /= factors.data.view(np.float32)
+    if not (np.isfinite(frequencies).all() and (frequencies > 0).all()):
+        raise ModelFileError(
+            f"{name} is damaged: its RoPE frequencies are not positive.", "Download it again."
+        )
     return frequencies

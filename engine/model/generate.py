@@ -46,7 +46,6 @@ from engine.measure.compiling import kernels_reported
 from engine.measure.profile import profile
 from engine.model import file_summary
 from engine.model.config import ModelConfig
-from engine.model.kv_cache import KVCache
 from engine.model.model_runner import ModelRunner, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
 from engine.model.sampling import Sampler, log_probabilities
@@ -96,7 +95,7 @@ class TextModel:
             load_ms=0.0,
             warnings=self.prompts.warnings,
             weight_bytes_per_token=file_summary.weight_bytes_per_token(file),
-            kv_bytes_per_token=KVCache.bytes_per_token(config),
+            kv_bytes_per_token=config.kv_bytes_per_token,
         )
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ from engine.catalog.names import HubModel, WebFile, known_models, parse, short_n
 from engine.errors import UsageError
 from engine.formats.gguf import GGML_BLOCK
 from engine.formats.quantization import FLOATS, QUANTIZED
-from engine.model.config import INTERLEAVED_ROPE
+from engine.model.config import check_architecture
 
 # --- names ---------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ def test_known_models_can_run():
     assert len(set(names)) == len(names) >= 15
     for model in known_models():
         assert model.name == model.name.lower()
-        assert model.architecture in INTERLEAVED_ROPE
+        check_architecture(model.architecture, model.name)
         assert model.quantization in PREFERRED
 
 
