@@ -20,12 +20,13 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from engine.events import Step
+from engine.formats.rope_order import half_split
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.attention import attention, mask, pieces, scratch_size
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import MAX_TILES, inputs_of, product, shape_of, span_of
 from engine.kernels.cpu.program import register_lanes
-from engine.kernels.cpu.repack import half_split, repack
+from engine.kernels.cpu.repack import repack
 from engine.kernels.cpu.rows import Heads, Prepared, embed, prepare, rotate
 from engine.kernels.cpu.thread_pool import Launches, all_cores
 from engine.measure.profile import Replay, Use
@@ -167,7 +168,9 @@ class CPURunner:
             name: str, rows: int, cols: int, first: int = 0, out_rows: int = 0, added: bool = False
         ) -> Matrix:
             raw, ggml_type, interleaved = weights.stored_bytes(f"{name}.weight", rows, cols)
-            places = half_split(rows, config.head_dim) if interleaved else np.arange(rows, dtype=np.int32)
+            places = np.arange(rows, dtype=np.int32)
+            if interleaved:
+                places = half_split(places, config.head_dim)
             packing = Packing(ggml_type, self._lanes)
             shape = self._sizes(*shape_of(rows, cols, packing, added, first, out_rows))
             stream = memory.zeros(packing.size(rows, cols), packing.dtype)

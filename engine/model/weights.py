@@ -12,6 +12,7 @@ from tinygrad import Tensor, dtypes
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, TensorInfo
 from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.formats.rope_order import half_split
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.model.config import ModelConfig
 
@@ -38,7 +39,9 @@ class Weights:
         key rows, with its ggml type. Raises ModelFileError."""
         data, ggml_type, interleaved = self.stored_bytes(name, rows, cols)
         raw = Tensor(data)
-        return (self._half_split(raw, rows) if interleaved else raw), ggml_type
+        return (
+            half_split(raw.reshape(rows, -1), self.config.head_dim).flatten() if interleaved else raw
+        ), ggml_type
 
     def stored_bytes(self, name: str, rows: int, cols: int) -> tuple[NDArray[np.uint8], int, bool]:
         """The matrix `name` (rows, cols) as the file holds it, uint8 (bytes,), and its kind. Raises
@@ -96,9 +99,3 @@ class Weights:
         # tinygrad's CUDA device copies only from memory that may be written, even though it just reads it
         place = (ctypes.c_uint8 * info.n_bytes).from_address(info.data.ctypes.data)
         return np.ctypeslib.as_array(place)
-
-    def _half_split(self, raw: Tensor, rows: int) -> Tensor:
-        """Reorders the rows of a query or key matrix from interleaved pairs to halves kept apart, so that the
-        forward pass knows one order only: undoes the permutation of llama.cpp's convert_hf_to_gguf."""
-        pairs = raw.reshape(rows // self.config.head_dim, self.config.head_dim // 2, 2, -1)
-        return pairs.transpose(1, 2).reshape(-1)

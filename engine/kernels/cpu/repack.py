@@ -64,14 +64,6 @@ def repack(
 PARTS = 16  # of a matrix that is repacked
 
 
-def half_split(rows: int, head_dim: int) -> NDArray[np.int32]:
-    """Where rows of queries or keys are in a file that keeps rotated pairs of a head side by side, if each
-    head's first halves of pairs are to come first: undoes the permutation of llama.cpp's
-    convert_hf_to_gguf."""
-    pairs = np.arange(rows, dtype=np.int32).reshape(rows // head_dim, head_dim // 2, 2)
-    return np.ascontiguousarray(pairs.transpose(0, 2, 1)).reshape(-1)
-
-
 @functools.cache
 def _kernel(packing: Packing) -> Kernel:
     lanes, format = packing.lanes, packing.format

@@ -181,12 +181,6 @@ class Packing:
     def n_bytes(self, rows: int, cols: int) -> int:
         return sum(n * dtype.itemsize for n, dtype in self.shapes(rows, cols))
 
-    def pack(self, raw: Tensor, rows: int, cols: int) -> list[Tensor]:
-        """As `planes_of`, realized."""
-        planes = self.planes_of(raw, rows, cols)
-        Tensor.realize(*planes)
-        return planes
-
     def planes_of(self, raw: Tensor, rows: int, cols: int) -> list[Tensor]:
         """A matrix's bytes as the file holds them, uint8 (bytes,) -> its planes."""
         padded = units_of(cols) * UNIT

@@ -15,14 +15,15 @@ from tinygrad.engine.realize import run_linear
 from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import source_version, store
+from engine.formats.rope_order import half_split
 from engine.kernels.gpu.packing import Packing
 from engine.kernels.launch import called, compiled, described, known_or_made
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one tensor of the file. `pairs` > 0: heads of that many elements, whose rotated pairs lie side by
-    side in the file and are to be halves apart (llama.cpp's convert_hf_to_gguf permutes them so; undone here)."""
+    """Rows of one tensor of the file. `pairs` > 0: rows of heads of that many elements, to be put in the order of
+    `engine.formats.rope_order`."""
 
     count: int
     pairs: int = 0
@@ -120,10 +121,7 @@ class _Scheduled:
         raws = []
         for raw, r in zip(sources, layout.rows, strict=True):
             raw = raw.reshape(r.count, layout.row_bytes)
-            if r.pairs:
-                halves = raw.reshape(-1, r.pairs // 2, 2, layout.row_bytes).transpose(1, 2)
-                raw = halves.reshape(r.count, layout.row_bytes)
-            raws.append(raw)
+            raws.append(half_split(raw, r.pairs) if r.pairs else raw)
         raw = Tensor.stack(*raws, dim=1) if layout.in_turn else raws[0].cat(*raws[1:])
         planes = layout.packing.planes_of(raw.flatten(), layout.n_rows, layout.cols)
         linear, _ = Tensor.linear_with_vars(*planes)

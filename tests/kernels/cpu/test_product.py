@@ -10,7 +10,7 @@ from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.packing import UNIT, Packing
 from engine.kernels.cpu.product import inputs_of, product, shape_of, span_of
-from engine.kernels.cpu.repack import half_split, repack
+from engine.kernels.cpu.repack import repack
 from engine.kernels.cpu.rows import Prepared, embed, prepare
 from engine.kernels.cpu.thread_pool import Cores
 from tests.formats.test_quantization import random_blocks
@@ -100,10 +100,6 @@ def test_bytes_are_the_files(kind: int) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type(kind)]
     in_file = 64 * 1024 // block * block_bytes
     assert in_file <= Packing(kind, LANES).size(64, 1024) * 2 <= 1.03 * in_file
-
-
-def test_rows_of_rotated_pairs_are_split_in_halves() -> None:
-    np.testing.assert_array_equal(half_split(8, 4), [0, 2, 1, 3, 4, 6, 5, 7])
 
 
 def test_a_matrix_of_zeros_and_activations_of_zeros(cores: Cores) -> None:
