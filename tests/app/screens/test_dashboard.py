@@ -235,7 +235,7 @@ async def test_no_edit_of_a_preset_is_lost_by_one_key(tmp_path):
         assert "Of last week" in mine.read_text()
         await pilot.press("ctrl+s")
         await sees(pilot, "mine  Mine  your own")
-        assert mine.read_text() == text and app.screen.list.highlighted_option.id == "mine"
+        assert mine.read_text() == text and app.screen.highlighted.name == "mine"
         await pilot.press("f2")
         await sees(pilot, "Ctrl+S saves · Esc closes")
         app.screen.query_one("TextArea").text = "nonsense"
@@ -254,7 +254,7 @@ async def test_what_was_typed_before_a_key_that_saves_is_saved(tmp_path):
         assert (tmp_path / "presets" / "cpu.toml").read_text().startswith("#x\n")
 
 
-async def test_a_preset_of_ones_own_is_deleted_by_two_keys(tmp_path):
+async def test_a_preset_of_ones_own_is_deleted_after_a_question(tmp_path):
     own = tmp_path / "presets" / "safe.toml"
     own.parent.mkdir()
     own.write_text('title = "Mine"\nbackend = "CPU"\n')
@@ -263,12 +263,12 @@ async def test_a_preset_of_ones_own_is_deleted_by_two_keys(tmp_path):
         await sees(pilot, "Ctrl+S saves · Esc closes")
         await pilot.press("escape")
         await sees(pilot, "safe  Mine  your own")
-        assert app.screen.list.highlighted_option.id == "safe", "where it was"
+        assert app.screen.highlighted.name == "safe", "where it was"
         await pilot.press("delete")
-        await sees(pilot, "Delete again removes your own safe for good.")
-        await pilot.press("up", "down", "delete")  # asked anew
+        await sees(pilot, "Delete your own safe for good? y deletes, any other key keeps it")
+        await pilot.press("delete")  # is an answer
         assert own.exists()
-        await pilot.press("delete")
+        await pilot.press("delete", "y")
         await sees(pilot, "safe  Safe: the CPU alone")
         assert not own.exists()
         await pilot.press("delete")

@@ -70,7 +70,7 @@ def setup(first):
 
 async def choose(user, name):
     await user.press("ctrl+l")
-    await user.until(lambda: isinstance(user.app.screen, ModelsScreen) and user.app.screen._entries)
+    await user.until(lambda: isinstance(user.app.screen, ModelsScreen) and user.app.screen.models)
     user.app.screen.field.value = name
     await user.pilot.pause()
     await user.press("enter")
@@ -129,7 +129,7 @@ async def test_a_download_ends_beside_the_chat(hub, setup, history):
     async with chat(FakeEngine(reply("Meanwhile.")), history, setup=setup()) as user:
         await user.idle()
         await user.press("ctrl+l")
-        await user.until(lambda: isinstance(user.app.screen, ModelsScreen) and user.app.screen._entries)
+        await user.until(lambda: isinstance(user.app.screen, ModelsScreen) and user.app.screen.models)
         user.app.screen.field.value = "noise"
         await user.pilot.pause()
         await user.press("enter")

@@ -33,7 +33,7 @@ def hub(fake_hub, tmp_path, monkeypatch):
     known = [KnownModel(f"noise:{q.lower()}", fake_hub.repository, q, "qwen3") for q in ("Q8_0", "F16")]
     for module in ("engine.catalog.names", "app.chat.model_list"):
         monkeypatch.setattr(f"{module}.known_models", lambda: known)
-    monkeypatch.setattr(screen_module, "ASK_AFTER_S", 0.0)
+    monkeypatch.setattr(screen_module, "SIZE_DELAY_S", 0.0)
     monkeypatch.setattr(screen_module, "POLL_S", 0.02)
     monkeypatch.setattr(screen_module, "memory_bytes", lambda backend: 8_000_000_000)
     return fake_hub
@@ -81,7 +81,7 @@ async def opened(own=None, current=None, **options):
         screen = ModelsScreen(own or {}, current, **options)
         app.push_screen(screen, lambda chosen: results.append(chosen and chosen.path))
         user = User(app, pilot, screen, results)
-        await user.until(lambda: screen._entries and screen._memory_bytes)
+        await user.until(lambda: screen.models and screen.memory_bytes)
         yield user
 
 
@@ -160,7 +160,7 @@ async def test_a_download_can_be_stopped_and_goes_on(hub):
         await user.press("down", "enter")
         await user.sees("One at a time")
         await user.press("up", "delete")
-        await user.sees("Stopped: what came of noise:q8_0 is kept")
+        await user.sees("Stopped: the downloaded part of noise:q8_0 is kept")
         hub.pause_s = 0
         hub.requests.clear()
         await user.press("enter")
@@ -235,7 +235,7 @@ async def test_deleting_asks_and_spares_what_is_in_use(hub, home):
         assert not path.exists()
         await user.type("work")
         await user.press("delete")
-        await user.sees("Only what was downloaded by a name")
+        await user.sees("Only a model that was downloaded by its name")
         assert mine.exists()
 
 

@@ -1,0 +1,203 @@
+"""The base of the pages that list entries under a search field: past chats, models, presets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Generic, TypeVar
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.content import Content
+from textual.screen import ScreenResultType
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from app.screens.page import Frame, Page
+from widgets.ordered_input import OrderedInput
+from widgets.text import one_line
+
+Entry = TypeVar("Entry")
+
+
+class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
+    """The search field has the focus; the other keys act on the highlighted entry. The last line shows messages and
+    questions. A subclass sets the texts, and implements `find`, `line`, `key`, `choose` and `delete`."""
+
+    FRAME_TITLE: ClassVar[str]
+    KEYS: ClassVar[str]
+    PLACEHOLDER: ClassVar[str]
+    EMPTY: ClassVar[str]
+    NOTHING_FOUND: ClassVar[str]
+    DEFAULT_CSS = """
+    ListPage .line { height: auto; max-height: 3; display: none; padding: 0 1; }
+    ListPage .line.-shown { display: block; }
+    ListPage #question { color: $text-warning; }
+    """
+    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
+        Binding("escape", "back", "Close", priority=True),
+        Binding("up", "move(-1)", priority=True),
+        Binding("down", "move(1)", priority=True),
+        Binding("pageup", "move(-8)", priority=True),
+        Binding("pagedown", "move(8)", priority=True),
+        Binding("home", "move(-1_000_000)", priority=True),
+        Binding("end", "move(1_000_000)", priority=True),
+        Binding("delete,ctrl+d", "delete", "Delete", priority=True),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.search_text = ""
+        self.entries: list[Entry] = []  # those shown
+        self.field = OrderedInput(placeholder=self.PLACEHOLDER, select_on_focus=False)
+        self.options = OptionList(markup=False)
+        self.options.can_focus = False
+        self.question = Static(id="question", classes="line", markup=False)
+        self._on_yes: Callable[[], None] | None = None  # while a yes or no is awaited
+        self._on_text: Callable[[str], None] | None = (
+            None  # while the field holds a text to edit, not a search
+        )
+
+    def compose(self) -> ComposeResult:
+        with Frame(self.FRAME_TITLE, self.KEYS):
+            yield self.field
+            yield self.options
+            yield self.question
+
+    def on_mount(self) -> None:
+        self.field.focus()
+        self.show_entries()
+
+    # --- what a subclass says of its entries ------------------------------------------------------------
+
+    def find(self, text: str) -> list[Entry]:
+        """The entries that match a search; all of them for ""."""
+        raise NotImplementedError
+
+    def line(self, entry: Entry) -> Content:
+        """How an entry looks in the list."""
+        raise NotImplementedError
+
+    def key(self, entry: Entry) -> object:
+        """What identifies an entry when the list has changed."""
+        raise NotImplementedError
+
+    def is_in_use(self, entry: Entry) -> bool:
+        """Whether an entry is highlighted when the page opens."""
+        return False
+
+    def choose(self, entry: Entry) -> None:
+        """Called by Enter and by a click."""
+        raise NotImplementedError
+
+    def delete(self, entry: Entry) -> None:
+        """Called by the Delete key; asks before it deletes."""
+        raise NotImplementedError
+
+    # --- the list ---------------------------------------------------------------------------------------
+
+    @property
+    def highlighted(self) -> Entry | None:
+        row = self.options.highlighted
+        return self.entries[row] if row is not None and row < len(self.entries) else None
+
+    def show_entries(self, highlight: object = None) -> None:
+        """Lists what the search finds. Highlights the entry with the key `highlight` (None: the one highlighted
+        before); if there is none, the same row, or at first the entry in use."""
+        row, entry = self.options.highlighted, self.highlighted
+        if highlight is None and entry is not None:
+            highlight = self.key(entry)
+        self.entries = self.find(self.search_text)
+        self.options.clear_options()
+        self.options.add_options([Option(self.line(entry)) for entry in self.entries])
+        keys = [self.key(entry) for entry in self.entries]
+        if highlight in keys:
+            row = keys.index(highlight)
+        elif row is None and not self.search_text:
+            row = next((i for i, entry in enumerate(self.entries) if self.is_in_use(entry)), 0)
+        if self.entries:
+            self.options.highlighted = min(row or 0, len(self.entries) - 1)
+        else:
+            text = self.NOTHING_FOUND if self.search_text else self.EMPTY
+            self.options.add_option(Option(text, disabled=True))
+
+    def action_move(self, rows: int) -> None:
+        self.say("")
+        if self.entries:
+            row = (self.options.highlighted or 0) + rows
+            self.options.highlighted = max(0, min(len(self.entries) - 1, row))
+
+    def action_delete(self) -> None:
+        if (entry := self.highlighted) is not None:
+            self.delete(entry)
+
+    def action_back(self) -> None:
+        if self._on_text is None:
+            self.dismiss(None)
+        else:
+            self._end_text()
+
+    @on(OptionList.OptionSelected)
+    def _click(self, event: OptionList.OptionSelected) -> None:
+        if self._on_yes is None and event.option_index < len(self.entries):
+            self.choose(self.entries[event.option_index])
+
+    @on(Input.Changed)
+    def _search(self, event: Input.Changed) -> None:
+        if self._on_text is None:
+            self.search_text = event.value.strip()
+            self.options.highlighted = None  # the best match is highlighted
+            self.show_entries()
+
+    @on(Input.Submitted)
+    def _enter(self, event: Input.Submitted) -> None:
+        if (on_text := self._on_text) is not None:
+            self._end_text()
+            on_text(event.value)
+        elif (entry := self.highlighted) is not None:
+            self.choose(entry)
+
+    # --- messages and questions -------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        show_line(self.question, text)
+
+    def ask(self, question: str, on_yes: Callable[[], None]) -> None:
+        """Takes the next key as the answer: y is yes, any other key is no."""
+        self._on_yes = on_yes
+        self.field.disabled = True  # else the answer would be typed into it
+        self.say(question)
+
+    def ask_text(self, question: str, text: str, on_text: Callable[[str], None]) -> None:
+        """Puts `text` into the field to be edited. Enter answers with it, Esc gives up."""
+        self._on_text = on_text
+        self.field.value = text
+        self.field.cursor_position = len(text)
+        self.say(question)
+
+    def _end_text(self) -> None:
+        self._on_text = None
+        with self.prevent(Input.Changed):
+            self.field.value = self.search_text
+        self.say("")
+
+    def on_key(self, event: events.Key) -> None:
+        if (on_yes := self._on_yes) is not None:
+            event.stop()
+            self._on_yes = None
+            self.field.disabled = False
+            self.field.focus()
+            self.say("")
+            if event.key == "y":
+                on_yes()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if self._on_text is not None:
+            return action == "back"  # the other keys edit the text
+        return self._on_yes is None  # else every key is an answer
+
+
+def show_line(line: Static, text: str) -> None:
+    """Shows `text` in a line of the page, or hides the line ("")."""
+    line.update(Content(one_line(text)))
+    line.set_class(bool(text), "-shown")
