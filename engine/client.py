@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -15,6 +14,7 @@ import platformdirs
 from msgspec.structs import replace
 
 from engine.child_process import module_command
+from engine.event_stream import AnswerStats, EventStream
 from engine.events import (
     Cancel,
     EngineOptions,
@@ -119,8 +119,8 @@ class LocalEngine:
         stream = self._open(None)
         try:
             await self._join(stream, b"")
-            while not stream.exhausted:
-                yield await stream.next()
+            async for event in stream:
+                yield event
         finally:
             self._leave(stream)
             if self._ready is None and not self._streams and self._process:
@@ -133,8 +133,8 @@ class LocalEngine:
                 stream.put(flaw)
             else:
                 await self._join(stream, pack(replace(request, request_id=stream.serial)))
-            while not stream.exhausted:
-                yield await stream.next()
+            async for event in stream:
+                yield event
         finally:
             self._leave(stream)
 
@@ -154,11 +154,12 @@ class LocalEngine:
         stream = self._open(question)
         try:
             await self._join(stream, pack(replace(question, request_id=stream.serial)))
-            while True:
-                if isinstance(event := await stream.next(), Measured | KernelProfile | Failed):
+            async for event in stream:
+                if isinstance(event, Measured | KernelProfile | Failed):
                     return event
         finally:
             self._leave(stream)
+        raise AssertionError("the stream ended without its last event")
 
     async def stop(self) -> None:
         answers = [stream for stream in self._streams.values() if isinstance(stream.request, Generate)]
@@ -251,70 +252,39 @@ class LocalEngine:
                 stream.put(event)
 
 
-class _Stream:
-    """The events of one call of `generate`, `measure` or `start` (which has no request), as they arrive.
-
-    They wait here without bound: no more than the tokens of one answer can."""
+class _Stream(EventStream):
+    """The events of one call of `generate`, `measure`, `profile` or `start` (which has no request)."""
 
     def __init__(self, serial: int, request: Request | None, load_ms: float) -> None:
+        super().__init__(Failed, _LAST_EVENT[type(request)])
         self.serial = serial
         self.request = request
-        self.joined = False  # whether it sees what happens to the process
-        self.ended = asyncio.Event()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._last_event = (Failed, _LAST_EVENT[type(request)])
-        self._load_ms = load_ms
-        self._prompt = Prefilling(request_id=serial, done=0, total=0, cached=0)
-        self._predicted_n = 0
-        self._opened = self._first = self._last = time.perf_counter()
-
-    @property
-    def exhausted(self) -> bool:
-        return self.ended.is_set() and self._events.empty()
-
-    async def next(self) -> Event:
-        return await self._events.get()
+        self.joined = False  # whether it gets the events of the process
+        self._stats: AnswerStats | None = None
+        if isinstance(request, Generate):
+            self._stats = AnswerStats(request, load_ms, seed=request.sampling.seed or 0)
 
     def put(self, event: Event) -> None:
-        if self.ended.is_set():
-            return
-        if isinstance(event, Token):
-            self._last = time.perf_counter()
-            if not self._predicted_n:
-                self._first = self._last
-            self._predicted_n += 1
-        elif isinstance(event, Prefilling):
-            self._prompt = event
-        elif isinstance(event, Ready):
-            self._load_ms = event.load_ms
+        if self._stats and not self.ended.is_set():
+            match event:
+                case Token():
+                    self._stats.count_token()
+                case Prefilling():
+                    self._stats.prompt_n, self._stats.cached_n = event.total, event.cached
+                case Ready():
+                    self._stats.load_ms = event.load_ms
         if self.request and getattr(event, "request_id", None) is not None:
             event = replace(event, request_id=self.request.request_id)
-        self._events.put_nowait(event)
-        if isinstance(event, self._last_event):
-            self.ended.set()
+        super().put(event)
 
     def cut_short(self) -> None:
-        """Ends the stream, if it has not ended, with what is known of it here."""
-        if self.request is None:
+        """Ends the stream now, unless it has ended: the answer with the tokens that have come."""
+        if self._stats:
+            self.put(self._stats.finished("cancelled"))
+        elif self.request is None:
             self.put(Failed(kind="backend", message="The engine was closed before it was ready."))
-            return
-        if not isinstance(self.request, Generate):
+        else:
             self.put(Failed(kind="backend", message="The engine was closed while it measured.", request_id=0))
-            return
-        now = time.perf_counter()
-        self.put(
-            Finished(
-                request_id=self.serial,
-                reason="cancelled",
-                prompt_n=self._prompt.total,
-                cached_n=self._prompt.cached,
-                prompt_ms=((self._first if self._predicted_n else now) - self._opened) * 1e3,
-                predicted_n=self._predicted_n,
-                predicted_ms=(self._last - self._first) * 1e3,
-                load_ms=self._load_ms,
-                seed=self.request.sampling.seed or 0,
-            )
-        )
 
 
 _LAST_EVENT: dict[type, type[Event]] = {

@@ -24,7 +24,7 @@ from engine.doctor import Section
 from engine.doctor.backend_checks import stress_check
 from engine.doctor.host import kernel_log
 from engine.errors import BackendError, OrinError, UsageError
-from engine.peers.llama_process import find as find_llama_server
+from engine.peers.llama_process import find_llama_server
 from widgets.text import as_duration, one_line
 
 NOTHING_MEASURED = 1

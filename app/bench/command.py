@@ -27,7 +27,7 @@ from app.cli.signals import run_until_signal
 from engine.errors import UsageError
 from engine.events import EngineOptions, Failed
 from engine.formats.gguf import GGUF, StringArray
-from engine.peers.llama_process import find as find_llama_server
+from engine.peers.llama_process import find_llama_server
 from engine.peers.llama_server import LlamaServer
 from widgets.text import one_line
 

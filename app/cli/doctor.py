@@ -30,7 +30,7 @@ from engine.doctor.backend_checks import as_finding
 from engine.doctor.check_result import CheckResult
 from engine.errors import BackendError, UsageError
 from engine.measure.counters import is_jetson
-from engine.peers.llama_process import find as find_llama_server
+from engine.peers.llama_process import find_llama_server
 from widgets.text import as_bytes, one_line
 
 NOTHING_WORKS = 1

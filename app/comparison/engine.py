@@ -47,7 +47,7 @@ from engine.formats.thinking import ThinkSplitter
 from engine.measure.counters import Cpu
 from engine.measure.memory import gpu_used_bytes
 from engine.peers.llama_server import LlamaServer
-from engine.peers.peer import told_apart
+from engine.peers.server_engine import split_thinking
 from widgets.comparison_data import ComparisonData, Difference
 
 GREEDY = Sampling(temperature=0)
@@ -294,7 +294,7 @@ class Comparison:
     ) -> AsyncGenerator[Event, None]:
         """The answer to the bare ids, told as the one to the chat that they stand for."""
         splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
-        async with aclosing(told_apart(self._observed(asked), splitter)) as events:
+        async with aclosing(split_thinking(self._observed(asked), splitter)) as events:
             async for event in events:
                 yield event
 

@@ -1,1 +1,1 @@
-"""Engines that are servers: llama.cpp's beside us, or any that speaks OpenAI's protocol."""
+"""Engines that are servers: llama.cpp's llama-server, and any server with OpenAI's protocol."""

@@ -1,8 +1,9 @@
-"""Starts a program that ends when its parent does, even one that is killed: run as a script.
+"""Runs a program that the kernel kills when its parent dies, also when the parent itself is killed.
 
     python -I -S die_with_parent.py PARENT_PID PROGRAM ARGUMENT...
 
-It becomes the program: same process, same number. Linux alone can do this; elsewhere it only runs it.
+The program replaces this script: it keeps the process id. Only Linux has this (PR_SET_PDEATHSIG in prctl(2)); on other
+systems the program runs without it.
 """
 
 import ctypes
@@ -10,14 +11,14 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def main() -> None:
     parent, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             sys.exit(1)
     os.execv(program[0], program)
 

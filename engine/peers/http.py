@@ -1,4 +1,4 @@
-"""What a server answers over HTTP: streams of events, and failures as sentences."""
+"""HTTP with a model server: JSON objects, streams of server-sent events, and errors in sentences."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ import msgspec
 from engine.errors import BackendError, ContextFullError, OrinError, UsageError, one_line
 
 CONNECT_S = 10.0
-_OURSELVES = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MAX_EVENT_BYTES = 16 << 20  # llama-server's last event repeats the prompt
 
 Json = dict[str, Any]
 
 
 class Reply(msgspec.Struct):
-    """An object that a server sends: what a type names is there and of its kind, or has the default."""
+    """Base of the objects that servers send. Decoding checks the types of the fields; a missing field gets its
+    default."""
 
     error: Any = None
 
 
-class Missing(UsageError):
-    """The server has nothing at this address."""
+class NotFoundError(UsageError):
+    """The server has nothing at this address (status 404)."""
 
 
 R = TypeVar("R", bound=Reply)
 
 
 def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.AsyncClient:
-    """A client of the server at `base_url`, through the Unix socket at the path `socket` if there is one.
+    """A client for the server at `base_url`; `socket` is the path of a Unix socket to reach it through.
 
-    It waits for answers as long as they take: a long prompt may take minutes on a small machine, and whoever
-    waits can stop. Raises UsageError for an address that cannot be one, or a key that cannot be sent.
+    It waits without limit for an answer: a long prompt may take minutes on a small machine, and the caller can stop.
+    Raises UsageError if the address is not valid or the key cannot be sent.
     """
+    example = "Write it as http://host:8000/v1"
     if not base_url.lower().startswith(("http://", "https://")):
-        raise UsageError(
-            f"{one_line(base_url)!r} is no address of a server.", "Write it as http://host:8000/v1"
-        )
+        raise UsageError(f"{one_line(base_url)!r} is not the address of a server.", example)
     if not key.isascii() or not key.isprintable():
         raise UsageError("The key holds characters that no key has.", "Set it again, without line breaks.")
     try:
@@ -51,79 +51,75 @@ def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.Asy
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             transport=httpx.AsyncHTTPTransport(uds=socket) if socket else None,
-            trust_env=socket is None and urlsplit(base_url).hostname not in _OURSELVES,  # no proxy to those
+            trust_env=socket is None and urlsplit(base_url).hostname not in _LOOPBACK,  # else no proxy
         )
     except (httpx.InvalidURL, ValueError) as error:
-        raise UsageError(
-            f"{one_line(base_url)!r} is no address of a server: {one_line(str(error))}.",
-            "Write it as http://host:8000/v1",
-        ) from None
+        text = f"{one_line(base_url)!r} is not the address of a server: {one_line(str(error))}."
+        raise UsageError(text, example) from None
 
 
 @asynccontextmanager
-async def failures_as_sentences(name: str, where: str) -> AsyncIterator[None]:
-    """Within it, what goes wrong between us and the server `name` at `where` is raised as an OrinError."""
+async def connection_errors(name: str, address: str) -> AsyncIterator[None]:
+    """Raises BackendError in place of httpx's errors. `name` and `address` are those of the server."""
+    check = "Check the address, and that the server is running."
     try:
         yield
     except httpx.ConnectTimeout:
-        raise BackendError(
-            f"{name} at {one_line(where)} does not answer.", "Check the address, and that it is running."
-        ) from None
+        raise BackendError(f"{name} at {one_line(address)} does not answer.", check) from None
     except httpx.ConnectError as error:
-        raise BackendError(
-            f"{name} cannot be reached at {one_line(where)}: {one_line(str(error)) or 'no connection'}.",
-            "Check the address, and that it is running.",
-        ) from None
+        reason = one_line(str(error)) or "no connection"
+        raise BackendError(f"{name} cannot be reached at {one_line(address)}: {reason}.", check) from None
     except httpx.TimeoutException:
         raise BackendError(f"{name} takes too long to answer.", "Try again later.") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise BackendError(
-            f"{name} broke the connection off: {one_line(str(error)) or type(error).__name__}.", "Try again."
-        ) from None
+        reason = one_line(str(error)) or type(error).__name__
+        raise BackendError(f"{name} closed the connection: {reason}.", "Try again.") from None
 
 
 async def get(
     server: httpx.AsyncClient, path: str, kind: type[R], name: str, timeout_s: float = CONNECT_S
 ) -> R:
-    """The object at `path`. Raises OrinError."""
-    async with failures_as_sentences(name, str(server.base_url)):
+    """The object at `path`. `name` is the server's, for error messages. Raises OrinError."""
+    async with connection_errors(name, str(server.base_url)):
         response = await server.get(path, timeout=timeout_s)
         if response.is_success:
             return _decoded(response.content, kind, name)
-        raise refusal(response, response.content, name)
+        raise error_of(response, response.content, name)
 
 
-async def events(
+async def stream(
     server: httpx.AsyncClient, path: str, request: Json, kind: type[R], name: str
 ) -> AsyncGenerator[R, None]:
-    """Posts `request`, and gives what the server streams back: the objects of server-sent events, up to
-    `[DONE]` or the end. Raises OrinError, also for an object that tells of an error."""
+    """Posts `request` and yields the objects of the server-sent events that come back, up to `[DONE]` or the end of
+    the body. Raises OrinError, also for an event that is an error.
+
+    The format: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
     async with (
-        failures_as_sentences(name, str(server.base_url)),
+        connection_errors(name, str(server.base_url)),
         server.stream("POST", path, json=request) as response,
     ):
         if not response.is_success:
-            raise refusal(response, await response.aread(), name)
+            raise error_of(response, await response.aread(), name)
         if "text/event-stream" not in response.headers.get("content-type", ""):
             raise BackendError(
-                f"{name} does not stream its answer.", "Check that the address is one of a model server."
+                f"{name} does not stream its answer.", "Check that the address is that of a model server."
             )
         async for line in _lines(response, name):
             field, _, data = line.partition(b":")
-            if field not in (b"data", b"error"):  # llama-server has used "error:" for failures in mid-stream
+            if field not in (b"data", b"error"):  # some llama-servers send "error:" in the middle of a stream
                 continue
             if data.strip() == b"[DONE]":
                 return
             if field == b"error":
-                raise refusal(None, data, name)
+                raise error_of(None, data, name)
             event = _decoded(data, kind, name)
             if event.error:
-                raise refusal(None, data, name)
+                raise error_of(None, data, name)
             yield event
 
 
 async def _lines(response: httpx.Response, name: str) -> AsyncIterator[bytes]:
-    """Lines of the body, without an end to one of a server that never ends it."""
+    """The lines of the body. Raises BackendError for a line over MAX_EVENT_BYTES, which might never end."""
     buffer = b""
     async for part in response.aiter_bytes():
         *lines, buffer = (buffer + part).replace(b"\r\n", b"\n").split(b"\n")
@@ -140,19 +136,19 @@ def _decoded(data: bytes, kind: type[R], name: str) -> R:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BackendError(
-            f"{name} sent something that is not as expected: {one_line(str(error)).rstrip('.')}.",
-            "Check that the address is one of a model server.",
+            f"{name} sent something unexpected: {one_line(str(error)).rstrip('.')}.",
+            "Check that the address is that of a model server.",
         ) from None
 
 
-# --- refusals ------------------------------------------------------------------------------------------
+# --- errors that a server reports ------------------------------------------------------------------------
 
 _CONTEXT_CODES = ("exceed_context_size_error", "context_length_exceeded")
 _CONTEXT_WORDS = ("maximum context length", "context size", "context window")
 
 
-def refusal(response: httpx.Response | None, body: bytes, name: str) -> OrinError:
-    """What the server `name` said in place of an answer. `response` None: in the middle of one."""
+def error_of(response: httpx.Response | None, body: bytes, name: str) -> OrinError:
+    """The error that the server `name` reports. `response` None: it came in the middle of a stream."""
     detail = _detail(body)
     status = response.status_code if response is not None else _status(detail)
     reason = one_line(str(detail.get("message") or "")).rstrip(".")
@@ -164,7 +160,8 @@ def refusal(response: httpx.Response | None, body: bytes, name: str) -> OrinErro
             f"the prompt has {n_prompt} tokens and the context holds {n_context}" if n_prompt else reason
         )
         return ContextFullError(
-            f"{name} has no room for the conversation: {numbers}.", "Start a new chat, or shorten the prompt."
+            f"The conversation does not fit into the context of {name}: {numbers}.",
+            "Start a new chat, or shorten the prompt.",
         )
     if status in (401, 403):
         return UsageError(
@@ -172,8 +169,8 @@ def refusal(response: httpx.Response | None, body: bytes, name: str) -> OrinErro
             "Put the right one into an environment variable and name it with --api-key-env.",
         )
     if status == 404:
-        return Missing(
-            f"{name} has no such thing{because}.",
+        return NotFoundError(
+            f"{name} has nothing at this address{because}.",
             "Check the address (many end in /v1), and the model's name.",
         )
     if status == 429:
@@ -187,11 +184,11 @@ def refusal(response: httpx.Response | None, body: bytes, name: str) -> OrinErro
 
 
 def _detail(body: bytes) -> Json:
-    """The error in a body: OpenAI's form is {"error": {"message", "type", "code"}}; some have less."""
+    """The error in a body. OpenAI's form is {"error": {"message", "type", "code"}}; some servers send less."""
     try:
         whole = msgspec.json.decode(body, type=Json)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}  # an error page of something in between
+        return {}  # the error page of a proxy
     error = whole.get("error", whole)
     if isinstance(error, dict):
         return error

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a process of ours: found, started on a socket of its own, and gone with us."""
+"""llama.cpp's llama-server as a child process: finding the program, starting it on a socket, explaining its end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,15 +21,15 @@ from engine.errors import BackendError, ModelFileError, OrinError, one_line
 from engine.events import EngineOptions
 from engine.process import open_log
 
-HOW_TO_GET_IT = (
+INSTALL_HINT = (
     "Install llama.cpp (https://github.com/ggml-org/llama.cpp), or say where it is: --llama-server PATH, "
     "llama_server in settings.toml, or the variable LLAMA_SERVER."
 )
-HELP_S = 20.0
-_LONGEST_SOCKET_PATH = 100  # bytes; the system's limit is 104 to 108
-# What a fair comparison wants, where this version of llama-server has it: all layers on the device, flash
-# attention, the context as asked for, no memory of other prompts, nothing fetched or served beside.
-_WISHES = (
+HELP_TIMEOUT_S = 20.0
+_MAX_SOCKET_PATH = 100  # bytes; the system's limit (sun_path in unix(7)) is 104 to 108
+# What a fair comparison needs, if this version of llama-server has the option: all layers on the device, flash
+# attention, the context as asked for, no cache of other prompts; nothing downloaded, no web page served.
+_WANTED_OPTIONS = (
     ("--n-gpu-layers", "all"),
     ("--flash-attn", "on"),
     ("--fit", "off"),
@@ -37,24 +38,24 @@ _WISHES = (
     ("--no-webui",),
     ("--offline",),
 )
-_ON_THE_CPU = (("--n-gpu-layers", "0"), ("--device", "none"))
+_CPU_OPTIONS = (("--n-gpu-layers", "0"), ("--device", "none"))
 
 
-def find(given: str | None = None) -> str:
-    """The path of llama-server: as `given`, else as LLAMA_SERVER says, else on PATH. Raises BackendError."""
-    for name in (given, os.environ.get("LLAMA_SERVER")):
+def find_llama_server(path: str | None = None) -> str:
+    """The absolute path of llama-server: `path`, else LLAMA_SERVER, else the one on PATH. Raises BackendError."""
+    for name in (path, os.environ.get("LLAMA_SERVER")):
         if name:
-            if found := shutil.which(Path(name).expanduser()):
-                return str(Path(found).absolute())
-            raise BackendError(f"There is no program {one_line(name)}.", HOW_TO_GET_IT)
-    if found := shutil.which("llama-server"):
-        return str(Path(found).absolute())
-    raise BackendError("llama.cpp's llama-server was not found.", HOW_TO_GET_IT)
+            if program := shutil.which(Path(name).expanduser()):
+                return str(Path(program).absolute())
+            raise BackendError(f"There is no program {one_line(name)}.", INSTALL_HINT)
+    if program := shutil.which("llama-server"):
+        return str(Path(program).absolute())
+    raise BackendError("llama.cpp's llama-server was not found.", INSTALL_HINT)
 
 
 class LlamaProcess:
-    """A running llama-server at `base_url`, through the Unix socket `socket` unless that is None; it wants
-    `key`."""
+    """A running llama-server. It answers at `base_url`, through the Unix socket `socket` unless that is None, to
+    requests with `key`."""
 
     process: asyncio.subprocess.Process
     base_url: str
@@ -64,56 +65,57 @@ class LlamaProcess:
     def __init__(self, log_path: Path) -> None:
         self.log_path = log_path
         self._log_start = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="orin-chat-"))  # readable by its owner alone
+        self._folder = Path(tempfile.mkdtemp(prefix="orin-chat-"))  # only its owner can read it
 
     @classmethod
     async def spawn(cls, program: str, options: EngineOptions, log_path: Path) -> Self:
-        """Starts `program` on the model of `options`; what it prints is added to `log_path`. Raises
-        BackendError."""
-        known = await asyncio.to_thread(_help, program)
+        """Starts `program` with the model of `options`. It is not ready yet. Its output is appended to `log_path`.
+        Raises BackendError."""
+        help_text = await asyncio.to_thread(_help, program)
         self = cls(log_path)
         try:
-            await self._spawn([program, *self._arguments(options, known)])
+            await self._spawn([program, *self._arguments(options, help_text)])
         except BaseException:
             await self.close()
             raise
         return self
 
-    def _arguments(self, options: EngineOptions, known: str) -> list[str]:
-        socket = str(self._folder / "llama.sock")
-        if ".sock" in known and len(os.fsencode(socket)) < _LONGEST_SOCKET_PATH:
-            self.socket, self.base_url = socket, "http://llama-server"
-            place = ["--host", socket]
+    def _arguments(self, options: EngineOptions, help_text: str) -> list[str]:
+        """The arguments for the version of llama-server that has this help text."""
+        socket_path = str(self._folder / "llama.sock")
+        if ".sock" in help_text and len(os.fsencode(socket_path)) < _MAX_SOCKET_PATH:
+            self.socket, self.base_url = socket_path, "http://llama-server"
+            address = ["--host", socket_path]
         else:
             port = _free_port()
             self.socket, self.base_url = None, f"http://127.0.0.1:{port}"
-            place = ["--host", "127.0.0.1", "--port", str(port)]
+            address = ["--host", "127.0.0.1", "--port", str(port)]
         context = ["-c", str(options.context_length)] if options.context_length else []
-        wishes = _WISHES + (_ON_THE_CPU if options.backend.upper() == "CPU" else ())
-        granted = {
-            name: [name, *_value(values, name, known)]
-            for name, *values in wishes
-            if re.search(rf"(?<![\w-]){name}(?![\w-])", known)
+        wanted = _WANTED_OPTIONS + (_CPU_OPTIONS if options.backend.upper() == "CPU" else ())
+        supported = {
+            name: [name, *_value(values, name, help_text)]
+            for name, *values in wanted
+            if re.search(rf"(?<![\w-]){name}(?![\w-])", help_text)
         }
-        if "--no-ui" in granted:
-            granted.pop("--no-webui", None)  # its old name
-        flags = [argument for wish in granted.values() for argument in wish]
-        return ["-m", options.model_path, *place, "-np", "1", *context, *flags]
+        if "--no-ui" in supported:
+            supported.pop("--no-webui", None)  # its old name
+        extra = [argument for option in supported.values() for argument in option]
+        return ["-m", options.model_path, *address, "-np", "1", *context, *extra]
 
     async def _spawn(self, command: list[str]) -> None:
         self.key = secrets.token_urlsafe(24)
-        leash = str(Path(__file__).with_name("die_with_parent.py"))
+        die_with_parent = str(Path(__file__).with_name("die_with_parent.py"))
         with open_log(self.log_path) as log:
             self._log_start = log.seek(0, os.SEEK_END) if log.seekable() else 0
             try:
                 self.process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", leash, str(os.getpid())),
+                    *(sys.executable, "-I", "-S", die_with_parent, str(os.getpid())),
                     *command,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    # Not among the arguments, which every user of the machine can read.
+                    # Every user of the machine can read arguments, but not the environment.
                     env={**os.environ, "LLAMA_API_KEY": self.key},
                 )
             except OSError as error:
@@ -131,14 +133,14 @@ class LlamaProcess:
                 await asyncio.wait_for(self.process.wait(), seconds)
         return self.process.returncode is not None
 
-    def obituary(self, *, was_ready: bool) -> OrinError:
-        """Why the process ended, from its status and what it printed."""
+    def exit_error(self, *, was_ready: bool) -> OrinError:
+        """Why the process ended, judged by its exit status and its output. It must have ended."""
         code = self.process.returncode
         log = f"Its log: {self.log_path}"
         text = self._printed()
         assert code is not None
         cause = _cause(text)
-        less = "a smaller model or a shorter context needs less"
+        less = "choose a smaller model or a shorter context"
         if _OUT_OF_MEMORY.search(text):
             return BackendError("llama-server ran out of memory.", f"{less.capitalize()}. {log}")
         if code == -signal.SIGKILL:
@@ -146,15 +148,15 @@ class LlamaProcess:
         if cause and not was_ready and _UNREADABLE_MODEL.search(text):
             return ModelFileError(f"llama-server cannot run this model: {cause}.", log)
         if _ADDRESS_IN_USE.search(text):
-            return BackendError(f"llama-server found its address in use: {cause}.", f"Try again. {log}")
+            return BackendError(f"llama-server cannot use its address: {cause}.", f"Try again. {log}")
         when = "died" if was_ready else "ended before it was ready"
-        told = f"; it says: {cause}" if cause else "" if text.strip() else "; it printed nothing"
+        message = f"; it says: {cause}" if cause else "" if text.strip() else "; it printed nothing"
         if code == -signal.SIGILL:
-            log = f"It wants instructions that this machine's CPU refuses: build it here, without them. {log}"
-        return BackendError(f"llama-server {when} ({how_it_ended(code)}){told}.", log)
+            log = f"It was built for a CPU with other instructions: build it on this machine. {log}"
+        return BackendError(f"llama-server {when} ({how_it_ended(code)}){message}.", log)
 
     def _printed(self, limit: int = 1 << 16) -> str:
-        """The end of what this process printed."""
+        """The last `limit` bytes of what this process printed."""
         try:
             with self.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -164,7 +166,7 @@ class LlamaProcess:
             return ""
 
     async def close(self) -> None:
-        """Ends the process and all it started, at once: it has nothing to save. Can be called again."""
+        """Kills the process and its children: it has nothing to save. May be called twice."""
         shutil.rmtree(self._folder, ignore_errors=True)
         process = getattr(self, "process", None)
         if process and process.returncode is None:
@@ -172,41 +174,43 @@ class LlamaProcess:
             await process.wait()
 
 
-def _value(values: list[str], name: str, known: str) -> list[str]:
-    """Of --flash-attn, which took no value before there was a choice."""
-    if name == "--flash-attn" and not re.search(r"--flash-attn\s+\S*on\b", known):
+def _value(values: list[str], name: str, help_text: str) -> list[str]:
+    """The option's value, as older versions want it: --flash-attn had none, and "all" layers was a large number."""
+    if name == "--flash-attn" and not re.search(r"--flash-attn\s+\S*on\b", help_text):
         return []
-    return ["999"] if values == ["all"] and "'all'" not in known else values
+    return ["999"] if values == ["all"] and "'all'" not in help_text else values
 
 
 def _help(program: str) -> str:
-    """What the program says of its options. Raises BackendError where it is no llama-server."""
+    """What `program --help` prints. Raises BackendError if it is not a llama-server that works."""
     try:
         run = subprocess.run(
-            [program, "--help"], capture_output=True, stdin=subprocess.DEVNULL, timeout=HELP_S, check=False
+            [program, "--help"],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=HELP_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BackendError(f"{one_line(program)} does not answer to --help.", HOW_TO_GET_IT) from None
+        raise BackendError(f"{one_line(program)} does not answer to --help.", INSTALL_HINT) from None
     except OSError as error:
-        raise BackendError(f"{one_line(program)} cannot be run: {error.strerror}.", HOW_TO_GET_IT) from None
+        raise BackendError(f"{one_line(program)} cannot be run: {error.strerror}.", INSTALL_HINT) from None
     text = (run.stdout + run.stderr).decode("utf-8", "replace")
     if "--ctx-size" not in text:
         cause = one_line(_cause(text) or text)
-        told = f"it says: {cause}" if cause else "it prints nothing"
-        raise BackendError(f"{one_line(program)} is no llama-server that works: {told}.", HOW_TO_GET_IT)
+        reason = f"it says: {cause}" if cause else "it prints nothing"
+        raise BackendError(f"{one_line(program)} is no llama-server that works: {reason}.", INSTALL_HINT)
     return text
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-# --- what it says when it fails ------------------------------------------------------------------------
+# --- its error messages ----------------------------------------------------------------------------------
 
 _ERROR_LINE = re.compile(
     r"^(?:[\d.]+ E |.*\berror: |.*\bwhat\(\): |.*error while loading shared libraries).*$",
@@ -222,6 +226,6 @@ _ADDRESS_IN_USE = re.compile(r"couldn't bind|address already in use", re.IGNOREC
 
 
 def _cause(text: str) -> str:
-    """The first line that tells of an error: those after it say what became of it."""
+    """The first line of `text` that reports an error: later ones are consequences. "" if there is none."""
     line = _ERROR_LINE.search(text)
     return one_line(_PREFIX.sub("", line.group()).rstrip(". ")) if line else ""

@@ -1,14 +1,13 @@
-"""llama.cpp's llama-server as an engine, with our tokenizer and template: the peer to compare with.
+"""llama.cpp's llama-server as an engine, for comparisons with ours.
 
-It is given token ids, so that only the computing differs. Its figures are made of its raw counts and times
-by the same formulas as ours (`engine.events`).
+It gets token ids from our tokenizer and chat template, so that only the computation differs. Its figures follow from
+its raw counts and times by the same formulas as ours (`engine.events`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -20,6 +19,7 @@ import msgspec
 import platformdirs
 
 from engine.errors import BackendError, ModelFileError, OrinError, one_line
+from engine.event_stream import AnswerStats
 from engine.events import (
     Chat,
     EngineOptions,
@@ -30,7 +30,6 @@ from engine.events import (
     Prefilling,
     RawText,
     Ready,
-    Sampling,
     Token,
     TokenIds,
     TopToken,
@@ -41,17 +40,17 @@ from engine.formats.template import Prompt
 from engine.formats.thinking import ThinkSplitter
 from engine.measure.memory import resident
 from engine.peers import http
-from engine.peers.llama_process import LlamaProcess, find
-from engine.peers.peer import Peer, Tally, told_apart
+from engine.peers.llama_process import LlamaProcess, find_llama_server
+from engine.peers.server_engine import ServerEngine, chosen_seed, split_thinking
 
-START_S = 600.0  # a large model from a slow disk may take minutes
+START_TIMEOUT_S = 600.0  # a large model from a slow disk may take minutes
 POLL_S = 0.05
-HEALTH_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
 
 
-class LlamaServer(Peer):
-    """llama-server on the model of `options`: started by us (`binary`, else LLAMA_SERVER, else the one on
-    PATH), or a running one at `url` that has been given the same model."""
+class LlamaServer(ServerEngine):
+    """llama-server with the model of `options`. Either we start it (`binary`, else LLAMA_SERVER, else the one on
+    PATH), or it runs at `url` with the same model. `start_s` bounds how long it may load."""
 
     name = "llama.cpp"
 
@@ -62,7 +61,7 @@ class LlamaServer(Peer):
         *,
         url: str | None = None,
         api_key: str = "",
-        start_s: float = START_S,
+        start_s: float = START_TIMEOUT_S,
     ) -> None:
         super().__init__()
         self.options = options
@@ -71,63 +70,62 @@ class LlamaServer(Peer):
         self._key = api_key
         self._start_s = start_s
         self._process: LlamaProcess | None = None
-        self._server: httpx.AsyncClient | None = None
         self._prompts: PromptEncoder | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it is ours."""
+        """The process id, if we started it."""
         return self._process.pid if self._process else None
 
     @property
     def log_path(self) -> Path:
-        """What llama-server printed."""
+        """The file with llama-server's output."""
         return platformdirs.user_log_path("orin-chat", appauthor=False) / "llama-server.log"
 
     # --- starting ---
 
     async def _connect(self) -> AsyncGenerator[Event, None]:
-        began = time.perf_counter()
+        started = time.perf_counter()
         file = await asyncio.to_thread(GGUF, self.options.model_path)
         if self._url is None:
-            program = find(self._binary)
+            program = find_llama_server(self._binary)
             self._process = await LlamaProcess.spawn(program, self.options, self.log_path)
             process = self._process
             self._server = http.client(process.base_url, process.key, process.socket)
         else:
             self._server = http.client(self._url.removesuffix("/").removesuffix("/v1"), self._key)
         while not await self._is_healthy(self._server):
-            if time.perf_counter() - began > self._start_s:
+            if time.perf_counter() - started > self._start_s:
                 raise BackendError(
                     f"llama-server was not ready after {self._start_s:.0f} s.",
-                    f"Its log: {self.log_path}" if self._process else "See what it says where it runs.",
+                    f"Its log: {self.log_path}" if self._process else "See its log, where it runs.",
                 )
             memory = resident(self.pid)
             done = min(memory.now, file.file_bytes) if memory else 0
             yield Loading(done_bytes=done, total_bytes=file.file_bytes)
             await asyncio.sleep(POLL_S)
-        yield await self._describe(self._server, file, began)
+        yield await self._describe(self._server, file, started)
 
     async def _is_healthy(self, server: httpx.AsyncClient) -> bool:
-        """Whether the model is loaded. Raises OrinError where that will not be."""
+        """Whether the model is loaded. Raises OrinError if the server ended or refuses."""
         try:
-            async with http.failures_as_sentences("llama-server", self._url or ""):
-                response = await server.get("health", timeout=HEALTH_S)
+            async with http.connection_errors("llama-server", self._url or ""):
+                response = await server.get("health", timeout=HEALTH_TIMEOUT_S)
         except BackendError:
-            if self._process is None:  # ours may not listen yet
+            if self._process is None:  # the one that we start may not listen yet
                 raise
             response = None
-        # What answers at the address of one that has ended is another's.
+        # If our process has ended, the answer came from another server at the same address.
         if self._process and await self._process.ended_within(0):
-            raise self._process.obituary(was_ready=False)
-        if response is None or response.status_code == 503:  # 503: the model is being loaded
+            raise self._process.exit_error(was_ready=False)
+        if response is None or response.status_code == 503:  # 503: the model is loading
             return False
         if not response.is_success:
-            raise http.refusal(response, response.content, self.name)
+            raise http.error_of(response, response.content, self.name)
         return True
 
-    async def _describe(self, server: httpx.AsyncClient, file: GGUF, began: float) -> Ready:
-        """Raises ModelFileError if the server has another model than `file`."""
+    async def _describe(self, server: httpx.AsyncClient, file: GGUF, started: float) -> Ready:
+        """Raises ModelFileError if the server runs another model than `file`."""
         properties = await http.get(server, "props", _Properties, self.name)
         models = await http.get(server, "v1/models", _Models, self.name)
         meta = (models.data[0].meta if models.data else None) or _Meta()
@@ -152,20 +150,18 @@ class LlamaServer(Peer):
             backend=self.name,
             device_name=one_line(properties.build_info),
             context_length=properties.default_generation_settings.n_ctx,
-            load_ms=(time.perf_counter() - began) * 1e3,
+            load_ms=(time.perf_counter() - started) * 1e3,
         )
 
     async def _disconnect(self) -> None:
-        server, self._server = self._server, None
+        await super()._disconnect()
         process, self._process = self._process, None
-        if server:
-            await server.aclose()
         if process:
             await process.close()
 
-    async def _gone(self, within_s: float = 0.0) -> OrinError | None:
+    async def _exit_error(self, within_s: float = 0.0) -> OrinError | None:
         if self._process and await self._process.ended_within(within_s):
-            return self._process.obituary(was_ready=True)
+            return self._process.exit_error(was_ready=True)
         return None
 
     # --- answering ---
@@ -176,33 +172,33 @@ class LlamaServer(Peer):
                 self._prompts = PromptEncoder(file)
         return self._prompts.encode(prompt)
 
-    async def _answer(self, request: Generate, tally: Tally) -> AsyncGenerator[Event, None]:
+    async def _answer(self, request: Generate, stats: AnswerStats) -> AsyncGenerator[Event, None]:
         if isinstance(request.prompt, TokenIds):
             prompt = Prompt(list(request.prompt.ids))
         else:
             prompt = await asyncio.to_thread(self._encode, request.prompt)
         splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
-        async for event in told_apart(self._completed(request, prompt.ids, tally), splitter):
+        async for event in split_thinking(self._completed(request, prompt.ids, stats), splitter):
             yield event
 
     async def _completed(
-        self, request: Generate, ids: list[int], tally: Tally
+        self, request: Generate, ids: list[int], stats: AnswerStats
     ) -> AsyncGenerator[Event, None]:
         assert self._server
 
         def token(id: int, text: str, **fields: Any) -> Token:
-            tally.token()
+            stats.count_token()
             return Token(request_id=request.request_id, id=id, text=text, **fields)
 
-        tally.prompt_n, tally.seed = len(ids), _seed(request.sampling)
-        asked = _completion(request, ids, tally.seed)
-        chunks = http.events(self._server, "completion", asked, _Chunk, self.name)
+        stats.prompt_n, stats.seed = len(ids), chosen_seed(request.sampling)
+        body = _completion(request, ids, stats.seed)
+        chunks = http.stream(self._server, "completion", body, _Chunk, self.name)
         async with aclosing(chunks):
             async for chunk in chunks:
                 timings = chunk.timings
-                tally.cached_n, tally.prompt_ms = timings.cache_n, timings.prompt_ms
-                tally.predicted_ms = timings.predicted_ms
-                if progress := chunk.prompt_progress:  # what such a chunk has for a token is none
+                stats.cached_n, stats.prompt_ms = timings.cache_n, timings.prompt_ms
+                stats.predicted_ms = timings.predicted_ms
+                if progress := chunk.prompt_progress:  # the token in such a chunk is not one
                     yield Prefilling(
                         request_id=request.request_id,
                         done=progress.processed,
@@ -211,24 +207,20 @@ class LlamaServer(Peer):
                     )
                     continue
                 at_ms = timings.prompt_ms + timings.predicted_ms
-                # A token whose text ends within a character is not sent: the text comes with a later one's.
-                for _ in range(chunk.tokens_predicted - (not chunk.stop) - tally.predicted_n):
+                # No chunk comes for a token that ends inside a character: its text comes with a later token.
+                for _ in range(chunk.tokens_predicted - (not chunk.stop) - stats.predicted_n):
                     yield token(-1, "", at_ms=at_ms)
                 if chunk.stop:
-                    tally.reason = "length" if chunk.stop_type == "limit" else "stop"
+                    stats.reason = "length" if chunk.stop_type == "limit" else "stop"
                     return
                 id = chunk.tokens[0] if chunk.tokens else -1
                 logprob, top = _log_probabilities(chunk)
                 yield token(id, chunk.content, at_ms=at_ms, logprob=logprob, top=top)
-        raise BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
-
-
-def _seed(sampling: Sampling) -> int:
-    return sampling.seed if sampling.seed is not None else random.getrandbits(32)
+        raise self._broken_off()
 
 
 def _completion(request: Generate, ids: list[int], seed: int) -> http.Json:
-    """The body of POST /completion: the same steps of sampling as ours, in the same order."""
+    """The body of POST /completion: the same sampling steps as ours, in the same order."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
     return {
@@ -253,13 +245,14 @@ def _completion(request: Generate, ids: list[int], seed: int) -> http.Json:
 
 
 def _log_probabilities(chunk: _Chunk) -> tuple[float | None, tuple[TopToken, ...]]:
+    """The token's log-probability and the most probable tokens, if they were asked for."""
     if not chunk.completion_probabilities:
         return None, ()
     chosen = chunk.completion_probabilities[0]
     return chosen.logprob, tuple(TopToken(id=top.id, logprob=top.logprob) for top in chosen.top_logprobs)
 
 
-# --- what llama-server sends: tools/server/README.md in llama.cpp ---------------------------------------
+# --- the JSON that llama-server sends: tools/server/README.md in llama.cpp -----------------------------------
 
 
 class _Timings(msgspec.Struct):

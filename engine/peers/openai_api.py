@@ -1,21 +1,20 @@
-"""Any server that speaks OpenAI's protocol as an engine: vLLM, llama-server, another machine.
+"""Any server with OpenAI's protocol as an engine: vLLM, llama-server, another machine.
 
-The protocol: https://platform.openai.com/docs/api-reference/chat. Servers differ in what they add to it; what
-is used here of that is the reasoning field, and options of sampling where the server is known to take them.
+The protocol: https://platform.openai.com/docs/api-reference/chat. Servers add to it. Of these additions the engine uses
+the reasoning field, and more sampling options for the servers in EXTRA_OPTIONS.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 
-from engine.errors import BackendError, UsageError, one_line
+from engine.errors import UsageError, one_line
+from engine.event_stream import AnswerStats
 from engine.events import (
     Chat,
     Event,
@@ -23,18 +22,17 @@ from engine.events import (
     ModelInfo,
     RawText,
     Ready,
-    Sampling,
     Thinking,
     Token,
     TokenIds,
 )
 from engine.formats.thinking import ThinkSplitter
 from engine.peers import http
-from engine.peers.peer import Peer, Tally, told_apart
+from engine.peers.server_engine import ServerEngine, chosen_seed, split_thinking
 
-NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM"}  # by what /models says of who owns a model
-# Options of sampling beyond OpenAI's, as these servers spell them.
-EXTRAS = {
+NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM"}  # by `owned_by`, which /models lists with a model
+# Sampling options beyond OpenAI's: our name, and the name that the server uses.
+EXTRA_OPTIONS = {
     "llamacpp": {
         "top_k": "top_k",
         "min_p": "min_p",
@@ -45,9 +43,9 @@ EXTRAS = {
 }
 
 
-class OpenAIEngine(Peer):
-    """The server at `url`, as far as its paths begin ("http://host:8000/v1"). `model` is a name that it knows
-    (empty: the first that it lists)."""
+class OpenAIEngine(ServerEngine):
+    """The server at `url`, the address that its paths begin with ("http://host:8000/v1"). `model` is a name that the
+    server knows; "" takes the first one that it lists."""
 
     name = "server"
 
@@ -57,47 +55,49 @@ class OpenAIEngine(Peer):
         self._key = api_key
         self._model = model
         self._owner = ""
-        self._server: httpx.AsyncClient | None = None
 
     async def _connect(self) -> AsyncGenerator[Event, None]:
-        began = time.perf_counter()
-        where = one_line(urlsplit(self.url).netloc or self.url)
-        self.name = f"The server {where}"
+        started = time.perf_counter()
+        address = one_line(urlsplit(self.url).netloc or self.url)
+        self.name = f"The server {address}"
         models = await self._models()
         chosen = next((model for model in models if not self._model or model.id == self._model), None)
         if chosen is None:
             if not self._model:
                 raise UsageError(f"{self.name} lists no model.", "Name the one to use: --model NAME.")
             if models:
-                listed = ", ".join(one_line(model.id) for model in models[:5])
-                raise UsageError(f"{self.name} has no model {one_line(self._model)}.", f"It has {listed}.")
+                names = ", ".join(one_line(model.id) for model in models[:5])
+                raise UsageError(f"{self.name} has no model {one_line(self._model)}.", f"It has {names}.")
             chosen = _Model(id=self._model)
         self._model, self._owner = chosen.id, chosen.owned_by
         meta = chosen.meta or _Meta()
         yield Ready(
             model=ModelInfo(
-                name=one_line(chosen.id.rpartition("/")[2] or chosen.id),  # of a path or owner/name
+                name=one_line(
+                    chosen.id.rpartition("/")[2] or chosen.id
+                ),  # the last part of a path or owner/name
                 architecture="",
                 quantization=one_line(meta.ftype),
                 parameters=meta.n_params,
                 file_bytes=meta.size,
                 trained_context=meta.n_ctx_train or chosen.max_model_len or 0,
-                thinks=True,  # it may, and shows when it does
+                thinks=True,  # not known before it does
             ),
             backend=NAMES.get(self._owner, "server"),
-            device_name=where,
+            device_name=address,
             context_length=meta.n_ctx or chosen.max_model_len or 0,
-            load_ms=(time.perf_counter() - began) * 1e3,
+            load_ms=(time.perf_counter() - started) * 1e3,
             warnings=()
-            if self._owner in EXTRAS
+            if self._owner in EXTRA_OPTIONS
             else (
-                f"{self.name} gets temperature, top-p and the seed; other options of sampling are not "
-                "part of the protocol.",
+                f"{self.name} gets temperature, top-p and the seed; other sampling options are not part of the "
+                "protocol.",
             ),
         )
 
     async def _models(self) -> tuple[_Model, ...]:
-        """What the server lists; nothing where it keeps no list. A forgotten /v1 in the address is added."""
+        """The models that the server lists; empty if it has no list and a model was named. Adds a missing /v1 to the
+        address. Raises OrinError."""
         urls = [self.url] if urlsplit(self.url).path.strip("/") else [f"{self.url.rstrip('/')}/v1", self.url]
         for url in urls:
             if self._server:
@@ -105,53 +105,48 @@ class OpenAIEngine(Peer):
             self._server = http.client(url, self._key)
             try:
                 return (await http.get(self._server, "models", _Models, self.name)).data
-            except http.Missing:
+            except http.NotFoundError:
                 if url == urls[-1] and not self._model:
                     raise
         return ()
 
-    async def _disconnect(self) -> None:
-        server, self._server = self._server, None
-        if server:
-            await server.aclose()
-
     # --- answering ---
 
-    async def _answer(self, request: Generate, tally: Tally) -> AsyncGenerator[Event, None]:
+    async def _answer(self, request: Generate, stats: AnswerStats) -> AsyncGenerator[Event, None]:
         if request.logprobs:
             raise UsageError(
-                "Log-probabilities by token id are not part of this server's protocol.",
-                "Leave --logprobs away, or use the engine of orin-chat.",
+                "This server's protocol has no log-probabilities by token id.",
+                "Leave --logprobs out, or use orin-chat's own engine.",
             )
         splitter = ThinkSplitter() if isinstance(request.prompt, Chat) else None
-        async for event in told_apart(self._completed(request, tally), splitter):
+        async for event in split_thinking(self._completed(request, stats), splitter):
             yield event
 
-    async def _completed(self, request: Generate, tally: Tally) -> AsyncGenerator[Event, None]:
+    async def _completed(self, request: Generate, stats: AnswerStats) -> AsyncGenerator[Event, None]:
         assert self._server
-        tally.seed = _seed(request.sampling)
-        body = self._body(request, tally.seed)
+        stats.seed = chosen_seed(request.sampling)
+        body = self._body(request, stats.seed)
         path = "chat/completions" if "messages" in body else "completions"
         ended, usage = False, _Usage()
-        async for chunk in http.events(self._server, path, body, _Chunk, self.name):
-            usage = chunk.usage or usage  # in the last chunk of all, or in each
+        async for chunk in http.stream(self._server, path, body, _Chunk, self.name):
+            usage = chunk.usage or usage  # in the last chunk, or in every one
             for choice in chunk.choices[:1]:
                 delta = choice.delta or _Delta()
                 thought = delta.reasoning_content or delta.reasoning
                 answered = delta.content or choice.text or delta.refusal
                 for kind, text in ((Thinking, thought), (Token, answered)):
-                    if text:  # perhaps of several tokens; `usage` has their number
-                        tally.token()
+                    if text:  # maybe of several tokens; `usage` counts them
+                        stats.count_token()
                         yield kind(request_id=request.request_id, id=-1, text=text)
                 if choice.finish_reason:
                     ended = True
-                    tally.reason = "length" if choice.finish_reason == "length" else "stop"
+                    stats.reason = "length" if choice.finish_reason == "length" else "stop"
         if not ended:
-            raise BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
-        tally.prompt_n = usage.prompt_tokens
-        tally.predicted_n = usage.completion_tokens or tally.predicted_n
+            raise self._broken_off()
+        stats.prompt_n = usage.prompt_tokens
+        stats.predicted_n = usage.completion_tokens or stats.predicted_n
         if usage.prompt_tokens_details:
-            tally.cached_n = usage.prompt_tokens_details.cached_tokens or 0
+            stats.cached_n = usage.prompt_tokens_details.cached_tokens or 0
 
     def _body(self, request: Generate, seed: int) -> http.Json:
         sampling = request.sampling
@@ -168,28 +163,24 @@ class OpenAIEngine(Peer):
         match request.prompt:
             case Chat(messages=messages, think=think):
                 body["messages"] = [{"role": m.role, "content": m.content} for m in messages]
-                if not think and self._owner in EXTRAS:
+                if not think and self._owner in EXTRA_OPTIONS:
                     body["chat_template_kwargs"] = {"enable_thinking": False}
             case RawText(text=text):
                 body["prompt"] = text
             case TokenIds(ids=ids):
                 body["prompt"] = ids
-        for ours, theirs in EXTRAS.get(self._owner, {}).items():
-            body[theirs] = getattr(sampling, ours)
+        for option, name in EXTRA_OPTIONS.get(self._owner, {}).items():
+            body[name] = getattr(sampling, option)
         if self._owner == "vllm" and not sampling.top_k:
             body["top_k"] = -1
-        if self._owner in EXTRAS and request.ignore_eos:
+        if self._owner in EXTRA_OPTIONS and request.ignore_eos:
             body["ignore_eos"] = True
         if self._owner == "llamacpp" and request.fresh:
             body["cache_prompt"] = False
         return body
 
 
-def _seed(sampling: Sampling) -> int:
-    return sampling.seed if sampling.seed is not None else random.getrandbits(31)
-
-
-# --- what servers send ----------------------------------------------------------------------------------
+# --- the JSON that servers send --------------------------------------------------------------------------
 
 
 class _Details(msgspec.Struct):
@@ -221,7 +212,7 @@ class _Chunk(http.Reply):
 
 
 class _Meta(msgspec.Struct):
-    """What llama-server adds."""
+    """An addition of llama-server."""
 
     n_ctx: int = 0
     n_ctx_train: int = 0
@@ -234,7 +225,7 @@ class _Model(msgspec.Struct):
     id: str
     owned_by: str = ""
     meta: _Meta | None = None
-    max_model_len: int | None = None  # what vLLM adds
+    max_model_len: int | None = None  # an addition of vLLM
 
 
 class _Models(http.Reply):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.events import Failed, Generate, Loading, RawText, Sampling, TokenIds
-from engine.peers.llama_process import find
+from engine.peers.llama_process import find_llama_server
 from tests.peers.conftest import collect
 from tests.peers.fake_server import CLOSE, WAIT, fake_server, sse
 
@@ -42,12 +42,12 @@ def test_where_it_is_looked_for(program, tmp_path, monkeypatch):
     path = program("")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("LLAMA_SERVER", raising=False)
-    assert find(path) == path
+    assert find_llama_server(path) == path
     monkeypatch.setenv("LLAMA_SERVER", path)
-    assert find() == path
+    assert find_llama_server() == path
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("LLAMA_SERVER")
-    assert find() == path
+    assert find_llama_server() == path
 
 
 @pytest.mark.parametrize("given", ["", "/nowhere/llama-server"])
@@ -196,7 +196,7 @@ async def test_only_options_that_it_knows_are_asked_for(peers, program, tmp_path
 
 
 async def test_a_port_in_use(peers, llama_server, monkeypatch):
-    monkeypatch.setattr("engine.peers.llama_process._LONGEST_SOCKET_PATH", 0)
+    monkeypatch.setattr("engine.peers.llama_process._MAX_SOCKET_PATH", 0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -261,7 +261,7 @@ async def test_nothing_listens_there(peers):
 async def test_an_address_that_is_none(peers, url):
     [failed] = await collect(peers(url=url).start())
     assert failed.kind == "usage"
-    assert "is no address of a server" in failed.message
+    assert "is not the address of a server" in failed.message
 
 
 async def test_a_server_that_still_loads_is_waited_for(peers, fake):
@@ -275,17 +275,17 @@ async def test_a_server_that_still_loads_is_waited_for(peers, fake):
 async def test_another_kind_of_server(peers, fake):
     fake.answer("/props", b"<html>Welcome</html>")
     [failed] = await collect(peers(url=fake.url).start())
-    assert failed.message.startswith("llama.cpp sent something that is not as expected: ")
+    assert failed.message.startswith("llama.cpp sent something unexpected: ")
 
 
 @pytest.mark.parametrize(
     ("parts", "kind", "message"),
     [
-        ([*sse(TOKEN), CLOSE], "backend", "llama.cpp broke the connection off: "),
+        ([*sse(TOKEN), CLOSE], "backend", "llama.cpp closed the connection: "),
         (sse(TOKEN), "backend", "llama.cpp ended its answer in the middle."),
-        (sse(TOKEN, "{not json"), "backend", "llama.cpp sent something that is not as expected: "),
-        (sse(TOKEN, '{"tokens": "x"}'), "backend", "llama.cpp sent something that is not as expected: "),
-        (sse(TOKEN, "[" * 100_000), "backend", "llama.cpp sent something that is not as expected: "),
+        (sse(TOKEN, "{not json"), "backend", "llama.cpp sent something unexpected: "),
+        (sse(TOKEN, '{"tokens": "x"}'), "backend", "llama.cpp sent something unexpected: "),
+        (sse(TOKEN, "[" * 100_000), "backend", "llama.cpp sent something unexpected: "),
         (
             sse(TOKEN, {"error": {"code": 500, "message": "Compute error."}}),
             "backend",

@@ -236,7 +236,7 @@ async def test_its_key_is_not_among_its_arguments(peers, llama_server):
 
 
 async def test_without_unix_sockets_it_listens_on_loopback(peers, llama_server, monkeypatch):
-    monkeypatch.setattr("engine.peers.llama_process._LONGEST_SOCKET_PATH", 0)
+    monkeypatch.setattr("engine.peers.llama_process._MAX_SOCKET_PATH", 0)
     peer = peers(llama_server)
     assert isinstance((await collect(peer.start()))[-1], Ready)
     assert peer._process.base_url.startswith("http://127.0.0.1:")
@@ -256,7 +256,7 @@ async def test_without_unix_sockets_it_listens_on_loopback(peers, llama_server, 
 async def test_a_server_with_another_model(peers, llama_server, monkeypatch, tmp_path):
     from tests import generated_model
 
-    monkeypatch.setattr("engine.peers.llama_process._LONGEST_SOCKET_PATH", 0)
+    monkeypatch.setattr("engine.peers.llama_process._MAX_SOCKET_PATH", 0)
     other = str(generated_model.write(tmp_path / "other.gguf", layers=1))
     host = peers(llama_server, model=other)
     await collect(host.start())

@@ -70,7 +70,7 @@ USAGE = {
 
 
 async def test_a_chat_with_a_real_llama_server(peers, llama_server, engines, monkeypatch):
-    monkeypatch.setattr("engine.peers.llama_process._LONGEST_SOCKET_PATH", 0)
+    monkeypatch.setattr("engine.peers.llama_process._MAX_SOCKET_PATH", 0)
     host = peers(llama_server, context_length=512)
     await collect(host.start())
     url, key = host._process.base_url, host._process.key
@@ -151,7 +151,7 @@ async def test_a_server_of_unknown_kind_gets_what_is_in_the_protocol(engines, fa
     fake.answer("/v1/chat/completions", *sse(delta(content="Hi"), END))
     engine = engines(fake.url + "/v1/")
     [ready] = await collect(engine.start())
-    assert "other options of sampling" in ready.warnings[0]
+    assert "other sampling options" in ready.warnings[0]
     await collect(engine.generate(ask(sampling=Sampling(top_k=3, seed=5))))
     body = fake.requests[-1][2]
     assert set(body) == {"model", "stream", "stream_options", "temperature", "top_p", "seed", "messages"}
@@ -212,11 +212,11 @@ async def test_a_server_without_a_list_of_models(engines, fake):
 @pytest.mark.parametrize(
     ("parts", "kind", "message"),
     [
-        ([*sse(delta(content="x")), CLOSE], "backend", "broke the connection off"),
+        ([*sse(delta(content="x")), CLOSE], "backend", "closed the connection"),
         (sse(delta(content="x")), "backend", "ended its answer in the middle"),
         (sse(delta(content="x"), "[DONE]"), "backend", "ended its answer in the middle"),
-        (sse(delta(content="x"), "nonsense"), "backend", "sent something that is not as expected"),
-        (sse(delta(content="x"), {"choices": 3}), "backend", "sent something that is not as expected"),
+        (sse(delta(content="x"), "nonsense"), "backend", "sent something unexpected"),
+        (sse(delta(content="x"), {"choices": 3}), "backend", "sent something unexpected"),
         (
             sse(delta(content="x"), {"error": {"message": "CUDA error", "code": 500}}),
             "backend",

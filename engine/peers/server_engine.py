@@ -1,0 +1,195 @@
+"""The base of engines that are servers: it runs their streams, stops them, and ends them with `Failed` on errors."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import httpx
+from msgspec.structs import asdict, replace
+
+from engine.errors import BackendError, OrinError
+from engine.event_stream import AnswerStats, EventStream
+from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
+from engine.formats.thinking import ThinkSplitter
+
+EXIT_WAIT_S = 0.3  # after an answer failed: by then a server that crashed has ended
+
+
+class ServerEngine(ABC):
+    """An `Engine` that is a server. A subclass connects, answers and disconnects. An OrinError that it raises ends the
+    stream as `Failed`. As with every engine, `generate` connects first if that has not been done."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self._server: httpx.AsyncClient | None = None
+        self._ready: Ready | None = None
+        self._connecting = asyncio.Lock()
+        self._streams: set[_Stream] = set()
+
+    # --- for subclasses ---
+
+    @abstractmethod
+    def _connect(self) -> AsyncIterator[Event]:
+        """Sets `_server`. Yields `Loading`, then `Ready` as the last event. May be cancelled at any time."""
+
+    @abstractmethod
+    def _answer(self, request: Generate, stats: AnswerStats) -> AsyncIterator[Event]:
+        """Yields all events of the answer but the last, which is made from `stats`."""
+
+    async def _disconnect(self) -> None:
+        """Called after any failure to connect, and at the end."""
+        server, self._server = self._server, None
+        if server:
+            await server.aclose()
+
+    async def _exit_error(self, within_s: float = 0.0) -> OrinError | None:
+        """Why the server ended, if it has, or does within that time. None for a server that is not ours."""
+        return None
+
+    def _broken_off(self) -> BackendError:
+        return BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
+
+    # --- Engine ---
+
+    async def start(self) -> AsyncGenerator[Event, None]:
+        stream = _Stream(None)
+        async for event in self._run(stream, self._start()):
+            yield event
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+        stream = _Stream(request)
+        async for event in self._run(stream, self._generate(stream, request)):
+            yield event
+
+    async def stop(self) -> None:
+        for stream in [*self._streams]:
+            if stream.stats:
+                stream.put(stream.stats.finished("cancelled"))
+
+    async def close(self) -> None:
+        for stream in [*self._streams]:
+            stream.put(
+                stream.stats.finished("cancelled")
+                if stream.stats
+                else Failed(kind="backend", message=f"{self.name} was closed before it was ready.")
+            )
+        tasks = [stream.task for stream in self._streams if stream.task]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with self._connecting:
+            self._ready = None
+            await self._disconnect()
+
+    # --- streams ---
+
+    async def _run(self, stream: _Stream, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """Yields `events`. A task of its own computes them, so that `stop` can end it at any time."""
+        self._streams.add(stream)
+        stream.task = asyncio.create_task(_forward(events, stream))
+        try:
+            async for event in stream:
+                yield event
+        finally:
+            if not stream.task.cancelling():  # a second cancellation would interrupt its clean-up
+                stream.task.cancel()
+            await asyncio.gather(stream.task, return_exceptions=True)
+            self._streams.discard(stream)
+
+    async def _start(self) -> AsyncGenerator[Event, None]:
+        async with self._connecting:
+            if self._ready:
+                yield self._ready
+                return
+            failure = None
+            try:
+                async for event in self._connect():
+                    if isinstance(event, Ready):
+                        self._ready = event
+                    yield event
+            except OrinError as error:
+                failure = Failed.from_error(error)
+            finally:
+                if not self._ready:
+                    await self._disconnect()
+            if failure:
+                yield failure
+
+    async def _generate(self, stream: _Stream, request: Generate) -> AsyncGenerator[Event, None]:
+        if self._ready and await self._exit_error():  # the server ended since the last answer
+            self._ready = None
+            await self._disconnect()
+        if not self._ready:
+            async for event in self._start():
+                yield event
+                if isinstance(event, Failed):
+                    return
+        stats = stream.stats = AnswerStats(request, self._ready.load_ms if self._ready else 0.0)
+        try:
+            async for event in self._answer(request, stats):
+                yield event
+            yield stats.finished()
+        except OrinError as error:
+            exit_error = await self._exit_error(within_s=EXIT_WAIT_S)
+            if exit_error:
+                self._ready = None
+                await self._disconnect()
+            yield Failed.from_error(exit_error or error, None if exit_error else request.request_id)
+
+
+class _Stream(EventStream):
+    """The events of one call of `start` (without a request) or `generate`."""
+
+    def __init__(self, request: Generate | None) -> None:
+        super().__init__(Failed, Finished if request else Ready)
+        self.stats = AnswerStats(request) if request else None
+        self.task: asyncio.Task[None] | None = None
+
+    def put(self, event: Event) -> None:
+        """The last event also cancels the task."""
+        if self.ended.is_set():
+            return
+        super().put(event)
+        if self.ended.is_set() and self.task and self.task is not asyncio.current_task():
+            self.task.cancel()
+
+
+async def _forward(events: AsyncGenerator[Event, None], stream: _Stream) -> None:
+    try:
+        async for event in events:
+            stream.put(event)
+    except Exception as error:  # a bug of ours: the stream must end all the same
+        stream.put(Failed.from_error(error, stream.stats.request.request_id if stream.stats else None))
+        raise
+    finally:
+        await events.aclose()
+
+
+# --- for subclasses, and for the comparison ---
+
+
+async def split_thinking(
+    events: AsyncIterator[Event], splitter: ThinkSplitter | None
+) -> AsyncGenerator[Event, None]:
+    """The events of an answer, in which `splitter` has marked `Thinking` (None: they stay as they are). Text that the
+    splitter holds back at the end comes as one more token, with the id -1."""
+    request_id = 0
+    async for event in events:
+        if splitter and isinstance(event, Token) and not isinstance(event, Thinking):
+            request_id = event.request_id
+            thinking, text = splitter.feed(event.text)
+            event = (Thinking if thinking else Token)(**asdict(replace(event, text=text)))
+        elif splitter and isinstance(event, Finished):
+            if text := splitter.flush()[1]:
+                yield Token(request_id=event.request_id, id=-1, text=text)
+            splitter = None
+        yield event
+    if splitter and (text := splitter.flush()[1]):
+        yield Token(request_id=request_id, id=-1, text=text)
+
+
+def chosen_seed(sampling: Sampling) -> int:
+    """The seed asked for, else a random one of 31 bits, which every server takes."""
+    return sampling.seed if sampling.seed is not None else random.getrandbits(31)
