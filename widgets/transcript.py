@@ -1,94 +1,123 @@
-"""The conversation, of any length: only the turns near what is visible are widgets.
+"""The conversation, of any length, drawn row by row.
 
-Old widgets cost at every layout (400 of them: 60 % of a core while a reply streams), so at most about
-`MOUNTED` turns have one. Scrolling towards either end of those moves the window; what was visible stays where
-it was on the screen.
+Only the turns near what is visible are laid out; the heights of the others are estimates, which are corrected when they
+come near. What is visible stays where it is on the screen meanwhile. So neither the length of the conversation nor
+that of a reply costs anything while a reply streams.
 """
 
 from __future__ import annotations
 
-import asyncio
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
+from rich.segment import Segment
+from textual.events import Resize
 from textual.geometry import Size
-from textual.layout import DockArrangeResult
-from textual.widget import Widget
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.selection import Selection
+from textual.strip import Strip
 
+<<<<<<< HEAD
 from widgets.auto_scroll import AutoScroll
 from widgets.turn import Turn
 from widgets.turn_widget import TurnWidget
+=======
+from widgets.markdown.lines import Line
+from widgets.text import one_line
+from widgets.turn import Turn
+from widgets.turn_lines import TurnLines
+>>>>>>> 2552872 (The transcript is drawn row by row: finished blocks are laid out once, and only turns near the visible rows at all)
 
-MOUNTED = 50
-"""Turns that have a widget when the end is in sight."""
-STEP = 20
-"""Turns by which the window moves."""
+_GUTTER = 2
+"""Cells left of the text: a bar for prompts, else blank."""
+_TOP = 1
+"""Blank rows above the first turn."""
 
 
+<<<<<<< HEAD
 class Transcript(AutoScroll):
+=======
+class Transcript(ScrollView, can_focus=False):
+>>>>>>> 2552872 (The transcript is drawn row by row: finished blocks are laid out once, and only turns near the visible rows at all)
     """Shows turns, follows the last one while it grows, and lets go when the user scrolls up."""
 
+    COMPONENT_CLASSES = {  # noqa: RUF012 (declared so by Textual)
+        "em", "strong", "s", "code_inline", "heading", "heading1", "bullet", "quote", "table_header",
+        "prompt", "prompt_bar",
+    }  # fmt: skip
     DEFAULT_CSS = """
-    Transcript { height: 1fr; padding: 1 1 0 1; scrollbar-size-vertical: 1; scrollbar-gutter: stable; }
+    Transcript {
+        height: 1fr; padding: 0 1; scrollbar-size-vertical: 1; scrollbar-gutter: stable; overflow-x: hidden;
+        & > .em { text-style: italic; }
+        & > .strong { text-style: bold; }
+        & > .s { text-style: strike; }
+        &:dark > .code_inline { background: $warning 10%; color: $text-warning 95%; }
+        &:light > .code_inline { background: $error 5%; color: $text-error 95%; }
+        &:ansi > .code_inline { background: ansi_default; }
+        & > .heading { text-style: bold; color: $text-primary; }
+        & > .heading1 { text-style: bold underline; color: $text-primary; }
+        & > .bullet { color: $text-primary; }
+        & > .quote { color: $text-primary 50%; }
+        & > .table_header { text-style: bold; color: $primary; }
+        & > .prompt { background: $boost; }
+        & > .prompt_bar { color: $primary; background: $boost; }
+    }
     """
+
+    class LinkClicked(Message):
+        """The user clicked a link in a reply; `address` is cleaned, and nothing has been done about it."""
+
+        def __init__(self, address: str) -> None:
+            super().__init__()
+            self.address = address
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns: list[Turn] = []
-        self._first = 0  # the turns with a widget are turns[_first:_last]
-        self._last = 0
-        self.has_end = True  # whether the last turn has, or is about to have, a widget
+        self.is_following = True  # whether the end stays in sight
+        self._turns: list[TurnLines] = []
+        self._tops: list[int] = []  # the first row of each turn
         self._unfolded = False
-        self._window = asyncio.Lock()  # who mounts and unmounts
-        self._moving = False
-        self._hold: tuple[Widget, int] | None = None  # a view, and the line of the screen where it stays
+        self._is_settling = False
+        self._style_version = 0
 
-    # --- what is shown ----------------------------------------------------------------------------------
+    # --- what is shown ------------------------------------------------------------------------------------------
 
-    async def show(self, turns: Sequence[Turn]) -> None:
+    @property
+    def turns(self) -> list[Turn]:
+        return [lines.turn for lines in self._turns]
+
+    def show(self, turns: Sequence[Turn]) -> None:
         """Replaces everything by `turns` and goes to the end."""
-        self.turns = list(turns)
-        self.has_end = True
-        async with self._window:
-            await self._mount(len(self.turns) - MOUNTED, len(self.turns))
-        self.anchor()  # for the sake of `_anchor_released`; `arrange` decides the rest
+        self._turns = [TurnLines(turn, i, unfolded=self._unfolded) for i, turn in enumerate(turns)]
+        self.to_end()
 
-    async def add(self, turn: Turn) -> None:
+    def add(self, turn: Turn) -> None:
         """Adds `turn` at the end; it is visible if the end is."""
-        self.turns.append(turn)
-        async with self._window:
-            if self.has_end:  # else the user reads far above, and it gets a widget when they come back
-                last = len(self.turns)
-                prune = last - self._first > MOUNTED + STEP and not self._anchor_released
-                await self._mount(last - MOUNTED if prune else self._first, last)
+        self._turns.append(TurnLines(turn, len(self._turns), unfolded=self._unfolded))
+        self._settle()
 
-    async def cut(self, index: int) -> None:
+    def cut(self, index: int) -> None:
         """Removes the turns from `index` on."""
-        del self.turns[index:]
-        async with self._window:
-            end = len(self.turns)
-            first = self._first if self._first < index else end - MOUNTED
-            await self._mount(first, min(self._last, end) if first == self._first else end)
+        del self._turns[index:]
+        self._settle()
 
-    async def sync(self, turn: Turn) -> None:
-        """Shows what `turn` has gained, if it has a widget."""
-        for view in reversed(self._views):
-            if view.turn is turn:
-                await view.sync()
-                return
+    def sync(self, turn: Turn) -> None:
+        """Shows what `turn` has gained."""
+        if not all(lines.is_laid_out(self.text_width) for lines in self._turns[-2:] if lines.turn is turn):
+            self._settle()
 
-    async def to_end(self) -> None:
+    def to_end(self) -> None:
         """Scrolls to the end and follows it from there."""
-        if self.has_end:
-            self.anchor()
-        else:
-            await self.show(self.turns)
+        self.is_following = True
+        self._settle()
 
-    async def to_start(self) -> None:
-        """Scrolls to the first turn of all."""
-        self.release_anchor()
-        async with self._window:
-            await self._mount(0, min(MOUNTED, len(self.turns)))
-        self.scroll_home(animate=False)
+    def to_start(self) -> None:
+        """Scrolls to the first turn."""
+        self.is_following = False
+        self._scroll(0)
+        self._settle()
 
     @property
     def unfolded(self) -> bool:
@@ -98,12 +127,23 @@ class Transcript(AutoScroll):
     @unfolded.setter
     def unfolded(self, unfolded: bool) -> None:
         self._unfolded = unfolded
-        for view in self._views:
-            view.set_unfolded(unfolded)
+        for lines in self._turns:
+            lines.unfolded = unfolded
+        self._settle()
 
-    # --- the window -------------------------------------------------------------------------------------
+    def action_toggle_thinking(self, index: int) -> None:
+        """Shows or folds what was thought before one reply."""
+        if index < len(self._turns):
+            self._turns[index].unfolded = not self._turns[index].unfolded
+            self._settle()
+
+    def action_link(self, address: str) -> None:
+        self.post_message(self.LinkClicked(one_line(address)))
+
+    # --- rows ---------------------------------------------------------------------------------------------------
 
     @property
+<<<<<<< HEAD
     def _views(self) -> list[TurnWidget]:
         return [child for child in self.children if isinstance(child, TurnWidget)]
 
@@ -120,46 +160,137 @@ class Transcript(AutoScroll):
             for new, place in ((wanted[:start], 0), (wanted[end:], None)):
                 if new:
                     await self.mount_all([TurnWidget(turn, self._unfolded) for turn in new], before=place)
+=======
+    def text_width(self) -> int:
+        """Cells of a row of text."""
+        return max(1, self.size.width - _GUTTER - 1)
+
+    def _settle(self) -> None:
+        """Lays out the turns near the visible rows, until no height changes any more, and scrolls so that the end, or
+        the row at the top, stays where it is on the screen."""
+        height, width = self.size.height, self.text_width
+        if not height:
+            return
+        self._is_settling = True
+        try:
+            while True:
+                self._measure()
+                top = max(0, self._n_rows - height) if self.is_following else round(self.scroll_y)
+                first = self._turn_at(top - height)
+                moved = None
+                for i in range(first, len(self._turns)):
+                    if self._tops[i] > top + 2 * height:
+                        break
+                    before = self._turns[i].height(width)
+                    if not self._turns[i].is_laid_out(width):
+                        change = len(self._turns[i].lines(width)) - before
+                        if change:
+                            moved = i, before, change
+                            break
+                if moved is None:
+                    break
+                i, before, change = moved
+                if not self.is_following and self._tops[i] + before <= top:
+                    self._measure()
+                    self._scroll(top + change)
+            self._measure()
+            self._scroll(max(0, self._n_rows - height) if self.is_following else round(self.scroll_y))
+        finally:
+            self._is_settling = False
+        self.refresh()
+
+    def _measure(self) -> None:
+        """Computes where each turn begins, and tells the scrollbar."""
+        heights = [lines.height(self.text_width) for lines in self._turns]
+        self._tops = list(accumulate(heights, initial=_TOP))
+        self.virtual_size = Size(self.size.width, self._n_rows)
+
+    @property
+    def _n_rows(self) -> int:
+        return self._tops[-1] if self._tops else _TOP
+
+    def _turn_at(self, row: int) -> int:
+        """The index of the turn that a row belongs to."""
+        return max(0, min(bisect_right(self._tops, row) - 1, len(self._turns) - 1))
+
+    def _line(self, row: int) -> Line | None:
+        if not self._turns or not _TOP <= row < self._n_rows:
+            return None
+        index = self._turn_at(row)
+        lines = self._turns[index].lines(self.text_width)
+        at = row - self._tops[index]
+        return lines[at] if at < len(lines) else None
+
+    # --- scrolling ----------------------------------------------------------------------------------------------
+
+    def _scroll(self, y: int) -> None:
+        was, self._is_settling = self._is_settling, True
+        self.scroll_target_y = self.scroll_y = y
+        self._is_settling = was
+>>>>>>> 2552872 (The transcript is drawn row by row: finished blocks are laid out once, and only turns near the visible rows at all)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        near = self.size.height  # one screen ahead of what is visible
-        up = new_value < old_value and new_value < near and self._first > 0
-        down = new_value > old_value and new_value > self.max_scroll_y - near and not self.has_end
-        if (up or down) and not self._moving:
-            self._moving = True
-            self.call_later(self._move, -STEP if up else STEP)
+        if not self._is_settling:
+            self.is_following = new_value >= self.max_scroll_y
+            self._settle()
 
-    async def _move(self, step: int) -> None:
-        """Moves the window, and what is visible not at all."""
-        async with self._window:
-            self._hold = self._top_view()
-            if step < 0:
-                first = max(0, self._first + step)
-                await self._mount(first, min(self._last, first + MOUNTED + STEP))
-            else:
-                last = min(len(self.turns), self._last + step)
-                await self._mount(max(self._first, last - MOUNTED - STEP), last)
-        self.call_after_refresh(self._moved)
+    def on_resize(self, event: Resize) -> None:
+        self._settle()
 
-    def _moved(self) -> None:
-        self._moving = False
-        self._hold = None
-        self.scroll_to(y=self.scroll_y, animate=False, immediate=True)  # tells the scrollbar
+    # --- drawing ------------------------------------------------------------------------------------------------
 
-    def _top_view(self) -> tuple[Widget, int] | None:
-        """The first view that is visible, and on which line of the screen it begins."""
-        top = round(self.scroll_y)
-        visible = (view for view in self._views if view.virtual_region.bottom > top)
-        return next(((view, view.virtual_region.y - top) for view in visible), None)
+    def notify_style_update(self) -> None:
+        self._style_version += 1
+        super().notify_style_update()
 
-    def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
-        """As ever, but before anything is painted `_hold` is held."""
-        result = super().arrange(size, optimal)
-        if self._hold is not None:
-            held, line = self._hold
-            for placement in result.placements:
-                if placement.widget is held:
-                    self.set_reactive(Widget.scroll_y, placement.region.y - line)
-                    self.set_reactive(Widget.scroll_target_y, placement.region.y - line)
-        return result
+    def render_line(self, y: int) -> Strip:
+        row, width = round(self.scroll_y) + y, self.size.width
+        line = self._line(row)
+        if line is None:
+            return Strip.blank(width, self.visual_style.rich_style)
+        key = width, self._style_version
+        selected = None if self.text_selection is None else self.text_selection.get_span(row)
+        if selected is None and line.strip is not None and line.strip[0] == key:
+            strip = line.strip[1]
+        else:
+            strip = self._drawn(line, width, selected)
+            if selected is None:
+                line.strip = key, strip
+        gutter, text = strip.divide([_GUTTER, width])
+        return Strip.join([gutter, text.apply_offsets(0, row)])
+
+    def _drawn(self, line: Line, width: int, selected: tuple[int, int] | None) -> Strip:
+        base, content = self.visual_style, line.content
+        if line.is_prompt:
+            bar = (base + self._get_style(".prompt_bar")).rich_style
+            base += self._get_style(".prompt")
+            gutter = [Segment("▌", bar), Segment(" ", base.rich_style)]
+        else:
+            gutter = [Segment(" " * _GUTTER, base.rich_style)]
+        if selected is not None:
+            start, end = selected
+            style = self.screen.get_visual_style("screen--selection")
+            content = content.stylize(style, start, None if end == -1 else end)
+        texts = [
+            Segment(text, (base + style).rich_style)
+            for text, style in content.render(base, end="", parse_style=self._get_style)
+        ]
+        return Strip([*gutter, *texts]).adjust_cell_length(width, base.rich_style)
+
+    # --- selecting ----------------------------------------------------------------------------------------------
+
+    def selection_updated(self, selection: Selection | None) -> None:
+        self.refresh()
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        """The selected text as it was written: without decorations, and with wrapped rows joined."""
+        first = selection.start.y if selection.start is not None else 0
+        last = selection.end.y if selection.end is not None else self._n_rows - 1
+        parts: list[str] = []
+        for row in range(max(_TOP, first), min(last, self._n_rows - 1) + 1):
+            if (line := self._line(row)) is not None and (span := selection.get_span(row)) is not None:
+                start, end = span
+                text = line.content.plain[max(start, line.decoration) : None if end == -1 else end]
+                parts += [text.rstrip() if line.end == "\n" else text, line.end]
+        return "".join(parts[:-1]), "\n"

@@ -37,9 +37,9 @@ from engine.client import Engine
 from engine.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
-from widgets.reply_markdown import code_blocks
+from widgets.markdown.parser import code_blocks
 from widgets.text import clean
-from widgets.turn_widget import TurnWidget
+from widgets.transcript import Transcript
 
 OVER_PROMPT = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
 """Actions whose keys mean something else in a box of text: there, and in no other screen, they come first."""
@@ -435,8 +435,8 @@ class ChatApp(App[None]):
         if text and text.strip():
             self._copy(text, "the selection")
 
-    @on(TurnWidget.LinkClicked)
-    def copy_link(self, event: TurnWidget.LinkClicked) -> None:
+    @on(Transcript.LinkClicked)
+    def copy_link(self, event: Transcript.LinkClicked) -> None:
         self._copy(event.address, f"the link {event.address}")
 
     # --- the rest ---------------------------------------------------------------------------------------
@@ -468,10 +468,10 @@ class ChatApp(App[None]):
         self.transcript.scroll_relative(y=pages * lines, animate=False)
 
     async def action_scroll_to_start(self) -> None:
-        await self.transcript.to_start()
+        self.transcript.to_start()
 
     async def action_scroll_to_end(self) -> None:
-        await self.transcript.to_end()
+        self.transcript.to_end()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for action in ACTIONS:

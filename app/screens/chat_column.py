@@ -88,23 +88,23 @@ class ChatColumn(Vertical):
     # --- what the session tells (app.session.View) ------------------------------------------------------
 
     async def added(self, turn: Turn) -> None:
-        await self.transcript.add(turn)
+        self.transcript.add(turn)
         if turn.role == "user":
-            await self.transcript.to_end()
+            self.transcript.to_end()
         self.show_status()
 
     async def changed(self, turn: Turn) -> None:
-        await self.transcript.sync(turn)
+        self.transcript.sync(turn)
         self.show_status()
 
     async def cut(self, index: int) -> None:
-        await self.transcript.cut(index)
+        self.transcript.cut(index)
 
     async def opened(self) -> None:
         self.end_editing()
         if isinstance(engine := self.session.engine, Compared):
             engine.forget()
-        await self.transcript.show(self.session.conversation.turns)
+        self.transcript.show(self.session.conversation.turns)
         self.show_status()
 
     def queue_changed(self) -> None:
@@ -134,7 +134,7 @@ class ChatColumn(Vertical):
     async def draw(self) -> None:
         """Shows what has grown since the last time."""
         if (reply := self.session.reply) is not None:
-            await self.transcript.sync(reply)
+            self.transcript.sync(reply)
         if self._notice_until and self.clock() >= self._notice_until:
             self.notice("")
         self.show_status()

@@ -32,6 +32,17 @@ class Driver:
         lines = self.app.screen._compositor.render_strips()
         return "\n".join(strip.text.rstrip() for strip in lines)
 
+    def place(self, text: str) -> tuple[int, int]:
+        """The column and the row of the screen where a text begins."""
+        lines = self.screen().split("\n")
+        row = next(row for row, line in enumerate(lines) if text in line)
+        return lines[row].index(text), row
+
+    async def click(self, text: str) -> None:
+        """Clicks on the second character of a text on the screen."""
+        column, row = self.place(text)
+        await self.pilot.click(offset=(column + 1, row))
+
     async def sees(self, text: str) -> None:
         await self.until(lambda: text in self.screen(), f"{text!r} on the screen")
 

@@ -318,7 +318,7 @@ async def test_thinking_is_folded_until_asked_for(history):
         await user.sees("Two and two.")
         await user.press("ctrl+t")
         await user.until(lambda: "Two and two" not in user.screen())
-        await user.pilot.click("ThinkingHeader")
+        await user.click("▸ Thought")
         await user.sees("Two and two.")
 
 
@@ -441,9 +441,10 @@ async def test_selected_text_is_copied(history):
     async with chat(FakeEngine(reply("Some words to copy.")), history, initial_prompt="Hi") as user:
         await user.sees("Some words")
         await user.idle()
-        await user.pilot.mouse_down("MarkdownParagraph", offset=(0, 0))
-        await user.pilot.hover("MarkdownParagraph", offset=(9, 0))
-        await user.pilot.mouse_up("MarkdownParagraph", offset=(9, 0))
+        x, y = user.place("Some words")
+        await user.pilot.mouse_down(offset=(x, y))
+        await user.pilot.hover(offset=(x + 9, y))
+        await user.pilot.mouse_up(offset=(x + 9, y))
         await user.until(lambda: "Copied the selection" in user.notice())
         assert user.app.clipboard.startswith("Some word")
         assert user.app.focused is user.app.prompt
@@ -457,7 +458,7 @@ async def test_a_link_is_copied_and_never_opened(history, monkeypatch):
     ) as user:
         await user.sees("here")
         await user.idle()
-        await user.pilot.click("MarkdownParagraph", offset=(1, 0))
+        await user.click("here")
         await user.until(lambda: "Copied the link" in user.notice())
         assert user.app.clipboard == "https://example.org/a'"
     assert opened == []

@@ -12,7 +12,6 @@ from engine.events import Failed, Message, Token
 from tests import synthetic
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, READY, STARTED, TOO_LONG, FakeEngine, reply, tokens
-from widgets.reply_markdown import Fence
 
 # --- what goes wrong -------------------------------------------------------------------------------------
 
@@ -218,11 +217,18 @@ async def test_code_is_plain_until_its_end_has_arrived(history):
     engine = FakeEngine([*tokens("```python\ndef f(): pass\n"), None, *reply("```\n")[2:]])
     async with chat(engine, history, initial_prompt="Hi") as user:
         await user.sees("def f(): pass")
-        [fence] = user.app.query(Fence)
-        assert fence._highlighted_code.spans == []
+        assert len(colours_of(user, "def f(): pass")) == 1
         engine.release()
         await user.idle()
-        await user.until(lambda: user.app.query(Fence).first()._highlighted_code.spans)
+        await user.until(lambda: len(colours_of(user, "def f(): pass")) > 1)
+
+
+def colours_of(user, text: str) -> set[object]:
+    """The colours in which a text stands on the screen."""
+    strips = user.app.screen._compositor.render_strips()
+    [strip] = [strip for strip in strips if text in strip.text]
+    words = [segment for segment in strip if segment.text.strip() and segment.text.strip() in text]
+    return {segment.style.color for segment in words}
 
 
 # --- the real engine process -----------------------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""The rows of one turn: the prompt or, of a reply, what was thought, the text, and a note about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.content import Content
+from textual.style import Style
+
+from widgets.markdown.lines import Line, indented, wrapped
+from widgets.markdown.stream import StreamedMarkdown, decided
+from widgets.text import as_duration, clean, one_line
+from widgets.turn import WARNING, Turn
+
+_MUTED = "$foreground 60%"
+_THOUGHT_BAR = Content.styled("│ ", "$foreground 20%")
+
+
+class TurnLines:
+    """Follows a turn, whose text can only grow. `index` is its place in the conversation, which clicks on it name.
+    Nothing is laid out before `lines` is called; until then `height` is an estimate."""
+
+    def __init__(self, turn: Turn, index: int, *, unfolded: bool = False) -> None:
+        self.turn, self.unfolded = turn, unfolded
+        self._index = index
+        self._markdown = StreamedMarkdown()
+        self._n_parsed = 0  # characters of the reply
+        self._words = _WordCount()
+        self._key: tuple[object, ...] | None = None
+        self._lines: Sequence[Line] = ()
+        self._estimate: tuple[int, int] = (0, 0)  # width, rows
+
+    def height(self, width: int) -> int:
+        """How many rows the turn has in `width` cells: as they were laid out last or, before that, about."""
+        if self._key is not None and self._key[0] == width:
+            return len(self._lines)
+        if self._estimate[0] != width:
+            content = self.turn.content
+            self._estimate = width, len(content) // max(1, width) + content.count("\n") + 2
+        return self._estimate[1]
+
+    def is_laid_out(self, width: int) -> bool:
+        """Whether `lines` has nothing to do."""
+        return self._key == self._key_now(width)
+
+    def lines(self, width: int) -> Sequence[Line]:
+        """The rows of all that the turn holds now, with a blank one after each part."""
+        if not self.is_laid_out(width):
+            self._lines = self._prompt(width) if self.turn.role == "user" else self._reply(width)
+            self._key = self._key_now(width)
+        return self._lines
+
+    def _key_now(self, width: int) -> tuple[object, ...]:
+        turn = self.turn
+        sizes = len(turn.content), len(turn.thinking)
+        return width, *sizes, turn.thinking_s, turn.streaming, turn.note, self.unfolded
+
+    def _prompt(self, width: int) -> Sequence[Line]:
+        rows = wrapped(Content(clean(self.turn.content)), width)
+        for row in rows:
+            row.is_prompt = True
+        return [*rows, Line(Content("")), *self._note(width)]
+
+    def _reply(self, width: int) -> Sequence[Line]:
+        content = self.turn.content
+        end = decided(content) if self.turn.streaming else len(content)
+        if end > self._n_parsed:
+            self._markdown.append(clean(content[self._n_parsed : end]))
+            self._n_parsed = end
+        rows = self._markdown.lines(width)
+        gap = [Line(Content(""))] if rows else []
+        return [*self._thinking(width), *rows, *gap, *self._note(width)]
+
+    def _thinking(self, width: int) -> Sequence[Line]:
+        """One line with the duration, and the text under it where it is unfolded."""
+        turn = self.turn
+        if not (words := self._words.count(turn.thinking)):
+            return ()
+        if turn.streaming and not turn.content:
+            label = "Thinking…"
+        else:
+            label = "Thought" if turn.thinking_s is None else "Thought for"
+        duration = "" if turn.thinking_s is None else f" {as_duration(turn.thinking_s)}"
+        header = Content(f"{'▾' if self.unfolded else '▸'} {label}{duration} · {words:,} words")
+        click = Style.from_meta({"@click": f"toggle_thinking({self._index})"})
+        rows = [Line(header.truncate(width, ellipsis=True).stylize(_MUTED).stylize(click))]
+        if self.unfolded:
+            text = Content.styled(clean(turn.thinking).strip(), _MUTED)
+            rows += indented(wrapped(text, width - 2), _THOUGHT_BAR, _THOUGHT_BAR)
+        return [*rows, Line(Content(""))]
+
+    def _note(self, width: int) -> Sequence[Line]:
+        if not (note := one_line(self.turn.note)):
+            return ()
+        style = "$text-warning" if note.startswith(WARNING) else _MUTED
+        return [*wrapped(Content.styled(note, style), width), Line(Content(""))]
+
+
+class _WordCount:
+    """Counts the words of a text that grows, each part once."""
+
+    def __init__(self) -> None:
+        self._words, self._n_counted = 0, 0
+        self._ends_in_word = False
+
+    def count(self, text: str) -> int:
+        part = text[self._n_counted :]
+        if part:
+            self._n_counted = len(text)
+            self._words += len(part.split()) - (self._ends_in_word and not part[0].isspace())
+            self._ends_in_word = not part[-1].isspace()
+        return self._words
