@@ -19,16 +19,10 @@ from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
-<<<<<<< HEAD
-from widgets.auto_scroll import AutoScroll
-from widgets.turn import Turn
-from widgets.turn_widget import TurnWidget
-=======
 from widgets.markdown.lines import Line
 from widgets.text import one_line
 from widgets.turn import Turn
 from widgets.turn_lines import TurnLines
->>>>>>> 2552872 (The transcript is drawn row by row: finished blocks are laid out once, and only turns near the visible rows at all)
 
 _GUTTER = 2
 """Cells left of the text: a bar for prompts, else blank."""
@@ -36,11 +30,7 @@ _TOP = 1
 """Blank rows above the first turn."""
 
 
-<<<<<<< HEAD
-class Transcript(AutoScroll):
-=======
 class Transcript(ScrollView, can_focus=False):
->>>>>>> 2552872 (The transcript is drawn row by row: finished blocks are laid out once, and only turns near the visible rows at all)
     """Shows turns, follows the last one while it grows, and lets go when the user scrolls up."""
 
     COMPONENT_CLASSES = {  # noqa: RUF012 (declared so by Textual)
@@ -49,7 +39,7 @@ class Transcript(ScrollView, can_focus=False):
     }  # fmt: skip
     DEFAULT_CSS = """
     Transcript {
-        height: 1fr; padding: 0 1; scrollbar-size-vertical: 1; scrollbar-gutter: stable; overflow-x: hidden;
+        height: 1fr; padding: 0 1; scrollbar-size-vertical: 1; overflow-x: hidden;
         & > .em { text-style: italic; }
         & > .strong { text-style: bold; }
         & > .s { text-style: strike; }
@@ -143,32 +133,15 @@ class Transcript(ScrollView, can_focus=False):
     # --- rows ---------------------------------------------------------------------------------------------------
 
     @property
-<<<<<<< HEAD
-    def _views(self) -> list[TurnWidget]:
-        return [child for child in self.children if isinstance(child, TurnWidget)]
-
-    async def _mount(self, first: int, last: int) -> None:
-        """Makes turns[first:last] the ones with a widget. Call with `_window` held."""
-        first = max(0, first)
-        self._first, self._last, self.has_end = first, last, last == len(self.turns)
-        wanted = self.turns[first:last]
-        kept = [view for view in self._views if view.turn in wanted]
-        with self.app.batch_update():
-            await self.remove_children([view for view in self._views if view not in kept])
-            start = wanted.index(kept[0].turn) if kept else 0
-            end = wanted.index(kept[-1].turn) + 1 if kept else 0
-            for new, place in ((wanted[:start], 0), (wanted[end:], None)):
-                if new:
-                    await self.mount_all([TurnWidget(turn, self._unfolded) for turn in new], before=place)
-=======
     def text_width(self) -> int:
-        """Cells of a row of text."""
-        return max(1, self.size.width - _GUTTER - 1)
+        """Cells of a row of text: the same with and without a scrollbar."""
+        scrollbar = 0 if self.show_vertical_scrollbar else 1
+        return max(1, self.size.width - _GUTTER - 1 - scrollbar)
 
     def _settle(self) -> None:
         """Lays out the turns near the visible rows, until no height changes any more, and scrolls so that the end, or
         the row at the top, stays where it is on the screen."""
-        height, width = self.size.height, self.text_width
+        height = self.size.height
         if not height:
             return
         self._is_settling = True
@@ -177,33 +150,34 @@ class Transcript(ScrollView, can_focus=False):
                 self._measure()
                 top = max(0, self._n_rows - height) if self.is_following else round(self.scroll_y)
                 first = self._turn_at(top - height)
-                moved = None
-                for i in range(first, len(self._turns)):
-                    if self._tops[i] > top + 2 * height:
-                        break
-                    before = self._turns[i].height(width)
-                    if not self._turns[i].is_laid_out(width):
-                        change = len(self._turns[i].lines(width)) - before
-                        if change:
-                            moved = i, before, change
-                            break
-                if moved is None:
+                if not self._lay_out_near(first, top, height):
                     break
-                i, before, change = moved
-                if not self.is_following and self._tops[i] + before <= top:
-                    self._measure()
-                    self._scroll(top + change)
             self._measure()
             self._scroll(max(0, self._n_rows - height) if self.is_following else round(self.scroll_y))
         finally:
             self._is_settling = False
         self.refresh()
 
+    def _lay_out_near(self, first: int, top: int, height: int) -> bool:
+        """Lays out turns from the one at index `first` on, down to two screens below the row `top`. Stops at the first
+        whose height changes, and returns whether there was one."""
+        width = self.text_width
+        for tops, turn in zip(self._tops[first:], self._turns[first:], strict=False):
+            if tops > top + 2 * height:
+                break
+            before = turn.height(width)
+            turn.lay_out(width)
+            if change := len(turn.lines) - before:
+                if not self.is_following and tops + before <= top:
+                    self._measure()
+                    self._scroll(top + change)
+                return True
+        return False
+
     def _measure(self) -> None:
-        """Computes where each turn begins, and tells the scrollbar."""
+        """Computes where each turn begins."""
         heights = [lines.height(self.text_width) for lines in self._turns]
         self._tops = list(accumulate(heights, initial=_TOP))
-        self.virtual_size = Size(self.size.width, self._n_rows)
 
     @property
     def _n_rows(self) -> int:
@@ -217,17 +191,17 @@ class Transcript(ScrollView, can_focus=False):
         if not self._turns or not _TOP <= row < self._n_rows:
             return None
         index = self._turn_at(row)
-        lines = self._turns[index].lines(self.text_width)
+        lines = self._turns[index].lines
         at = row - self._tops[index]
         return lines[at] if at < len(lines) else None
 
     # --- scrolling ----------------------------------------------------------------------------------------------
 
     def _scroll(self, y: int) -> None:
+        self.virtual_size = Size(self.size.width, self._n_rows)
         was, self._is_settling = self._is_settling, True
         self.scroll_target_y = self.scroll_y = y
         self._is_settling = was
->>>>>>> 2552872 (The transcript is drawn row by row: finished blocks are laid out once, and only turns near the visible rows at all)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)

@@ -18,7 +18,7 @@ _THOUGHT_BAR = Content.styled("│ ", "$foreground 20%")
 
 class TurnLines:
     """Follows a turn, whose text can only grow. `index` is its place in the conversation, which clicks on it name.
-    Nothing is laid out before `lines` is called; until then `height` is an estimate."""
+    `lines` are as `lay_out` left them; before it is called there are none, and `height` is an estimate."""
 
     def __init__(self, turn: Turn, index: int, *, unfolded: bool = False) -> None:
         self.turn, self.unfolded = turn, unfolded
@@ -27,28 +27,27 @@ class TurnLines:
         self._n_parsed = 0  # characters of the reply
         self._words = _WordCount()
         self._key: tuple[object, ...] | None = None
-        self._lines: Sequence[Line] = ()
+        self.lines: Sequence[Line] = ()
         self._estimate: tuple[int, int] = (0, 0)  # width, rows
 
     def height(self, width: int) -> int:
         """How many rows the turn has in `width` cells: as they were laid out last or, before that, about."""
         if self._key is not None and self._key[0] == width:
-            return len(self._lines)
+            return len(self.lines)
         if self._estimate[0] != width:
             content = self.turn.content
             self._estimate = width, len(content) // max(1, width) + content.count("\n") + 2
         return self._estimate[1]
 
     def is_laid_out(self, width: int) -> bool:
-        """Whether `lines` has nothing to do."""
+        """Whether `lines` show all that the turn holds now."""
         return self._key == self._key_now(width)
 
-    def lines(self, width: int) -> Sequence[Line]:
-        """The rows of all that the turn holds now, with a blank one after each part."""
+    def lay_out(self, width: int) -> None:
+        """Makes `lines` show all that the turn holds now, with a blank one after each part."""
         if not self.is_laid_out(width):
-            self._lines = self._prompt(width) if self.turn.role == "user" else self._reply(width)
+            self.lines = self._prompt(width) if self.turn.role == "user" else self._reply(width)
             self._key = self._key_now(width)
-        return self._lines
 
     def _key_now(self, width: int) -> tuple[object, ...]:
         turn = self.turn

@@ -101,8 +101,8 @@ async def test_scrolling_back_to_the_end_follows_it_again():
 
 async def test_only_the_turns_near_the_visible_ones_are_laid_out(monkeypatch):
     laid_out = set()
-    lines = TurnLines.lines
-    monkeypatch.setattr(TurnLines, "lines", lambda self, width: laid_out.add(self) or lines(self, width))
+    lay_out = TurnLines.lay_out
+    monkeypatch.setattr(TurnLines, "lay_out", lambda self, width: laid_out.add(self) or lay_out(self, width))
     async with showing(conversation(3000)) as (transcript, pilot):
         assert "reply 2999" in text(transcript)
         assert len(laid_out) < 60
