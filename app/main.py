@@ -154,13 +154,13 @@ def _answer(given: Namespace, settings: Settings, configuration: Configuration) 
     engine = _engine(given, configuration)
     if not given.compare:
         return asyncio.run(run(engine, request, output))
-    from app.comparison.engine import with_llama_server
-    from app.comparison.figures import report
+    from app.comparison.comparison_engine import compare_with_llama_server
+    from app.comparison.report import report
     from engine.client import LocalEngine
 
     assert isinstance(engine, LocalEngine)
     llama_server = given.llama_server or settings.llama_server
-    comparison = with_llama_server(engine, llama_server, api_key=options.key(given))
+    comparison = compare_with_llama_server(engine, llama_server, api_key=options.key(given))
     code = asyncio.run(run(comparison, request, output))
     sys.stdout.write(report(comparison.view(), as_json=given.json))
     return code

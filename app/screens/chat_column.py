@@ -14,7 +14,7 @@ from textual.widgets import Static
 from app.chat.history import HistoryError
 from app.chat.session import Session
 from app.chat.turn import Turn
-from app.comparison.figures import Compared
+from app.comparison.engine_pair import EnginePair
 from widgets.activity_line import ActivityLine, describe
 from widgets.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
@@ -102,7 +102,7 @@ class ChatColumn(Vertical):
 
     async def opened(self) -> None:
         self.end_editing()
-        if isinstance(engine := self.session.engine, Compared):
+        if isinstance(engine := self.session.engine, EnginePair):
             engine.forget()
         self.transcript.show(self.session.conversation.turns)
         self.show_status()
@@ -144,13 +144,13 @@ class ChatColumn(Vertical):
         status = session.status.snapshot()
         self.activity.status = self.welcome.status = self.status_line.status = status
         self.set_class(not session.conversation.turns, "-empty")
-        self.set_class(isinstance(session.engine, Compared), "-comparing")
-        if isinstance(session.engine, Compared):
+        self.set_class(isinstance(session.engine, EnginePair), "-comparing")
+        if isinstance(session.engine, EnginePair):
             self.comparison.data = session.engine.view()
         is_idle = status.phase in (Phase.READY, Phase.GONE)
         stops = "Esc stops" if session.is_answering else ""
         is_at_work = status.phase in (Phase.PREFILLING, Phase.GENERATING)
-        two = session.engine if is_at_work and isinstance(session.engine, Compared) else None
+        two = session.engine if is_at_work and isinstance(session.engine, EnginePair) else None
         self.activity.doing = two.doing if two else ""
         self.activity.hint = self.way_back or ("F1 keys  Ctrl+P commands" if is_idle else stops)
         if (candidate := session.candidate) is not None and not session.is_answering:

@@ -16,7 +16,7 @@ from textual.widget import Widget
 from app.chat.session import Session
 from app.chat.slowdown import explain_slowdown
 from app.chat.speed_history import MIN_TOKENS
-from app.comparison.figures import is_shared
+from app.comparison.engine_pair import answered_together
 from app.screens.engine_setup import EngineSetup
 from app.screens.kernel_source import KernelScreen
 from app.screens.performance import PerformanceObserver
@@ -97,7 +97,7 @@ class Dashboard(Vertical):
             self._note_speed(event)
 
     def _note_speed(self, end: Finished) -> None:
-        if self.setup is None or is_shared(self.session.engine):
+        if self.setup is None or answered_together(self.session.engine):
             return
         decode, prefill = decode_rate(end.predicted_n, end.predicted_ms), None
         if end.prompt_n - end.cached_n >= MIN_TOKENS and end.predicted_n:

@@ -21,7 +21,7 @@ from presets.loader import Entry, Preset, entries, find
 from widgets.preset_bar import BarOption, PresetBarData
 
 if TYPE_CHECKING:
-    from app.comparison.engine import Comparison
+    from app.comparison.comparison_engine import ComparisonEngine
 
 ORDER = ("NV", "CUDA", "CPU")
 
@@ -91,12 +91,12 @@ class EngineSetup:
         options = replace(self.options, model_path=str(path), context_length=length)
         return self._make(options), options
 
-    def compare(self, ours: Engine, *, together: bool = False) -> Comparison:
+    def compare(self, ours: Engine, *, together: bool = False) -> ComparisonEngine:
         """`ours` (of `make`) and llama.cpp, as one engine."""
-        from app.comparison.engine import with_llama_server  # and httpx: not before it is needed
+        from app.comparison.comparison_engine import compare_with_llama_server  # imports an HTTP client
 
         assert isinstance(ours, LocalEngine)
-        return with_llama_server(ours, self._llama_server, api_key=self._api_key, together=together)
+        return compare_with_llama_server(ours, self._llama_server, api_key=self._api_key, together=together)
 
     def started(self, backend: str) -> None:
         """The engine in use runs on `backend`. Without a preset it is set up as the one called after that."""

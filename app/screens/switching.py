@@ -12,7 +12,7 @@ from textual.app import App
 
 from app.chat.session import Session
 from app.chat.settings import remember_model
-from app.comparison.figures import Compared
+from app.comparison.engine_pair import EnginePair
 from app.screens.engine_setup import EngineSetup
 from app.screens.presets import PresetsScreen
 from engine.client import Engine
@@ -125,7 +125,7 @@ class Switching:
 
     @property
     def is_comparing(self) -> bool:
-        return isinstance(self._session.engine, Compared)
+        return isinstance(self._session.engine, EnginePair)
 
     def compare(self) -> None:
         """Has llama.cpp answer too, or no longer."""
@@ -138,7 +138,7 @@ class Switching:
             )
         elif session.candidate is not None:
             self._tell(f"Esc gives up {session.candidate.name} first")
-        elif isinstance(engine, Compared):
+        elif isinstance(engine, EnginePair):
             session.engine = engine.ours
             self._tell("llama.cpp is closed; orin-chat goes on")
             self._app.run_worker(_released(engine))
@@ -152,14 +152,14 @@ class Switching:
 
     def answer_together(self) -> None:
         """From the next prompt on at the same time or, where they do, in turn."""
-        if isinstance(engine := self._session.engine, Compared):
+        if isinstance(engine := self._session.engine, EnginePair):
             engine.together = not engine.together
             self._tell(f"From the next prompt on they answer {'together' if engine.together else 'in turn'}")
 
     def _as_now(self, setup: EngineSetup, engine: Engine) -> Engine:
         """`engine`, compared where the one in use is."""
         now = self._session.engine
-        return setup.compare(engine, together=now.together) if isinstance(now, Compared) else engine
+        return setup.compare(engine, together=now.together) if isinstance(now, EnginePair) else engine
 
 
 async def _started(comparison: Engine) -> None:
@@ -167,5 +167,5 @@ async def _started(comparison: Engine) -> None:
         pass
 
 
-async def _released(comparison: Compared) -> None:
+async def _released(comparison: EnginePair) -> None:
     await comparison.release()

@@ -16,7 +16,7 @@ from textual.strip import Strip
 from textual.widgets import TextArea
 
 from app.chat.history import History
-from app.comparison.engine import Comparison
+from app.comparison.comparison_engine import ComparisonEngine
 from app.screens.chat_app import FRAME_S, WIDE_WIDTH, ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.client import Engine
@@ -80,7 +80,7 @@ class Scene:
     theme: str = ""
     with_past_chats: bool = False
     counters: Sequence[Counter] = COUNTERS
-    rival: Callable[[], FakeEngine] | None = None
+    peer: Callable[[], FakeEngine] | None = None
 
     def app(self) -> ChatApp:
         engine = MeasuredEngine(*self.replies, start=self.start)
@@ -92,8 +92,8 @@ class Scene:
             make=lambda _: MeasuredEngine(),
             flaw=lambda backend: flaws.get(backend, ""),
         )
-        if self.rival is not None:
-            setup.compare = beside(self.rival())  # type: ignore[method-assign]
+        if self.peer is not None:
+            setup.compare = beside(self.peer())  # type: ignore[method-assign]
         setup.note_speed = lambda decode, prefill: None  # type: ignore[method-assign]
         app = ChatApp(
             engine,
@@ -118,11 +118,11 @@ class Scene:
         await settled(pilot)
 
 
-def beside(rival: FakeEngine) -> Callable[..., Comparison]:
-    """What `EngineSetup.compare` does, with `rival` in llama-server's place."""
+def beside(peer: FakeEngine) -> Callable[..., ComparisonEngine]:
+    """What `EngineSetup.compare` does, with `peer` in llama-server's place."""
 
-    def compare(ours: Engine, *, together: bool = False) -> Comparison:
-        return Comparison(ours, lambda _: rival, lambda: lambda _: Prompt([1, 2, 3]), together=together)  # type: ignore[arg-type]
+    def compare(ours: Engine, *, together: bool = False) -> ComparisonEngine:
+        return ComparisonEngine(ours, lambda _: peer, lambda: lambda _: Prompt([1, 2, 3]), together=together)  # type: ignore[arg-type]
 
     return compare
 
@@ -306,10 +306,10 @@ SCENES = {
     "edit-preset": Scene((100, 24), [], act=_edit_preset, shows="ready"),
     "system": Scene((60, 20), _all, QUESTION, act=_system, shows="such terms", theme="textual-light"),
     "system-tiny": Scene((20, 8), [], act=_system, shows="Ask"),
-    "comparison": Scene((120, 36), _pair, shows="ready", act=_compared(), rival=_llama),
-    "comparison-narrow": Scene((60, 32), _pair, shows="ready", act=_compared(), rival=_llama),
+    "comparison": Scene((120, 36), _pair, shows="ready", act=_compared(), peer=_llama),
+    "comparison-narrow": Scene((60, 32), _pair, shows="ready", act=_compared(), peer=_llama),
     "comparison-absent": Scene(
-        (90, 24), [reply(ANSWER)], shows="ready", act=_compared("tab"), rival=lambda: FakeEngine(start=[_NOT_FOUND])
+        (90, 24), [reply(ANSWER)], shows="ready", act=_compared("tab"), peer=lambda: FakeEngine(start=[_NOT_FOUND])
     ),
     "help": Scene((80, 30), [], act=_help, shows="ready"),
 }  # fmt: skip

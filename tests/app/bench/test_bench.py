@@ -477,7 +477,7 @@ def test_no_llama_server(model, monkeypatch, capsys):
 
 
 def test_a_real_pair(llama_server, model, monkeypatch, capsys):
-    from tests.app.comparison.test_compare import CACHE
+    from tests.app.comparison.test_comparison_engine import CACHE
 
     monkeypatch.setenv("XDG_CACHE_HOME", CACHE)
     code, out, _ = bench(

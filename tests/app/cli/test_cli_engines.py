@@ -9,7 +9,7 @@ import pytest
 
 from app.main import main
 from tests import generated_model
-from tests.app.comparison.test_compare import CACHE
+from tests.app.comparison.test_comparison_engine import CACHE
 from tests.peers.fake_server import FakeServer, sse
 
 pytestmark = pytest.mark.usefixtures("home")

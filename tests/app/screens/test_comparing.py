@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from app.chat.history import History
-from app.comparison.engine import Comparison
+from app.comparison.comparison_engine import ComparisonEngine
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.client import LocalEngine
 from engine.events import EngineOptions, Failed, Loading
 from tests import generated_model, synthetic
-from tests.app.comparison.test_compare import CACHE
+from tests.app.comparison.test_comparison_engine import CACHE
 from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
 from tests.app.scenes import beside, sees
 from widgets.comparison_pane import ComparisonPane
@@ -24,12 +24,12 @@ NOT_FOUND = Failed(kind="backend", message="There is no llama-server.", hint="In
 
 
 @asynccontextmanager
-async def chat(engine, *rivals, size=(120, 40), setup=None, **options):
+async def chat(engine, *peers, size=(120, 40), setup=None, **options):
     if setup is None:
         setup = EngineSetup(
             EngineOptions(model_path="m.gguf", backend="CPU"), "cpu", make=lambda _: MeasuredEngine()
         )
-        rest = list(rivals)
+        rest = list(peers)
         setup.compare = lambda ours, **how: beside(rest.pop(0))(ours, **how)
     app = ChatApp(engine, History(":memory:"), setup=setup, read_counters=lambda: (), **options)
     async with app.run_test(size=size) as pilot:
@@ -58,8 +58,8 @@ def contents(app):
 
 
 async def test_a_key_opens_it_and_closes_it_and_the_conversation_goes_on():
-    ours, rival = MeasuredEngine(reply("One."), reply("Two."), reply("Three.")), FakeEngine(reply("Zwei."))
-    async with chat(ours, rival) as (app, pilot):
+    ours, peer = MeasuredEngine(reply("One."), reply("Two."), reply("Three.")), FakeEngine(reply("Zwei."))
+    async with chat(ours, peer) as (app, pilot):
         await say(app, pilot, "first")
         await pilot.press("f10")
         await sees(pilot, "The next prompt is answered by both.")
@@ -68,7 +68,7 @@ async def test_a_key_opens_it_and_closes_it_and_the_conversation_goes_on():
         await sees(pilot, "Zwei.")
         await sees(pilot, "decode")
         await pilot.press("f10")
-        await until(lambda: rival.closed and app.session.engine is ours)
+        await until(lambda: peer.closed and app.session.engine is ours)
         await sees(pilot, "Two.")
         assert app.dashboard.is_seen and not ours.closed
         await say(app, pilot, "third")
@@ -77,8 +77,8 @@ async def test_a_key_opens_it_and_closes_it_and_the_conversation_goes_on():
 
 
 async def test_keys_of_the_pane():
-    ours, rival = MeasuredEngine(reply("One."), reply("Two.")), FakeEngine(reply("Eins."), reply("Zwei."))
-    async with chat(ours, rival) as (app, pilot):
+    ours, peer = MeasuredEngine(reply("One."), reply("Two.")), FakeEngine(reply("Eins."), reply("Zwei."))
+    async with chat(ours, peer) as (app, pilot):
         await pilot.press("f10")
         await say(app, pilot, "first")
         await pilot.press("tab")
@@ -105,20 +105,20 @@ async def test_escape_stops_both_before_it_closes_anything():
         await sees(pilot, "Esc stops the reply first")
         await pilot.press("tab", "escape")
         await until(lambda: not app.session.is_answering)
-        assert isinstance(app.session.engine, Comparison)
+        assert isinstance(app.session.engine, ComparisonEngine)
 
 
 async def test_the_activity_says_which_of_the_two_is_waited_for():
     ours = MeasuredEngine([None, *reply("One. Two.")[:4], None, *reply(" Three.")[2:]])
-    rival = FakeEngine([None, *reply("Eins.")], start=[Loading(done_bytes=1, total_bytes=4), None, READY])
-    async with chat(ours, rival) as (app, pilot):
+    peer = FakeEngine([None, *reply("Eins.")], start=[Loading(done_bytes=1, total_bytes=4), None, READY])
+    async with chat(ours, peer) as (app, pilot):
         await pilot.press("f10")
         app.prompt.insert("go")
         await pilot.press("enter")
         await sees(pilot, "llama.cpp: loading 25%")
         await sees(pilot, "waits for llama.cpp")
         assert "reading the prompt" not in app.column.activity.text
-        rival.release()
+        peer.release()
         await sees(pilot, "orin-chat: reading the prompt")
         ours.release()
         await sees(pilot, "orin-chat: answering · 2 tokens")
@@ -186,22 +186,22 @@ async def test_one_that_dies_leaves_the_other_unharmed():
 
 
 async def test_another_preset_is_compared_too():
-    ours, rivals = MeasuredEngine(), (FakeEngine(), FakeEngine())
-    async with chat(ours, *rivals) as (app, pilot):
+    ours, peers = MeasuredEngine(), (FakeEngine(), FakeEngine())
+    async with chat(ours, *peers) as (app, pilot):
         await pilot.press("f10")
         await sees(pilot, "The next prompt")
         before = app.session.engine
         before.together = True
         app.switching._to_preset(app.setup, lambda: "safe")
         await until(lambda: app.session.engine is not before)
-        assert isinstance(app.session.engine, Comparison) and app.session.engine.together
-        await until(lambda: ours.closed and rivals[0].closed and not rivals[1].closed)
+        assert isinstance(app.session.engine, ComparisonEngine) and app.session.engine.together
+        await until(lambda: ours.closed and peers[0].closed and not peers[1].closed)
 
 
 async def test_from_the_start():
     """As `--compare` has it."""
-    ours, rival = MeasuredEngine(reply("One.")), FakeEngine(reply("Eins."))
-    async with chat(beside(rival)(ours), initial_prompt="Hi") as (app, pilot):
+    ours, peer = MeasuredEngine(reply("One.")), FakeEngine(reply("Eins."))
+    async with chat(beside(peer)(ours), initial_prompt="Hi") as (app, pilot):
         await sees(pilot, "Eins.")
         assert contents(app) == ["Hi", "One."]
 
@@ -225,11 +225,11 @@ async def test_ours_dying_is_told_in_its_column():
 
 @pytest.mark.parametrize("size", [(120, 40), (80, 24), (60, 20), (40, 12), (20, 8)])
 async def test_it_fits(size):
-    ours, rival = MeasuredEngine(reply("One. " * 40)), FakeEngine(reply("Eins. " * 40))
+    ours, peer = MeasuredEngine(reply("One. " * 40)), FakeEngine(reply("Eins. " * 40))
     setup = EngineSetup(
         EngineOptions(model_path="m.gguf", backend="CPU"), "cpu", make=lambda _: MeasuredEngine()
     )
-    setup.compare = beside(rival)
+    setup.compare = beside(peer)
     app = ChatApp(ours, History(":memory:"), setup=setup, read_counters=lambda: ())
     async with app.run_test(size=size) as pilot:
         await until(lambda: not app.session.is_busy)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from app.comparison.engine import Comparison, with_llama_server
-from app.comparison.figures import Agreement, is_shared, report
+from app.comparison.common_prefix import CommonPrefix
+from app.comparison.comparison_engine import ComparisonEngine, compare_with_llama_server
+from app.comparison.engine_pair import answered_together
+from app.comparison.report import report
 from engine.errors import TemplateError
 from engine.events import (
     Chat,
@@ -69,11 +71,11 @@ async def compare():
     def make(left=QUICK, right=QUICK, encode=None, **options):
         log = []
         ours = Spy(synthetic.engine(**{**QUICK, **left}), log, "L")
-        rival = Spy(synthetic.engine(**{**QUICK, **right}), log, "R")
-        comparison = Comparison(
-            ours, lambda ready: rival, lambda: encode or (lambda prompt: Prompt([5, 6, 7])), **options
+        peer = Spy(synthetic.engine(**{**QUICK, **right}), log, "R")
+        comparison = ComparisonEngine(
+            ours, lambda ready: peer, lambda: encode or (lambda prompt: Prompt([5, 6, 7])), **options
         )
-        comparison.spies, comparison.log = (ours, rival), log
+        comparison.spies, comparison.log = (ours, peer), log
         made.append(comparison)
         return comparison
 
@@ -129,21 +131,21 @@ async def test_together_they_compete(compare):
     await collect(comparison.start())
     await collect(comparison.generate(ask()))
     assert sorted(comparison.log[:2]) == ["L begins", "R begins"]
-    assert comparison.view().together and is_shared(comparison)
+    assert comparison.view().together and answered_together(comparison)
     assert not any(
         isinstance(event, Finished) for event in heard
     )  # no speed that says something of the model
     comparison.together = False  # from the next prompt on
     assert comparison.view().together
     await collect(comparison.generate(ask()))
-    assert not comparison.view().together and not is_shared(comparison)
+    assert not comparison.view().together and not answered_together(comparison)
     assert isinstance(heard[-1], Finished)
 
 
 def test_no_answer_waits_for_counters_that_are_not_the_cpus(monkeypatch):
     monkeypatch.setattr(counters, "is_jetson", lambda root: True)
     monkeypatch.setattr(counters.subprocess, "run", None)  # a Jetson's power mode is asked of a program
-    read = Comparison(None, None, None)._read()
+    read = ComparisonEngine(None, None, None)._read_counters()
     assert {"CPU load", "memory"} <= {counter.name for counter in read}
 
 
@@ -196,10 +198,10 @@ async def test_raw_text_reaches_it_unsplit(compare):
     assert said(await collect(comparison.generate(ask(RawText(text="x"))))).startswith("<think>")
 
 
-@pytest.mark.parametrize("theirs_first", [False, True])
-async def test_one_that_fails_leaves_the_other_unharmed(compare, theirs_first):
+@pytest.mark.parametrize("peer_first", [False, True])
+async def test_one_that_fails_leaves_the_other_unharmed(compare, peer_first):
     comparison = compare(right={"failure": "ContextFullError", "fail_at": 3})
-    comparison._rival_first = theirs_first
+    comparison._peer_first = peer_first
     events = await collect(comparison.generate(ask()))
     assert events[-1].reason == "stop"
     view = comparison.view()
@@ -246,11 +248,11 @@ async def test_a_prompt_that_cannot_be_encoded(compare):
 
 
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("theirs_first", [False, True])
-async def test_stopping_ends_both(compare, together, theirs_first):
+@pytest.mark.parametrize("peer_first", [False, True])
+async def test_stopping_ends_both(compare, together, peer_first):
     slow = {"rate": 50, "tokens": 1000}
     comparison = compare(slow, slow, together=together)
-    comparison._rival_first = theirs_first
+    comparison._peer_first = peer_first
     await collect(comparison.start())
     answer = asyncio.create_task(collect(comparison.generate(ask())))
     while not (comparison.view().left.tokens or comparison.view().right.tokens):
@@ -259,7 +261,7 @@ async def test_stopping_ends_both(compare, together, theirs_first):
     events = await asyncio.wait_for(answer, 60)
     assert events[-1].reason == "cancelled"
     assert len(comparison.log) == (4 if together else 2)
-    first, second = ("right", "left") if theirs_first else ("left", "right")
+    first, second = ("right", "left") if peer_first else ("left", "right")
     assert getattr(comparison.view(), first).state == "stopped"
     assert getattr(comparison.view(), second).state == ("stopped" if together else "not asked")
     await collect(comparison.generate(ask(max_tokens=2)))
@@ -328,20 +330,20 @@ def tokens(*pairs):
         ([(1, "\ufffd"), (2, ""), (3, "\ufffdy")], [(1, ""), (-1, ""), (3, "\ufffdy")], 3, False),
     ],
 )
-def test_agreement(a, b, same, differs):
-    agreement = Agreement()
-    agreement.update(tokens(*a), tokens(*b))
-    assert (agreement.same, agreement.differs) == (same, differs)
+def test_the_common_prefix(a, b, same, differs):
+    prefix = CommonPrefix()
+    prefix.update(tokens(*a), tokens(*b))
+    assert (prefix.length, prefix.ended) == (same, differs)
 
 
-def test_agreement_grows_with_the_answers():
-    agreement = Agreement()
+def test_the_common_prefix_grows_with_the_answers():
+    prefix = CommonPrefix()
     a, b = (tokens(*((i, "x") for i in range(n))) for n in (9, 6))
     b += tokens((99, "y"))
     for n in range(10):
-        agreement.update(a[:n], b)
-        assert agreement.same == min(n, 6)
-    assert agreement.differs
+        prefix.update(a[:n], b)
+        assert prefix.length == min(n, 6)
+    assert prefix.ended
 
 
 # --- with a real llama-server ---------------------------------------------------------------------------
@@ -353,7 +355,7 @@ async def real(llama_server, tmp_path, home, monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", CACHE)  # with kernels that other tests have compiled
     path = str(generated_model.write(tmp_path / "noise.gguf", architecture="qwen3"))
-    comparison = with_llama_server(
+    comparison = compare_with_llama_server(
         LocalEngine(EngineOptions(model_path=path, backend="CPU", context_length=256)), llama_server
     )
     yield comparison
@@ -388,7 +390,7 @@ async def test_no_llama_server(monkeypatch, tmp_path, home):
     assert isinstance(ours, LocalEngine)
     path = generated_model.write(tmp_path / "noise.gguf")
     ours.options = EngineOptions(model_path=str(path), backend="CPU")
-    comparison = with_llama_server(ours)
+    comparison = compare_with_llama_server(ours)
     try:
         events = await collect(comparison.generate(ask()))
         assert events[-1].reason == "stop"

@@ -1,0 +1,380 @@
+"""Two engines that answer the same prompts, as one engine.
+
+Its stream is the answer of our engine, so that a chat goes on as it does without a comparison. The answer of the
+other engine, the figures of both and the token at which they part are in `ComparisonEngine.view()`.
+
+Both do the same work: they get the same token ids, sample greedily and compute the whole prompt, whatever they have
+cached of it. They share the memory's bandwidth, so they answer in turn, and each goes first every second time. With
+`together`, they answer at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from app.chat.slowdown import other_programs
+from app.comparison.common_prefix import CommonPrefix
+from app.comparison.side import Side
+from engine.client import Engine, LocalEngine
+from engine.errors import OrinError
+from engine.events import (
+    Chat,
+    Counter,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    KernelProfile,
+    Measured,
+    RawText,
+    Ready,
+    Sampling,
+    Step,
+    Token,
+    TokenIds,
+)
+from engine.formats.gguf import GGUF
+from engine.formats.prompt import PromptEncoder
+from engine.formats.template import Prompt
+from engine.formats.thinking import ThinkSplitter
+from engine.measure.counters import Cpu
+from engine.measure.memory import gpu_used_bytes
+from engine.peers.llama_server import LlamaServer
+from engine.peers.server_engine import split_thinking
+from widgets.comparison_data import ComparisonData, Difference
+
+GREEDY = Sampling(temperature=0)
+CANDIDATES = 20
+"""Where the answers part, each engine gives the probabilities of this many tokens."""
+
+
+class PeerEngine(Engine, Protocol):
+    """An engine to compare with."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, if it runs on this machine."""
+        ...
+
+
+Encode = Callable[[Chat | RawText | TokenIds], Prompt]
+
+
+def compare_with_llama_server(
+    ours: LocalEngine, llama_server: str = "", *, api_key: str = "", together: bool = False
+) -> ComparisonEngine:
+    """`ours` and llama.cpp on the same file, context and kind of device. `llama_server` is the path of the program
+    ("": the one that is found), or the address of a server that runs and takes `api_key`."""
+
+    def make_peer(ready: Ready) -> LlamaServer:
+        options = replace(ours.options, backend=ready.backend, context_length=ready.context_length)
+        if llama_server.startswith(("http://", "https://")):
+            return LlamaServer(options, url=llama_server, api_key=api_key)
+        return LlamaServer(options, llama_server)
+
+    def make_encoder() -> Encode:
+        with GGUF(ours.options.model_path) as file:
+            return PromptEncoder(file).encode
+
+    return ComparisonEngine(ours, make_peer, make_encoder, together=together)
+
+
+class ComparisonEngine:
+    """An `Engine`, and an `EnginePair`. `make_peer` makes the other engine when ours is ready. `make_encoder` returns
+    the function that turns prompts into token ids; it is called in a thread. Both may raise OrinError."""
+
+    name = "orin-chat"
+
+    def __init__(
+        self,
+        ours: LocalEngine,
+        make_peer: Callable[[Ready], PeerEngine],
+        make_encoder: Callable[[], Encode],
+        *,
+        together: bool = False,
+        read_counters: Callable[[], tuple[Counter, ...]] | None = None,
+    ) -> None:
+        self.ours = ours
+        self.together = together
+        self._make_peer = make_peer
+        self._peer: PeerEngine | None = None
+        self._peer_start: asyncio.Task[None] | None = None
+        self._make_encoder = make_encoder
+        self._encode: Encode | None = None
+        self._left, self._right = Side(self.name), Side("llama.cpp")
+        self._prefix = CommonPrefix()
+        self._difference: Difference | None = None
+        self._asked = ""
+        self._asked_together = together
+        self._is_complete = False
+        self._peer_first = False
+        self._read_counters = read_counters or _cpu_counters()
+        self._remark = ""
+        self._stopped = asyncio.Event()
+
+    # --- Engine -----------------------------------------------------------------------------------------
+
+    async def start(self) -> AsyncGenerator[Event, None]:
+        """The events of our engine. When it is ready, the other one starts in the background."""
+        async for event in self.ours.start():
+            self._left.observe(event)
+            yield event
+            if isinstance(event, Ready):
+                self._ensure_peer(event)
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+        """The answer of our engine. Its last event comes when both answers have ended."""
+        self._stopped.clear()
+        if not self._left.ready:
+            async for event in self.start():
+                if self._stopped.is_set():
+                    event = _stopped_before(request)
+                yield event
+                if isinstance(event, Failed | Finished):
+                    return
+        assert self._left.ready
+        self._reset()
+        self._asked = request.prompt.messages[-1].content if isinstance(request.prompt, Chat) else ""
+        peer_start = self._ensure_peer(self._left.ready)
+        if not peer_start.done():
+            self._left.wait_for(self._right.name)
+        await self._unless_stopped(peer_start)
+        try:
+            prompt = await asyncio.to_thread(self._ids, request)
+        except OrinError as error:
+            yield Failed.from_error(error, request.request_id)
+            return
+        work = replace(request, prompt=TokenIds(ids=tuple(prompt.ids)), sampling=GREEDY, fresh=True)
+        self._reset(len(prompt.ids))
+        self._asked_together, peer_first = self.together, self._peer_first
+        self._peer_first = not peer_first
+        peer_answer: asyncio.Task[None] | None = None
+        on_event = self.ours.on_event
+        await asyncio.to_thread(self._read_counters)  # the next reading is of the time since this one
+        try:
+            if self._asked_together:
+                self.ours.on_event = _ignore  # the speed on a shared machine is not the model's
+                peer_answer = asyncio.create_task(self._follow_peer(work))
+            elif peer_first:
+                await self._follow_peer(work)
+            end: Finished | Failed = _stopped_before(request)
+            if not self._stopped.is_set():
+                async with aclosing(self._our_answer(work, request, prompt)) as events:
+                    async for event in events:
+                        if isinstance(event, Finished | Failed):
+                            end = event
+                        else:
+                            yield event
+            if peer_answer:
+                await peer_answer
+            elif not peer_first:
+                await self._follow_peer(work)
+            # A peer that is no process of ours would count as another program.
+            if self._peer and self._peer.pid:
+                self._remark = other_programs(await asyncio.to_thread(self._read_counters))
+            await self._compare_candidates(prompt.ids)
+            for side in (self._left, self._right):
+                side.skip()
+            self._is_complete = True
+            self.view()  # records the memory of both while they hold it
+            yield end
+        finally:
+            self.ours.on_event = on_event
+            if peer_answer:
+                peer_answer.cancel()
+
+    def forget(self) -> None:
+        """Drops the last answers: the conversation is another one."""
+        self._reset()
+        self._asked = ""
+
+    def _reset(self, prompt_tokens: int = 0) -> None:
+        self._left.reset(prompt_tokens)
+        self._right.reset(prompt_tokens)
+        self._prefix, self._difference, self._is_complete = CommonPrefix(), None, False
+        self._remark = ""
+
+    async def stop(self) -> None:
+        """Ends both answers."""
+        self._stopped.set()
+        await asyncio.gather(self.ours.stop(), *([self._peer.stop()] if self._peer else []))
+
+    async def close(self) -> None:
+        await asyncio.gather(self.release(), self.ours.close())
+
+    async def measure(self) -> Measured | Failed:
+        return await self.ours.measure()
+
+    async def profile(self, step: Step = "decode") -> KernelProfile | Failed:
+        return await self.ours.profile(step)
+
+    async def release(self) -> LocalEngine:
+        """Ends the comparison: closes the other engine and returns ours."""
+        if self._peer_start:
+            self._peer_start.cancel()
+            await asyncio.gather(self._peer_start, return_exceptions=True)
+        if self._peer:
+            await self._peer.close()
+        return self.ours
+
+    @property
+    def doing(self) -> str:
+        """What the two are working on, in words; "" while they are idle."""
+        return "; ".join(doing for side in (self._left, self._right) if (doing := side.doing))
+
+    # --- the view ---------------------------------------------------------------------------------------
+
+    def view(self) -> ComparisonData:
+        """Both answers as they are now."""
+        left, right = self._left, self._right
+        self._prefix.update(left.tokens, right.tokens)
+        same, differs = self._prefix.length, self._prefix.ended
+        difference = self._difference
+        if differs and difference is None:
+            difference = Difference(same + 1, left.tokens[same].text, right.tokens[same].text)
+        bytes_per_token = (
+            (left.ready.weight_bytes_per_token, left.ready.kv_bytes_per_token) if left.ready else (0, 0)
+        )
+        left.pid, right.pid = self.ours.pid, self._peer.pid if self._peer else None
+        shown = same if differs else None
+        return ComparisonData(
+            left=left.view(shown, bytes_per_token),
+            right=right.view(shown, bytes_per_token),
+            asked=self._asked,
+            together=self._asked_together,
+            complete=self._is_complete,
+            remark=self._remark,
+            same=same,
+            difference=difference,
+        )
+
+    # --- both engines -----------------------------------------------------------------------------------
+
+    def _ensure_peer(self, ready: Ready) -> asyncio.Task[None]:
+        """The start of the other engine, which may be over. One that failed is started again."""
+        start = self._peer_start
+        if start is None or (start.done() and not self._right.ready):
+            self._right.start()
+            start = self._peer_start = asyncio.create_task(self._start_peer(ready))
+        return start
+
+    async def _start_peer(self, ready: Ready) -> None:
+        if isinstance(measured := await self.ours.measure(), Measured):
+            self._left.copy_gbps = self._right.copy_gbps = measured.copy_gbps
+            self._left.device_bytes = 0 if ready.backend.startswith("CPU") else measured.device_bytes
+        used_before = gpu_used_bytes()
+        if self._peer is None:
+            try:
+                self._peer = self._make_peer(ready)
+            except OrinError as error:
+                self._right.observe(Failed.from_error(error))
+                return
+        async for event in self._peer.start():
+            self._right.observe(event)
+        used_after = gpu_used_bytes()
+        if used_before is not None and used_after is not None and self._peer.pid:
+            self._right.device_bytes = max(0, used_after - used_before)
+
+    async def _unless_stopped(self, task: asyncio.Task[None]) -> None:
+        """Waits until `task` is done or the user stops the answers."""
+        stopped = asyncio.create_task(self._stopped.wait())
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+
+    async def _our_answer(
+        self, work: Generate, request: Generate, prompt: Prompt
+    ) -> AsyncGenerator[Event, None]:
+        """Our engine's answer to token ids. If they stand for a chat, its thinking is separated from its text."""
+        splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
+        async with aclosing(split_thinking(self._observed(work), splitter)) as events:
+            async for event in events:
+                yield event
+
+    async def _observed(self, work: Generate) -> AsyncGenerator[Event, None]:
+        self._left.begin()
+        async with aclosing(self.ours.generate(work)) as events:
+            async for event in events:
+                self._left.observe(event)
+                yield event
+
+    async def _follow_peer(self, work: Generate) -> None:
+        if self._stopped.is_set() or not self._peer or not self._right.ready:
+            return
+        self._right.begin()
+        async for event in self._peer.generate(work):
+            self._right.observe(event)
+
+    async def _compare_candidates(self, prompt: Sequence[int]) -> None:
+        """Where the answers part, asks each engine how probable both tokens are."""
+        self._prefix.update(self._left.tokens, self._right.tokens)
+        if not self._prefix.ended or self._stopped.is_set() or not self._peer:
+            return
+        same = self._prefix.length
+        left, right = self._left.tokens[same], self._right.tokens[same]
+        question = Generate(
+            request_id=0,
+            prompt=TokenIds(ids=(*prompt, *(token.id for token in self._left.tokens[:same]))),
+            sampling=GREEDY,
+            max_tokens=1,
+            logprobs=CANDIDATES,
+            ignore_eos=True,
+        )
+        by_left, by_right = (
+            await _probabilities(self.ours, question),
+            await _probabilities(self._peer, question),
+        )
+        right_id = right.id if right.id != -1 else next(iter(by_right), -1)
+        self._difference = Difference(
+            position=same + 1,
+            left=left.text,
+            right=right.text,
+            left_odds=(by_left.get(left.id), by_left.get(right_id)),
+            right_odds=(by_right.get(left.id), by_right.get(right_id)),
+        )
+
+    def _ids(self, request: Generate) -> Prompt:
+        if self._encode is None:
+            self._encode = self._make_encoder()
+        return self._encode(request.prompt)
+
+
+def _cpu_counters() -> Callable[[], tuple[Counter, ...]]:
+    """Reads the CPU's counters alone. Others take long (a Jetson's power mode), and an answer would wait."""
+    cpu = Cpu(Path("/"), os.getpid())
+    return lambda: tuple(cpu.read())
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+async def _probabilities(engine: Engine, question: Generate) -> dict[int, float]:
+    """The most probable next tokens and their probabilities; empty if the engine does not report them."""
+    probabilities: dict[int, float] = {}
+    async for event in engine.generate(question):
+        if isinstance(event, Token) and event.top:
+            probabilities = {top.id: math.exp(top.logprob) for top in event.top}
+    return probabilities
+
+
+def _stopped_before(request: Generate) -> Finished:
+    """The end of an answer that was stopped before it began."""
+    return Finished(
+        request_id=request.request_id,
+        reason="cancelled",
+        prompt_n=0,
+        cached_n=0,
+        prompt_ms=0.0,
+        predicted_n=0,
+        predicted_ms=0.0,
+        load_ms=0.0,
+        seed=0,
+    )
