@@ -1,36 +1,27 @@
-"""Chooses tinygrad's device and prepares what it needs: the environment that tinygrad reads at import, and changes to
-tinygrad itself."""
+"""Chooses tinygrad's device and prepares tinygrad for it: variables that it reads at import, and fixes to its code."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import importlib.util
 import os
-import shlex
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
-import platformdirs
-
 from engine.devices import cuda_driver
+from engine.devices.clang import find_clang
 from engine.devices.nvidia import gpus, why_not_nv
 from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
 from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")
-_MOST_COMPILERS = 32
+_MAX_COMPILERS = 32
 
 
 def prepare(options: EngineOptions) -> str:
-    """Sets DEV, CC and PARALLEL for `options.backend` and what else of `options` tinygrad reads from the
-    environment (BEAM, JITBEAM, MV_*), before tinygrad is imported, and returns DEV.
+    """Sets the environment variables that tinygrad reads at import: DEV, CC and PARALLEL for `options.backend`, and
+    BEAM, JITBEAM and MV_* for the other options. To be called before tinygrad is imported. Returns DEV.
 
-    "auto" is the user's own DEV where it is set, else CUDA where an NVIDIA GPU can be used, else CPU. Raises
-    UsageError for an unknown backend, BackendError for one that cannot work on this machine.
+    "auto" is the user's own DEV if it is set, else CUDA if there is a usable NVIDIA GPU, else CPU. Raises UsageError
+    for an unknown backend, BackendError for one that cannot work on this machine.
     """
     backend = options.backend.upper()
     if backend not in (*BACKENDS, "AUTO"):
@@ -38,32 +29,33 @@ def prepare(options: EngineOptions) -> str:
         raise UsageError(f"There is no backend {options.backend!r}.", f"Choose auto or one of {known}.")
     if backend == "AUTO":
         backend = os.environ.get("DEV") or ("CPU" if cuda_driver.unusable_because() else "CUDA")
-    elif backend == "CUDA" and (flaw := cuda_driver.unusable_because()):
-        raise BackendError(f"The CUDA backend cannot be used: {flaw}.", "Mend that, or choose --backend CPU.")
+    elif backend == "CUDA" and (why := cuda_driver.unusable_because()):
+        raise BackendError(f"The CUDA backend cannot be used: {why}.", "Fix that, or choose --backend CPU.")
     device = _device(backend)
     if device == "NV" and (why := why_not_nv(gpus())):
         raise BackendError(f"{why[0].upper()}{why[1:]}.", "Choose --backend CUDA.")
-    if clang := _clang():
+    if clang := find_clang():
         os.environ["CC"] = clang
     elif device == "CPU":
         raise BackendError(
-            "The CPU backend needs the compiler clang, and there is none.",
+            "The CPU backend needs the compiler clang, which is not installed.",
             "Install it from your system's packages, or run: pip install ziglang",
         )
     os.environ["DEV"] = backend
-    os.environ.setdefault("PATH", os.defpath)  # tinygrad takes for granted that there is one
-    is_searched = device == "CPU" and options.kernels == "graph"  # compilers would spoil what it times
-    os.environ.setdefault("PARALLEL", str(0 if is_searched else _compilers()))
-    os.environ.setdefault("CACHELEVEL", "0")  # engine.kernels.kept keeps what tinygrad would keep
+    os.environ.setdefault("PATH", os.defpath)  # tinygrad fails without PATH
+    # tinygrad's search times kernels on the CPU cores, which compiler processes would keep busy.
+    is_searched = device == "CPU" and options.kernels == "graph"
+    os.environ.setdefault("PARALLEL", str(0 if is_searched else _compiler_processes()))
+    os.environ.setdefault("CACHELEVEL", "0")  # engine.disk_cache replaces tinygrad's own cache
     if options.kernels == "graph" or device not in BACKENDS:
-        os.environ.update(_search(options))
+        os.environ.update(_search_variables(options))
     return backend
 
 
 def install(dev: str) -> None:
-    """Makes the changes to tinygrad that all engines on a device need, whatever their kernels. `dev` is as tinygrad's
-    variable DEV ("NV", "TEGRA+NV:CUDA"). To be called after `prepare` and before the first kernel. Raises BackendError
-    where another tinygrad is installed."""
+    """Applies the fixes to tinygrad that every engine on a device needs. `dev` is the value of DEV ("NV",
+    "TEGRA+NV:CUDA"). To be called after `prepare` and before the first kernel. Raises BackendError if another version
+    of tinygrad is installed."""
     from engine.fixes import compiler_processes
 
     compiler_processes.apply()
@@ -86,17 +78,17 @@ def install(dev: str) -> None:
 
 
 def _device(dev: str) -> str:
-    """The device in [interface+]device[:renderer…], in capitals."""
+    """The device of DEV, which has the form [interface+]device[:renderer…], in capitals."""
     return dev.partition(";")[0].rpartition("+")[2].partition(":")[0].upper()
 
 
-def _compilers() -> int:
-    """How many processes compile, while this one waits for them."""
+def _compiler_processes() -> int:
+    """How many processes compile kernels for this one; 0: it compiles them itself."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_COMPILERS) if cores > 1 else 0
+    return min(cores, _MAX_COMPILERS) if cores > 1 else 0
 
 
-def _search(options: EngineOptions) -> dict[str, str]:
+def _search_variables(options: EngineOptions) -> dict[str, str]:
     """tinygrad's variables for its own search and for its matrix-vector heuristic; the environment decides what
     `options` leave open. Only the captured steps are searched: other kernels run once. The schedules
     of quantized kernels are searched by `engine.model.fused.schedule_search`."""
@@ -110,21 +102,21 @@ def _search(options: EngineOptions) -> dict[str, str]:
     return {name: str(value) for name, value in chosen.items()}
 
 
-def flaw(backend: str) -> str:
-    """What keeps a backend from working on this machine, in a few words; "" where nothing is known to. May
-    take a second: a driver is asked."""
+def unusable_because(backend: str) -> str:
+    """Why a backend cannot work on this machine, in a few words; "" if no reason is known. May take a second, because
+    it asks a driver. Raises BackendError if the compiler's script cannot be written."""
     match backend:
         case "CUDA":
             return cuda_driver.unusable_because()
         case "NV":
-            return _nv_flaw()
+            return _nv_unusable_because()
         case "CPU":
-            return "" if _clang() else "there is no compiler (clang, or the package ziglang)"
+            return "" if find_clang() else "there is no compiler (clang, or the package ziglang)"
     return ""
 
 
-def _nv_flaw() -> str:
-    """On a Jetson NV needs the nodes of its own drivers, elsewhere nvidia.ko's."""
+def _nv_unusable_because() -> str:
+    """On a Jetson NV needs the device nodes of nvgpu and nvmap, elsewhere those of nvidia.ko."""
     nodes = [Path(node) for node in (abi.CTRL, abi.NVMAP)]
     if all(node.exists() for node in nodes):
         closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
@@ -132,47 +124,3 @@ def _nv_flaw() -> str:
     if not Path("/dev/nvidiactl").exists():
         return "there is no NVIDIA kernel driver (/dev/nvidiactl)"
     return why_not_nv(gpus())
-
-
-# --- a clang for the CPU backend -----------------------------------------------------------------------
-
-
-def _clang() -> str | None:
-    """A program that takes clang's arguments, as one path, which is what tinygrad wants in CC: the user's CC
-    if it is a clang, the one on PATH, or the one inside the package ziglang."""
-    if (cc := shutil.which(os.environ.get("CC", ""))) and _is_clang(cc):
-        return cc
-    return shutil.which("clang") or _zig_clang()
-
-
-def _is_clang(program: str) -> bool:
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        run = subprocess.run([program, "--version"], capture_output=True, stdin=subprocess.DEVNULL, timeout=5)
-        return b"clang version" in run.stdout
-    return False
-
-
-def _zig_clang() -> str | None:
-    """A script that runs `zig clang`, kept in the cache folder; None if ziglang is not installed."""
-    spec = importlib.util.find_spec("ziglang")
-    if spec is None or spec.origin is None:
-        return None
-    zig = str(Path(spec.origin).with_name("zig"))
-    folder = platformdirs.user_cache_path("orin-chat", appauthor=False)
-    script = (
-        folder / f"clang-{hashlib.sha256(zig.encode()).hexdigest()[:8]}"
-    )  # one for each ziglang installed
-    text = f'#!/bin/sh\nexec {shlex.quote(zig)} clang "$@"\n'
-    try:
-        if not script.is_file() or script.read_text() != text:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as new:
-                (written := Path(new, script.name)).write_text(text)
-                written.chmod(0o755)
-                written.replace(script)
-    except OSError as error:
-        raise BackendError(
-            f"The compiler's script cannot be written to {folder}: {error.strerror}.",
-            "Set XDG_CACHE_HOME to a folder that can be written.",
-        ) from error
-    return str(script)

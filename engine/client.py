@@ -1,5 +1,5 @@
-"""The engine as the application sees it: the interface that every engine has, and the one that runs tinygrad
-in a process of its own."""
+"""The engine as the application sees it: the interface of all engines, and the engine that runs tinygrad in a child
+process."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from engine.transport import FrameError, pack
 
 Request = Generate | Measure | Profile
 
-CANCEL_GRACE_S = 0.07  # what the worker has to end an answer by itself; the contract says 100 ms
+CANCEL_GRACE_S = 0.07  # the time in which the worker may end an answer itself; `Engine.stop` promises 100 ms
 
 
 class Engine(Protocol):
-    """One thing that can answer a conversation: tinygrad here, llama-server, a server elsewhere.
+    """Answers conversations: tinygrad in a child process, llama-server, or a server elsewhere.
 
-    Nothing is raised for expected failures: both streams end with `Failed` instead. An engine answers one
-    request at a time. After `Failed` with no `request_id` (the engine is gone) `start` may be called again.
+    Expected failures are not raised: both streams end with `Failed` instead. An engine answers one request at a time.
+    After a `Failed` without `request_id` (the engine has ended) `start` may be called again.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Ends the answer in progress: its stream ends with `Finished(reason="cancelled")` within 100 ms."""
+        """Stops the answer in progress: its stream ends with `Finished(reason="cancelled")` within 100 ms."""
         ...
 
     async def close(self) -> None:
-        """Ends the engine and all it started. Safe to call twice and at any time."""
+        """Ends the engine and its child processes. May be called twice and at any time."""
         ...
 
 
@@ -77,11 +77,11 @@ class Measurable(Protocol):
 
 
 class LocalEngine:
-    """The tinygrad engine: an `Engine` whose work happens in a process that may die at any instant.
+    """The tinygrad engine: it computes in a child process, which may die at any moment.
 
-    `generate` starts the process where there is none, or it died; then `Loading`, `Warming` and `Ready` (or
-    the `Failed` of the start) come before the events of the answer. While the engine loads, requests wait
-    for it and see it load. To close either stream early ends what it asked for. Belongs to one event loop.
+    `generate` starts the process if there is none or it died. Then `Loading`, `Warming` and `Ready` (or the `Failed`
+    of the start) come before the events of the answer. Requests made while the engine loads wait, and get the events
+    of the load. Closing a stream early cancels its request. An instance belongs to one event loop.
     """
 
     name = "tinygrad"
@@ -93,8 +93,8 @@ class LocalEngine:
         environment: Mapping[str, str] = {},
         command: Sequence[str] = module_command("engine.worker"),
     ) -> None:
-        """`environment` is added to the process's own; `command` gets the number of its socket appended.
-        `on_event` may be set to what is to see each event of the process, whoever asked for it."""
+        """`environment` is added to this process's for the child. `command` gets the file descriptor of its socket
+        as last argument. The attribute `on_event` may be set to a function; it gets every event of the process."""
         self.options = options
         self.on_event: Callable[[Event], object] = lambda _: None
         self._environment = environment
@@ -107,12 +107,12 @@ class LocalEngine:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """The process id, while it runs."""
         return self._process.pid if self._process and self._process.alive else None
 
     @property
     def log_path(self) -> Path:
-        """What the process printed: its tracebacks, never a prompt."""
+        """The file with the output of the process: tracebacks, never a prompt."""
         return platformdirs.user_log_path("orin-chat", appauthor=False) / "engine.log"
 
     async def start(self) -> AsyncGenerator[Event, None]:
@@ -129,8 +129,8 @@ class LocalEngine:
     async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
         stream = self._open(request)
         try:
-            if flaw := _flaw(request):
-                stream.put(flaw)
+            if failure := _failure_to_encode(request):
+                stream.put(failure)
             else:
                 await self._join(stream, pack(replace(request, request_id=stream.serial)))
             async for event in stream:
@@ -139,21 +139,21 @@ class LocalEngine:
             self._leave(stream)
 
     async def measure(self) -> Measured | Failed:
-        """What the figures of answers are held against: takes a second of the idle engine."""
-        end = await self._ask(Measure(request_id=0))
+        """Measures what an answer's figures are compared with (see `Measured`). Takes a second."""
+        end = await self._request(Measure(request_id=0))
         assert isinstance(end, Measured | Failed)
         return end
 
     async def profile(self, step: Step = "decode") -> KernelProfile | Failed:
-        """A step kernel by kernel, timed while the engine is idle. `Failed` where a prompt came first."""
-        end = await self._ask(Profile(request_id=0, step=step))
+        """Times a step kernel by kernel. `Failed` if a prompt comes meanwhile."""
+        end = await self._request(Profile(request_id=0, step=step))
         assert isinstance(end, KernelProfile | Failed)
         return end
 
-    async def _ask(self, question: Measure | Profile) -> Event:
-        stream = self._open(question)
+    async def _request(self, request: Measure | Profile) -> Event:
+        stream = self._open(request)
         try:
-            await self._join(stream, pack(replace(question, request_id=stream.serial)))
+            await self._join(stream, pack(replace(request, request_id=stream.serial)))
             async for event in stream:
                 if isinstance(event, Measured | KernelProfile | Failed):
                     return event
@@ -182,17 +182,17 @@ class LocalEngine:
     # --- streams ---------------------------------------------------------------------------------------
 
     def _open(self, request: Request | None) -> _Stream:
-        # The ids on the pipe are our own, so that a late event of an answer that was cut short finds no
-        # stream, whichever ids callers use.
+        # Requests get new ids on the socket. So a late event of an answer that was cut short finds no stream, whatever
+        # ids the callers use.
         stream = _Stream(next(self._serials), request, self._ready.load_ms if self._ready else 0.0)
         self._streams[stream.serial] = stream
         return stream
 
     async def _join(self, stream: _Stream, frame: bytes) -> None:
-        """Connects `stream` with the process, started if there is none, and sends the process `frame`."""
+        """Connects `stream` to the process, which it starts if there is none, and sends `frame` to the process."""
         async with self._spawning:
             if self._process and not self._process.alive:
-                await self._process.gone()
+                await self._process.wait_ended()
                 self._process = self._ready = None
             if stream.ended.is_set():
                 return
@@ -208,7 +208,9 @@ class LocalEngine:
                 return
             except UnicodeEncodeError:
                 stream.put(
-                    Failed(kind="model", message="The model's path is not valid UTF-8.", hint="Rename it.")
+                    Failed(
+                        kind="model", message="The model's path is not valid UTF-8.", hint="Rename the file."
+                    )
                 )
                 return
             stream.joined = True
@@ -295,8 +297,8 @@ _LAST_EVENT: dict[type, type[Event]] = {
 }
 
 
-def _flaw(request: Generate) -> Failed | None:
-    """What keeps the worker from reading `request`, or None."""
+def _failure_to_encode(request: Generate) -> Failed | None:
+    """Why the worker could not decode `request`; None if it can."""
     try:
         command_decoder.decode(pack(request)[4:])
     except UnicodeEncodeError:

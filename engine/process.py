@@ -1,4 +1,4 @@
-"""One life of the engine process, seen from its client: spawned, spoken to, and gone with all it started."""
+"""The engine process, seen from its client, from its start to its end: one object is one life of the process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOG_LIMIT_BYTES = 1 << 20
 
 
 class EngineProcess(asyncio.Protocol):
-    """A child process at the other end of a socket pair, leader of a session of its own.
+    """A child process at the other end of a socket pair. It leads a session of its own.
 
-    `receive` is called with each event and, once and last, with a `Failed` that says how the process ended.
+    `receive` is called with each event. The last call, made once, is a `Failed` that says how the process ended.
     """
 
     _transport: asyncio.Transport
@@ -36,9 +36,9 @@ class EngineProcess(asyncio.Protocol):
         self._log_path = log_path
         self._receive = receive
         self._deframer = Deframer()
-        self._hung_up = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self._killed = False
-        self._misspoke = False
+        self._sent_garbage = False
 
     @classmethod
     async def spawn(
@@ -48,20 +48,19 @@ class EngineProcess(asyncio.Protocol):
         log_path: Path,
         receive: Callable[[Event], None],
     ) -> EngineProcess:
-        """Starts `command` with the number of its socket as last argument; what it prints goes to `log_path`.
-
-        Raises OSError if it cannot be started."""
-        ours, theirs = socket.socketpair()
-        with theirs, open_log(log_path) as log:
+        """Starts `command` with its socket's file descriptor as last argument, and with `environment` added to this
+        process's. Its output goes to `log_path`. Raises OSError if it cannot be started."""
+        client_end, worker_end = socket.socketpair()
+        with worker_end, open_log(log_path) as log:
             self = cls(log_path, receive)
             self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
-                lambda: self, sock=ours
+                lambda: self, sock=client_end
             )
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *command,
-                    str(theirs.fileno()),
-                    pass_fds=(theirs.fileno(),),
+                    str(worker_end.fileno()),
+                    pass_fds=(worker_end.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -80,38 +79,38 @@ class EngineProcess(asyncio.Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether it may still answer."""
-        return not self._killed and not self._hung_up.is_set() and self._process.returncode is None
+        """Whether the process may still answer."""
+        return not self._killed and not self._disconnected.is_set() and self._process.returncode is None
 
     def send(self, frame: bytes) -> None:
         if self.alive:
             self._transport.write(frame)
 
     def kill(self) -> None:
-        """Ends the process at once, its children in the next moments; what it still sends is ignored."""
+        """Kills the process at once, and its children soon after. Events that it has sent are ignored."""
         self._killed = True
         self._kill_leader()
 
-    async def gone(self) -> None:
-        """Returns when the process is reaped and its children are told to end."""
+    async def wait_ended(self) -> None:
+        """Returns when the process has ended and its children have been told to."""
         await asyncio.shield(self._reaper)
 
     async def close(self) -> None:
-        """Asks the process to end, and makes it."""
+        """Asks the process to end, then terminates it, then kills it."""
         self.send(pack(Shutdown()))
         try:
-            if await self._gone_within(SHUTDOWN_GRACE_S):
+            if await self._ended_within(SHUTDOWN_GRACE_S):
                 return
             self._terminate_group()
-            if await self._gone_within(TERMINATE_GRACE_S):
+            if await self._ended_within(TERMINATE_GRACE_S):
                 return
             self.kill()
-            await self.gone()
+            await self.wait_ended()
         except asyncio.CancelledError:
             self.kill()
             raise
 
-    async def _gone_within(self, seconds: float) -> bool:
+    async def _ended_within(self, seconds: float) -> bool:
         return bool((await asyncio.wait((self._reaper,), timeout=seconds))[0])
 
     def data_received(self, data: bytes) -> None:
@@ -121,51 +120,51 @@ class EngineProcess(asyncio.Protocol):
             for payload in self._deframer.feed(data):
                 self._receive(event_decoder.decode(payload))
         except (FrameError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self._misspoke = True
+            self._sent_garbage = True
             self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._hung_up.set()
+        self._disconnected.set()
 
     async def _reap(self) -> None:
-        """Sees the process off: itself reaped, its last events read, its children ended."""
+        """Waits for the end of the process, reads its last events, and ends its children."""
         exited = asyncio.create_task(self._process.wait())
-        hung_up = asyncio.create_task(self._hung_up.wait())
+        disconnected = asyncio.create_task(self._disconnected.wait())
         try:
-            await asyncio.wait((exited, hung_up), return_when=asyncio.FIRST_COMPLETED)
-            # One brings the other, unless it closed its socket and lives, or a child of its holds the socket.
-            await asyncio.wait((exited, hung_up), timeout=0.2)
+            await asyncio.wait((exited, disconnected), return_when=asyncio.FIRST_COMPLETED)
+            # Each follows from the other, unless the process closes its socket and lives, or a child holds the socket.
+            await asyncio.wait((exited, disconnected), timeout=0.2)
             self._kill_leader()
             await exited
-            await asyncio.wait((hung_up,), timeout=0.2)
-        finally:  # also when the event loop ends without `close`
+            await asyncio.wait((disconnected,), timeout=0.2)
+        finally:  # also if the event loop ends before `close`
             self._kill_leader()
             self._terminate_group()
-            hung_up.cancel()
+            disconnected.cancel()
             self._transport.abort()
         trim_log(self._log_path)
-        self._receive(self._obituary())
+        self._receive(self._exit_event())
 
     def _kill_leader(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     def _terminate_group(self) -> None:
-        """Ends the process and its children. Not by SIGKILL: one of multiprocessing's processes ignores
-        SIGTERM and removes the semaphores that the others shared."""
+        """Ends the process and its children by SIGTERM. multiprocessing's resource tracker ignores that signal, and
+        then removes the semaphores that the others shared; SIGKILL would end it too."""
         signal_group(self.pid, signal.SIGTERM)
 
-    def _obituary(self) -> Failed:
+    def _exit_event(self) -> Failed:
         code = self._process.returncode
         assert code is not None
-        if self._misspoke:
+        if self._sent_garbage:
             message = "The engine process sent something that is not an event."
         elif code < 0:
             message = f"The engine process died ({how_it_ended(code)})."
         else:
             message = f"The engine process ended by itself ({how_it_ended(code)})."
         hint = f"The engine's log: {self._log_path}"
-        if code == -signal.SIGBUS:  # pages of the mapped file that are no longer there
+        if code == -signal.SIGBUS:  # the mapped model file has become shorter
             hint = f"The model file was cut short or replaced while it was read. {hint}"
         elif code == -signal.SIGKILL and not self._killed:
             hint = f"If memory ran out, a smaller model or context may help. {hint}"
@@ -173,7 +172,7 @@ class EngineProcess(asyncio.Protocol):
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """The log file, to be appended to by its owner alone; nothing, where none can be written."""
+    """The log file, for appending; only its owner can read it. /dev/null if it cannot be written."""
     trim_log(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -183,7 +182,7 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def trim_log(path: Path) -> None:
-    """Empties the log where it has grown beyond LOG_LIMIT_BYTES."""
+    """Empties the log if it is larger than LOG_LIMIT_BYTES."""
     with contextlib.suppress(OSError):
         if path.stat().st_size > LOG_LIMIT_BYTES:
             os.truncate(path, 0)

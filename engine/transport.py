@@ -1,5 +1,5 @@
-"""Frames on the pipe between client and worker: a 4-byte little-endian length, then that many bytes, which
-are one record of `engine.events` as MessagePack."""
+"""Frames on the socket between client and worker: a length of 4 bytes, little-endian, then that many bytes of
+MessagePack, which are one record of `engine.events`."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ _LENGTH_BYTES = 4
 
 
 class FrameError(Exception):
-    """The stream is not one of frames, or a record is too large for one."""
+    """The bytes are not frames, or a record is too large for one."""
 
 
 def pack(record: Command | Event) -> bytes:
-    """One frame. Raises FrameError for a record over MAX_FRAME_BYTES, and what msgspec raises for one that
-    MessagePack cannot hold (UnicodeEncodeError, OverflowError, TypeError)."""
+    """The frame of a record. Raises FrameError if it is over MAX_FRAME_BYTES, and msgspec's errors if MessagePack
+    cannot hold it (UnicodeEncodeError, OverflowError, TypeError)."""
     return frame(encode(record))
 
 
 def frame(payload: bytes) -> bytes:
-    """Raises FrameError for a payload over MAX_FRAME_BYTES."""
+    """The frame of an encoded record. Raises FrameError if it is over MAX_FRAME_BYTES."""
     if len(payload) > MAX_FRAME_BYTES:
-        raise FrameError(f"{len(payload)} bytes are too many for one message.")
+        raise FrameError(f"A message of {len(payload)} bytes is too long.")
     return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
 
 
 class Deframer:
-    """Cuts what arrives, in pieces of any size, into the payloads of frames."""
+    """Cuts received bytes, in pieces of any size, into the payloads of frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     @property
-    def rest(self) -> bytes:
-        """What has arrived of the next frame."""
+    def incomplete(self) -> bytes:
+        """The received part of the next frame."""
         return bytes(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Payloads that are complete with `data`. Raises FrameError for a length no sender would send."""
+        """The payloads that `data` completes. Raises FrameError for a length over MAX_FRAME_BYTES."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= _LENGTH_BYTES:

@@ -1,8 +1,8 @@
-"""The engine process: takes commands from its client, answers with events, and ends with its client.
+"""The engine process: it gets commands from its client, answers with events, and ends when its client does.
 
-A thread reads commands, so that a `Cancel` is seen in the middle of an answer; the main thread loads the
-model and generates, and another thread sends the events. The process may be killed at any instant. A search for
-faster kernels that meets one which spoils the device starts it anew (`_Server.restart`), and no one notices.
+The main thread loads the model and generates. One thread reads commands, so that a `Cancel` arrives in the middle of an
+answer; another sends the events. The process may be killed at any moment. If the search for faster kernels meets a
+candidate that breaks the device, the process replaces itself (`restart`), and the client does not notice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from engine.events import (
 from engine.transport import Deframer, frame, pack
 
 MOST_RESTARTS = 8
-_RESTARTED = "ORIN_CHAT_RESTARTED"  # times, and the file that holds the commands so far
+_RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
 _SEND_INTERVAL_S = 0.01
 
 Report = Callable[[Event], None]
@@ -54,72 +54,75 @@ Request = Generate | Measure | Profile
 
 
 class Model(Protocol):
-    """What a worker serves. `ready` describes it (the worker fills in `load_ms`)."""
+    """What a worker serves. `ready` describes it; the worker fills in `load_ms`."""
 
     ready: Ready
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
-        """Reports `Prefilling`, `Token` and `Thinking` and returns how it ended (the worker fills in
-        `load_ms` and sends it). Asks `cancelled` between steps and ends as "cancelled" when it says so. The
-        worker adds to each token when it was reported."""
+        """Reports `Prefilling`, `Token` and `Thinking`, and returns `Finished`. The worker fills in its `load_ms`, and
+        the `at_ms` of each token. Calls `cancelled` between steps; once it returns True, the answer ends as
+        "cancelled"."""
         ...
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
-        """Does what makes later answers begin sooner, while there is nothing else to do. Asks `interrupted` again
-        and again, and returns where it says so."""
+        """Prepares for later answers while no request waits. Calls `interrupted` often, and returns once it is
+        True."""
         ...
 
     def measure(self, request: Measure) -> Measured: ...
 
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
-        """Asks `interrupted` between kernels, and raises PreemptedError where it says so."""
+        """Calls `interrupted` between kernels. Raises PreemptedError once it returns True."""
         ...
 
 
 Loader = Callable[[EngineOptions, Report], Model]
-restart: Callable[[], object] = lambda: (
-    _die()
-)  # starts this process anew while it loads; see `_Server.restart`
+_server: _Server | None = None
 
 
 def serve(sock: socket.socket, load: Loader) -> None:
-    """Serves the client at the other end of `sock` until it says `Shutdown`, or the model does not load.
+    """Serves the client at the other end of `sock` until it sends `Shutdown` or the model does not load.
 
-    Takes over the process: Ctrl-C is ignored, and when the client is gone the process and its children are
-    killed. `load` reports `Loading` and `Warming`.
+    Takes over the process: it ignores Ctrl-C, and when the client has ended, it kills itself and its children. `load`
+    reports `Loading` and `Warming`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    atexit.register(os._exit, 0)  # called last, as the first registered: to take down all modules takes long
-    sock.set_inheritable(False)  # or a compiler process would keep the pipe open after this one died
-    server = _Server(sock)
-    global restart
-    restart = server.restart
-    server.run(load)
+    atexit.register(
+        os._exit, 0
+    )  # runs last, because it is registered first; unloading all modules takes long
+    sock.set_inheritable(False)  # or a compiler process would keep the socket open after this one died
+    global _server
+    _server = _Server(sock)
+    _server.run(load)
+
+
+def restart() -> Never:
+    """Replaces this process by a new one that gets the same commands from the start. It keeps the process id and the
+    client's socket. Any thread may call this while a model loads. Ends the process if it happened too often."""
+    if _server is None:
+        _die()
+    _server.restart()
 
 
 class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._load_ms = sock, 0.0
         self._restarting = threading.Lock()
-        times, file = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
-        self._restarts = times
+        self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
         self._outbox = _Outbox(sock)
-        self._inbox = _Inbox(sock, _read_all(file))
+        self._inbox = _Inbox(sock, _read_all(commands_fd))
 
     def restart(self) -> Never:
-        """Replaces this process, whatever it does, by one that gets the same commands from the start: the process
-        id stays, and so does the client's end of the socket. May be called by any thread while a model loads. Ends
-        the process where that has happened too often."""
-        self._restarting.acquire()  # for good
+        self._restarting.acquire()  # never released: other threads that want a restart wait for this one
         if self._restarts == MOST_RESTARTS or self._inbox.interruptible:
             _die()
         for child in multiprocessing.active_children():
             child.kill()
         self._outbox.close()
-        file = os.memfd_create("commands", 0)
-        os.write(file, self._inbox.closed())
-        os.environ[_RESTARTED] = f"{self._restarts + 1} {file}"
+        commands_fd = os.memfd_create("commands", 0)
+        os.write(commands_fd, self._inbox.close())
+        os.environ[_RESTARTED] = f"{self._restarts + 1} {commands_fd}"
         self._sock.set_inheritable(True)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
@@ -137,14 +140,14 @@ class _Server:
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
-        gc.disable()  # what a load makes stays: to look through it again and again takes a tenth of the time
+        gc.disable()  # objects made by a load stay alive; garbage collection would take a tenth of the time
         try:
             model = load(options, self._outbox.put)
         except Exception as error:
-            self._outbox.put(Failed.from_error(error))  # first: the log may be on a full disk
+            self._outbox.put(Failed.from_error(error))  # before the traceback: the log's disk may be full
             traceback.print_exception(error)
             return None
-        gc.freeze()  # nor is it looked through in the middle of an answer
+        gc.freeze()  # later garbage collections, in the middle of an answer, skip these objects
         gc.enable()
         self._load_ms = (time.perf_counter() - started) * 1e3
         self._inbox.interruptible = True
@@ -153,9 +156,9 @@ class _Server:
 
     def _warm_up(self, model: Model) -> bool:
         try:
-            model.warm_up(self._inbox.anything_waits)
+            model.warm_up(self._inbox.has_request)
         except Exception as error:
-            self._outbox.put(Failed.from_error(error))  # first: the log may be on a full disk
+            self._outbox.put(Failed.from_error(error))  # before the traceback: the log's disk may be full
             traceback.print_exception(error)
             return False
         return True
@@ -169,7 +172,7 @@ class _Server:
                 case Measure():
                     end = model.measure(request)
                 case Profile():
-                    end = model.profile(request, self._inbox.anything_waits)
+                    end = model.profile(request, self._inbox.has_request)
         except PreemptedError as error:
             end = Failed.from_error(error, request.request_id)
         except Exception as error:
@@ -191,14 +194,15 @@ class _Server:
 
 
 class _Inbox:
-    """Commands as they arrive, read by a thread of its own. `interruptible`: the main thread asks whether to
-    stop; until then (while it loads) `Shutdown` ends the process on the spot."""
+    """Reads commands in a thread of its own. `interruptible` says that the main thread asks whether to stop. Before,
+    while it loads, `Shutdown` ends the process at once."""
 
-    def __init__(self, sock: socket.socket, before: bytes = b"") -> None:
+    def __init__(self, sock: socket.socket, earlier: bytes = b"") -> None:
+        """`earlier` holds the frames that an earlier process read from the socket."""
         self.interruptible = False
-        self._sock, self._before = sock, before
+        self._sock, self._earlier = sock, earlier
         self._deframer = Deframer()
-        self._seen: list[bytes] = []  # payloads, while the model loads
+        self._payloads: list[bytes] = []  # of all commands, while the model loads
         self._reading = threading.Lock()
         self._queue: SimpleQueue[Load | Request | None] = SimpleQueue()
         self._stops: dict[int, threading.Event] = {}
@@ -208,7 +212,7 @@ class _Inbox:
         """The next command; None after `Shutdown`."""
         return self._queue.get()
 
-    def anything_waits(self) -> bool:
+    def has_request(self) -> bool:
         return not self._queue.empty()
 
     def cancelled(self, request_id: int) -> Callable[[], bool]:
@@ -217,22 +221,22 @@ class _Inbox:
     def forget(self, request_id: int) -> None:
         self._stops.pop(request_id, None)
 
-    def closed(self) -> bytes:
-        """All that has arrived so far; from now on nothing is taken from the socket."""
+    def close(self) -> bytes:
+        """Stops reading from the socket, and returns all frames so far."""
         self._reading.acquire()
-        return b"".join(map(frame, self._seen)) + self._deframer.rest
+        return b"".join(map(frame, self._payloads)) + self._deframer.incomplete
 
     def _read(self) -> None:
         try:
-            data = self._before
+            data = self._earlier
             while data or self._sock.recv(1, socket.MSG_PEEK):
                 with self._reading:
                     for payload in self._deframer.feed(data or self._sock.recv(1 << 16)):
                         if not self.interruptible:
-                            self._seen.append(payload)
+                            self._payloads.append(payload)
                         self._take(payload)
                 data = b""
-        except Exception as error:  # the client speaks another language
+        except Exception as error:  # the client sent something that is not a command
             _log_without_messages(error)
         _die()
 
@@ -254,9 +258,8 @@ class _Inbox:
 
 
 class _Outbox:
-    """Events on their way out, sent by a thread of its own: waking the client can take the time of a few
-    small kernels, and a client that does not read for a while must not hold up the answer. What waits here is
-    one answer at most."""
+    """Sends events in a thread of its own. Waking the client can take as long as a few small kernels, and a client
+    that does not read for a while must not delay the answer. The queue holds one answer at most."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -268,14 +271,14 @@ class _Outbox:
         self._frames.put(pack(event))
 
     def close(self) -> None:
-        """Returns when all is sent."""
+        """Returns when all events are sent."""
         self._frames.put(b"")
         self._sender.join()
 
     def _send(self) -> None:
         closing = False
         while not closing:
-            frames = [self._frames.get()]  # after a pause, the first goes at once
+            frames = [self._frames.get()]  # after a pause, the first one is sent without delay
             while not self._frames.empty():
                 frames.append(self._frames.get())
             closing = not frames[-1]
@@ -290,7 +293,7 @@ class _Outbox:
 
 
 def _log_without_messages(error: BaseException | None) -> None:
-    """Where each error of the chain was raised and its type. Not its message: that may quote the prompt."""
+    """Prints the traceback and the type of each error in the chain, not its message: that may quote the prompt."""
     while error is not None:
         print(
             "".join(traceback.format_tb(error.__traceback__)), type(error).__name__, file=sys.stderr, sep=""
@@ -302,31 +305,30 @@ def _log_without_messages(error: BaseException | None) -> None:
 
 
 def _die() -> Never:
-    """Ends this process at once, whatever it is doing, with the compilers it started. (Linux can kill a
-    process when its parent dies, but that one alone and before this could run: its compilers would work on.)
-    """
+    """Ends this process and the compilers that it started, at once. (PR_SET_PDEATHSIG would end this process alone,
+    before it could end its compilers.)"""
     if os.getpgrp() == os.getpid():
         os.killpg(
             0, signal.SIGTERM
-        )  # which spares a process of multiprocessing that tidies up after the others
+        )  # multiprocessing's resource tracker ignores it, to clean up after the others
     os._exit(1)
 
 
-def _read_all(file: int) -> bytes:
-    """What a file that was handed over holds; nothing for -1."""
-    if file < 0:
+def _read_all(fd: int) -> bytes:
+    """The contents of the open file `fd`, which is closed; b"" for -1."""
+    if fd < 0:
         return b""
-    with os.fdopen(file, "rb") as stream:
-        stream.seek(0)
-        return stream.read()
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)
+        return file.read()
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import install, prepare
 
-    # What takes long to import, and needs no device, while the device's driver starts.
+    # Takes long to import and needs no device: so it is imported while the device's driver starts.
     threading.Thread(target=import_module, args=("engine.formats.prompt",), daemon=True).start()
-    install(prepare(options))  # sets the environment that tinygrad reads when it is imported
+    install(prepare(options))  # sets the variables that tinygrad reads at import
     from engine import candidate_trial
     from engine.model.generate import TextModel
 
@@ -336,7 +338,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
 
 
 def main() -> None:
-    """`python -m engine.worker FD`, where FD is this end of the socket pair."""
+    """`python -m engine.worker FD`: FD is the descriptor of this process's end of the socket pair."""
     serve(socket.socket(fileno=int(sys.argv[-1])), _load_text_model)
 
 

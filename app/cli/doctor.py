@@ -132,7 +132,7 @@ def examine(
             on_section(sections[-1])
 
     found("Machine", host.examine(root))
-    ask = on_a_jetson and root == Path("/") and not backends.flaw("NV")
+    ask = on_a_jetson and root == Path("/") and not backends.unusable_because("NV")
     found("Jetson", [*jetson.examine(root), *([backend_checks.driver_check()] if ask else [])])
     found("NVIDIA", nvidia.examine(root, jetson=on_a_jetson))
     found("Around", list(_around(settings)))

@@ -13,7 +13,7 @@ from app.chat import speed_history
 from app.chat.configuration import configure
 from app.chat.settings import Settings
 from app.chat.speed_history import recording_engine
-from engine.backends import BACKENDS, flaw
+from engine.backends import BACKENDS, unusable_because
 from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
 from engine.events import EngineOptions, Sampling
@@ -55,7 +55,7 @@ class EngineSetup:
         llama_server: str = "",
         api_key: str = "",
         make: Callable[[EngineOptions], Engine] = recording_engine,
-        flaw: Callable[[str], str] = flaw,
+        flaw: Callable[[str], str] = unusable_because,
     ) -> None:
         self.options, self.name = options, name
         self.models = settings.names

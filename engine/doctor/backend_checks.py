@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.backends import flaw
+from engine.backends import unusable_because
 from engine.child_process import how_it_ended, module_command, module_environment, signal_group
 from engine.devices.nvidia import why_not_nv
 from engine.doctor import Finding, bad, good, note
@@ -110,6 +110,6 @@ def why_skipped(backend: str, gpus: Sequence[str], *, jetson: bool) -> Finding |
         return None  # only its driver can say what is wrong with it
     if why := why_not_nv(list(gpus)):
         return note(backend, f"not tried: {why}")
-    if why := flaw(backend):
+    if why := unusable_because(backend):
         return bad(backend, f"not tried: {why}", "See above for what to do about it.")
     return None

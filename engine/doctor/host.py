@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engine.backends import flaw
+from engine.backends import unusable_because
 from engine.devices.device_name import device_name
 from engine.devices.system_files import meminfo, read_text
 from engine.doctor import Finding, bad, fair, good, note
@@ -67,7 +67,7 @@ def _tinygrad() -> Finding:
 
 def _compiler() -> Iterator[Finding]:
     try:
-        problem = flaw("CPU")
+        problem = unusable_because("CPU")
     except BackendError as error:
         yield bad("clang", error.message.rstrip("."), error.hint)
         return

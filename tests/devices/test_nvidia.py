@@ -53,9 +53,9 @@ def test_nv_is_refused_before_it_is_opened(monkeypatch):
         with pytest.raises(BackendError, match="Hopper"):
             backends.prepare(EngineOptions(model_path="none", backend=backend))
     monkeypatch.setattr(backends.Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
-    assert "Hopper" in backends.flaw("NV")
+    assert "Hopper" in backends.unusable_because("NV")
     monkeypatch.setattr(backends, "gpus", lambda: ["NVIDIA GeForce RTX 4090"])
-    assert backends.flaw("NV") == ""
+    assert backends.unusable_because("NV") == ""
 
 
 def test_a_jetson_has_no_gpu_of_the_desktop_driver(tmp_path):

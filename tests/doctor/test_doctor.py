@@ -30,7 +30,7 @@ def nothing_of_this_machine(monkeypatch, tmp_path):
     monkeypatch.setattr("engine.devices.cuda_toolkit.shutil.which", lambda name: None)
     monkeypatch.setattr("engine.devices.cuda_toolkit._packages", lambda: [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(backend_checks, "flaw", lambda backend: "")
+    monkeypatch.setattr(backend_checks, "unusable_because", lambda backend: "")
 
 
 def works(backend):

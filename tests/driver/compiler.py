@@ -20,7 +20,7 @@ from tinygrad.helpers import Target
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 from tinygrad.runtime.support.elf import elf_loader, jit_loader
 
-from engine.backends import _clang, _zig_clang
+from engine.devices.clang import find_clang, zig_clang
 
 PARAMETERS = 0x160  # where they begin in the constant bank, on compute capability 8
 RESERVED_SHARED = 1024  # bytes of shared memory that belong to the system there
@@ -135,7 +135,7 @@ def _machine_code(source: str) -> tuple[bytes, int]:
 @functools.cache
 def compiler() -> str | None:
     """A clang that knows half precision on every CPU and coroutines by their final names: 15 or later."""
-    for found in (_clang(), _zig_clang()):
+    for found in (find_clang(), zig_clang()):
         if found:
             said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
             version = re.search(r"clang version (\d+)", said)

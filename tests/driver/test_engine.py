@@ -56,9 +56,9 @@ def test_what_keeps_nv_from_working(tmp_path, monkeypatch):
     monkeypatch.setattr(abi, "NVMAP", str(nodes[0]))
     monkeypatch.setattr(abi, "CTRL", str(nodes[1]))
     if not Path("/dev/nvidiactl").exists():
-        assert "/dev/nvidiactl" in backends.flaw("NV")
+        assert "/dev/nvidiactl" in backends.unusable_because("NV")
     for node in nodes:
         node.touch()
-    assert backends.flaw("NV") == ""
+    assert backends.unusable_because("NV") == ""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == nodes[1])
-    assert backends.flaw("NV") == f"no permission for {nodes[0]} (groups video and render)"
+    assert backends.unusable_because("NV") == f"no permission for {nodes[0]} (groups video and render)"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine import backends
+from engine.devices import clang
 from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
 
@@ -47,7 +48,7 @@ def test_a_kernel_compiles_and_runs_without_a_clang_on_path(bare, tmp_path):
 
 
 def test_an_environment_without_a_path(bare, monkeypatch):
-    monkeypatch.setattr(backends, "_clang", lambda: "/bin/clang")
+    monkeypatch.setattr(backends, "find_clang", lambda: "/bin/clang")
     monkeypatch.delenv("PATH")
     prepare()
     assert os.environ["PATH"] == os.defpath
@@ -67,11 +68,11 @@ def test_the_script_is_kept_and_mended(bare, tmp_path):
 
 
 def test_a_clang_on_path_is_taken_over_a_cc_that_is_none(bare, monkeypatch):
-    clang = program(bare / "clang", "echo clang version 18.1")
+    on_path = program(bare / "clang", "echo clang version 18.1")
     for cc in ("", program(bare / "gcc", "echo gcc 13.2"), "no-such-program", "clang -O3"):
         monkeypatch.setenv("CC", cc)
         prepare()
-        assert os.environ["CC"] == clang
+        assert os.environ["CC"] == on_path
 
 
 def test_the_users_own_clang_comes_first(bare, monkeypatch):
@@ -83,7 +84,7 @@ def test_the_users_own_clang_comes_first(bare, monkeypatch):
 
 
 def test_no_compiler_at_all(bare, monkeypatch):
-    monkeypatch.setattr(backends, "_zig_clang", lambda: None)
+    monkeypatch.setattr(clang, "zig_clang", lambda: None)
     with pytest.raises(BackendError, match="pip install ziglang"):
         prepare()
     assert prepare("NV") == "NV", "which can do without"
