@@ -16,7 +16,7 @@ from app.chat.model_list import Entry, not_here, on_this_machine, read_entry
 from app.screens.list_page import ListPage, show_line
 from app.screens.page import Frame
 from engine.catalog import cache
-from engine.catalog.downloads import offer
+from engine.catalog.downloads import find_on_hub
 from engine.catalog.memory_fit import fits, memory_bytes
 from engine.catalog.names import HubModel, Source, parse
 from engine.errors import OrinError, UsageError
@@ -157,7 +157,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
             return
         await asyncio.sleep(SIZE_DELAY_S)
         try:
-            self._hub_sizes[name] = (await asyncio.to_thread(offer, source)).size_bytes
+            self._hub_sizes[name] = (await asyncio.to_thread(find_on_hub, source)).size_bytes
         except OrinError as error:
             self._hub_sizes[name] = f"size not known: {error.message}"
         if model in self.entries:

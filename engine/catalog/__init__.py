@@ -1,1 +1,4 @@
-"""Models by name: what is known, what is on this machine, and how the rest gets here. No tinygrad."""
+"""Models by name: which ones are known, which ones are on this machine, and how to download the others.
+
+Nothing here needs tinygrad.
+"""

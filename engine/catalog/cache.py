@@ -1,8 +1,8 @@
-"""The models on this machine: the hub's cache, shared with every other program that uses it, and our own
-folder for files from other addresses.
+"""The models on this machine: in the Hugging Face hub's cache, which other programs share, and in a folder of our own
+for files from other URLs.
 
-The hub's cache holds a repository as `models--user--repository`: in `blobs` the files, each named by its
-hash, in `snapshots/<commit>` links to them under their own names, in `refs` which commit a branch is at.
+The hub's cache has a folder `models--user--repository` for each repository. `blobs` holds the files, named by their
+hashes; `snapshots/<commit>` holds links to them under their names; `refs` says which commit a branch is at.
 https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
@@ -18,22 +18,22 @@ from pathlib import Path
 
 import platformdirs
 
-from engine.catalog.files import choices, pick
+from engine.catalog.files import models_among, pick
 from engine.catalog.names import DEFAULT_REVISION, HubModel, WebFile
 
-URL_NOTE = "url"  # beside a file from the web: where it is from
+URL_FILE = "url"  # holds the URL of the model file beside it
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A whole model that was downloaded. `paths` are its parts, in order."""
+    """A downloaded model that is complete. `paths`: its parts, in order."""
 
     source: HubModel | WebFile
     paths: tuple[Path, ...]
 
     @property
     def path(self) -> Path:
-        """The one to open."""
+        """The file to open."""
         return self.paths[0]
 
     @property
@@ -42,11 +42,11 @@ class Installed:
 
 
 def hub_folder() -> Path:
-    """The hub's cache, as its own library finds it."""
+    """The hub's cache, where the library huggingface_hub has it."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     default = Path(os.environ.get("HF_HOME") or Path(home, "huggingface"), "hub")
-    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or str(default)
-    return Path(os.path.expandvars(given)).expanduser()
+    folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or str(default)
+    return Path(os.path.expandvars(folder)).expanduser()
 
 
 def web_folder() -> Path:
@@ -57,31 +57,31 @@ def repository_folder(repository: str) -> Path:
     return hub_folder() / f"models--{repository.replace('/', '--')}"
 
 
-def web_file(source: WebFile) -> Path:
-    """Where the file of an address is kept."""
+def web_path(source: WebFile) -> Path:
+    """Where the file of a URL is stored."""
     return web_folder() / hashlib.sha256(source.url.encode()).hexdigest()[:16] / source.file
 
 
 def find(source: HubModel | WebFile) -> Path | None:
-    """The file to open, if this model is here as a whole."""
+    """The file to open, if the complete model is on this machine; else None."""
     if isinstance(source, WebFile):
-        path = web_file(source)
+        path = web_path(source)
         return path if path.is_file() else None
     for snapshot in _snapshots(repository_folder(source.repository), source.revision):
-        if choice := pick(source, choices(_files(snapshot))):
-            return snapshot / choice.file
+        if model := pick(source, models_among(_files(snapshot))):
+            return snapshot / model.file
     return None
 
 
 def installed() -> list[Installed]:
-    """Every model that is here as a whole, by name."""
-    found = [*_installed_from_hub(), *_installed_from_web()]
-    return sorted(found, key=lambda model: str(model.source).lower())
+    """All complete models on this machine, sorted by name."""
+    models = [*_installed_from_hub(), *_installed_from_web()]
+    return sorted(models, key=lambda model: str(model.source).lower())
 
 
 def remove(model: Installed) -> int:
-    """Deletes a model, with what was left of an unfinished download of it, and returns how many bytes that
-    freed. Files that other snapshots of the repository need stay. Raises OSError."""
+    """Deletes a model, and what an unfinished download of it left; returns the bytes freed. Files that other
+    snapshots of the repository use stay. Raises OSError."""
     if isinstance(model.source, WebFile):
         size = model.size_bytes
         shutil.rmtree(model.path.parent)
@@ -93,15 +93,17 @@ def remove(model: Installed) -> int:
     freed = sum(link.stat().st_size for link in links if link.is_file() and not link.is_symlink())
     for link in links:
         link.unlink(missing_ok=True)
-    needed = {os.path.normpath(link.parent / link.readlink()) for link in _links(folder)}
+    in_use = {os.path.normpath(link.parent / link.readlink()) for link in _links(folder)}
     for blob in {Path(os.path.normpath(blob)) for blob in blobs}:
-        if str(blob) in needed:
+        if str(blob) in in_use:
             continue
         with contextlib.suppress(FileNotFoundError):
-            freed += 0 if blob.is_symlink() else blob.stat().st_size  # a link leads to the hub's shared store
+            freed += (
+                0 if blob.is_symlink() else blob.stat().st_size
+            )  # a link into a store that several caches share
             blob.unlink()
         blob.with_name(f"{blob.name}.incomplete").unlink(missing_ok=True)
-    _tidy(folder)
+    _remove_empty_folders(folder)
     return freed
 
 
@@ -113,20 +115,20 @@ def _installed_from_hub() -> Iterator[Installed]:
         repository = folder.name.removeprefix("models--").replace("--", "/", 1)
         seen: set[str] = set()
         for snapshot in _snapshots(folder):
-            offered = choices(_files(snapshot))
-            for choice in offered:
-                if choice.file in seen:
+            models = models_among(_files(snapshot))
+            for model in models:
+                if model.file in seen:
                     continue
-                seen.add(choice.file)
-                source = HubModel(repository, choice.quantization)
-                if not choice.quantization or pick(source, offered) != choice:
-                    source = HubModel(repository, file=choice.file)
-                yield Installed(source, tuple(snapshot / file for file in choice.files))
+                seen.add(model.file)
+                source = HubModel(repository, model.quantization)
+                if not model.quantization or pick(source, models) != model:
+                    source = HubModel(repository, file=model.file)
+                yield Installed(source, tuple(snapshot / file for file in model.files))
 
 
 def _snapshots(folder: Path, revision: str = DEFAULT_REVISION) -> list[Path]:
-    """The snapshots of a repository that `revision` may mean: for the default one all of them, the one that
-    the branch is at first, then by age."""
+    """The snapshots of a repository that `revision` names. For the default revision all of them: first the one that
+    the branch is at, then the newest."""
     root = folder / "snapshots"
     try:
         commit = (folder / "refs" / revision).read_text().strip()
@@ -135,14 +137,14 @@ def _snapshots(folder: Path, revision: str = DEFAULT_REVISION) -> list[Path]:
     if revision != DEFAULT_REVISION:
         return [root / commit] if (root / commit).is_dir() else []
     try:
-        found = [(each.name != commit, -each.stat().st_mtime, each) for each in root.iterdir()]
+        ranked = [(each.name != commit, -each.stat().st_mtime, each) for each in root.iterdir()]
     except OSError:
         return []
-    return [snapshot for *_, snapshot in sorted(found)]
+    return [snapshot for *_, snapshot in sorted(ranked)]
 
 
 def _files(snapshot: Path) -> Iterator[str]:
-    """The GGUF files of a snapshot, relative to it: links that lead nowhere and empty files left out."""
+    """The GGUF files of a snapshot, relative to it, without broken links and empty files."""
     for path in snapshot.rglob("*.gguf"):
         with contextlib.suppress(OSError):
             if path.stat().st_size and path.is_file():
@@ -157,8 +159,8 @@ def _snapshot_of(path: Path, folder: Path) -> Path:
     return folder / "snapshots" / path.relative_to(folder / "snapshots").parts[0]
 
 
-def _tidy(folder: Path) -> None:
-    """Removes folders that are empty; the whole repository where nothing of it is left."""
+def _remove_empty_folders(folder: Path) -> None:
+    """Removes empty folders of a repository, and the whole repository if it has no snapshot left."""
     for parent, _, _ in os.walk(folder / "snapshots", topdown=False):
         with contextlib.suppress(OSError):
             Path(parent).rmdir()
@@ -167,12 +169,12 @@ def _tidy(folder: Path) -> None:
         shutil.rmtree(hub_folder() / ".locks" / folder.name, ignore_errors=True)
 
 
-# --- files from other addresses ------------------------------------------------------------------------
+# --- files from other URLs ----------------------------------------------------------------------------
 
 
 def _installed_from_web() -> Iterator[Installed]:
-    for note in web_folder().glob(f"*/{URL_NOTE}"):
+    for url_file in web_folder().glob(f"*/{URL_FILE}"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            source = WebFile(note.read_text().strip())
+            source = WebFile(url_file.read_text().strip())
             if (path := find(source)) is not None:
                 yield Installed(source, (path,))

@@ -1,9 +1,9 @@
-"""Getting a model: into the hub's cache, or our own folder for files from other addresses.
+"""Downloads a model: into the Hugging Face hub's cache, or into a folder of our own for files from other URLs.
 
-The hub library's own hf_hub_download throws away what it has when a download is cut, and does not check
-hashes, so files are fetched by `transfer` here. They lie in the hub's cache under its names and locks, so
-that it finds them and nothing is stored twice. A file is called what it is only when all of it is there and
-its hash is right; until then it is `<hash>.incomplete`.
+`hf_hub_download` of the library huggingface_hub discards its bytes when a download is interrupted, and does not check
+hashes. So `transfer` downloads the files. They are stored in the hub's cache under its names and locks, so that the
+library finds them and nothing is stored twice. A file gets its name only when it is complete and its hash is right;
+until then it is `<hash>.incomplete`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.catalog import cache, hub
-from engine.catalog.files import choices, must_pick
+from engine.catalog.files import models_among, must_pick
 from engine.catalog.hub import DownloadError, RemoteFile
 from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Meter, Progress
-from engine.catalog.transfer import Wanted, bring
+from engine.catalog.transfer import Target, fetch
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, shown
 from engine.model.config import check_architecture
@@ -31,11 +31,11 @@ def download(
     report: Callable[[Progress], None] = lambda _: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Path:
-    """Brings a model here and returns the file to open. From the hub it is the newest version; what is here
-    already is verified, and fetched again where it is damaged.
+    """Downloads a model and returns the file to open. A model of the hub is brought to its newest version. Files that
+    exist already are verified, and downloaded again if they are damaged.
 
-    Blocks; `report` is called from the calling thread, ten times a second. Raises DownloadError,
-    ModelFileError and UsageError, and Cancelled soon after `cancelled` says so.
+    Blocks; `report` is called from the calling thread, ten times a second. Raises DownloadError, ModelFileError and
+    UsageError, and Cancelled soon after `cancelled` returns true.
     """
     try:
         if isinstance(source, HubModel):
@@ -44,20 +44,19 @@ def download(
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DownloadError(
-                "The disk is full.", "Free some of it and try again: what was downloaded is kept."
+                "The disk is full.", "Free some space and try again: what was downloaded is kept."
             ) from error
         raise DownloadError(
             f"{shown(str(error.filename or cache.hub_folder()))} cannot be used: {error.strerror or error}.",
-            "Mend that, or set HF_HUB_CACHE to another folder.",
+            "Fix this, or set HF_HUB_CACHE to another folder.",
         ) from error
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What would be downloaded, as the hub states it."""
+class RemoteModel:
+    """A model on the hub, at one commit."""
 
     commit: str
-    quantization: str
     files: tuple[RemoteFile, ...]
 
     @property
@@ -65,48 +64,49 @@ class Offer:
         return sum(file.size_bytes or 0 for file in self.files)
 
 
-def offer(model: HubModel) -> Offer:
-    """Asks the hub for a model. Raises DownloadError, ModelFileError where it cannot run, UsageError."""
-    repository = hub.repository(model)
-    choice = must_pick(model, choices(repository.files))
+def find_on_hub(model: HubModel) -> RemoteModel:
+    """Asks the hub for a model. Raises DownloadError, UsageError, and ModelFileError if the engine cannot run it."""
+    repository = hub.fetch_repository(model)
+    picked = must_pick(model, models_among(repository.files))
     if repository.architecture:
         check_architecture(repository.architecture, str(model))
-    files = tuple(repository.files[name] for name in choice.files)
-    return Offer(repository.commit, choice.quantization, files)
+    files = tuple(repository.files[name] for name in picked.files)
+    return RemoteModel(repository.commit, files)
 
 
 def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Callable[[], bool]) -> Path:
     report(Progress(str(model), 0, 0, note="asking the hub"))
-    offered = offer(model)
+    remote = find_on_hub(model)
     folder = cache.repository_folder(model.repository)
-    snapshot = folder / "snapshots" / offered.commit
+    snapshot = folder / "snapshots" / remote.commit
     locks = cache.hub_folder() / ".locks" / folder.name
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     locks.mkdir(parents=True, exist_ok=True)
-    meter = Meter(offered.files[0].name, offered.size_bytes, report, cancelled)
-    for file in offered.files:
+    meter = Meter(remote.files[0].name, remote.size_bytes, report, cancelled)
+    for file in remote.files:
         if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", file.digest):
             raise DownloadError(
-                f"The hub states no hash for {shown(file.name)}.", "Choose another repository."
+                f"The hub states no hash for {shown(file.name)}, so it cannot be verified.",
+                "Choose another repository.",
             )
-        url = hub.file_url(model, offered.commit, file.name)
+        url = hub.file_url(model, remote.commit, file.name)
         blob = folder / "blobs" / file.digest
-        wanted = Wanted(file.name, url, blob, file.size_bytes, file.digest, on_hub=True)
-        bring(wanted, locks / f"{file.digest}.lock", meter)
+        target = Target(file.name, url, blob, file.size_bytes, file.digest, on_hub=True)
+        fetch(target, locks / f"{file.digest}.lock", meter)
         _link(snapshot / file.name, blob)
-    if model.revision != offered.commit:  # where those look who cannot ask the hub
-        _replace(folder / "refs" / model.revision, lambda new: new.write_text(offered.commit))
-    return snapshot / offered.files[0].name
+    if model.revision != remote.commit:  # where programs that are offline look it up
+        _replace(folder / "refs" / model.revision, lambda new: new.write_text(remote.commit))
+    return snapshot / remote.files[0].name
 
 
 def _from_web(source: WebFile, report: Callable[[Progress], None], cancelled: Callable[[], bool]) -> Path:
-    path = cache.web_file(source)
+    path = cache.web_path(source)
     path.parent.mkdir(parents=True, exist_ok=True)
-    (path.parent / cache.URL_NOTE).write_text(f"{source.url}\n")
-    wanted = Wanted(source.file, source.url, path, size_bytes=None, digest="", on_hub=False)
-    bring(wanted, path.parent / "lock", Meter(source.file, 0, report, cancelled))
+    (path.parent / cache.URL_FILE).write_text(f"{source.url}\n")
+    target = Target(source.file, source.url, path, size_bytes=None, digest="", on_hub=False)
+    fetch(target, path.parent / "lock", Meter(source.file, 0, report, cancelled))
     try:
-        GGUF(path).close()  # no hash was stated; a file that is cut short, or is none, shows here
+        GGUF(path).close()  # there is no hash to verify, so a cut or wrong file is found here
     except ModelFileError:
         path.unlink()
         raise
@@ -120,7 +120,7 @@ def _link(link: Path, blob: Path) -> None:
 
 
 def _replace(path: Path, make: Callable[[Path], object]) -> None:
-    """Puts what `make` makes in the place of `path`, so that nobody sees half of it."""
+    """Replaces `path` by what `make` creates, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)

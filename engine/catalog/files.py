@@ -1,4 +1,4 @@
-"""Which file of a repository is meant: names of GGUF files, their quantizations, their parts."""
+"""The models in a repository, by the names of its GGUF files: their quantizations, their parts, the one to take."""
 
 from __future__ import annotations
 
@@ -9,101 +9,104 @@ from dataclasses import dataclass
 from engine.catalog.names import HubModel
 from engine.errors import ModelFileError
 
-# What is taken where nothing is asked for: the first of these that a repository has. By how well they do for
-# their size, as llama.cpp's and Ollama's defaults have it; all are types of engine/formats/quantization.py.
+# The quantization to take if none is asked for: the first of these that a repository has. They are ordered by quality
+# for their size, as the defaults of llama.cpp and Ollama are. All of them are types of engine/formats/quantization.py.
 PREFERRED = (
     "Q4_K_M", "Q5_K_M", "Q4_K_S", "Q5_K_S", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K",
     "Q4_K_L", "Q5_K_L", "Q6_K_L", "BF16", "F16", "F32",
 )  # fmt: skip
 _CANNOT_RUN = re.compile(r"(UD-)?(IQ|TQ|Q[123]_|MXFP|NVFP|Q4_0_\d)")
-_LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|F[P]?16|F[P]?32)[A-Z0-9_]*)$", re.I)
+_LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*)$", re.I)
 _PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.gguf$)", re.I)
-_NO_MODEL = re.compile(r"mmproj|imatrix|\blora\b", re.I)  # projectors, statistics, adapters
+_NOT_A_MODEL = re.compile(r"mmproj|imatrix|\blora\b", re.I)  # image projectors, statistics, adapters
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One model of a repository: its files in order (several where it is split)."""
+class ModelFiles:
+    """The files of one model, in order: several if it is split. `quantization` is taken from the file name; "" if
+    the name has none."""
 
     files: tuple[str, ...]
-    quantization: str  # by the file's name; "" where that does not tell
+    quantization: str
 
     @property
     def file(self) -> str:
-        """The file that opens it."""
+        """The file to open."""
         return self.files[0]
 
     @property
     def may_run(self) -> bool:
-        """Whether the name speaks against it. The file has the last word."""
+        """False if the name tells that the engine cannot run the model. True is a guess: only the file's contents
+        tell for sure."""
         return not _CANNOT_RUN.match(self.quantization)
 
 
 def quantization_of(file: str) -> str:
-    """The quantization that the name of a file or of its folder tells: Q4_K_M; "" where it tells none."""
+    """The quantization in the name of a file or of its folder, in capitals (Q4_K_M); "" if there is none."""
     folder, _, name = _PART.sub("", file).rpartition("/")
     for text in (re.sub(r"\.gguf$", "", name, flags=re.I), folder.rpartition("/")[2]):
         if match := _LABEL.search(text):
-            return match[1].upper().replace("FP", "F") if "MXFP" not in match[1].upper() else match[1].upper()
+            return re.sub(r"^FP(?=16|32)", "F", match[1].upper())
     return ""
 
 
-def choices(files: Iterable[str]) -> list[Choice]:
-    """The models among the files of a repository, those of which a part is missing left out."""
-    found: dict[str, dict[int, str]] = {}
+def models_among(files: Iterable[str]) -> list[ModelFiles]:
+    """The models among the file names of a repository, without those that lack a part."""
+    parts: dict[str, dict[int, str]] = {}  # the name without the part's number -> number of the part -> file
     counts: dict[str, int] = {}
     for file in files:
-        if not file.lower().endswith(".gguf") or _NO_MODEL.search(file) or not is_safe(file):
+        if not file.lower().endswith(".gguf") or _NOT_A_MODEL.search(file) or not is_safe(file):
             continue
         part = _PART.search(file)
         whole = _PART.sub("", file)
-        found.setdefault(whole, {})[int(part["number"]) if part else 1] = file
+        parts.setdefault(whole, {})[int(part["number"]) if part else 1] = file
         counts[whole] = int(part["count"]) if part else 1
     return [
-        Choice(tuple(parts[number] for number in sorted(parts)), quantization_of(whole))
-        for whole, parts in sorted(found.items())
-        if sorted(parts) == list(range(1, counts[whole] + 1))
+        ModelFiles(tuple(numbered[number] for number in sorted(numbered)), quantization_of(whole))
+        for whole, numbered in sorted(parts.items())
+        if sorted(numbered) == list(range(1, counts[whole] + 1))
     ]
 
 
 def is_safe(file: str) -> bool:
-    """Whether a name that a server gave stays within the folder it is stored in."""
+    """Whether a relative path from a server stays within the folder that it is joined to."""
     return (
         "\\" not in file and "\0" not in file and all(part not in ("", ".", "..") for part in file.split("/"))
     )
 
 
-def pick(model: HubModel, offered: list[Choice]) -> Choice | None:
-    """The one that `model` asks for, or None. Of several of a quantization the one with the shortest name."""
+def pick(model: HubModel, models: list[ModelFiles]) -> ModelFiles | None:
+    """The one of `models` that `model` asks for, or None. If several have the quantization, the one with the
+    shortest name."""
     if model.file:
-        return next((choice for choice in offered if model.file in choice.files), None)
+        return next((files for files in models if model.file in files.files), None)
     wanted = [model.quantization.upper()] if model.quantization else [*PREFERRED, ""]
     for quantization in wanted:
-        fitting = [choice for choice in offered if choice.quantization == quantization]
-        if fitting:
-            return min(fitting, key=lambda choice: (len(choice.file), choice.file))
+        if same := [files for files in models if files.quantization == quantization]:
+            return min(same, key=lambda files: (len(files.file), files.file))
     return None
 
 
-def must_pick(model: HubModel, offered: list[Choice]) -> Choice:
-    """As `pick`. Raises ModelFileError, with what there is, for a model that is not there or cannot run."""
-    choice = pick(model, offered)
-    if choice is not None and choice.may_run:
-        return choice
+def must_pick(model: HubModel, models: list[ModelFiles]) -> ModelFiles:
+    """As `pick`, but raises ModelFileError if the model does not exist or cannot run; the hint lists the others."""
+    picked = pick(model, models)
+    if picked is not None and picked.may_run:
+        return picked
     repository = f"hf.co/{model.repository}"
-    if not offered:
+    if not models:
         raise ModelFileError(
             f"{repository} holds no GGUF model.", "Look for a repository whose name ends in -GGUF."
         )
-    runnable = sorted({choice.quantization for choice in offered if choice.may_run and choice.quantization})
+    runnable = sorted({files.quantization for files in models if files.may_run and files.quantization})
     if not runnable:
-        kinds = ", ".join(sorted({choice.quantization for choice in offered}))
+        types = ", ".join(sorted({files.quantization for files in models}))
         raise ModelFileError(
-            f"{repository} holds no file of a type that orin-chat runs (there are {kinds}).",
+            f"{repository} has no file of a type that orin-chat runs (it has {types}).",
             "Look for another repository of this model, with Q4_K_M or Q8_0.",
         )
-    what = model.file or model.quantization
-    problem = f"{what} is of a type that orin-chat does not run" if choice else f"{repository} has no {what}"
-    raise ModelFileError(
-        f"{problem or repository}.", f"It has {', '.join(runnable)}: {repository}:{runnable[0]}."
-    )
+    wanted = model.file or model.quantization
+    if picked:
+        problem = f"{wanted} is of a type that orin-chat does not run"
+    else:
+        problem = f"{repository} has no {wanted or 'file of a usual type'}"
+    raise ModelFileError(f"{problem}.", f"It has {', '.join(runnable)}: {repository}:{runnable[0]}.")

@@ -1,7 +1,7 @@
-"""What the hub says: the files of a repository, their bytes, and in a sentence why there are none.
+"""Requests to the Hugging Face hub: the files of a repository, their contents, and failures in plain sentences.
 
-All that touches the network goes through the library huggingface_hub, which knows HF_ENDPOINT, the user's
-token, offline mode and proxies. It takes a quarter of a second to import, so that happens when it is needed.
+All requests go through the library huggingface_hub, which handles HF_ENDPOINT, the user's token, offline mode and
+proxies. It takes a quarter of a second to import, so it is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from engine.catalog.names import HubModel
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import shown
 
-TIMEOUT_S = 10.0  # for an answer to begin, and between two pieces of it
-RETRIES = 4  # without a byte gained
+TIMEOUT_S = 10.0  # for a response to begin, and between two reads of it
+RETRIES = 4  # in a row, if none of them brings a byte
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0
 
 
 class DownloadError(ModelFileError):
-    """A model could not be had. What arrived of it is kept for the next try."""
+    """A model could not be downloaded. The bytes that arrived are kept for the next try, unless they are damaged."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file as the server states it. `digest` is its SHA-256 or, for a small file kept in git, git's SHA-1
-    of it; "" where neither is stated. `size_bytes` None: not stated."""
+    """What the hub states about a file. `digest`: its SHA-256 or, for a small file that is stored in git, its SHA-1 as
+    git computes it; "" if neither is stated. `size_bytes` None: not stated."""
 
     name: str
     size_bytes: int | None
@@ -42,19 +42,19 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository at one commit. `architecture` is that of its GGUF files; "" where the hub does not say."""
+    """A repository at one commit. `architecture`: that of its GGUF files; "" if the hub does not state it."""
 
     commit: str
     files: dict[str, RemoteFile]
     architecture: str
 
 
-def repository(model: HubModel) -> Repository:
-    """What the hub says of a repository. Raises DownloadError and UsageError."""
-    hub = _hub()
+def fetch_repository(model: HubModel) -> Repository:
+    """Asks the hub about the repository of a model. Raises DownloadError and UsageError."""
+    hub = _library()
     api = hub.HfApi(endpoint=endpoint(), library_name="orin-chat")
     try:
-        info = _patiently(
+        info = _with_retries(
             lambda: api.model_info(
                 model.repository, revision=model.revision, timeout=TIMEOUT_S, files_metadata=True
             )
@@ -75,31 +75,31 @@ def repository(model: HubModel) -> Repository:
             architecture=str((info.gguf or {}).get("architecture", "")),
         )
     except http_errors() as error:
-        fail(error, str(model))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # an answer in no form that is known
+        raise_download_error(error, str(model))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # the response has an unknown form
         if isinstance(error, hub.errors.HFValidationError):
             raise UsageError(f"hf.co/{model.repository} cannot be the name of a repository.") from None
         raise DownloadError(
             f"{endpoint()} does not answer as the hub does.",
-            "Check HF_ENDPOINT, and that no log-in page of the network is in between.",
+            "Check HF_ENDPOINT, and whether the network shows a log-in page first.",
         ) from None
 
 
 def endpoint() -> str:
-    """The hub's address, or that of a mirror."""
+    """The URL of the hub, or of a mirror of it."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
 
 
 def file_url(model: HubModel, commit: str, file: str) -> str:
-    url: str = _hub().hf_hub_url(model.repository, file, revision=commit, endpoint=endpoint())
+    url: str = _library().hf_hub_url(model.repository, file, revision=commit, endpoint=endpoint())
     return url
 
 
 @contextlib.contextmanager
-def opened(url: str, headers: dict[str, str], *, on_hub: bool) -> Iterator[Any]:
-    """The response to a GET, its body to be streamed. The user's token goes to the hub alone: neither to
-    where it redirects to nor to other addresses. Raises what `http_errors` lists."""
-    hub = _hub()
+def open_url(url: str, headers: dict[str, str], *, on_hub: bool) -> Iterator[Any]:
+    """The response to a GET request, whose body is to be streamed. The user's token is sent to the hub only: not to
+    other servers, and not to those that the hub redirects to. Raises the errors of `http_errors`."""
+    hub = _library()
     token = None if on_hub else False
     headers = hub.utils.build_hf_headers(token=token, library_name="orin-chat", headers=headers)
     session = hub.utils.get_session()
@@ -109,81 +109,90 @@ def opened(url: str, headers: dict[str, str], *, on_hub: bool) -> Iterator[Any]:
 
 
 def lock(path: str, timeout_s: float) -> contextlib.AbstractContextManager[object]:
-    """The lock that every user of the hub's cache takes on a file. Raises TimeoutError."""
-    held: contextlib.AbstractContextManager[object] = _hub().utils.WeakFileLock(path, timeout=timeout_s)
+    """The lock on a file that all programs take that use the hub's cache. Raises TimeoutError."""
+    held: contextlib.AbstractContextManager[object] = _library().utils.WeakFileLock(path, timeout=timeout_s)
     return held
 
 
 def http_errors() -> tuple[type[Exception], ...]:
-    """What the library raises for a request that failed: errors of its own, or httpx's (which has another
-    name in other versions of the library)."""
-    errors = _hub().errors
+    """The errors that the library raises for a failed request: its own, and the base class of its HTTP client's errors
+    (from httpx or requests, depending on the library's version)."""
+    errors = _library().errors
     base: type[Exception] = errors.HfHubHTTPError.__bases__[0]
     return (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, base)
 
 
-def status(error: Exception) -> int:
-    """The status with which a server answered, 0 where none did."""
+def http_status(error: Exception) -> int:
+    """The HTTP status that a server answered with; 0 if it did not answer."""
     response = getattr(error, "response", None)
     return 0 if response is None else int(response.status_code)
 
 
 def retry_after_s(error: Exception, failures: int) -> float | None:
-    """How long to wait before the next try after `failures` in a row; None where another makes no sense."""
-    if isinstance(error, _hub().errors.OfflineModeIsEnabled) or failures > RETRIES:
+    """How long to wait before the next try after `failures` tries in a row; None if another try makes no sense."""
+    if isinstance(error, _library().errors.OfflineModeIsEnabled) or failures > RETRIES:
         return None
     delay: float = FIRST_DELAY_S * 2 ** (failures - 1)
-    if not status(error):
+    if not http_status(error):
         return delay
-    if status(error) not in (408, 429, 500, 502, 503, 504):
+    if http_status(error) not in (408, 429, 500, 502, 503, 504):
         return None
-    asked = error.response.headers.get("Retry-After", "")  # type: ignore[attr-defined]
-    return min(float(asked), MAX_DELAY_S) if asked.isdecimal() else delay
+    retry_after = error.response.headers.get("Retry-After", "")  # type: ignore[attr-defined]
+    return min(float(retry_after), MAX_DELAY_S) if retry_after.isdecimal() else delay
 
 
-def fail(error: Exception, what: str, *, on_hub: bool = True) -> Never:
-    """Raises DownloadError: why `what` could not be had, in one sentence, and one on what to do."""
-    errors = _hub().errors
-    code = status(error)
-    keeps = "What was downloaded is kept for the next try."
+def raise_download_error(error: Exception, what: str, *, on_hub: bool = True) -> Never:
+    """Raises DownloadError: a sentence that says why `what` could not be downloaded, and one that says what to do."""
+    errors = _library().errors
+    code = http_status(error)
+    server = "The hub" if on_hub else "The server"
+    kept = "What was downloaded is kept for the next try."
     if isinstance(error, errors.OfflineModeIsEnabled):
-        message, hint = f"{what} is not on this machine, and HF_HUB_OFFLINE forbids to get it.", "Unset it."
-    elif isinstance(error, errors.GatedRepoError) or code == 403:
+        message = f"{what} is not on this machine, and HF_HUB_OFFLINE forbids downloads."
+        hint = "Unset HF_HUB_OFFLINE."
+    elif isinstance(error, errors.GatedRepoError) or (code == 403 and on_hub):
         message = f"{what} is gated: its owner must let you in."
-        hint = "Accept its terms on its page, then give your token: HF_TOKEN=…, or `hf auth login`."
+        hint = "Accept the terms on its page, then give your token: HF_TOKEN=…, or `hf auth login`."
     elif isinstance(error, errors.RevisionNotFoundError):
-        message, hint = f"{what} names a revision that does not exist.", "Leave it away for the newest."
-    elif code in (401, 404):
+        message = f"{what} names a revision that does not exist."
+        hint = "Leave the revision out to get the newest."
+    elif code in (401, 403, 404):
         message = f"{what} does not exist, or it is private."
-        hint = "Check the name; for a private one give your token: HF_TOKEN=…, or `hf auth login`."
+        hint = "Check the name. If it is private, give your token: HF_TOKEN=…, or `hf auth login`."
+        if not on_hub:
+            hint = "Check the address. If it needs a password, download the file with another program."
     elif code == 429:
-        message, hint = "The hub has had too many requests from here.", f"Try again in some minutes. {keeps}"
+        message = f"{server} has received too many requests from this network."
+        hint = f"Try again in a few minutes. {kept}"
     elif code:
-        message, hint = f"The server failed to give {what} (status {code}).", f"Try again later. {keeps}"
+        message = f"{server} failed to deliver {what} (HTTP status {code})."
+        hint = f"Try again later. {kept}"
     else:
-        where = f"The hub ({endpoint()})" if on_hub else what
+        host = f"The hub ({endpoint()})" if on_hub else what
         reason = shown(" ".join(str(error).split())) or type(error).__name__
-        message = f"{where} cannot be reached: {reason.rstrip('.')}."
-        hint = f"Check the network, or name a mirror with HF_ENDPOINT. {keeps}"
+        message = f"{host} cannot be reached: {reason.rstrip('.')}."
+        hint = f"Check the network, or name a mirror with HF_ENDPOINT. {kept}"
+        if not on_hub:
+            hint = f"Check the network and the address. {kept}"
     raise DownloadError(message, hint) from error
 
 
-def _patiently(ask: Callable[[], Any]) -> Any:
-    """What `ask` returns, asked again while the server is busy. Without a network it fails at once."""
+def _with_retries(request: Callable[[], Any]) -> Any:
+    """Calls `request` again while the server is busy. Without a network it fails at once."""
     failures = 0
     while True:
         try:
-            return ask()
+            return request()
         except http_errors() as error:
             failures += 1
             delay = retry_after_s(error, failures)
-            if delay is None or not status(error):
+            if delay is None or not http_status(error):
                 raise
             time.sleep(delay)
 
 
-def _hub() -> ModuleType:
-    """The library, told to keep to itself: no telemetry, and nothing written to the terminal."""
+def _library() -> ModuleType:
+    """The library huggingface_hub, without telemetry and without output to the terminal."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read once, at import
     import huggingface_hub
     import huggingface_hub.errors

@@ -1,4 +1,4 @@
-"""Whether a model fits into the memory that it would run from."""
+"""Whether a model fits into the memory of the device that would run it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 
 from engine.devices import cuda_driver
 
-SHARE_BESIDE_WEIGHTS = 0.1
-"""Of the weights, for the KV cache of an ordinary context and what is computed: a rough figure, as the real
-one is known only when the model is loaded."""
+OVERHEAD = 0.1
+"""Memory for the KV cache of an ordinary context and for activations, as a fraction of the weights. This is a rough
+figure: the exact one is known only when the model is loaded."""
 
 
 def fits(model_bytes: int, memory_bytes: int) -> bool:
-    """Whether a model of `model_bytes` can be expected to run from `memory_bytes` (0: not known, then True)."""
-    return not memory_bytes or model_bytes * (1 + SHARE_BESIDE_WEIGHTS) <= memory_bytes
+    """Whether a model of `model_bytes` can be expected to run in `memory_bytes`; True if these are 0 (not known)."""
+    return not memory_bytes or model_bytes * (1 + OVERHEAD) <= memory_bytes
 
 
 def memory_bytes(backend: str) -> int:
-    """All memory of the device that `backend` ("auto", "CPU", "CUDA", "NV") runs on: the first GPU's, the
-    machine's own where there is none or it is shared. 0 where it is not told."""
+    """The total memory of the device that `backend` ("auto", "CPU", "CUDA", "NV") runs on: the first GPU's, or the
+    machine's if there is no GPU or it has no memory of its own. 0 if the system does not say."""
     gpu = 0 if backend.upper() == "CPU" else cuda_driver.memory_bytes()
     return gpu or _machine_bytes()
 

@@ -1,4 +1,4 @@
-"""From what a user calls a model to where it is: a path, a repository of the hub, or an address."""
+"""The names that users give models, and what they mean: a path, a repository on the Hugging Face hub, or a URL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _FILE_ON_HUB = re.compile(
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model in a repository of the hub: the file named, else the quantization, else the best there is."""
+    """A model in a repository on the hub: the one with this file, else the one with this quantization, else the first
+    of `files.PREFERRED`."""
 
     repository: str
     quantization: str = ""
@@ -43,13 +44,13 @@ class HubModel:
 
 @dataclass(frozen=True)
 class WebFile:
-    """A model file at an address that is not the hub's."""
+    """A model file at a URL outside the hub."""
 
     url: str
 
     @property
     def file(self) -> str:
-        """The name it is kept under: the last part of the address, without what a folder cannot hold."""
+        """The file name to store it under: the last part of the URL, without characters that are unsafe in one."""
         name = re.sub(r"[^\w.+-]", "_", unquote(urlsplit(self.url).path).rstrip("/").rpartition("/")[2])
         return name.lstrip(".")[-100:] or "model.gguf"
 
@@ -61,7 +62,7 @@ Source = Path | HubModel | WebFile
 
 
 class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of models.toml: one that the engine can run."""
+    """An entry of models.toml: a model that the engine can run."""
 
     name: str
     repository: str
@@ -80,91 +81,89 @@ def known_models() -> tuple[KnownModel, ...]:
     return msgspec.toml.decode(text, type=dict[str, tuple[KnownModel, ...]])["model"]
 
 
-def parse(text: str, own: Mapping[str, str] = {}) -> Source:
-    """What `text` names. A path that exists wins, then `hf.co/user/repository[:quantization]` and
-    `https://…`, then the names in `own` (each stands for a path, an address or a known name), then the known
-    ones. What looks like a path is one, though nothing is there.
+def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
+    """The model that `text` names: an existing path, else `hf.co/user/repository[:quantization]` or a URL, else one of
+    `aliases` (the user's names, for a path, a URL or a known name), else a known model, else a path that does not
+    exist, if `text` looks like a path.
 
-    Raises UsageError, with the nearest names, for a name that nobody knows.
+    Raises UsageError, with the most similar names, for an unknown name.
     """
     text = text.strip()
-    if (path := _path(text)) is not None and _may_exist(path):
+    path = _path(text)
+    if path is not None and _may_exist(path):
         return path.absolute()
-    if (source := _explicit(text)) is not None:
+    if (source := _parse_url(text)) is not None:
         return source
-    names = {name.lower(): name for name in own}
-    if meant := names.get(text.lower()):
-        return parse(own[meant])
+    names = {name.lower(): name for name in aliases}
+    if name := names.get(text.lower()):
+        return parse(aliases[name])
     for model in known_models():
         if model.name == text.lower():
             return model.source
     if path is not None and (os.sep in text or text.lower().endswith(".gguf")):
         return path.absolute()
-    raise UsageError(f"There is no model called {text!r}.", _nearest(text, [*own, *_known_names()]))
+    known = [*aliases, *(model.name for model in known_models())]
+    raise UsageError(f"There is no model called {text!r}.", _suggestion(text, known))
 
 
-def short_name(source: Source, own: Mapping[str, str] = {}) -> str:
-    """What a user would type for `source`: the shortest name that stands for it."""
-    for name, meant in own.items():
+def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:
+    """The shortest text that `parse` takes for `source`: an alias, a known name, or the path or URL."""
+    for name, meaning in aliases.items():
         with contextlib.suppress(UsageError):
-            if parse(meant) == source:
+            if parse(meaning) == source:
                 return name
     return next((model.name for model in known_models() if model.source == source), str(source))
 
 
 def _path(text: str) -> Path | None:
-    """`text` as a path, None where it cannot be one."""
+    """`text` as a path; None if no file system can have it (empty, too long, a null byte)."""
     try:
         path = Path(text).expanduser()
-        _may_exist(path)  # too long, or a null byte: no file system has it
+        _may_exist(path)
     except (OSError, ValueError, RuntimeError):
         return None
     return path if text else None
 
 
 def _may_exist(path: Path) -> bool:
-    """Whether there is such a file, or a folder that does not say so."""
+    """Whether a file exists, or may exist in a folder that cannot be read."""
     try:
         return path.exists()
     except PermissionError:
         return True
 
 
-def _explicit(text: str) -> HubModel | WebFile | None:
-    """What `hf.co/…` or an address says; None where `text` is neither. Raises UsageError."""
+def _parse_url(text: str) -> HubModel | WebFile | None:
+    """The model at `hf.co/…` or a URL; None if `text` is neither. Raises UsageError if there can be no model."""
     try:
         url = urlsplit(text if "://" in text else f"https://{text}")
         scheme, host = url.scheme.lower(), (url.hostname or "").lower()
-    except ValueError:  # what is in brackets is no address
+    except ValueError:  # brackets without an IPv6 address
         return None
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT", ""))
     if host in HUB_HOSTS or ("://" in text and url.netloc == endpoint.netloc):
         path = unquote(url.path).strip("/")
         if match := _FILE_ON_HUB.fullmatch(path) or _ON_HUB.fullmatch(path.removesuffix("/tree/main")):
-            given = {name: value for name, value in match.groupdict().items() if value}
-            return HubModel(**{**given, "quantization": given.get("quantization", "").upper()})
+            fields = {name: value for name, value in match.groupdict().items() if value}
+            return HubModel(**{**fields, "quantization": fields.get("quantization", "").upper()})
         raise UsageError(
-            f"{text} names no model of the hub.", "Write hf.co/user/repository, and :Q4_K_M to choose a file."
+            f"{text} is not a model on the hub.", "Write hf.co/user/repository, and :Q4_K_M to choose a file."
         )
     if "://" not in text:
         return None
     if scheme in ("http", "https") and host:
         return WebFile(text)
-    raise UsageError(f"{text} is no address that a model can be had from.", "It begins with https://.")
+    raise UsageError(f"Models cannot be downloaded from {text}.", "Use a URL that begins with https://.")
 
 
-def _known_names() -> list[str]:
-    return [model.name for model in known_models()]
-
-
-def _nearest(text: str, names: Iterable[str]) -> str:
-    """A sentence with the names that `text` may have meant."""
+def _suggestion(text: str, names: Iterable[str]) -> str:
+    """A sentence with the names that the user may have meant by `text`."""
     wanted = text.lower()
     score = {name: difflib.SequenceMatcher(None, wanted, name.lower()).ratio() for name in names}
     family = [name for name in score if name.lower().split(":")[0] == wanted.split(":")[0]]
-    near = family or [name for name in sorted(score, key=lambda name: -score[name]) if score[name] >= 0.6]
+    similar = family or [name for name in sorted(score, key=lambda name: -score[name]) if score[name] >= 0.6]
     if re.fullmatch(_REPOSITORY, text):
         return f"For the repository of that name on the hub, write hf.co/{text}."
-    if not near:
-        return "orin-chat models lists those with a name; hf.co/user/repository names any other."
-    return f"Near it: {', '.join(near[:6])}."
+    if not similar:
+        return "orin-chat models lists the known names; hf.co/user/repository names any other model."
+    return f"Similar names: {', '.join(similar[:6])}."

@@ -1,4 +1,4 @@
-"""How far a download is, and how fast it goes."""
+"""The progress of a download, and its rate."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 REPORT_S = 0.1
 RATE_WINDOW_S = 5.0
-LEAST_WINDOW_S = 0.5
+MIN_RATE_WINDOW_S = 0.5
 
 
 class Cancelled(Exception):
-    """The user has had enough of a download. What arrived of it is kept."""
+    """The user cancelled a download. The bytes that arrived are kept."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a download is. `total_bytes` 0: the server does not say. `bytes_per_s` None: not known yet.
-    `note` is what it does instead of receiving bytes, or what it waits for."""
+    """The progress of a model's download. `total_bytes` 0: the server does not say. `bytes_per_s` None: not known
+    yet. `note`: what the download does at the moment instead of receiving bytes; "" while it receives."""
 
     file: str
     done_bytes: int
@@ -35,45 +35,43 @@ class Progress:
 
 
 class Meter:
-    """The progress of all files of a model together, told to `report` ten times a second. Each time is a
-    chance to stop: these methods raise Cancelled when `cancelled` says so."""
+    """Measures all files of a model together and calls `report` with the progress every `REPORT_S`. `show` and
+    `wait` raise Cancelled as soon as `cancelled` returns true."""
 
     def __init__(
         self, name: str, total_bytes: int, report: Callable[[Progress], None], cancelled: Callable[[], bool]
     ) -> None:
         self.name, self.total_bytes = name, total_bytes
         self._report, self._cancelled = report, cancelled
-        self._before = 0  # bytes of the files that are done
-        self._shown_at = 0.0
-        self._past: deque[tuple[float, int]] = deque()
+        self._finished_bytes = 0  # of the files before the current one
+        self._reported_at = 0.0
+        self._samples: deque[tuple[float, int]] = deque()  # (time, bytes done), of the last RATE_WINDOW_S
 
-    def show(self, have: int, note: str = "") -> None:
-        """`have` bytes of the current file are here."""
-        self._stop_if_cancelled()
-        now = time.monotonic()
-        if now - self._shown_at < REPORT_S:
-            return
-        self._shown_at = now
-        done = self._before + have
-        if note or (self._past and done < self._past[-1][1]):
-            self._past.clear()
-        self._past.append((now, done))
-        while self._past[0][0] < now - RATE_WINDOW_S:
-            self._past.popleft()
-        since, first = self._past[0]
-        rate = (done - first) / (now - since) if now - since > LEAST_WINDOW_S else None
-        self._report(Progress(self.name, done, self.total_bytes, rate, note))
-
-    def file_is_done(self, n_bytes: int) -> None:
-        self._before += n_bytes
-        self._report(Progress(self.name, self._before, self.total_bytes or self._before))
-
-    def wait(self, seconds: float, have: int, note: str) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            self.show(have, note)
-            time.sleep(min(left, REPORT_S))
-
-    def _stop_if_cancelled(self) -> None:
+    def show(self, file_bytes: int, note: str = "") -> None:
+        """`file_bytes` of the current file are on the disk."""
         if self._cancelled():
             raise Cancelled
+        now = time.monotonic()
+        if now - self._reported_at < REPORT_S:
+            return
+        self._reported_at = now
+        done = self._finished_bytes + file_bytes
+        if note or (self._samples and done < self._samples[-1][1]):
+            self._samples.clear()
+        self._samples.append((now, done))
+        while self._samples[0][0] < now - RATE_WINDOW_S:
+            self._samples.popleft()
+        since, first = self._samples[0]
+        rate = (done - first) / (now - since) if now - since > MIN_RATE_WINDOW_S else None
+        self._report(Progress(self.name, done, self.total_bytes, rate, note))
+
+    def finish_file(self, n_bytes: int) -> None:
+        """The current file is complete, with `n_bytes`."""
+        self._finished_bytes += n_bytes
+        self._report(Progress(self.name, self._finished_bytes, self.total_bytes or self._finished_bytes))
+
+    def wait(self, seconds: float, file_bytes: int, note: str) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.show(file_bytes, note)
+            time.sleep(min(left, REPORT_S))

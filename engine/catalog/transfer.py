@@ -1,4 +1,4 @@
-"""One file from the network, whole and right: through cuts, verified, and by one process at a time."""
+"""Downloads one file completely: resumes after interruptions, verifies the hash, one process at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from engine.catalog.progress import Meter
 from engine.formats.gguf import shown
 
 LOCK_S = 0.3
-SPARE_BYTES = 64 << 20  # of disk, beyond the download
+SPARE_BYTES = 64 << 20  # of disk space that a download leaves free
 BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A file to be had: from where, to where, and what is stated of it. `size_bytes` None and `digest` "" are
-    not stated; a digest is a SHA-256 or git's SHA-1 of a file, in hexadecimal."""
+class Target:
+    """A file to download, and what the server states about it. `size_bytes` None and `digest` "": not stated. A
+    digest is a SHA-256 or git's SHA-1 of a file, in hexadecimal."""
 
     name: str
     url: str
@@ -34,108 +34,113 @@ class Wanted:
     on_hub: bool
 
     @property
-    def incomplete(self) -> Path:
+    def incomplete_path(self) -> Path:
+        """Holds the bytes that have arrived, until the file is complete."""
         return self.path.with_name(f"{self.path.name}.incomplete")
 
     @property
-    def version(self) -> Path:
-        """Beside an incomplete file without a digest: which version of the file it is a part of."""
+    def version_path(self) -> Path:
+        """Holds the ETag of the incomplete file, if there is no digest to tell versions of the file apart."""
         return self.path.with_name(f"{self.path.name}.version")
 
 
-class _Damaged(Exception):
-    """What arrived is not what the server states."""
+class _DamagedError(Exception):
+    """The bytes that arrived are not those that the server states."""
 
 
-def bring(wanted: Wanted, lock: Path, meter: Meter) -> None:
-    """Makes `wanted.path` the whole and right file, or leaves no file of that name.
+def fetch(target: Target, lock: Path, meter: Meter) -> None:
+    """Makes `target.path` the complete and verified file, or leaves no file of that name.
 
-    Raises DownloadError, Cancelled and, for the disk, OSError; what arrived until then is kept."""
-    with _locked(lock, wanted, meter):
-        if wanted.path.exists():
-            with contextlib.suppress(_Damaged):
-                _check(wanted, meter)
-                meter.file_is_done(wanted.path.stat().st_size)
+    Raises DownloadError, Cancelled and, for the disk, OSError. The bytes that arrived until then are kept."""
+    with _locked(lock, target, meter):
+        if target.path.exists():
+            with contextlib.suppress(_DamagedError):
+                _verify(target, meter)
+                meter.finish_file(target.path.stat().st_size)
                 return
-            wanted.path.unlink()
-        for is_last_try in (False, True):  # what was left here by an earlier download may be the bad part
+            target.path.unlink()
+        for is_last_try in (False, True):  # the damage may be in bytes that an earlier download left
             try:
-                _receive(wanted, meter)
+                _download(target, meter)
                 break
-            except _Damaged as damage:
-                wanted.incomplete.unlink(missing_ok=True)
+            except _DamagedError as damage:
+                target.incomplete_path.unlink(missing_ok=True)
                 if is_last_try:
                     raise DownloadError(
-                        f"{shown(wanted.name)} arrived damaged twice: {damage}.",
+                        f"{shown(target.name)} arrived damaged twice: {damage}.",
                         "Nothing of it was kept. Try again later, or get it from another repository.",
                     ) from None
-        meter.file_is_done(wanted.incomplete.stat().st_size)
-        wanted.incomplete.replace(wanted.path)
-        wanted.version.unlink(missing_ok=True)
+        meter.finish_file(target.incomplete_path.stat().st_size)
+        target.incomplete_path.replace(target.path)
+        target.version_path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _locked(lock: Path, wanted: Wanted, meter: Meter) -> Iterator[None]:
-    """Holds the lock of a file. While another process has it, its progress is shown."""
+def _locked(lock: Path, target: Target, meter: Meter) -> Iterator[None]:
+    """Holds the lock of a file. Shows the progress of another process while that has the lock."""
     while True:
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(hub.lock(str(lock), LOCK_S))
             except TimeoutError:
-                have = wanted.incomplete.stat().st_size if wanted.incomplete.exists() else 0
+                have = target.incomplete_path.stat().st_size if target.incomplete_path.exists() else 0
                 meter.show(have, "another program is downloading it")
                 continue
             yield
             return
 
 
-def _check(wanted: Wanted, meter: Meter) -> None:
-    """Raises _Damaged where the file that is here is not the one that is wanted."""
-    size = wanted.path.stat().st_size
-    if wanted.size_bytes is not None and size != wanted.size_bytes:
-        raise _Damaged("its size is wrong")
-    hash, done = _hash(wanted.digest, size), 0
-    for block in _blocks(wanted.path) if hash else ():
+def _verify(target: Target, meter: Meter) -> None:
+    """Raises _DamagedError if the file at `target.path` is not the one that the server states."""
+    size = target.path.stat().st_size
+    if target.size_bytes is not None and size != target.size_bytes:
+        raise _DamagedError("its size is wrong")
+    hash, done = _new_hash(target.digest, size), 0
+    for block in _blocks(target.path) if hash else ():
         hash.update(block)
         meter.show(done := done + len(block), "verifying")
-    _compare(hash, wanted.digest)
+    _check_digest(hash, target.digest)
 
 
-def _receive(wanted: Wanted, meter: Meter) -> None:
-    """Completes `wanted.incomplete` and verifies it, through as many cuts as bring something each time."""
+def _download(target: Target, meter: Meter) -> None:
+    """Completes and verifies `target.incomplete_path`. Tries again after an interruption: as often as necessary while
+    each try brings some bytes, else `hub.RETRIES` times."""
     failures = 0
-    with _Partial(wanted, meter) as partial:
-        _check_room(wanted, partial.size_bytes, partial.have)
-        while not partial.is_whole:
+    with _PartialFile(target, meter) as partial:
+        _check_free_space(target, partial.size_bytes, partial.have)
+        while not partial.is_complete:
             before = partial.have
             cut: Exception = ConnectionError("the server ends the transfer early")
             try:
                 partial.fetch()
             except hub.http_errors() as error:
                 cut = error
-            if partial.is_whole:
+            if partial.is_complete:
                 break
             failures = 1 if partial.have > before else failures + 1
             delay = hub.retry_after_s(cut, failures)
             if delay is None:
-                hub.fail(cut, shown(wanted.name if wanted.on_hub else wanted.url), on_hub=wanted.on_hub)
-            if failures > 1 or hub.status(cut):
+                hub.raise_download_error(
+                    cut, shown(target.name if target.on_hub else target.url), on_hub=target.on_hub
+                )
+            if failures > 1 or hub.http_status(cut):
                 meter.wait(delay, partial.have, f"interrupted; trying again in {delay:.0f} s")
         partial.verify()
 
 
-class _Partial:
-    """A file on its way, and the hash of what there is of it. As a context it is open for writing."""
+class _PartialFile:
+    """A file that is being downloaded: `have` bytes of it are on the disk, and `hash` is theirs. Within `with` it is
+    open for appending."""
 
-    def __init__(self, wanted: Wanted, meter: Meter) -> None:
-        self.wanted, self.meter = wanted, meter
-        self.size_bytes = wanted.size_bytes
+    def __init__(self, target: Target, meter: Meter) -> None:
+        self.target, self.meter = target, meter
+        self.size_bytes = target.size_bytes
         self.have = 0
-        self.hash = _hash(wanted.digest, wanted.size_bytes)
-        self.file = wanted.incomplete.open("ab")
-        self._ended = False  # a body came to its end, by its own account
+        self.hash = _new_hash(target.digest, target.size_bytes)
+        self.file = target.incomplete_path.open("ab")
+        self._ended = False  # a response without a stated size was received to its end
 
-    def __enter__(self) -> _Partial:
+    def __enter__(self) -> _PartialFile:
         try:
             self._resume()
         except BaseException:
@@ -144,104 +149,104 @@ class _Partial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # a full disk has been told of
+        with contextlib.suppress(OSError):  # a full disk was reported by a write before
             self.file.close()
 
     def _resume(self) -> None:
-        """Goes on from what an earlier download left, if it is a part of this file."""
+        """Continues what an earlier download left, if it is a part of this file."""
         size = self.file.tell()
-        if self.wanted.digest:
+        if self.target.digest:
             if size > (self.size_bytes or size):
                 self._start_over()
         elif not self._version:
             self._start_over()
-        for block in _blocks(self.wanted.incomplete):
-            self._take(block)
-            self.meter.show(self.have, "verifying what there is of it")
+        for block in _blocks(self.target.incomplete_path):
+            self._add(block)
+            self.meter.show(self.have, "verifying the part that is here")
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self._ended if self.size_bytes is None else self.have == self.size_bytes
 
     @property
     def _version(self) -> str:
-        """What the server calls this version of the file, where no digest tells it from others."""
+        """The ETag or date of the version that the bytes on the disk are from; "" if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return self.wanted.version.read_text().strip()
+            return self.target.version_path.read_text().strip()
         return ""
 
     def fetch(self) -> None:
-        """What is missing, or as much of it as arrives. Raises hub.http_errors(), Cancelled, _Damaged."""
+        """Downloads the missing bytes, or as many as arrive. Raises hub.http_errors(), Cancelled, _DamagedError."""
         headers = {"Accept-Encoding": "identity"}
         if self.have:
             headers["Range"] = f"bytes={self.have}-"
-            if not self.wanted.digest:
+            if not self.target.digest:
                 headers["If-Range"] = self._version
         try:
-            with hub.opened(self.wanted.url, headers, on_hub=self.wanted.on_hub) as response:
-                self._heed(response)
+            with hub.open_url(self.target.url, headers, on_hub=self.target.on_hub) as response:
+                self._read_headers(response)
                 for block in response.iter_raw():
                     self._write(block)
                 self._ended = True
         except hub.http_errors() as error:
-            if hub.status(error) == 416:
-                raise _Damaged("the server has less of it than arrived before") from None
+            if hub.http_status(error) == 416:  # range not satisfiable
+                raise _DamagedError("the server has less of it than arrived before") from None
             raise
         finally:
             self.file.flush()
 
     def verify(self) -> None:
-        """Raises _Damaged where the hash is not the one that is stated."""
+        """Raises _DamagedError if the hash is not the stated one."""
         os.fsync(self.file.fileno())
-        _compare(self.hash, self.wanted.digest)
+        _check_digest(self.hash, self.target.digest)
 
-    def _heed(self, response: Any) -> None:
-        """Takes from an answer's headers where its body begins, and what else they say of the file."""
+    def _read_headers(self, response: Any) -> None:
+        """Checks where the response's body begins and which size it states, and stores its version."""
         start, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if self.have and (response.status_code != 206 or start.partition("-")[0] != str(self.have)):
-            self._start_over()  # it is the whole file again
+            self._start_over()  # the server sends the whole file
         stated = total if response.status_code == 206 else response.headers.get("Content-Length", "")
         if stated.isdecimal() and self.size_bytes is None:
             self.size_bytes = self.meter.total_bytes = int(stated)
-            _check_room(self.wanted, self.size_bytes, self.have)
+            _check_free_space(self.target, self.size_bytes, self.have)
         elif stated.isdecimal() and int(stated) != self.size_bytes:
-            raise _Damaged(f"the server sends {stated} bytes and states {self.size_bytes}")
-        if not self.wanted.digest and not self.have:
+            raise _DamagedError(f"the server sends {stated} bytes and states {self.size_bytes}")
+        if not self.target.digest and not self.have:
             etag = response.headers.get("ETag", "")
-            dated = response.headers.get("Last-Modified", "")
-            self.wanted.version.write_text(dated if etag.startswith("W/") else etag or dated)
+            date = response.headers.get("Last-Modified", "")
+            self.target.version_path.write_text(date if etag.startswith("W/") else etag or date)
 
     def _start_over(self) -> None:
         self.file.truncate(0)
-        self.have, self.hash = 0, _hash(self.wanted.digest, self.size_bytes)
+        self.have, self.hash = 0, _new_hash(self.target.digest, self.size_bytes)
 
     def _write(self, block: bytes) -> None:
         if self.size_bytes is not None and self.have + len(block) > self.size_bytes:
-            raise _Damaged(f"there is more of it than the {self.size_bytes} bytes that the server states")
+            raise _DamagedError(f"the server sends more than the {self.size_bytes} bytes that it states")
         self.file.write(block)
-        self._take(block)
+        self._add(block)
         self.meter.show(self.have)
 
-    def _take(self, block: bytes) -> None:
+    def _add(self, block: bytes) -> None:
         self.have += len(block)
         if self.hash is not None:
             self.hash.update(block)
 
 
-def _check_room(wanted: Wanted, size_bytes: int | None, have: int) -> None:
-    """Raises DownloadError where the disk cannot hold what is missing."""
+def _check_free_space(target: Target, size_bytes: int | None, have: int) -> None:
+    """Raises DownloadError if the disk cannot hold the missing bytes."""
     need = (size_bytes or 0) - have + SPARE_BYTES
-    free = shutil.disk_usage(wanted.path.parent).free
+    free = shutil.disk_usage(target.path.parent).free
     if need > free:
         raise DownloadError(
-            f"{shown(wanted.name)} needs {need / 1e9:.2f} GB more, and {wanted.path.parent} has room for "
+            f"{shown(target.name)} needs {need / 1e9:.2f} GB more, and {target.path.parent} has room for "
             f"{free / 1e9:.2f} GB.",
-            "Free some of it, or set HF_HUB_CACHE to a folder with more.",
+            "Free some space, or set HF_HUB_CACHE to a folder with more.",
         )
 
 
-def _hash(digest: str, size_bytes: int | None) -> Any:
-    """A fresh hash of the kind that `digest` is, or None: SHA-256, or git's of a file."""
+def _new_hash(digest: str, size_bytes: int | None) -> Any:
+    """A new hash of the digest's kind: SHA-256, or the SHA-1 that git gives a file; None without a digest."""
     if len(digest) == 64:
         return hashlib.sha256()
     if len(digest) == 40 and size_bytes is not None:
@@ -249,9 +254,9 @@ def _hash(digest: str, size_bytes: int | None) -> Any:
     return None
 
 
-def _compare(hash: Any, digest: str) -> None:
+def _check_digest(hash: Any, digest: str) -> None:
     if hash is not None and hash.hexdigest() != digest:
-        raise _Damaged(f"its hash is {hash.hexdigest()[:12]}… and should be {digest[:12]}…")
+        raise _DamagedError(f"its hash is {hash.hexdigest()[:12]}… and should be {digest[:12]}…")
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -103,7 +103,7 @@ def test_the_token_goes_to_the_hub_and_not_where_it_redirects_to(fake_hub, model
 
 def test_progress_is_told_with_rate_and_time_left(fake_hub, model, monkeypatch):
     monkeypatch.setattr("engine.catalog.progress.REPORT_S", 0.02)
-    monkeypatch.setattr("engine.catalog.progress.LEAST_WINDOW_S", 0.05)
+    monkeypatch.setattr("engine.catalog.progress.MIN_RATE_WINDOW_S", 0.05)
     fake_hub.pause_s = 0.01
     told = []
     download(model, told.append)
@@ -292,8 +292,8 @@ def test_a_busy_server_is_asked_again(fake_hub, model, statuses):
 @pytest.mark.parametrize(
     "status, sentence",
     [
-        (500, "The server failed to give"),
-        ((429, {"Retry-After": "0"}), "The hub has had too many requests"),
+        (500, "failed to deliver"),
+        ((429, {"Retry-After": "0"}), "The hub has received too many requests"),
         (404, "does not exist, or it is private"),
         (401, "does not exist, or it is private"),
         (403, "is gated"),
@@ -400,19 +400,19 @@ def test_room_is_checked_before_the_download(fake_hub, model, monkeypatch):
 
 def test_a_disk_that_fills_up_keeps_what_came(fake_hub, model, monkeypatch):
     room = 60_000
-    take = transfer._Partial._take
+    take = transfer._PartialFile._add
 
     def until_full(self, block):
         if self.have + len(block) > room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         take(self, block)
 
-    monkeypatch.setattr(transfer._Partial, "_take", until_full)
+    monkeypatch.setattr(transfer._PartialFile, "_add", until_full)
     with pytest.raises(DownloadError, match="The disk is full") as caught:
         download(model)
     assert "kept" in caught.value.hint
     assert cache.find(model) is None
-    monkeypatch.setattr(transfer._Partial, "_take", take)
+    monkeypatch.setattr(transfer._PartialFile, "_add", take)
     fake_hub.requests.clear()
     assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
     [headers] = [headers for _, path, headers in fake_hub.requests if path.startswith("/cdn/")]
@@ -481,3 +481,21 @@ def test_an_address_that_has_nothing(fake_hub, web):
     with pytest.raises(DownloadError, match=r"http://127.0.0.1:9/x.gguf cannot be reached"):
         download(WebFile("http://127.0.0.1:9/x.gguf"))
     assert cache.installed() == []
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (401, "is private"),
+        (403, "is private"),
+        (404, "is private"),
+        (429, "The server has received"),
+        (500, "failed"),
+    ],
+)
+def test_sentences_on_other_addresses_do_not_speak_of_the_hub(fake_hub, web, status, sentence):
+    fake_hub.answers.extend([(status, {"Retry-After": "0"})] * 50)
+    with pytest.raises(DownloadError, match=sentence) as caught:
+        download(web)
+    text = f"{caught.value.message} {caught.value.hint}".replace(web.url, "")
+    assert "hub" not in text and "HF_" not in text

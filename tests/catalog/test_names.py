@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.catalog.files import PREFERRED, choices, is_safe, pick, quantization_of
+from engine.catalog.files import PREFERRED, is_safe, models_among, must_pick, pick, quantization_of
 from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
-from engine.errors import UsageError
+from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import GGML_BLOCK
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.model.config import check_architecture
@@ -127,6 +127,7 @@ def test_known_models_can_run():
         ("x-Q4_0_4_4.gguf", "Q4_0_4_4"),
         ("x-fp16.gguf", "F16"),
         ("x-mxfp4.gguf", "MXFP4"),
+        ("x-nvfp4.gguf", "NVFP4"),
         ("model.gguf", ""),
     ],
 )
@@ -140,29 +141,45 @@ def test_what_is_preferred_can_run():
         assert any(quantization == kind or quantization.startswith(f"{kind}_") for kind in runs)
 
 
-def test_choices_leave_out_parts_projectors_and_adapters():
-    offered = choices(
+def test_models_leave_out_parts_projectors_and_adapters():
+    models = models_among(
         [
             "a-Q8_0.gguf", "b-Q4_K_M-00002-of-00002.gguf", "b-Q4_K_M-00001-of-00002.gguf",
             "c-F16-00001-of-00003.gguf", "mmproj-a-F16.gguf", "a.imatrix.gguf", "README.md", "../x-Q8_0.gguf",
         ]
     )  # fmt: skip
-    assert [(choice.file, choice.quantization) for choice in offered] == [
+    assert [(model.file, model.quantization) for model in models] == [
         ("a-Q8_0.gguf", "Q8_0"),
         ("b-Q4_K_M-00001-of-00002.gguf", "Q4_K_M"),
     ]
-    assert offered[1].files == ("b-Q4_K_M-00001-of-00002.gguf", "b-Q4_K_M-00002-of-00002.gguf")
+    assert models[1].files == ("b-Q4_K_M-00001-of-00002.gguf", "b-Q4_K_M-00002-of-00002.gguf")
 
 
 def test_what_is_picked():
-    offered = choices(["m-Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf", "m-IQ2_XS.gguf"])
-    assert pick(HubModel("u/r"), offered).file == "m-Q4_K_M.gguf"
-    assert pick(HubModel("u/r", "q8_0"), offered).file == "m-Q8_0.gguf"
-    assert pick(HubModel("u/r", file="sub/m-Q4_K_M.gguf"), offered).file == "sub/m-Q4_K_M.gguf"
-    assert pick(HubModel("u/r", "Q5_K_M"), offered) is None
-    assert pick(HubModel("u/r"), choices(["model.gguf"])).file == "model.gguf"
-    assert pick(HubModel("u/r"), choices(["m-IQ2_XS.gguf"])) is None
-    assert not pick(HubModel("u/r", "IQ2_XS"), offered).may_run
+    models = models_among(["m-Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf", "m-IQ2_XS.gguf"])
+    assert pick(HubModel("u/r"), models).file == "m-Q4_K_M.gguf"
+    assert pick(HubModel("u/r", "q8_0"), models).file == "m-Q8_0.gguf"
+    assert pick(HubModel("u/r", file="sub/m-Q4_K_M.gguf"), models).file == "sub/m-Q4_K_M.gguf"
+    assert pick(HubModel("u/r", "Q5_K_M"), models) is None
+    assert pick(HubModel("u/r"), models_among(["model.gguf"])).file == "model.gguf"
+    assert pick(HubModel("u/r"), models_among(["m-IQ2_XS.gguf"])) is None
+    assert not pick(HubModel("u/r", "IQ2_XS"), models).may_run
+
+
+def test_a_file_that_cannot_run_is_refused_by_its_name():
+    for file in ("m-NVFP4.gguf", "m-MXFP4.gguf", "m-Q2_K.gguf", "m-TQ1_0.gguf", "m-Q4_0_8_8.gguf"):
+        with pytest.raises(
+            ModelFileError, match=rf"no file of a type that .* \(it has {quantization_of(file)}\)"
+        ):
+            must_pick(HubModel("u/r"), models_among([file]))
+
+
+def test_an_unusual_type_has_to_be_asked_for():
+    models = models_among(["m-UD-Q4_K_XL.gguf"])
+    with pytest.raises(ModelFileError, match="u/r has no file of a usual type") as caught:
+        must_pick(HubModel("u/r"), models)
+    assert caught.value.hint == "It has UD-Q4_K_XL: hf.co/u/r:UD-Q4_K_XL."
+    assert must_pick(HubModel("u/r", "UD-Q4_K_XL"), models) is models[0]
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../b", "a//b", "a\\b", "a\0b", "."])
