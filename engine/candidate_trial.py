@@ -1,9 +1,9 @@
-"""Candidates of a search are tried where they may take the process down with them.
+"""Runs candidates of a kernel search, which may fault or hang, and remembers which of them did.
 
-A candidate that faults leaves the device unusable for this process, one that hangs never comes back. Both cost a
-restart of the process, are remembered, and are not tried again. What is being tried is noted before it runs, so
-that one that kills the process outright is known as well: it may begin twice, for the process could have been
-killed by someone else meanwhile.
+A candidate that faults leaves the device unusable for this process; one that hangs never returns. Either way the
+process restarts and never runs the candidate again. Each start is counted on disk before the candidate runs, so that a
+candidate that kills the process at once is also known. It may start MAX_STARTS times, because the process may have been
+killed for another reason.
 """
 
 from __future__ import annotations
@@ -13,50 +13,65 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engine.disk_cache import Kept
+from engine.disk_cache import DiskCache
 
-BEGINNINGS = 2
-_EXIT_STATUS = 75  # EX_TEMPFAIL: to be tried again
+MAX_STARTS = 2
+_TABLE = "trials"
+_EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the caller should try again
 
 
-class RefusedError(Exception):
-    """The candidate does not work here. Whatever is tried next is not touched by that."""
+class CandidateFailedError(Exception):
+    """The candidate does not work on this device. The next candidate can run in this process."""
 
 
 def _exit() -> None:
     os._exit(_EXIT_STATUS)
 
 
-restart: Callable[[], object] = _exit  # what ends this process so that another goes on; a worker sets its own
+restart: Callable[[], object] = _exit  # ends this process; the worker sets a function that replaces it
 
 
-def refused(kept: Kept, key: object) -> bool:
-    """Whether it is known that a candidate does not work."""
-    return (kept.get("trials", key) or 0) >= BEGINNINGS
+def has_failed(cache: DiskCache, key: object) -> bool:
+    """Whether a candidate has failed in this or an earlier process."""
+    return (cache.get(_TABLE, key) or 0) >= MAX_STARTS
 
 
 @contextmanager
-def trial(kept: Kept, key: object, seconds: float, is_well: Callable[[], bool]) -> Iterator[None]:
-    """Within it, candidate `key` may do what it does for so many seconds. An exception makes it a refused one:
-    RefusedError is raised where the device `is_well` afterwards, and the process restarted where it is not."""
-    begun = kept.get("trials", key) or 0
-    kept.put("trials", key, begun + 1)
-    watchdog = threading.Timer(seconds, _hangs, (kept, key))
+def trial(cache: DiskCache, key: object, limit_s: float, device_works: Callable[[], bool]) -> Iterator[None]:
+    """Runs candidate `key` in its body, for up to `limit_s` seconds.
+
+    If the body raises, the candidate counts as failed: raises CandidateFailedError if `device_works` afterwards, and
+    restarts the process if it does not. If the time runs out, the process restarts too.
+    """
+    starts = cache.get(_TABLE, key) or 0
+    cache.put(_TABLE, key, starts + 1)
+    watchdog = threading.Timer(limit_s, _time_out, (cache, key))
     watchdog.daemon = True
     watchdog.start()
     try:
         yield
     except Exception as error:
-        kept.put("trials", key, BEGINNINGS)
+        cache.put(_TABLE, key, MAX_STARTS)
         watchdog.cancel()
-        if not is_well():
+        if not device_works():
             restart()
-        raise RefusedError(str(error)) from error
+        raise CandidateFailedError(str(error)) from error
     finally:
         watchdog.cancel()
-    kept.forget("trials", key)
+    cache.delete(_TABLE, key)
 
 
-def _hangs(kept: Kept, key: object) -> None:
-    kept.put("trials", key, BEGINNINGS)
+def _time_out(cache: DiskCache, key: object) -> None:
+    cache.put(_TABLE, key, MAX_STARTS)
     restart()
+
+
+def device_works(device: str) -> bool:
+    """Whether a device, by tinygrad's name, can still be used in this process."""
+    from tinygrad import Device
+
+    try:
+        Device[device].synchronize()
+    except Exception:
+        return False
+    return True

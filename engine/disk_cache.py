@@ -1,10 +1,10 @@
-"""What took long to work out, kept from one run to the next: compiled programs, schedules, what a search found.
+"""Caches results that take long to compute on disk between runs: compiled programs, schedules, search results.
 
-One file an entry, named by a digest of its key and of all that the entry depends on beside it: the device, its
-driver, tinygrad and the changes to it. A file is written aside and then renamed, so that several processes may
-write at once; it begins with a digest of its content, so that one that is damaged is found out and deleted. A
-disk that is full or read-only makes a cache that remembers nothing. The folder holds LIMIT_BYTES at most: what
-was not used for longest goes first.
+Each entry is a file. Its name is a digest of its table, its key and the environment: the device, its driver, tinygrad
+and our changes to tinygrad. A file is written under a temporary name and then renamed, so several processes can write
+at once. It begins with the SHA-256 digest of its content, so a damaged file is detected and deleted. If the disk is
+full or read-only, the cache stays empty. The folder holds at most LIMIT_BYTES; the least recently used entries are
+deleted first.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from engine.devices.device_name import device_name
 LIMIT_BYTES = 512 << 20
 _DAY_S = 86400
 _DIGEST_BYTES = 32
-# The device and its code generation are chosen by these.
+# Environment variables by which tinygrad chooses the device and how it generates code.
 _VARIABLES = (
     "DEV", "CC", "JIT_BATCH_SIZE", "ALLOW_HALF8", "NOOPT",
     "MV", "MV_BLOCKSIZE", "MV_THREADS_PER_ROW", "MV_ROWS_PER_THREAD",
 )  # fmt: skip
 
 
-class Kept:
-    """Entries in `folder` that hold for `environment`. A key is anything whose `repr` tells it from others."""
+class DiskCache:
+    """The entries in `folder` for one `environment`. A key may be any value whose `repr` identifies it."""
 
     def __init__(self, folder: Path, environment: str) -> None:
         self._folder, self._environment = folder, environment
         self._writable = True
 
     def get(self, table: str, key: object) -> Any:
-        """What was put there; None where there is nothing, or it is damaged."""
+        """The value that was put; None if there is no entry, or a damaged one."""
         path = self._path(table, key)
         try:
             with path.open("rb") as file:
-                data, used = file.read(), os.fstat(file.fileno()).st_mtime
+                data, last_used = file.read(), os.fstat(file.fileno()).st_mtime
             if hashlib.sha256(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
                 raise ValueError("damaged")
-            # Pickle runs what it reads: the folder is the user's own and closed to others.
+            # Unpickling runs code from the file. Only the user can write to the folder.
             value = pickle.loads(data[_DIGEST_BYTES:])
-            if time.time() - used > _DAY_S:
+            if time.time() - last_used > _DAY_S:
                 path.touch()
         except FileNotFoundError:
             return None
-        except Exception:  # damaged, or of another time
-            self.forget(table, key)
+        except Exception:  # damaged, or pickled by other versions of the classes
+            self.delete(table, key)
             return None
         return value
 
     def put(self, table: str, key: object, value: object) -> None:
-        """Keeps `value`, which is not None, if it can."""
+        """Stores `value`, which must not be None, if the disk allows it."""
         if not self._writable:
             return
         temporary = None
@@ -78,15 +78,14 @@ class Kept:
                 file.write(hashlib.sha256(content).digest() + content)
             temporary.replace(self._path(table, key))
             self._trim()
-        except (
-            OSError
-        ):  # the disk is full, or nothing may be written there: every further try would cost time
+        except OSError:  # the disk is full or read-only, so further attempts would only cost time
             self._writable = False
             if temporary:
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
 
-    def forget(self, table: str, key: object) -> None:
+    def delete(self, table: str, key: object) -> None:
+        """Deletes an entry if it exists."""
         with contextlib.suppress(OSError):
             self._path(table, key).unlink(missing_ok=True)
 
@@ -94,33 +93,32 @@ class Kept:
         words = f"{self._environment}\n{table}\n{key!r}"
         return self._folder / hashlib.sha256(words.encode()).hexdigest()
 
-    @functools.cache  # noqa: B019 (once in the life of the one store that a process has)
+    @functools.cache  # noqa: B019 (a process has one cache for its whole life)
     def _trim(self) -> None:
-        """Deletes what exceeds the limit, once a run: a run adds little."""
+        """Deletes the oldest files beyond the limit. Once a run is enough, since a run adds little."""
         files = [(entry.stat(), entry.path) for entry in os.scandir(self._folder) if entry.is_file()]
-        total = 0
+        total_bytes = 0
         for stat, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
-            total += stat.st_size
-            if total > LIMIT_BYTES:
+            total_bytes += stat.st_size
+            if total_bytes > LIMIT_BYTES:
                 Path(path).unlink(missing_ok=True)
 
 
 @functools.cache
-def store() -> Kept:
-    """What is kept for the default device. To be called when the environment is as `engine.backends.prepare`
-    leaves it."""
+def disk_cache() -> DiskCache:
+    """The cache for tinygrad's default device. Call it after `engine.backends.prepare` has set the environment."""
     folder = platformdirs.user_cache_path("orin-chat", appauthor=False) / "kernels"
-    return Kept(folder, _environment())
+    return DiskCache(folder, _environment())
 
 
 @functools.cache
-def source_version(*paths: str) -> str:
-    """Changes with the source below these folders and files of `engine` (none: all that kernels are made of), for
-    entries whose key does not hold what was made of it."""
+def source_digest(*paths: str) -> str:
+    """A digest of the Python source below folders and files of `engine` (default: all that kernels are made of). It
+    belongs in the key of an entry that depends on this source but not on a kernel's own text."""
     digest = hashlib.sha256()
-    for path in paths or ("kernels", "formats"):
-        there = Path(engine.__file__).parent / path
-        for file in sorted(there.rglob("*.py")) if there.is_dir() else [there]:
+    for name in paths or ("kernels", "formats"):
+        path = Path(engine.__file__).parent / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -130,5 +128,5 @@ def _environment() -> str:
 
     device, python = str(Device.DEFAULT), f"{platform.machine()} {sys.version_info[:2]}"
     device_parts = device, device_name(device), cuda_driver.version()
-    parts = [version("tinygrad"), source_version("fixes"), python, *device_parts]
+    parts = [version("tinygrad"), source_digest("fixes"), python, *device_parts]
     return "\n".join([*parts, *(f"{name}={os.environ.get(name)}" for name in _VARIABLES)])

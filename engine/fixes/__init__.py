@@ -1,4 +1,4 @@
-"""Changes to tinygrad, one a file. Each says what it changes and why, and which version it is for."""
+"""Changes to tinygrad at run time, one in each file, which says what it changes, why, and for which version."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.metadata import version
 from engine.errors import BackendError
 
 TINYGRAD = "0.14.0"
-_made: set[str] = set()
+_applied: set[str] = set()
 
 
 def require_tinygrad(fix: str) -> None:
-    """Raises BackendError unless the tinygrad installed is the one that the fixes were written for: they
-    reach into its insides."""
+    """Raises BackendError unless the installed tinygrad is the one that the fixes were written for: they change its
+    internals. `fix` names the change in the message."""
     if (found := version("tinygrad")) != TINYGRAD:
         raise BackendError(
             f"{fix} is a change to tinygrad {TINYGRAD}, and tinygrad {found} is installed.",
@@ -23,16 +23,16 @@ def require_tinygrad(fix: str) -> None:
 
 
 def once(fix: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """For the function `apply` of a module: it changes tinygrad once in a process, and raises BackendError where
-    another version is installed. `fix` is what it changes, for that error."""
+    """Decorates the function `apply` of a fix's module, so that it runs once in a process. It raises BackendError if
+    another version of tinygrad is installed. `fix` names the change in that message."""
 
-    def decorate(make: Callable[[], None]) -> Callable[[], None]:
-        @functools.wraps(make)
+    def decorate(change: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(change)
         def apply() -> None:
             require_tinygrad(fix)
-            if make.__module__ not in _made:
-                _made.add(make.__module__)
-                make()
+            if change.__module__ not in _applied:
+                _applied.add(change.__module__)
+                change()
 
         return apply
 
@@ -40,5 +40,5 @@ def once(fix: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 
 def applied() -> list[str]:
-    """The modules of the changes made `once` in this process."""
-    return sorted(_made)
+    """The modules whose fixes were applied `once` in this process."""
+    return sorted(_applied)

@@ -1,12 +1,12 @@
-"""tinygrad 0.14.0: how the processes start that compile kernels, a search's candidates above all.
+"""tinygrad 0.14.0: processes that compile kernels start fast, and apply our fixes.
 
-A search (BEAM, JITBEAM) compiles each candidate in a process of a pool. tinygrad starts each of them anew, which
-takes a second or two of imports, and replaces it after 16 kernels; and they know nothing of the changes made to
-tinygrad here. Forking the engine instead is no way out: it has a GPU open and several threads.
+tinygrad compiles kernels, above all the candidates of a search (BEAM, JITBEAM), in a pool of processes. It spawns each
+one anew, which takes a second or two of imports, and replaces it after 16 kernels. The new processes do not have our
+changes to tinygrad. The engine itself cannot be forked, because it has a GPU open and several threads.
 
-With this fix they are forked from a process that has imported tinygrad and opened nothing ("forkserver"), so that
-one is there in a hundredth of the time, and they apply the changes that the engine has applied when the pool
-starts. As in tinygrad, the engine's own main module is not run again in them.
+With this fix the processes are forked from a server process that has imported tinygrad and opened no device
+(multiprocessing's "forkserver"), which takes a hundredth of the time. They apply the fixes that the engine had applied
+when the pool started. As in tinygrad, they do not run the engine's main module again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def apply() -> None:
 
 
 def dismiss() -> None:
-    """Ends the processes that there are. Where kernels are compiled again, others start."""
+    """Ends the compiler processes. The next compilation starts new ones."""
     if compile_workers.worker_pool is not None:
         compile_workers.worker_pool.terminate()
         compile_workers.worker_pool = None
@@ -58,10 +58,10 @@ class _Context(ForkServerContext):
         self, processes: int, initializer: Callable[[], None], initargs: tuple[()], tasks_each: int
     ) -> Pool:
         multiprocessing.set_forkserver_preload(_PRELOADED)
-        return super().Pool(processes, _begin, (applied(), initializer), tasks_each)
+        return super().Pool(processes, _initialize, (applied(), initializer), tasks_each)
 
 
-def _begin(fixes: list[str], initializer: Callable[[], None]) -> None:
+def _initialize(fixes: list[str], initializer: Callable[[], None]) -> None:
     for name in fixes:
         import_module(name).apply()
     initializer()

@@ -1,19 +1,15 @@
-"""tinygrad 0.14.0 on a CPU: a vector that a kernel loads whole stays whole.
+"""tinygrad 0.14.0 on a CPU: explicit vectors stay vectors all the way into the C source.
 
-The code generator takes every vector value apart into scalars and afterwards puts neighbouring loads and
-stores together again, four at a time. The compiler's own vectorizer then keeps to groups of four as well: 128
-bits, on a machine that has 512.
+The code generator splits every vector value into scalars and then joins neighbouring loads and stores again, four at a
+time. The C compiler's vectorizer keeps these groups of four: 128 bits, even on a machine that has 512.
 
-A kernel may say itself what a vector is: a load of `SHRINK(buffer, offset, n)` is n neighbouring elements.
-With this fix, values computed element by element from such loads remain one value of n elements all the way
-into the C source (`ext_vector_type(n)`), which the compiler maps to the registers that the machine has. In
-such a kernel scalar loads are left alone too: one number for all lanes comes cheapest straight from memory.
-Kernels without vector loads come out as before.
+A kernel can state its vectors: a load of `SHRINK(buffer, offset, n)` reads n neighbouring elements. With this fix,
+values computed element by element from such loads remain one value of n elements in the C source
+(`ext_vector_type(n)`), and the compiler maps it to the machine's registers. In such a kernel scalar loads are not
+joined either: a broadcast of one number is cheapest straight from memory. Kernels without vector loads are unchanged.
 
-Comparisons and choices between vectors are taken apart as before, since C has no form for them; only the larger
-of two values is one operation.
-
-Kernels are compiled in processes of their own as well; those apply the fix when they start.
+Vector comparisons and selections are still split, because tinygrad's C has no form for them; only the maximum of two
+vectors is one operation.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from __future__ import annotations
 from typing import Any
 
 import tinygrad.codegen as codegen
-import tinygrad.engine.worker as compile_workers
 from tinygrad.dtype import AddrSpace, dtypes
 from tinygrad.renderer.cstyle import ClangRenderer, base_rewrite
 from tinygrad.uop.ops import GroupOp, Ops, PatternMatcher, UOp, UPat
@@ -30,8 +25,7 @@ from engine.fixes import once
 
 _stock_devectorize = codegen.do_devectorize
 _stock_coalescing = codegen.memory_coalescing
-_stock_init_worker = compile_workers._init_worker
-_WIDE = "__attribute__((min_vector_width(512)))"  # for some CPUs compilers prefer vectors of half the size
+_WIDE = "__attribute__((min_vector_width(512)))"  # for some CPUs compilers prefer 256 bits even if 512 exist
 
 
 @once("Whole vectors on the CPU")
@@ -44,19 +38,13 @@ def apply() -> None:
     ClangRenderer.code_for_op = ClangRenderer.code_for_op | {Ops.MAX: _maximum}
     ClangRenderer.render_vector_prefix = _vector_type
     ClangRenderer.kernel_typedef = f"{_WIDE} {ClangRenderer.kernel_typedef}"
-    compile_workers._init_worker = _init_worker
-
-
-def _init_worker() -> None:
-    apply()
-    _stock_init_worker()
 
 
 def _with_whole_vectors(matcher: PatternMatcher) -> PatternMatcher:
     return PatternMatcher([(p, _devectorize if f is _stock_devectorize else f) for p, f in matcher.patterns])
 
 
-def _devectorize(b: UOp) -> UOp | None:  # matchers pass it by this name
+def _devectorize(b: UOp) -> UOp | None:  # pattern matchers pass the value by this name
     return None if _is_whole(b) else _stock_devectorize(b)
 
 
@@ -72,13 +60,13 @@ def _is_whole(value: UOp) -> bool:
 
 
 def _is_shuffle(value: UOp) -> bool:
-    """Whether a vector is put together from elements of vectors: picked by a vector of indices, or one by one."""
+    """Whether a value permutes elements of vectors: indexed by a vector, or stacked from single elements."""
     element = value.src[0] if value.op is Ops.STACK else value
     return element.op is Ops.INDEX and len(element.src[0].shape) == 1 and element.addrspace is AddrSpace.ALU
 
 
 def _coalesce(sink: UOp, renderer: Any) -> UOp:
-    """Scalar loads and stores are not joined where a kernel has vectors of its own."""
+    """Does not join scalar loads and stores in a kernel with explicit vectors."""
     if any(u.op is Ops.SHRINK for u in sink.toposort()):
         return sink
     return _stock_coalescing(sink, renderer)
@@ -110,6 +98,7 @@ _vector_forms = PatternMatcher(
 
 
 def _vector_type(self: ClangRenderer, dtype: Any, count: int) -> str:
-    """As aligned as one element: nothing promises more, and unaligned loads of aligned data cost nothing."""
+    """Declares a vector type aligned as one element: kernels promise no more, and unaligned load instructions cost
+    nothing on data that happens to be aligned."""
     element, vector = (self._render_dtype(dtype, n, AddrSpace.REG) for n in (1, count))
     return f"typedef {element} {vector} __attribute__((aligned({dtype.itemsize}),ext_vector_type({count})));"

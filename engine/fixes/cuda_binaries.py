@@ -1,8 +1,8 @@
-"""tinygrad 0.14.0 on CUDA: programs are compiled to the end by the processes that compile.
+"""tinygrad 0.14.0 on CUDA: the compiler processes compile programs to machine code.
 
-tinygrad has CUDA's compiler stop at PTX, which the driver then translates in the engine's own process, one program
-after the other and under a lock: 3 seconds for a model's start on an H200, 50 ms for each candidate of a search.
-With this fix the compiler makes the device's code at once, as tinygrad's NV device has it do.
+tinygrad makes CUDA's compiler stop at PTX. The driver then translates the PTX in the engine's process, one program
+after the other under a lock: 3 seconds for a model's start on an H200, 50 ms for each candidate of a search. With this
+fix the compiler emits machine code (a cubin) directly, as it does for tinygrad's NV device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def apply() -> None:
 
 def _init(self: CUDARenderer, target: Any, use_nvcc: bool = False) -> None:
     _stock_init(self, target, use_nvcc)
-    # Mock devices run PTX, and with DEBUG=5 tinygrad prints it.
+    # tinygrad's mock GPU runs PTX, and DEBUG=5 prints it.
     if target.device == "CUDA" and not target.interface.startswith("MOCK") and DEBUG < 5:
         self.compiler.ptx = False
         self.compiler.cachekey = f"{self.compiler.cachekey}_binary"

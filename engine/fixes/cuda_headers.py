@@ -1,9 +1,9 @@
-"""tinygrad 0.14.0 on NVIDIA GPUs: the runtime compiler and its headers are found where they are.
+"""tinygrad 0.14.0 on NVIDIA GPUs: finds the runtime compiler (NVRTC) and its headers in more folders.
 
-Kernels in half precision include cuda_fp16.h. tinygrad tells the compiler of three folders, or of $CUDA_PATH alone,
-and where the header lies in none of them every such kernel fails to compile. With this fix the compiler is told of
-the folder in which the header was found (`engine.devices.cuda_toolkit`; $CUDA_INCLUDE_PATH names one). A libnvrtc
-that lies in none of the linker's folders is loaded from where it is.
+Kernels in half precision include cuda_fp16.h. tinygrad gives the compiler three include folders, or only $CUDA_PATH. If
+the header is in none of them, every such kernel fails to compile. With this fix the compiler also gets the folder in
+which `engine.devices.cuda_toolkit` found the header ($CUDA_INCLUDE_PATH can name one), and libnvrtc is loaded from
+wherever it is installed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def apply() -> None:
 
 def _init(self: NVRTCCompiler, *args: Any, **options: Any) -> None:
     _stock_init(self, *args, **options)
-    found = headers()
-    if found and found[0] not in stock_headers():
-        self.compile_options.insert(0, f"-I{found[0]}")
+    folders = headers()
+    if folders and folders[0] not in stock_headers():
+        self.compile_options.insert(0, f"-I{folders[0]}")

@@ -1,14 +1,14 @@
-"""tinygrad 0.14.0 on CUDA: a kernel of a graph is launched while the kernel before it ends.
+"""tinygrad 0.14.0 on CUDA: programmatic dependent launch between the kernels of a graph.
 
-In a chain of kernels, each waits until the one before it has ended and its memory is seen; only then is it
-launched, which takes about as long as a small kernel runs. From compute capability 9.0 on a kernel may be
-launched before that, and wait itself (CUDA C++ Programming Guide, "Programmatic Dependent Launch and
-Synchronization"; PTX ISA, griddepcontrol). With this fix every kernel begins with that wait, and an edge of a graph
-between two such kernels launches the second as blocks of the first end: decode on an H200 is 4 to 8 % faster.
+In a chain of kernels, each is launched only after the previous one has ended and its writes are visible. A launch takes
+about as long as a small kernel runs. From compute capability 9.0 on, a kernel can be launched earlier and wait for the
+previous one itself (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA,
+griddepcontrol). With this fix every kernel begins with that wait, and a graph edge between two such kernels launches
+the second as blocks of the first end. Decode on an H200 is 4 to 8 % faster.
 
-The order is as strict as before. A kernel does nothing before all that it waits for has ended; so, once the
-kernel before it has ended, all before that one has ended too, and one edge does for a chain's many. A kernel that
-depends on several which do not depend on each other keeps its ordinary edges.
+The order stays strict. A kernel does nothing until its predecessor has ended, and that one waited for its own
+predecessor, so one edge replaces the many of a chain. A kernel that depends on several independent kernels keeps its
+ordinary edges.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.devices import cuda_driver
 from engine.fixes import once
 
 _WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
-_LEAST = 90  # the compute capability, times ten, from which on it is known
+_MIN_CAPABILITY = 90  # the first compute capability, times ten, that has griddepcontrol
 
 _stock_render = CUDARenderer.render_kernel
 _stock_init, _stock_node = CUDAGraph.__init__, CUDAGraph.new_node
@@ -40,7 +40,7 @@ _stock_init, _stock_node = CUDAGraph.__init__, CUDAGraph.new_node
 def apply() -> None:
     """Changes tinygrad in this process."""
     global _stock_render
-    _stock_render = CUDARenderer.render_kernel  # as other changes have left it
+    _stock_render = CUDARenderer.render_kernel  # another fix may have changed it since the import
     CUDARenderer.render_kernel = _render
     CUDAGraph.__init__, CUDAGraph.new_node = _init, _node
 
@@ -48,12 +48,13 @@ def apply() -> None:
 def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -> str:
     source: str = _stock_render(self, function_name, *args, **kwargs)
     arch = re.match(r"sm_(\d+)", self.target.arch)
-    if arch is None or int(arch[1]) < _LEAST:
+    if arch is None or int(arch[1]) < _MIN_CAPABILITY:
         return source
     return re.sub(r"(__global__ [^{]*\{\n)", lambda opening: f"{opening[1]}  {_WAIT}\n", source, count=1)
 
 
 def _node(self: CUDAGraph, bufs: Any, write: Any) -> Any:
+    """Notes each node with its dependencies, for `_init`."""
     dependencies, node = _stock_node(self, bufs, write)
     vars(self).setdefault("edges", []).append((list(dependencies or ()), node))
     return dependencies, node
@@ -65,16 +66,18 @@ def _init(self: CUDAGraph, *args: Any, **kwargs: Any) -> None:
     edges = vars(self).pop("edges", [])
     if add is None or not edges:
         return
+    nodes = [_one(node) for _, node in edges]
     number = {_address(node): i for i, (_, node) in enumerate(edges)}
-    before = [sorted({number[_address(node)] for node in nodes}) for nodes, _ in edges]
+    dependencies = [sorted({number[_address(node)] for node in earlier}) for earlier, _ in edges]
     waits = [_waits(program) for _, program, _, _ in self.calls]
-    links = [(k, i) for i, k in enumerate(last_before(before)) if k is not None and waits[i] and waits[k]]
-    for k, i in links:
-        for j in before[i]:
-            check(cuda.cuGraphRemoveDependencies(self.graph, _one(edges[j][1]), _one(edges[i][1]), 1))
-        if add(self.graph, _one(edges[k][1]), _one(edges[i][1]), ctypes.byref(_EARLY), 1):
-            check(cuda.cuGraphAddDependencies(self.graph, _one(edges[k][1]), _one(edges[i][1]), 1))
-    if links:  # the graph was instantiated as it had been
+    last = enumerate(last_dependency(dependencies))
+    early_edges = [(k, i) for i, k in last if k is not None and waits[i] and waits[k]]
+    for k, i in early_edges:
+        for j in dependencies[i]:
+            check(cuda.cuGraphRemoveDependencies(self.graph, nodes[j], nodes[i], 1))
+        if add(self.graph, nodes[k], nodes[i], ctypes.byref(_EARLY), 1):
+            check(cuda.cuGraphAddDependencies(self.graph, nodes[k], nodes[i], 1))
+    if early_edges:  # tinygrad has instantiated the graph with its old edges
         check(cuda.cuGraphExecDestroy(self.instance))
         instantiate = cuda.cuGraphInstantiate_v2
         self.instance = init_c_var(
@@ -82,20 +85,21 @@ def _init(self: CUDAGraph, *args: Any, **kwargs: Any) -> None:
         )
 
 
-def last_before(before: Sequence[Sequence[int]]) -> list[int | None]:
-    """Of each node's dependencies, by their numbers, the one that depends on all the others; None without one."""
-    found: list[int | None] = []
-    reached: list[int] = []  # a bit for each node that a node depends on, directly or not
-    for nodes in before:
-        behind = functools.reduce(lambda bits, k: bits | reached[k], nodes, 0)
-        last = [k for k in nodes if not behind >> k & 1]
-        found.append(last[0] if len(last) == 1 else None)
-        reached.append(functools.reduce(lambda bits, k: bits | 1 << k, nodes, behind))
-    return found
+def last_dependency(dependencies: Sequence[Sequence[int]]) -> list[int | None]:
+    """For each node the one dependency that depends on all its other ones, or None. Nodes are numbered in topological
+    order; `dependencies` are each node's direct ones."""
+    result: list[int | None] = []
+    ancestors: list[int] = []  # for each node a bit set of the nodes that it depends on, directly or not
+    for nodes in dependencies:
+        indirect = functools.reduce(lambda bits, k: bits | ancestors[k], nodes, 0)
+        last = [k for k in nodes if not indirect >> k & 1]
+        result.append(last[0] if len(last) == 1 else None)
+        ancestors.append(functools.reduce(lambda bits, k: bits | 1 << k, nodes, indirect))
+    return result
 
 
 class _EdgeData(ctypes.Structure):
-    """CUgraphEdgeData of cuda.h (12.3)."""
+    """CUgraphEdgeData of cuda.h (CUDA 12.3)."""
 
     _fields_ = (
         ("from_port", ctypes.c_uint8),
@@ -120,6 +124,7 @@ def _adder() -> Any:
 
 
 def _waits(program: UOp) -> bool:
+    """Whether a kernel begins with the wait."""
     source = next((part.arg for part in program.src if part.op is Ops.SOURCE), "")
     return program.op is Ops.PROGRAM and _WAIT in source
 
@@ -129,4 +134,5 @@ def _address(node: Any) -> int | None:
 
 
 def _one(node: Any) -> Any:
+    """An array of one node."""
     return (cuda.CUgraphNode * 1)(node)

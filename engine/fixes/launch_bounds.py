@@ -1,8 +1,8 @@
-"""tinygrad 0.14.0 on CUDA: how many blocks of a kernel a multiprocessor is to hold.
+"""tinygrad 0.14.0 on CUDA: a kernel can ask for a minimum number of resident blocks for each multiprocessor.
 
-The compiler gives a kernel as many registers as it likes; too many, and too few blocks fit on a multiprocessor
-to hide the latency of memory. CUDA's second launch bound says how many blocks must fit, but tinygrad writes the
-first alone. With this fix a kernel whose name ends in `_mbN` is bound to N blocks.
+The compiler may give a kernel so many registers that too few blocks fit on a multiprocessor to hide the latency of
+memory. The second argument of CUDA's __launch_bounds__ says how many blocks must fit, but tinygrad writes only the
+first. With this fix a kernel whose name ends in `_mbN` gets the bound N.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _stock_render = CUDARenderer.render_kernel
 def apply() -> None:
     """Changes tinygrad in this process."""
     global _stock_render
-    _stock_render = CUDARenderer.render_kernel  # as other changes have left it
+    _stock_render = CUDARenderer.render_kernel  # another fix may have changed it since the import
     CUDARenderer.render_kernel = _render
 
 
 def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -> str:
     source: str = _stock_render(self, function_name, *args, **kwargs)
-    if wanted := re.search(r"_mb(\d+)$", function_name):
-        return re.sub(r"__launch_bounds__\((\d+)\)", rf"__launch_bounds__(\1, {wanted[1]})", source)
+    if minimum := re.search(r"_mb(\d+)$", function_name):
+        return re.sub(r"__launch_bounds__\((\d+)\)", rf"__launch_bounds__(\1, {minimum[1]})", source)
     return source

@@ -1,14 +1,13 @@
-"""tinygrad 0.14.0: its schedule for matrix-vector products, for the products that language models have.
+"""tinygrad 0.14.0: its heuristic schedule for matrix-vector products also matches those of language models.
 
-The heuristic gives a row of the matrix to a group of threads, so that they read neighbouring elements. It looks
-for a sum over the product of two loads, and a model's products never look like that: a product in half precision
-has a cast around it, and a dequantized weight or a normed activation is a product itself. Without the match the
-kernel falls to a general schedule of 16 threads a block that read far apart.
+The heuristic assigns a group of threads to each row of the matrix, so that they read neighbouring elements. It matches
+only a sum over the product of two loads. A model's products do not look like that: a product in half precision is
+inside a cast, and a dequantized weight or a normed activation is itself a product. Without a match, the kernel gets a
+general schedule of 16 threads a block, which read far apart.
 
-With this fix a cast around the product is looked through, and loads are found in what it multiplies through casts
-and up to 3 further products; and on NVIDIA GPUs a row goes to 32 threads, one warp, where tinygrad takes 8
-(MV_THREADS_PER_ROW says otherwise). Both were found on a Jetson AGX Orin, where they took a Llama 3.2 1B from 3.9
-to 29.9 tokens a second.
+With this fix the match looks through a cast around the product, and finds loads behind casts and up to 3 further
+multiplications. On NVIDIA GPUs each row gets 32 threads, one warp, instead of 8 (MV_THREADS_PER_ROW overrides this). On
+a Jetson AGX Orin the two changes took a Llama 3.2 1B from 3.9 to 29.9 tokens/s.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tinygrad.uop.ops import AxisType, Ops, UOp
 
 from engine.fixes import once
 
-DEPTH = 3  # products below the one that is summed
+DEPTH = 3  # multiplications below the summed one
 _stock = heuristic.hand_coded_optimizations
 
 
@@ -40,7 +39,7 @@ def _optimized(kernel: Scheduler) -> Scheduler:
 
 
 def _matvec(kernel: Scheduler) -> Scheduler | None:
-    """The kernel with the schedule, or None if it is no matrix-vector product or its sizes do not divide."""
+    """The scheduled kernel, or None if it is not a matrix-vector product or its sizes are not divisible."""
     nvidia = kernel.ren.target.device in ("CUDA", "NV")
     threads = getenv("MV_THREADS_PER_ROW", 32 if nvidia else 8)
     block, rows = getenv("MV_BLOCKSIZE", 4), getenv("MV_ROWS_PER_THREAD", 4)
@@ -71,7 +70,7 @@ def _matvec(kernel: Scheduler) -> Scheduler | None:
 
 
 def _vector_and_matrix(product: UOp, reduced: UOp) -> bool:
-    """Whether some load of the product runs along `reduced` and another has all of its ranges: x[k] and W[n, k]."""
+    """Whether one load is indexed by `reduced`, and another by all ranges of the first: x[k] and W[n, k]."""
     indices = [load.src[1].get_idx() for load in _loads(product, DEPTH + 1)]
     return any(
         any(term is reduced for term in x.split_uop(Ops.ADD)) and all(r in w.ranges for r in x.ranges)

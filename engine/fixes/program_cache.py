@@ -1,11 +1,10 @@
-"""tinygrad 0.14.0: programs and schedules made once are kept from one run to the next.
+"""tinygrad 0.14.0: compiled programs and schedules are cached on disk between runs.
 
-tinygrad works its way from tensors to code anew in every process, which takes seconds a model, in Python; its own
-cache on disk holds only what the compiler makes of the source afterwards. Both of its tables that hold results of
-this work are keyed by the content that they were made of. With this fix they are kept in `engine.disk_cache`
-too, so that a model's second start compiles nothing.
+tinygrad turns tensors into code in Python, which takes seconds for each model and process. Its own disk cache holds
+only the compiler's output. Its two in-memory tables of programs and schedules are keyed by content, so with this fix
+`engine.disk_cache` backs them, and a model's second start compiles nothing.
 
-Of a program's steps only what a launch and a profile need is kept: names, sizes, parameters, source, binary.
+Of a program only the parts that a launch and a profile need are stored: names, sizes, parameters, source and binary.
 """
 
 from __future__ import annotations
@@ -19,33 +18,34 @@ from tinygrad import Device
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops, UOp
 
-from engine.disk_cache import Kept, store
+from engine.disk_cache import DiskCache, disk_cache
 from engine.fixes import require_tinygrad
 
 _stock_compile_kernel = realize._compile_kernel
-_CANDIDATE = "test"  # what tinygrad's search calls a kernel that it tries
+_CANDIDATE = "test"  # tinygrad's search gives its candidates this name
 
 
 def apply() -> None:
-    """Changes tinygrad in this process, once. Raises BackendError where another version is installed."""
+    """Changes tinygrad in this process, once. Raises BackendError if another version is installed."""
     require_tinygrad("Programs kept on disk")
-    if isinstance(codegen.to_program_cache, Table):
+    if isinstance(codegen.to_program_cache, CachedTable):
         return
-    codegen.to_program_cache = realize.to_program_cache = Table(store(), "programs", codegen.to_program_cache)
-    if Device.DEFAULT.split(":")[0] == "CPU":  # others do without it, and it takes long to import
+    programs = CachedTable(disk_cache(), "programs", codegen.to_program_cache)
+    codegen.to_program_cache = realize.to_program_cache = programs
+    if Device.DEFAULT.split(":")[0] == "CPU":  # other devices need no CPU queue, and importing it takes long
         import tinygrad.runtime.ops_cpu as ops_cpu
 
-        ops_cpu.do_to_program = codegen.to_program  # what the CPU's own queues run
-    schedule.schedule_cache = Table(store(), "schedules", schedule.schedule_cache)
+        ops_cpu.do_to_program = codegen.to_program  # otherwise the CPU's queues compile past the table
+    schedule.schedule_cache = CachedTable(disk_cache(), "schedules", schedule.schedule_cache)
     realize._compile_kernel = _compile_kernel
 
 
-class Table(dict[Any, UOp]):
-    """A table of tinygrad's, backed by what is kept on disk."""
+class CachedTable(dict[Any, UOp]):
+    """One of tinygrad's tables, backed by the table `name` of a disk cache."""
 
-    def __init__(self, kept: Kept, name: str, entries: dict[Any, UOp]) -> None:
+    def __init__(self, cache: DiskCache, name: str, entries: dict[Any, UOp]) -> None:
         super().__init__(entries)
-        self._kept, self._name = kept, name
+        self._cache, self._name = cache, name
 
     def __contains__(self, key: object) -> bool:
         return self.get(key) is not None
@@ -53,7 +53,7 @@ class Table(dict[Any, UOp]):
     def get(self, key: Any, default: Any = None) -> Any:
         if super().__contains__(key):
             return super().__getitem__(key)
-        if (value := self._kept.get(self._name, key)) is None:
+        if (value := self._cache.get(self._name, key)) is None:
             return default
         super().__setitem__(key, value)
         return value
@@ -61,19 +61,19 @@ class Table(dict[Any, UOp]):
     def __setitem__(self, key: Any, value: UOp) -> None:
         super().__setitem__(key, value)
         if value.op is not Ops.PROGRAM:
-            self._kept.put(self._name, key, value)
+            self._cache.put(self._name, key, value)
         elif value.src[0].arg.name != _CANDIDATE:
-            self._kept.put(self._name, key, _slim(value))
+            self._cache.put(self._name, key, _without_graphs(value))
 
 
 def _compile_kernel(task: tuple[int, tuple[UOp, Any], dict[str, Any]]) -> tuple[int, UOp]:
-    """What a compiler's process does. To send the graphs back would take longer than to make them."""
+    """Runs in the compiler processes. Sending the graphs back would take longer than building them."""
     i, program = _stock_compile_kernel(task)
-    return i, _slim(program)
+    return i, _without_graphs(program)
 
 
-def _slim(program: UOp) -> UOp:
-    """A program without the graphs that it was made from, unless tinygrad is going to need these."""
+def _without_graphs(program: UOp) -> UOp:
+    """A program without the graphs that it was compiled from, unless tinygrad still needs them."""
     if program.arg.local_size is None:
         return program
     sink, linear, source, binary = program.src

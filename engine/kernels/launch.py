@@ -14,7 +14,7 @@ from tinygrad.engine import realize
 from tinygrad.engine.jit import graph_split_rewrite
 from tinygrad.uop.ops import Ops
 
-from engine.disk_cache import source_version, store
+from engine.disk_cache import disk_cache, source_digest
 
 Kernel = Callable[..., UOp]
 
@@ -77,7 +77,7 @@ def compile_all(linears: Sequence[UOp]) -> None:
     for graph, call in zip(graphs, done.src, strict=True):
         _compiled[graph] = call.src[0]
         if name := _unknown.pop(graph, ""):
-            store().put("kernels", name, to_program_key(graph, Device[Device.DEFAULT].renderer))
+            disk_cache().put("kernels", name, to_program_key(graph, Device[Device.DEFAULT].renderer))
 
 
 # To build a kernel's graph and to take its digest, by which tinygrad knows its program, takes Python longer than
@@ -99,10 +99,10 @@ def known_or_made(description: tuple[object, ...], make: Callable[[], UOp]) -> U
     `make` returns, for `compile_all`."""
     try:
         target = str(Device[Device.DEFAULT].renderer.target)
-        name = repr((source_version(), target, described(description)))
+        name = repr((source_digest(), target, described(description)))
     except TypeError:
         name = ""
-    if name and (key := store().get("kernels", name)):
+    if name and (key := disk_cache().get("kernels", name)):
         program = realize.to_program_cache.get(key)
         if program is not None:
             return program

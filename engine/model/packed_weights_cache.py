@@ -26,7 +26,7 @@ import numpy as np
 import platformdirs
 from numpy.typing import NDArray
 
-from engine.disk_cache import source_version
+from engine.disk_cache import source_digest
 from engine.formats.gguf import GGUF
 
 _MAGIC = b"orinpack"
@@ -146,5 +146,5 @@ def _model_key(model: Path) -> str:
 
 def _path(file: GGUF, lanes: int) -> Path:
     state = [(str(p.resolve()), s.st_size, s.st_mtime_ns) for p in file.paths for s in [p.stat()]]
-    key = hashlib.sha256(repr((state, lanes, source_version())).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((state, lanes, source_digest())).encode()).hexdigest()[:16]
     return folder() / f"{_model_key(file.path)}-{key}{_SUFFIX}"

@@ -1,4 +1,4 @@
-"""What is kept between runs, when all goes wrong that can."""
+"""The disk cache: entries survive a run, and damage, a full disk and other processes do no harm."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine import disk_cache
-from engine.disk_cache import Kept
+from engine.disk_cache import DiskCache
 from engine.kernels.launch import described
 from tests.paths import ROOT
 
@@ -24,73 +24,73 @@ def files(folder):
     return [path for path in folder.iterdir() if path.is_file()]
 
 
-def test_what_is_put_is_there_for_the_next_run(folder):
-    assert Kept(folder, "here").get("table", ("key", 1)) is None
-    Kept(folder, "here").put("table", ("key", 1), {"a": [1, 2]})
-    assert Kept(folder, "here").get("table", ("key", 1)) == {"a": [1, 2]}
+def test_an_entry_is_there_for_the_next_run(folder):
+    assert DiskCache(folder, "here").get("table", ("key", 1)) is None
+    DiskCache(folder, "here").put("table", ("key", 1), {"a": [1, 2]})
+    assert DiskCache(folder, "here").get("table", ("key", 1)) == {"a": [1, 2]}
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_another_key_table_or_environment_is_another_entry(folder):
-    Kept(folder, "here").put("table", 1, "value")
-    assert Kept(folder, "here").get("table", 2) is None
-    assert Kept(folder, "here").get("other", 1) is None
-    assert Kept(folder, "there").get("table", 1) is None
+    DiskCache(folder, "here").put("table", 1, "value")
+    assert DiskCache(folder, "here").get("table", 2) is None
+    assert DiskCache(folder, "here").get("other", 1) is None
+    assert DiskCache(folder, "there").get("table", 1) is None
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"x", lambda data: b""])
 def test_a_damaged_entry_is_deleted_and_made_anew(folder, damage):
-    store = Kept(folder, "")
-    store.put("table", 1, "value")
+    cache = DiskCache(folder, "")
+    cache.put("table", 1, "value")
     (path,) = files(folder)
     path.write_bytes(damage(path.read_bytes()))
-    assert store.get("table", 1) is None and not path.exists()
-    store.put("table", 1, "again")
-    assert store.get("table", 1) == "again"
+    assert cache.get("table", 1) is None and not path.exists()
+    cache.put("table", 1, "again")
+    assert cache.get("table", 1) == "again"
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    store = Kept(tmp_path / "file" / "folder", "")
-    store.put("table", 1, "value")
-    assert store.get("table", 1) is None
+    cache = DiskCache(tmp_path / "file" / "folder", "")
+    cache.put("table", 1, "value")
+    assert cache.get("table", 1) is None
 
 
 def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
-    store = Kept(folder, "")
-    store.put("table", 1, "value")
+    cache = DiskCache(folder, "")
+    cache.put("table", 1, "value")
 
     def full(self, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    store.put("table", 2, "value")
+    cache.put("table", 2, "value")
     assert len(files(folder)) == 1
     monkeypatch.undo()
-    store.put("table", 2, "value")  # is not tried again
-    assert store.get("table", 2) is None and store.get("table", 1) == "value"
+    cache.put("table", 2, "value")  # is not tried again
+    assert cache.get("table", 2) is None and cache.get("table", 1) == "value"
 
 
-def test_what_was_not_used_for_longest_goes_first(folder, monkeypatch):
-    store = Kept(folder, "")
+def test_the_least_recently_used_entries_are_deleted_first(folder, monkeypatch):
+    cache = DiskCache(folder, "")
     for i in range(4):
-        store.put("table", i, bytes(1000))
-        os.utime(store._path("table", i), (time.time() - 1000 + i,) * 2)
-    os.utime(store._path("table", 0), (time.time() - 2 * 86400,) * 2)
-    assert store.get("table", 0) is not None  # and so it is used again
+        cache.put("table", i, bytes(1000))
+        os.utime(cache._path("table", i), (time.time() - 1000 + i,) * 2)
+    os.utime(cache._path("table", 0), (time.time() - 2 * 86400,) * 2)
+    assert cache.get("table", 0) is not None  # and so it is used again
     monkeypatch.setattr(disk_cache, "LIMIT_BYTES", 2500)
-    Kept(folder, "").put("table", 4, b"")
-    assert [i for i in range(5) if store.get("table", i) is not None] == [0, 3, 4]
+    DiskCache(folder, "").put("table", 4, b"")
+    assert [i for i in range(5) if cache.get("table", i) is not None] == [0, 3, 4]
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from engine.disk_cache import Kept
-store = Kept(Path(sys.argv[1]), "")
+from engine.disk_cache import DiskCache
+cache = DiskCache(Path(sys.argv[1]), "")
 for i in range(200):
-    store.put("table", i % 5, [i % 5] * 1000)
-    assert store.get("table", (i + 1) % 5) in (None, [(i + 1) % 5] * 1000)
+    cache.put("table", i % 5, [i % 5] * 1000)
+    assert cache.get("table", (i + 1) % 5) in (None, [(i + 1) % 5] * 1000)
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine import candidate_trial
 from engine.client import LocalEngine
-from engine.disk_cache import Kept
+from engine.disk_cache import DiskCache
 from engine.events import EngineOptions, Failed, Ready, Warming
 from engine.worker import MOST_RESTARTS
 from tests.engine.test_client import ask, collect, token_ids, until
@@ -72,12 +72,12 @@ async def test_it_ends_with_its_client_all_the_same(engines, tmp_path):
     assert local.pid is None
 
 
-# --- what is tried -----------------------------------------------------------------------------------------
+# --- trials of candidates -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def kept(tmp_path):
-    return Kept(tmp_path / "kept", "")
+def cache(tmp_path):
+    return DiskCache(tmp_path / "cache", "")
 
 
 @pytest.fixture
@@ -87,28 +87,31 @@ def restarts(monkeypatch):
     return seen
 
 
-def test_what_works_may_be_tried_again(kept, restarts):
+def test_a_candidate_that_works_may_run_again(cache, restarts):
     for _ in range(5):
-        with candidate_trial.trial(kept, "key", 5, lambda: True):
+        with candidate_trial.trial(cache, "key", 5, lambda: True):
             pass
-        assert not candidate_trial.refused(kept, "key")
+        assert not candidate_trial.has_failed(cache, "key")
     assert not restarts
 
 
-@pytest.mark.parametrize("is_well", [True, False])
-def test_what_faults_is_refused_and_the_device_mended(kept, restarts, is_well):
-    with pytest.raises(candidate_trial.RefusedError), candidate_trial.trial(kept, "key", 5, lambda: is_well):
+@pytest.mark.parametrize("works", [True, False])
+def test_a_candidate_that_faults_has_failed_and_a_broken_device_restarts_the_process(cache, restarts, works):
+    with (
+        pytest.raises(candidate_trial.CandidateFailedError),
+        candidate_trial.trial(cache, "key", 5, lambda: works),
+    ):
         raise RuntimeError("CUDA Error 700")
-    assert candidate_trial.refused(kept, "key") and restarts == ([] if is_well else ["restart"])
-    assert not candidate_trial.refused(kept, "another")
+    assert candidate_trial.has_failed(cache, "key") and restarts == ([] if works else ["restart"])
+    assert not candidate_trial.has_failed(cache, "another")
 
 
 HANGS = """
 import sys, time
 from pathlib import Path
-from engine.disk_cache import Kept
+from engine.disk_cache import DiskCache
 from engine.candidate_trial import trial
-with trial(Kept(Path(sys.argv[1]), ""), "key", float(sys.argv[2]), lambda: True):
+with trial(DiskCache(Path(sys.argv[1]), ""), "key", float(sys.argv[2]), lambda: True):
     time.sleep(0.05)
     if len(sys.argv) > 3:
         import os; os.kill(os.getpid(), 11)
@@ -116,14 +119,14 @@ with trial(Kept(Path(sys.argv[1]), ""), "key", float(sys.argv[2]), lambda: True)
 """
 
 
-def test_what_hangs_ends_the_process_and_is_refused(kept, tmp_path):
-    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "kept"), "0.2"], cwd=ROOT)
+def test_a_candidate_that_hangs_ends_the_process_and_has_failed(cache, tmp_path):
+    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "cache"), "0.2"], cwd=ROOT)
     assert done.returncode == 75
-    assert candidate_trial.refused(kept, "key")
+    assert candidate_trial.has_failed(cache, "key")
 
 
-def test_what_kills_the_process_is_refused_the_second_time(kept, tmp_path):
+def test_a_candidate_that_kills_the_process_has_failed_the_second_time(cache, tmp_path):
     for wanted in (False, True):
-        done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "kept"), "9", "dies"], cwd=ROOT)
+        done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "cache"), "9", "dies"], cwd=ROOT)
         assert done.returncode == -11
-        assert candidate_trial.refused(kept, "key") == wanted
+        assert candidate_trial.has_failed(cache, "key") == wanted

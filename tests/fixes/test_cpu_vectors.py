@@ -84,12 +84,14 @@ def test_compiler_processes_apply_it_too() -> None:
     script = """
 import numpy as np
 from tinygrad import dtypes
+from engine.fixes import compiler_processes
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.thread_pool import Cores
 from engine.kernels.cpu.thread_pool import piece_of_work
 from engine.kernels.cpu.packing import Packing
 from engine.kernels.cpu.product import product, shape_of
 if __name__ == "__main__":
+    compiler_processes.apply()
     cores, packings = Cores(1), [Packing(kind, 16) for kind in (0, 1)]
     w = [memory.array(np.ones((64, 16)), packing.dtype) for packing in packings]
     x, out = memory.array(np.arange(64), dtypes.float32), memory.zeros(16, dtypes.float32)

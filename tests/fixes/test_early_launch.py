@@ -30,7 +30,7 @@ def reached(before, i):
 
 @given(graphs())
 def test_the_last_dependency_comes_after_all_others(before):
-    for i, last in enumerate(early_launch.last_before(before)):
+    for i, last in enumerate(early_launch.last_dependency(before)):
         fits = [k for k in before[i] if set(before[i]) <= reached(before, k)]
         assert fits == ([] if last is None else [last])
 

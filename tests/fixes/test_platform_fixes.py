@@ -144,18 +144,18 @@ try:
     while True:
         at = NVKIface._alloc_gpu_vaddr(None, 1 << 40, alignment=2 << 20)
         n += 1
-        if nv_windows.meets(at, 1 << 40):
-            print("meets a window")
+        if nv_windows.overlaps_windows(at, 1 << 40):
+            print("overlaps a window")
             break
 except RuntimeError as error:
-    print("none meets")
+    print("none overlaps")
 print(n > 100)
 """
 
 
 def test_buffers_of_nv_never_meet_a_window():
-    assert python(BUFFERS, "without") == ["meets", "a", "window", "True"]
-    assert python(BUFFERS, "with") == ["none", "meets", "True"]
+    assert python(BUFFERS, "without") == ["overlaps", "a", "window", "True"]
+    assert python(BUFFERS, "with") == ["none", "overlaps", "True"]
 
 
 HOST = """
@@ -167,7 +167,7 @@ libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 if sys.argv[1] == "with":
     nv_windows.apply()
 middle, flags = nv_windows.WINDOWS[len(nv_windows.WINDOWS) // 2], mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-print(nv_windows.meets(libc.mmap(middle, 4096, 3, flags, -1, 0), 4096))
+print(nv_windows.overlaps_windows(libc.mmap(middle, 4096, 3, flags, -1, 0), 4096))
 """
 
 

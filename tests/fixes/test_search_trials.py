@@ -30,7 +30,7 @@ if fixed == "fixed":
     search_trials.LIMIT_S = 1.0
     search_trials.apply()
     if how == "spoils":
-        search_trials._is_well = lambda device: False
+        search_trials.device_works = lambda device: False
 a = Tensor([float(i) for i in range(512)]).contiguous().realize()
 print((a * 2 + 1).sum().item(), len(met))
 """

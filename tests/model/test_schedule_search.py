@@ -9,7 +9,7 @@ import pytest
 import tinygrad.engine.realize
 
 from engine import candidate_trial
-from engine.disk_cache import Kept
+from engine.disk_cache import DiskCache
 from engine.events import EngineOptions, Warming
 from engine.kernels.gpu import schedules
 from engine.kernels.gpu.matvec import Schedule, Stack
@@ -62,19 +62,19 @@ def product(rows=3072, cols=2048, ggml_type=14):
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path, monkeypatch):
-    store = Kept(tmp_path / "kept", "")
+def cache(tmp_path, monkeypatch):
+    cache = DiskCache(tmp_path / "cache", "")
     for module in (schedule_search, schedules):
-        monkeypatch.setattr(module, "store", lambda: store)
-    monkeypatch.setattr(schedule_search, "_is_well", schedule_search._is_well)
+        monkeypatch.setattr(module, "disk_cache", lambda: cache)
+    monkeypatch.setattr(schedule_search, "device_works", schedule_search.device_works)
     monkeypatch.setattr(schedules, "capability", lambda: "sm_00")
     monkeypatch.setattr(schedule_search, "compile_all", lambda linears: None)
-    return store
+    return cache
 
 
 def run(runner, width=16, seconds=60.0):
     told = []
-    schedule_search._is_well = lambda: runner.is_well  # put back by `kept`
+    schedule_search.device_works = lambda device: runner.is_well  # restored by `cache`
     schedule_search.search(runner.bench, width, seconds, lambda *said: told.append(said))
     return told
 

@@ -14,7 +14,7 @@ from tinygrad.dtype import DType
 from tinygrad.engine.realize import run_linear
 from tinygrad.uop.ops import Ops
 
-from engine.disk_cache import source_version, store
+from engine.disk_cache import disk_cache, source_digest
 from engine.formats.rope_order import half_split
 from engine.kernels.gpu.packing import Packing
 from engine.kernels.launch import called, compiled, described, known_or_made
@@ -78,11 +78,11 @@ class _Plan:
         sizes = [rows.count * layout.row_bytes for rows in layout.rows]
         self.sources = [Buffer(Device.DEFAULT, n, dtypes.uint8).allocate() for n in sizes]
         scheduled = functools.cache(lambda: _Scheduled(layout))
-        key = source_version(), described(layout)
-        wiring: _Wiring | None = store().get("repacking", key)
+        key = source_digest(), described(layout)
+        wiring: _Wiring | None = disk_cache().get("repacking", key)
         if wiring is None:
             wiring = scheduled().wiring
-            store().put("repacking", key, wiring)
+            disk_cache().put("repacking", key, wiring)
         self._planes = layout.packing.shapes(layout.n_rows, layout.cols)
         self._between = [Tensor.empty(n, dtype=dtype).uop.base for n, dtype in wiring.between]
         self._kernels = [

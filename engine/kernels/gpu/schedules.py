@@ -10,7 +10,7 @@ from importlib import resources
 
 import msgspec
 
-from engine.disk_cache import source_version, store
+from engine.disk_cache import disk_cache, source_digest
 from engine.kernels.gpu.device import capability, multiprocessors
 from engine.kernels.gpu.matvec import Schedule, Stack
 from engine.kernels.gpu.packing import units_of
@@ -111,14 +111,14 @@ def _distance(a: Schedule, b: Schedule) -> float:
 
 def searched(stack: Stack) -> tuple[Schedule, int] | None:
     """What a search on this machine found, and how wide it was."""
-    found = store().get("tuned", _key(stack))
+    found = disk_cache().get("tuned", _key(stack))
     return found and (Schedule(*found[0]), found[1])
 
 
 def note_searched(stack: Stack, schedule: Schedule, width: int) -> None:
     s = schedule
-    store().put("tuned", _key(stack), ((s.threads, s.groups, s.rows, s.blocks), width))
+    disk_cache().put("tuned", _key(stack), ((s.threads, s.groups, s.rows, s.blocks), width))
 
 
 def _key(stack: Stack) -> tuple[str, ...]:
-    return source_version(*_WRITTEN_IN), capability(), stack.name
+    return source_digest(*_WRITTEN_IN), capability(), stack.name

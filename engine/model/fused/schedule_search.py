@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from tinygrad import Device
 
-from engine.candidate_trial import RefusedError, refused, trial
-from engine.disk_cache import store
+from engine.candidate_trial import CandidateFailedError, device_works, has_failed, trial
+from engine.disk_cache import disk_cache
 from engine.events import Search
 from engine.kernels.gpu.matvec import Schedule, Stack
 from engine.kernels.gpu.schedules import candidates, note_searched, searched
@@ -92,7 +92,7 @@ class _OneShape:
         candidate."""
         stack, current = self._first.stack, self._first.schedule
         untried = candidates(stack.rows, stack.cols, current)
-        todo = [s for s in untried if not refused(store(), self._key(s))][:most]
+        todo = [s for s in untried if not has_failed(disk_cache(), self._key(s))][:most]
         self._total = len(todo)
         timed: list[tuple[float, Schedule]] = []
         batch = max(4, int(os.environ.get("PARALLEL", "0")))
@@ -118,12 +118,15 @@ class _OneShape:
     def _try(self, schedule: Schedule, step: Launches) -> float | None:
         """Seconds of a step, None if it does not give the results that it should."""
         try:
-            with trial(store(), self._key(schedule), _TRIAL_S, _is_well), self._set(schedule):
+            with (
+                trial(disk_cache(), self._key(schedule), _TRIAL_S, lambda: device_works(Device.DEFAULT)),
+                self._set(schedule),
+            ):
                 run = step.captured()
                 if not agree(self._bench.answer(run), self._wanted):
                     raise ValueError("other logits")
                 return self._bench.seconds(run)
-        except RefusedError:
+        except CandidateFailedError:
             return None
 
     def _adopt(self, best: list[tuple[float, Schedule]]) -> None:
@@ -195,12 +198,3 @@ def _told(
         left_s=left_s,
         found=found,
     )
-
-
-def _is_well() -> bool:
-    """Whether the device still works in this process."""
-    try:
-        Device[Device.DEFAULT].synchronize()
-    except Exception:
-        return False
-    return True
