@@ -1,16 +1,16 @@
-"""Measures what the screen costs, in a terminal of its own: python -m tests.reach [--seconds N]
+"""Measures how the screen keeps up, in a terminal of its own: python -m tests.reach [--tokens N] [--rates N ...]
 
-The synthetic engine emits tokens; the chat runs as a program behind a pseudo-terminal of 160 x 48 with every pane
-of the dashboard open, so that all it draws is written. What is printed are the figures that issue reports ask for:
-CPU of the process that draws, the engine's rate with and without it, time from a key to the screen, and how a
-conversation of 500 turns scrolls.
+The synthetic engine emits tokens. The chat runs as a program behind a pseudo-terminal of 160 x 48 with every pane of
+the dashboard open, so that all it draws is written. For each kind of text and rate, while a reply grows: CPU of the
+process that draws, the rate that the screen shows of the one asked for, milliseconds from a key to the screen, and
+from Esc to the reply's end. Then how long chats open and scroll.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import fcntl
+import itertools
 import json
 import os
 import pty
@@ -24,11 +24,11 @@ import tempfile
 import termios
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from app.chat.history import History
-from engine.events import Finished, Generate, Message, RawText, decode_rate
-from tests import synthetic
+from engine.events import Message
 from tests.paths import ROOT
 
 COLUMNS, ROWS = 160, 48
@@ -36,7 +36,19 @@ CODE = "".join(
     f"def step_{i}(state: dict[str, float], rate: float) -> float:\n    return state['h'] * rate + {i}\n\n"
     for i in range(70)
 )
-FENCE = f"Here it is:\n\n```python\n{CODE[:6000]}```\n\n"
+TEXTS = {
+    "prose": "The tide rises twice a day, as the Moon pulls on the near side more than on the middle. " * 4
+    + "\n\n",
+    "fences": f"Here it is:\n\n```python\n{CODE[:6000]}```\n\n",
+    "tables": "| a | b | c |\n|---|---|---|\n"
+    + "".join(f"| row {i} | **{i}** | some words in a cell |\n" for i in range(200))
+    + "\n",
+    "lists": "".join(
+        f"{i}. item {i}\n   - nested `a`, more words\n     - deeper *still*\n" for i in range(1, 120)
+    )
+    + "\n",
+}
+TEXTS["mixed"] = "".join(TEXTS.values())
 RARE = "§¶©®±µ×÷ØßæðþÞĐŁ"  # keys that occur in no reply
 
 
@@ -112,66 +124,70 @@ class Terminal:
         os.close(self._ours)
 
 
-def behaviour(rate: float, tokens: int) -> dict[str, object]:
-    return {"rate": rate, "tokens": tokens, "text": FENCE, "load_s": 0.1, "prefill_s": 0.05,
+def behaviour(rate: float, tokens: int, text: str) -> dict[str, object]:
+    return {"rate": rate, "tokens": tokens, "text": text, "load_s": 0.1, "prefill_s": 0.05,
             "context_length": 1 << 20}  # fmt: skip
 
 
-def drawing(home: Path, model: Path, seconds: float) -> tuple[float, list[float]]:
-    """Share of a core at 100 tok/s, and milliseconds from keys to the screen meanwhile."""
-    terminal = Terminal(home, behaviour(100, round(100 * (seconds + 20))), "--model", str(model))
+@dataclass
+class Load:
+    """What a reply cost. `shown_tps` is the rate of the tokens that the application had received."""
+
+    cpu_share: float
+    key_ms: list[float]
+    shown_tps: float
+    stop_ms: float
+    memory_mb: float
+
+
+def under_load(home: Path, model: Path, text: str, rate: float, tokens: int) -> Load:
+    """Types keys while a reply of `tokens` tokens arrives, and stops it near its end."""
+    terminal = Terminal(home, behaviour(rate, tokens + round(10 * rate), text), "--model", str(model))
     try:
         terminal.wait("wall 1,000")  # the kernel table is there
         terminal.type("go\r")
-        terminal.wait("def")
-        time.sleep(2)
-        started, before = time.perf_counter(), terminal.cpu_s()
-        time.sleep(seconds)
-        share = (terminal.cpu_s() - before) / (time.perf_counter() - started)
-        keys = []
-        for key in RARE * 5:
-            keys.append(terminal.key_ms(key))
+        terminal.wait("answering")
+        started, cpu_before, keys = time.perf_counter(), terminal.cpu_s(), []
+        while (elapsed := time.perf_counter() - started) * rate < tokens:
+            keys.append(terminal.key_ms(RARE[len(keys) % len(RARE)]))
             terminal.type("\x7f")
-            time.sleep(0.12)
-        return share, keys
+            time.sleep(0.15)
+        share = (terminal.cpu_s() - cpu_before) / elapsed
+        memory_mb = terminal.memory_mb()
+        terminal.seen = ""
+        terminal.type("\x1b")
+        stop_ms = terminal.wait("stopped") * 1e3
+        return Load(share, keys, noted_rate(home), stop_ms, memory_mb)
     finally:
         terminal.close()
 
 
-async def alone(rate: float, tokens: int) -> float:
-    """The engine's own rate, with a client that does nothing."""
-    engine = synthetic.engine(**behaviour(rate, tokens))
-    request = Generate(request_id=1, prompt=RawText(text="go"))
-    try:
-        async for event in engine.generate(request):
-            if isinstance(event, Finished):
-                return decode_rate(event.predicted_n, event.predicted_ms)
-    finally:
-        await engine.close()
-    raise RuntimeError("the synthetic engine did not finish")
+def noted_rate(home: Path) -> float:
+    """The decode rate that the application noted of the last reply."""
+    noted = home / "STATE" / "orin-chat" / "evidence.json"
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        machines = json.loads(noted.read_text()) if noted.exists() else {}
+        for use in (use for models in machines.values() for use in models.values()):
+            if use.get("tokens_per_s"):
+                return float(use["tokens_per_s"])
+        time.sleep(0.1)
+    raise TimeoutError("no speed was noted")
 
 
-def attached(home: Path, model: Path, rate: float, tokens: int) -> float:
-    """The engine's rate with the screen attached, as the application notes it."""
-    terminal = Terminal(home, behaviour(rate, tokens), "--model", str(model))
-    try:
-        terminal.wait("wall 1,000")
-        terminal.type("go\r")
-        noted = home / "STATE" / "orin-chat" / "evidence.json"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            time.sleep(0.2)
-            machines = json.loads(noted.read_text()) if noted.exists() else {}
-            for use in (use for models in machines.values() for use in models.values()):
-                if use.get("tokens_per_s"):
-                    return float(use["tokens_per_s"])
-        raise TimeoutError("no speed was noted")
-    finally:
-        terminal.close()
+@dataclass
+class LongChat:
+    """Milliseconds until the chat is on the screen, to its first turn, of a page up, and from Enter to an answer."""
+
+    open_ms: float
+    top_ms: float
+    page_ms: float
+    answer_ms: float
+    memory_mb: float
 
 
-def scrolling(home: Path, model: Path, turns: int) -> tuple[float, float]:
-    """Milliseconds a page up takes (median), and megabytes, in a conversation of `turns` turns."""
+def long_chat(home: Path, model: Path, turns: int) -> LongChat:
+    """A past chat of `turns` turns, opened from the list of past chats."""
     os.environ["XDG_DATA_HOME"] = str(home / "DATA")
     history = History.open()
     chat = history.new_chat("m")
@@ -179,37 +195,60 @@ def scrolling(home: Path, model: Path, turns: int) -> tuple[float, float]:
         text = f"Turn {i}: " + ("A paragraph of an answer, with *emphasis* and `code`. " * 30)
         history.append(chat, Message(role="assistant" if i % 2 else "user", content=text))
     history.close()
-    terminal = Terminal(home, behaviour(100, 10), "--model", str(model), "--continue")
+    terminal = Terminal(home, behaviour(100, 1000, TEXTS["prose"]), "--model", str(model))
     try:
         terminal.wait("wall 1,000")
-        time.sleep(1)
-        pages = [terminal.page_ms("\x1b[5~") for _ in range(12)]
-        return statistics.median(ms for ms in pages if ms), terminal.memory_mb()  # 0: at the top already
+        terminal.type("\x0f")  # Ctrl+O
+        terminal.wait("Turn 0")
+        time.sleep(0.5)
+        terminal.seen = ""
+        terminal.type("\r")
+        open_ms = terminal.wait(f"Turn {turns - 1}:") * 1e3
+        time.sleep(0.5)
+        pages = [terminal.page_ms("\x1b[5~") for _ in range(6)]
+        terminal.seen = ""
+        terminal.type("\x1b[1;5H")  # Ctrl+Home
+        top_ms = terminal.wait("Turn 0:") * 1e3
+        terminal.type("and then?")
+        terminal.wait("then?")
+        terminal.seen = ""
+        terminal.type("\r")
+        answer_ms = terminal.wait("answering") * 1e3
+        return LongChat(open_ms, top_ms, statistics.median(pages), answer_ms, terminal.memory_mb())
     finally:
         terminal.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--tokens", type=int, default=50_000, help="of each reply, at most two minutes of it")
+    parser.add_argument("--rates", type=float, nargs="*", default=[100, 300, 1000], help="tokens a second")
+    parser.add_argument("--kinds", nargs="*", choices=TEXTS, default=["prose", "mixed"])
+    parser.add_argument("--turns", type=int, nargs="*", default=[10, 300, 3000], help="of long chats")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model.gguf"
         model.touch()
-        homes = (Path(folder) / str(i) for i in range(9))
-        share, keys = drawing(next(homes), model, seconds)
-        print(f"drawing at 100 tok/s      {share:.0%} of a core")
-        print(
-            f"key to screen             {statistics.quantiles(keys, n=20)[-1]:.0f} ms at the 95th percentile"
-        )
-        free = asyncio.run(alone(1000, 8000))
-        with_screen = attached(next(homes), model, 1000, 8000)
-        print(
-            f"1000 tok/s asked          {free:.0f} alone, {with_screen:.0f} drawn: {with_screen / free:.1%}"
-        )
-        short, long = (scrolling(next(homes), model, turns) for turns in (5, 500))
-        print(f"a page up                 {short[0]:.0f} ms in 5 turns, {long[0]:.0f} ms in 500")
-        print(f"memory                    {short[1]:.0f} MB with 5 turns, {long[1]:.0f} MB with 500")
+        homes = (Path(folder) / str(i) for i in itertools.count())
+        header = f"{'text':8} {'asked':>6} {'shown':>6} {'tokens':>7} {'CPU':>6} {'key p50':>8} {'p99':>6} {'max':>6}"
+        print(f"{header} {'Esc':>6} {'MB':>5}", flush=True)
+        for kind, rate in itertools.product(given.kinds, given.rates):
+            tokens = min(given.tokens, round(120 * rate))
+            load = under_load(next(homes), model, TEXTS[kind], rate, tokens)
+            p99 = statistics.quantiles(load.key_ms, n=100)[-1]
+            print(
+                f"{kind:8} {rate:6.0f} {load.shown_tps:6.0f} {tokens:7} {load.cpu_share:6.1%} "
+                f"{statistics.median(load.key_ms):5.0f} ms {p99:3.0f} ms {max(load.key_ms):3.0f} ms "
+                f"{load.stop_ms:3.0f} ms {load.memory_mb:5.0f}",
+                flush=True,
+            )
+        for turns in given.turns:
+            chat = long_chat(next(homes), model, turns)
+            print(
+                f"{turns} turns: open {chat.open_ms:.0f} ms, to the top {chat.top_ms:.0f} ms, a page up "
+                f"{chat.page_ms:.0f} ms, Enter to answering {chat.answer_ms:.0f} ms, {chat.memory_mb:.0f} MB",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

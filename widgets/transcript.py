@@ -176,7 +176,8 @@ class Transcript(ScrollView, can_focus=False):
 
     def _measure(self) -> None:
         """Computes where each turn begins."""
-        heights = [lines.height(self.text_width) for lines in self._turns]
+        width = self.text_width
+        heights = [lines.height(width) for lines in self._turns]
         self._tops = list(accumulate(heights, initial=_TOP))
 
     @property
