@@ -1,8 +1,7 @@
-"""Everything that crosses the boundary between a user interface and an engine: plain, typed, immutable.
+"""All messages between a user interface and an engine, as immutable records: commands to the engine, events from it.
 
-Commands go to the engine, events come back. On the pipe each travels as MessagePack with its class name as
-the tag (`encode`, `command_decoder`, `event_decoder`). Every engine speaks the same events, so that a user
-interface can tell engines apart only by name.
+Between processes a record is encoded as MessagePack, with its class name as the tag (`encode`, `command_decoder`,
+`event_decoder`). All engines send the same events. `--json` prints events under these names.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ KernelRole = Literal[
     "embedding", "QKV projection", "attention", "attention output", "FFN gate+up", "FFN down", "output head",
     "norm", "element-wise", "sampling", "copy",
 ]  # fmt: skip
-MESSAGE_CHARS = 500  # the longest message or hint of a failure
+MESSAGE_CHARS = 500  # of a failure's message, and of its hint
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Frozen, keyword-only, tagged with its class name."""
 
 
-# --- what a request is made of -------------------------------------------------------------------------
+# --- parts of a request --------------------------------------------------------------------------------
 
 
 class Message(_Record, frozen=True, kw_only=True, tag=True):
-    """One turn of a conversation. `thinking` is what the model thought before `content`, if it did."""
+    """One turn of a conversation. `thinking` is the model's reasoning before `content`, if there was any."""
 
     role: Role
     content: str
@@ -40,27 +39,27 @@ class Message(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Chat(_Record, frozen=True, kw_only=True, tag=True):
-    """A conversation, for the model's chat template. `think` asks a thinking model to think or not."""
+    """A conversation, for the model's chat template. `think` False asks a thinking model not to think."""
 
     messages: tuple[Message, ...]
     think: bool = True
 
 
 class RawText(_Record, frozen=True, kw_only=True, tag=True):
-    """Text given to the model as it is: no template; special tokens in it are plain text."""
+    """Text for the model without a template. Special tokens in it are read as plain text."""
 
     text: str
 
 
 class TokenIds(_Record, frozen=True, kw_only=True, tag=True):
-    """Token ids given to the model as they are."""
+    """Token ids for the model, without a template or a tokenizer."""
 
     ids: tuple[int, ...]
 
 
 class Sampling(_Record, frozen=True, kw_only=True, tag=True):
-    """How a token is drawn. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and
-    `repeat_penalty` 1 switch that step off. `seed` None draws one, reported in `Finished`."""
+    """How a token is drawn. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 turn
+    their step off. `seed` None takes a random seed; `Finished` reports it."""
 
     temperature: float = 0.7
     top_k: int = 40
@@ -72,7 +71,7 @@ class Sampling(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Matvec(_Record, frozen=True, kw_only=True, tag=True):
-    """How tinygrad's heuristic cuts a matrix-vector product: its MV_BLOCKSIZE, MV_THREADS_PER_ROW and
+    """How tinygrad's heuristic splits a matrix-vector product: its MV_BLOCKSIZE, MV_THREADS_PER_ROW and
     MV_ROWS_PER_THREAD."""
 
     block_size: int = 4
@@ -81,11 +80,11 @@ class Matvec(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
-    """What an engine is started with; fixed for the life of its process. `backend` is a tinygrad device
-    ("CPU", "CUDA", "NV") or "auto"; `context_length` None takes the model's own, bounded by memory.
+    """The options of an engine, fixed for the life of its process. `backend` is a tinygrad device ("CPU", "CUDA", "NV")
+    or "auto". `context_length` is in tokens; None takes the model's own, as far as memory allows.
 
-    `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules,
-    "auto" what suits the device. `search_width` is the width of the search for faster kernels in the captured steps
+    `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules, "auto"
+    takes what suits the device. `search_width` is the width of the search for faster kernels in the captured steps
     (JITBEAM): on "graph" it is tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
     tinygrad's heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search in seconds
     (None: by its width); `search_again` repeats a search whose result is known from an earlier start. `keep_packed`
@@ -110,10 +109,10 @@ class Load(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Generate(_Record, frozen=True, kw_only=True, tag=True):
-    """Answer `prompt`. `max_tokens` None goes on until the model stops or the context is full.
-    `logprobs` N > 0 adds to each token its log-probability and the N most probable, before sampling changes
-    them. For measurements, `ignore_eos` goes on past an end-of-turn token, and `fresh` computes the whole
-    prompt, whatever of it is in the KV cache."""
+    """Answer `prompt`. `max_tokens` None: until the model stops or the context is full. `logprobs` N > 0 adds to each
+    token its log-probability and the N most probable tokens, before sampling changes them. For measurements:
+    `ignore_eos` continues after an end-of-turn token, and `fresh` computes the whole prompt, also the part that is in
+    the KV cache."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
@@ -125,14 +124,13 @@ class Generate(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Measure(_Record, frozen=True, kw_only=True, tag=True):
-    """Measure what the figures of answers are held against; waits for the answers asked for before."""
+    """Measure what the figures of answers are compared with (see `Measured`). Waits for earlier requests."""
 
     request_id: int
 
 
 class Profile(_Record, frozen=True, kw_only=True, tag=True):
-    """Time each kernel of a step by itself. Waits for the answers asked for before, and gives way to one that
-    is asked for meanwhile."""
+    """Time each kernel of a step by itself. Waits for earlier requests; a later one stops it."""
 
     request_id: int
     step: Step = "decode"
@@ -153,7 +151,8 @@ Command = Load | Generate | Measure | Profile | Cancel | Shutdown
 
 
 class ModelInfo(_Record, frozen=True, kw_only=True, tag=True):
-    """What a file says of itself. `quantization` is its file type ("Q4_K_M"), else the type of most bytes."""
+    """The metadata of a model file. `quantization` is its file type ("Q4_K_M"), else the type that takes most bytes.
+    `trained_context` is in tokens."""
 
     name: str
     architecture: str
@@ -170,10 +169,10 @@ class Loading(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Search(_Record, frozen=True, kw_only=True, tag=True):
-    """A search for the fastest way to compute `what` (a product, in words). `tried` of about `total` candidates were
-    timed, `refused` of them failed or gave other results. A decode step took `before_us` and takes `after_us` with
-    the best of them, which is `choice`. `found`: it was known from an earlier run. `left_s` is how long the search
-    may go on, for all that is still to be searched."""
+    """The search for the fastest kernel of a product; `what` names the product. Of about `total` candidates `tried`
+    were timed, and `refused` of these failed or gave other results. A decode step took `before_us` at first and takes
+    `after_us` with the best candidate, which is `choice`. `found`: the result is from an earlier run. `left_s` is the
+    time left for all products."""
 
     what: str
     choice: str
@@ -187,8 +186,8 @@ class Search(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Warming(_Record, frozen=True, kw_only=True, tag=True):
-    """Kernels being prepared: `done` of about `total` (0 where unknown); in a search, products searched. `cached` of
-    them were known from an earlier run."""
+    """Kernels are being prepared: `done` of about `total` (0: not known); in a search, products. `cached` of them come
+    from an earlier run."""
 
     done: int
     total: int
@@ -197,9 +196,9 @@ class Warming(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(_Record, frozen=True, kw_only=True, tag=True):
-    """The engine can answer. `context_length` in tokens; `load_ms` from the start of loading to this event.
-    `warnings` are sentences on what in the model was not as expected. A decode step must
-    read `weight_bytes_per_token` and, for each token before it, `kv_bytes_per_token` (0: not known)."""
+    """The engine can answer. `context_length` is in tokens, `load_ms` the time from the start of loading. `warnings`
+    are sentences about unexpected things in the model. A decode step reads `weight_bytes_per_token`, and
+    `kv_bytes_per_token` for each token before it (0: not known)."""
 
     model: ModelInfo
     backend: str
@@ -212,7 +211,7 @@ class Ready(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Prefilling(_Record, frozen=True, kw_only=True, tag=True):
-    """`done` of `total` prompt tokens are in the KV cache; `cached` of them were there from earlier turns."""
+    """`done` of `total` prompt tokens are in the KV cache; `cached` of them are from earlier turns."""
 
     request_id: int
     done: int
@@ -226,10 +225,9 @@ class TopToken(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Token(_Record, frozen=True, kw_only=True, tag=True):
-    """One token of the answer. `text` is what it completes: possibly empty (part of a character, or a special
-    token), never half a character. Log-probabilities are natural, from the unchanged logits. `at_ms` is when
-    it was there, by the engine's clock, counted from when the engine took up the request (None: not told).
-    `id` is -1 where a server does not tell it."""
+    """One token of the answer. `text` holds the characters that it completes; it is empty for a part of a character and
+    for a special token. Log-probabilities are natural logarithms, from the logits before sampling. `at_ms` is the time
+    since the engine began with the request (None: not known). `id` is -1 if a server does not send it."""
 
     request_id: int
     id: int
@@ -240,13 +238,13 @@ class Token(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Thinking(Token, frozen=True, kw_only=True, tag=True):
-    """One token of a thinking span, its opening and closing marks included (their `text` is empty)."""
+    """One token of the model's reasoning. The marks that open and close it are such tokens too, with empty `text`."""
 
 
 class Finished(_Record, frozen=True, kw_only=True, tag=True):
-    """The end of an answer. `prompt_ms` is the time to the first token, `predicted_ms` the time from there to
-    the last, so that the decode rate is (predicted_n - 1) / predicted_ms. `predicted_n` counts the
-    end-of-turn token; `prompt_n` counts all prompt tokens, of which `cached_n` were in the KV cache."""
+    """The end of an answer. `prompt_n` counts all prompt tokens, of which `cached_n` were in the KV cache;
+    `predicted_n` counts the tokens of the answer, the end-of-turn token included. `prompt_ms` is the time to the first
+    token, `predicted_ms` the time from the first token to the last (see `decode_rate`)."""
 
     request_id: int
     reason: StopReason
@@ -260,15 +258,14 @@ class Finished(_Record, frozen=True, kw_only=True, tag=True):
 
     @property
     def context_used(self) -> int:
-        """How many tokens the KV cache holds: all but the last one, which none follows that would look at it."""
+        """The tokens in the KV cache: all but the last one, which no later token has attended to."""
         return self.prompt_n + max(self.predicted_n - 1, 0)
 
 
 class Measured(_Record, frozen=True, kw_only=True, tag=True):
-    """The answer to `Measure`. `copy_gbps` is the bandwidth of a copy in the device's memory, bytes read and
-    bytes written, in 10^9 bytes a second (on a CPU, of reading alone: see `engine.measure.bandwidth`);
-    `kernels_per_token` counts the launches of a decode step;
-    `device_bytes` is what the engine holds in the device's memory."""
+    """The answer to `Measure`. `copy_gbps` is the bandwidth of a copy in the device's memory, bytes read plus bytes
+    written, in 10^9 bytes a second (on a CPU, of reading alone: see `engine.measure.bandwidth`). `kernels_per_token`
+    counts the launches of a decode step. `device_bytes` is the device memory that the engine holds."""
 
     request_id: int
     copy_gbps: float
@@ -277,9 +274,9 @@ class Measured(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class KernelTime(_Record, frozen=True, kw_only=True, tag=True):
-    """Kernels of a step with one name and role. `total_us` of all its `calls`, by the device's clock where it
-    has one; `bytes` is what they must read and write. `source` is what was compiled, `options` how the loops
-    were cut (both may be empty)."""
+    """All kernels of a step with the same name and role. `total_us` is the time of all `calls`, by the device's clock
+    if it has one; `bytes` is what they must read and write. `source` is the source code, `options` are tinygrad's
+    optimizations of the loops (both may be empty)."""
 
     name: str
     role: KernelRole
@@ -291,9 +288,9 @@ class KernelTime(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class KernelProfile(_Record, frozen=True, kw_only=True, tag=True):
-    """The answer to `Profile`: a step of `tokens` tokens (1 in decode) at `position`, kernel by kernel.
-    `wall_us` is what the whole step takes as it runs in an answer: what the sum of its kernels falls short of
-    it is launch gaps. All times are medians of `rounds`."""
+    """The answer to `Profile`: a step of `tokens` tokens (1 in decode) at `position`, kernel by kernel. `wall_us` is
+    the time of the whole step as it runs in an answer; what it exceeds the sum of the kernels by is gaps between
+    launches. All times are medians of `rounds`."""
 
     request_id: int
     step: Step
@@ -305,20 +302,20 @@ class KernelProfile(_Record, frozen=True, kw_only=True, tag=True):
 
 
 class Counter(_Record, frozen=True, kw_only=True, tag=True):
-    """One figure of the machine: `value` in `unit`, at most `most` where that is known, or a `text`; neither
-    where it cannot be had, and `absent` says why. `parts` are what it is made of (rails, zones)."""
+    """One figure of the machine: a `value` in `unit`, with its `maximum` if that is known, or a `text`. If it has
+    neither, `absent` says why. `parts` are its components in words (power rails, thermal zones)."""
 
     name: str
     value: float | None = None
     unit: str = ""
-    most: float | None = None
+    maximum: float | None = None
     text: str = ""
     absent: str = ""
     parts: tuple[str, ...] = ()
 
 
 class Failed(_Record, frozen=True, kw_only=True, tag=True):
-    """What was asked for did not work. `request_id` None: the engine itself (it did not start, or died)."""
+    """A request failed. `request_id` None: the engine itself failed (it did not start, or it died)."""
 
     kind: FailureKind
     message: str
@@ -327,7 +324,7 @@ class Failed(_Record, frozen=True, kw_only=True, tag=True):
 
     @classmethod
     def from_error(cls, error: Exception, request_id: int | None = None) -> Failed:
-        """The event for any exception. Its text is printable, on one line."""
+        """The event of any exception. Its texts are printable, on one line, of at most MESSAGE_CHARS characters."""
         if isinstance(error, OrinError):
             kind, message, hint = error.kind, error.message, error.hint
         elif isinstance(error, MemoryError):
@@ -345,7 +342,7 @@ class Failed(_Record, frozen=True, kw_only=True, tag=True):
 
     @property
     def exit_code(self) -> int:
-        """What a command returns that this failure ends."""
+        """The exit code of a command that fails with it."""
         return EXIT_CODES[self.kind]
 
 
@@ -360,11 +357,11 @@ event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def decode_rate(predicted_n: int, predicted_ms: float) -> float:
-    """Decode speed in tokens per second: (n - 1) / t, since the first token belongs to the prompt.
-    0 where there is none."""
+    """Decode speed in tokens per second: (n - 1) / t, because the time of the first token belongs to the prompt. 0 for
+    fewer than two tokens."""
     return (predicted_n - 1) / predicted_ms * 1e3 if predicted_n > 1 and predicted_ms > 0 else 0.0
 
 
 def prefill_rate(prompt_n: int, cached_n: int, prompt_ms: float) -> float:
-    """Prefill speed in tokens per second: prompt tokens computed / time to first token; 0 without one."""
+    """Prefill speed in tokens per second: computed prompt tokens / time to first token; 0 if that is not known."""
     return (prompt_n - cached_n) / prompt_ms * 1e3 if prompt_ms > 0 else 0.0

@@ -66,12 +66,12 @@ def _line(counter: Counter, width: int) -> Line:
     if counter.value is None:
         return [(name, "dim"), (one_line(counter.text), "")]
     value = _figure(counter.value, counter.unit)
-    if counter.most and counter.unit != "%":
-        value += f" of {_figure(counter.most, '').strip()}"
+    if counter.maximum and counter.unit != "%":
+        value += f" of {_figure(counter.maximum, '').strip()}"
     line: Line = [(name, "dim"), (f"{value} {counter.unit}"[:_FIGURE].ljust(_FIGURE), "")]
     rest = width - _NAME - _FIGURE
-    if counter.most and rest >= _BAR:
-        line.append((bar(counter.value / counter.most, _BAR), "value"))
+    if counter.maximum and rest >= _BAR:
+        line.append((bar(counter.value / counter.maximum, _BAR), "value"))
     elif counter.parts and rest >= _BAR:
         line.append((one_line(", ".join(counter.parts))[:rest], "dim"))
     return line

@@ -46,10 +46,10 @@ def _cause(counters: dict[str, Counter]) -> str:
         return others
     for name in _CLOCKS:
         clock = counters.get(name)
-        if clock and clock.value and clock.most and clock.value < TOLERANCE * clock.most:
+        if clock and clock.value and clock.maximum and clock.value < TOLERANCE * clock.maximum:
             mode = counters.get("power mode")
             power_mode = f" in power mode {mode.text}" if mode and mode.text else ""
-            return f"the {name} is {clock.value:,.0f} of {clock.most:,.0f} {clock.unit}{power_mode}"
+            return f"the {name} is {clock.value:,.0f} of {clock.maximum:,.0f} {clock.unit}{power_mode}"
     temperature = counters.get("temperature")
     if temperature and temperature.value is not None and temperature.value >= _HOT_C:
         return f"the temperature is {temperature.value:.0f} °C"

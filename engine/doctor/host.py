@@ -94,5 +94,5 @@ def as_text(counter: Counter) -> str:
         return counter.absent
     if counter.text:
         return counter.text
-    limit = f" of {counter.most:.0f}" if counter.most else ""
+    limit = f" of {counter.maximum:.0f}" if counter.maximum else ""
     return f"{counter.value:.0f}{limit} {counter.unit}" if counter.value is not None else "not known"

@@ -99,7 +99,7 @@ def _clock(root: Path, clock: Counter) -> Finding:
     """jetson_clocks keeps it at its maximum; without, it falls when the GPU has little to do."""
     if clock.value is None:
         return note("GPU clock", clock.absent)
-    if clock.most and clock.value < 0.99 * clock.most:
+    if clock.maximum and clock.value < 0.99 * clock.maximum:
         advice = "It rises under load. For benchmarks: sudo jetson_clocks"
-        return note("GPU clock", f"{clock.value:.0f} of {clock.most:.0f} MHz now", advice)
+        return note("GPU clock", f"{clock.value:.0f} of {clock.maximum:.0f} MHz now", advice)
     return good("GPU clock", f"{clock.value:.0f} MHz")

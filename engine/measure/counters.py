@@ -59,7 +59,7 @@ def is_jetson(root: Path = Path("/")) -> bool:
 
 
 def _counter(
-    name: str, path: Path, unit: str, scale: float, *, most: Path | None = None, missing: str = ""
+    name: str, path: Path, unit: str, scale: float, *, maximum: Path | None = None, missing: str = ""
 ) -> Counter:
     """The number in a file, divided by `scale`; `missing` says why there may be no such file."""
     try:
@@ -69,10 +69,10 @@ def _counter(
     except (OSError, ValueError, IndexError):
         return Counter(name=name, absent=missing or "this machine does not tell")
     limit = None
-    if most is not None:
+    if maximum is not None:
         with contextlib.suppress(OSError, ValueError, IndexError):
-            limit = float(most.read_text().split()[0]) / scale
-    return Counter(name=name, value=value, unit=unit, most=limit)
+            limit = float(maximum.read_text().split()[0]) / scale
+    return Counter(name=name, value=value, unit=unit, maximum=limit)
 
 
 # --- the CPU -------------------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ class Cpu:
         if total > 0:
             ours = _ticks_since(self._own_before, own)
             self._before, self._own_before = now, own
-            yield Counter(name="CPU load", value=100 * busy / total, unit="%", most=100)
-            yield Counter(name="other load", value=100 * max(0, busy - ours) / total, unit="%", most=100)
+            yield Counter(name="CPU load", value=100 * busy / total, unit="%", maximum=100)
+            yield Counter(name="other load", value=100 * max(0, busy - ours) / total, unit="%", maximum=100)
         else:
             yield Counter(name="CPU load", absent="not yet known" if any(now) else "there is no /proc/stat")
         yield self._frequency()
@@ -158,7 +158,7 @@ class Cpu:
         mhz = [
             float(t) / 1e3 for p in cores.glob("cpu[0-9]*/cpufreq/scaling_cur_freq") if (t := read_text(p))
         ]
-        most = [
+        maxima = [
             float(t) / 1e3 for p in cores.glob("cpu[0-9]*/cpufreq/cpuinfo_max_freq") if (t := read_text(p))
         ]
         if not mhz:
@@ -166,14 +166,16 @@ class Cpu:
             mhz = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
         if not mhz:
             return Counter(name="CPU clock", absent="this machine does not tell")
-        return Counter(name="CPU clock", value=sum(mhz) / len(mhz), unit="MHz", most=max(most, default=None))
+        return Counter(
+            name="CPU clock", value=sum(mhz) / len(mhz), unit="MHz", maximum=max(maxima, default=None)
+        )
 
     def _memory(self) -> Counter:
         memory = meminfo(self._root)
         if not {"MemTotal", "MemAvailable"} <= memory.keys():
             return Counter(name="memory", absent="there is no /proc/meminfo")
         total, free = memory["MemTotal"], memory["MemAvailable"]
-        return Counter(name="memory", value=(total - free) / 1e9, unit="GB", most=total / 1e9)
+        return Counter(name="memory", value=(total - free) / 1e9, unit="GB", maximum=total / 1e9)
 
     def _temperature(self) -> Counter:
         zones = dict(_zones(self._root)) or dict(_sensors(self._root))
@@ -217,9 +219,9 @@ class Jetson:
         gpu = self._gpu or self._root / "none"
         no_gpu = "no GPU is listed in /sys/class/devfreq"
         yield _counter("GPU load", gpu / "device/load", "%", 10, missing=no_gpu)
-        yield _counter("GPU clock", gpu / "cur_freq", "MHz", 1e6, most=gpu / "max_freq", missing=no_gpu)
+        yield _counter("GPU clock", gpu / "cur_freq", "MHz", 1e6, maximum=gpu / "max_freq", missing=no_gpu)
         emc, no_emc = self._root / _EMC, "debugfs shows no EMC (it is for root only)"
-        yield _counter("EMC clock", emc / "rate", "MHz", 1e6, most=emc / "max_rate", missing=no_emc)
+        yield _counter("EMC clock", emc / "rate", "MHz", 1e6, maximum=emc / "max_rate", missing=no_emc)
         yield self._emc_activity(emc)
         zones = dict(_zones(self._root))
         yield _hottest(zones) if zones else Counter(name="temperature", absent="no zone can be read")
@@ -235,7 +237,7 @@ class Jetson:
             rate = _counter("", emc / "rate", "", 1e3)
             if found.value is not None and rate.value:
                 share = 100 * found.value / rate.value
-                return Counter(name="EMC activity", value=min(share, 100.0), unit="%", most=100)
+                return Counter(name="EMC activity", value=min(share, 100.0), unit="%", maximum=100)
             if found.absent.startswith("no permission"):
                 return found
         return Counter(name="EMC activity", absent="debugfs shows no EMC (it is for root only)")
@@ -299,10 +301,10 @@ class Nvml:
             "memory activity", "%", lambda: n.nvmlDeviceGetUtilizationRates(gpu).memory, lambda: 100
         )
         for name, clock in (("GPU clock", n.NVML_CLOCK_SM), ("memory clock", n.NVML_CLOCK_MEM)):
-            now, most = (
+            now, maximum = (
                 partial(f, gpu, clock) for f in (n.nvmlDeviceGetClockInfo, n.nvmlDeviceGetMaxClockInfo)
             )
-            yield self._ask(name, "MHz", now, most)
+            yield self._ask(name, "MHz", now, maximum)
         yield self._ask("temperature", "°C", lambda: n.nvmlDeviceGetTemperature(gpu, n.NVML_TEMPERATURE_GPU))
         yield self._ask(
             "power",
@@ -319,7 +321,7 @@ class Nvml:
         yield self._throttles()
 
     def _ask(
-        self, name: str, unit: str, value: Callable[[], float], most: Callable[[], float] = lambda: 0
+        self, name: str, unit: str, value: Callable[[], float], maximum: Callable[[], float] = lambda: 0
     ) -> Counter:
         try:
             figure = float(value())
@@ -327,8 +329,8 @@ class Nvml:
             return Counter(name=name, absent=f"NVML: {error}")
         limit = 0.0
         with contextlib.suppress(Exception):
-            limit = float(most())
-        return Counter(name=name, value=figure, unit=unit, most=limit or None)
+            limit = float(maximum())
+        return Counter(name=name, value=figure, unit=unit, maximum=limit or None)
 
     def _throttles(self) -> Counter:
         try:

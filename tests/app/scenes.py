@@ -56,13 +56,13 @@ Coasts *resonate*, so real tide tables are fitted to measurements with dozens of
 
 
 COUNTERS = (
-    Counter(name="GPU load", value=97, unit="%", most=100),
-    Counter(name="memory activity", value=71, unit="%", most=100),
-    Counter(name="GPU clock", value=1755, unit="MHz", most=1980),
+    Counter(name="GPU load", value=97, unit="%", maximum=100),
+    Counter(name="memory activity", value=71, unit="%", maximum=100),
+    Counter(name="GPU clock", value=1755, unit="MHz", maximum=1980),
     Counter(name="temperature", value=61, unit="°C"),
-    Counter(name="power", value=412.5, unit="W", most=700),
+    Counter(name="power", value=412.5, unit="W", maximum=700),
     Counter(name="throttled", text="no"),
-    Counter(name="CPU load", value=12, unit="%", most=100),
+    Counter(name="CPU load", value=12, unit="%", maximum=100),
     Counter(name="CPU clock", absent="this machine does not tell"),
 )
 

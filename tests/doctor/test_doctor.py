@@ -306,7 +306,7 @@ def test_clocks_of_a_desktop_gpu(monkeypatch):
             pass
 
         def read(self):
-            yield Counter(name="GPU clock", value=1980, unit="MHz", most=2520)
+            yield Counter(name="GPU clock", value=1980, unit="MHz", maximum=2520)
             yield Counter(name="GPU load", value=3, unit="%")
             yield Counter(name="power", absent="NVML: Not Supported")
             yield Counter(name="throttled", text="too hot", parts=("too hot",))

@@ -58,8 +58,8 @@ def jetson(pc):
 
 def test_a_pc(pc):
     figures = read(pc)
-    assert (figures["CPU load"].value, figures["CPU load"].most) == (50.0, 100)
-    assert (figures["CPU clock"].value, figures["CPU clock"].most) == (2500, 4000)
+    assert (figures["CPU load"].value, figures["CPU load"].maximum) == (50.0, 100)
+    assert (figures["CPU clock"].value, figures["CPU clock"].maximum) == (2500, 4000)
     assert figures["memory"].value == pytest.approx(0.256)
     assert (figures["temperature"].value, figures["temperature"].parts) == (51, ("coretemp 51 °C",))
     assert "GPU load" not in figures
@@ -121,7 +121,7 @@ def test_what_others_used_is_told_where_no_one_waited_for_one_that_ended(pc):
 def test_a_jetson(jetson):
     figures = read(jetson)
     assert figures["GPU load"].value == 87.3
-    assert (figures["GPU clock"].value, figures["GPU clock"].most) == (1300.5, 1300.5)
+    assert (figures["GPU clock"].value, figures["GPU clock"].maximum) == (1300.5, 1300.5)
     assert figures["EMC clock"].value == 3199
     assert figures["EMC activity"].value == 50.0
     assert (figures["temperature"].value, figures["temperature"].parts) == (61.5, ("gpu 62 °C",))
@@ -198,7 +198,7 @@ def test_an_nvidia_gpu(gpu_pc, monkeypatch):
     monkeypatch.setitem(sys.modules, "fake_nvml", module)
     figures = read(gpu_pc, nvml="fake_nvml")
     assert (figures["GPU load"].value, figures["memory activity"].value) == (97, 62)
-    assert (figures["GPU clock"].value, figures["GPU clock"].most) == (1700, None)
+    assert (figures["GPU clock"].value, figures["GPU clock"].maximum) == (1700, None)
     assert figures["power"].absent == "NVML: Not Supported"
     assert figures["throttled"].parts == ("too hot", "too hot (hardware)")
 

@@ -264,7 +264,7 @@ def contrast(a: Color, b: Color) -> float:
 def test_the_machine_says_what_is_absent_last_and_why():
     counters = (
         Counter(name="EMC activity", absent="no permission for /debug/cactmon/mc_all"),
-        Counter(name="GPU clock", value=1300, unit="MHz", most=1300),
+        Counter(name="GPU clock", value=1300, unit="MHz", maximum=1300),
         Counter(name="power mode", text="MAXN\x1b[31m"),
     )
     lines = text(machine_panel.lines(MachineState(counters, "12% below the best: hot"), 70))

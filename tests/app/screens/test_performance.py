@@ -153,8 +153,8 @@ def test_what_the_memory_controller_measures_is_its_own_line(performance, counte
 
 # --- the slowdown --------------------------------------------------------------------------------------
 
-FULL = Counter(name="GPU clock", value=1300, unit="MHz", most=1300)
-LOW = Counter(name="GPU clock", value=600, unit="MHz", most=1300)
+FULL = Counter(name="GPU clock", value=1300, unit="MHz", maximum=1300)
+LOW = Counter(name="GPU clock", value=600, unit="MHz", maximum=1300)
 MODE = Counter(name="power mode", text="30W")
 
 
