@@ -1,15 +1,14 @@
-from pathlib import Path
-
 import pytest
 
 from app.chat.history import History
+from tests.pilots import quick_pilot
+
+__all__ = ["quick_pilot"]
 
 
 @pytest.fixture(autouse=True)
-def _quick_and_alone(monkeypatch):
-    """Textual's pilot looks every 20 ms whether the application is idle; 4 ms will do. And nothing of the
-    terminal that the tests are run from shows in them."""
-    monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", 0.004)
+def _any_terminal(monkeypatch):
+    """Nothing of the terminal that the tests are run from shows in them."""
     for name in ("TMUX", "NO_COLOR", "SSH_CONNECTION", "TEXTUAL_THEME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -24,7 +23,8 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def history(tmp_path: Path):
-    history = History(tmp_path / "history.sqlite3")
+def history():
+    """As a file has it, but in memory: to make a file takes longer than to show a chat."""
+    history = History(":memory:")
     yield history
     history.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
@@ -11,6 +10,7 @@ from textual.pilot import Pilot
 from app.chat.history import History
 from app.screens.chat_app import ChatApp
 from tests.app.fake_engine import FakeEngine
+from tests.waiting import until
 from widgets.activity_line import ActivityLine
 
 
@@ -21,11 +21,7 @@ class Driver:
         self.app, self.pilot, self.engine = app, pilot, engine
 
     async def until(self, holds: Callable[[], object], what: str = "what was expected") -> None:
-        for _ in range(2000):  # a minute
-            if holds():
-                return
-            await asyncio.sleep(0.03)
-        raise AssertionError(f"{what} did not come:\n{self.screen()}")
+        await until(holds, lambda: f"{what} did not come:\n{self.screen()}")
 
     def screen(self) -> str:
         """The visible text, line by line."""

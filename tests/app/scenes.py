@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -17,12 +16,14 @@ from textual.widgets import TextArea
 
 from app.chat.history import History
 from app.comparison.comparison_engine import ComparisonEngine
-from app.screens.chat_app import FRAME_S, WIDE_WIDTH, ChatApp
+from app.screens import chat_app
+from app.screens.chat_app import WIDE_WIDTH, ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.client import Engine
 from engine.events import Counter, EngineOptions, Event, Failed, Loading, Message, Token, TopToken
 from engine.formats.template import Prompt
 from tests.app.fake_engine import DIED, READY, STARTED, FakeEngine, MeasuredEngine, reply
+from tests.waiting import until
 
 NOW = datetime(2026, 5, 7, 14, 5)
 QUESTION = "Why are there two tides a day, and can I compute them?"
@@ -128,11 +129,8 @@ def beside(peer: FakeEngine) -> Callable[..., ComparisonEngine]:
 
 
 async def sees(pilot: Pilot[None], text: str) -> None:
-    for _ in range(2000):  # a minute
-        if text in "\n".join(strip.text for strip in drawn(pilot.app)):
-            return
-        await asyncio.sleep(0.03)
-    raise AssertionError(f"{text!r} did not come")
+    shows = lambda: text in "\n".join(strip.text for strip in drawn(pilot.app))
+    await until(shows, lambda: f"{text!r} did not come")
 
 
 def drawn(app: App[None]) -> list[Strip]:
@@ -145,7 +143,7 @@ async def settled(pilot: Pilot[None]) -> None:
     """Waits until the screen has been the same for some frames, however slow the machine is."""
     seen, frames = None, 0
     while frames < 4:
-        await pilot.pause(FRAME_S / 2)
+        await pilot.pause(chat_app.FRAME_S / 2)
         before, seen = seen, drawn(pilot.app)
         frames = frames + 1 if seen == before else 0
 
@@ -196,12 +194,12 @@ async def _measured(app: ChatApp, pilot: Pilot[None]) -> None:
 async def _sampled(app: ChatApp, pilot: Pilot[None]) -> None:
     """Returns when the graph shows the counters and all that the engine has told so far."""
     dashboard = app.dashboard
-    for _ in range(2000):  # a minute
-        view = dashboard.graph.data
-        if view is not None and "71" in view.memory and view == dashboard.performance.throughput(COUNTERS):
-            return
-        await asyncio.sleep(0.03)
-    raise AssertionError("the counters were not read")
+
+    def is_shown() -> bool:
+        data = dashboard.graph.data
+        return data is not None and "71" in data.memory and data == dashboard.performance.throughput(COUNTERS)
+
+    await until(is_shown, lambda: "the counters were not read")
 
 
 async def _dashboard(app: ChatApp, pilot: Pilot[None]) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from engine.catalog.progress import Cancelled
 from engine.errors import ModelFileError
 from tests.catalog.fake_hub import FakeHub
 from tests.generated_model import write
+from tests.waiting import wait_until
 
 
 def blob(hub, name):
@@ -201,13 +201,6 @@ def test_what_a_killed_program_got_is_kept(fake_hub, model):
 FETCH = (
     "import sys; from engine.catalog import downloads, names; downloads.download(names.parse(sys.argv[1]))"
 )
-
-
-def wait_until(done, seconds=60):
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_two_programs_fetch_once(fake_hub, model):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable
 
 import pytest
 from textual.app import App, ComposeResult
 
 from app.chat.turn import Turn
+from tests.waiting import until
 from widgets.transcript import Transcript
 from widgets.turn_lines import TurnLines
 
@@ -37,14 +36,6 @@ async def showing(turns: list[Turn], size: tuple[int, int] = (60, 20)):
         transcript.show(turns)
         await pilot.pause()
         yield transcript, pilot
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(6000):  # a minute
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError
 
 
 def text(transcript: Transcript) -> str:

@@ -11,6 +11,7 @@ from app.chat.history import History
 from app.chat.session import Session
 from engine.events import Failed, Ready, Sampling, Search, Warming
 from tests.app.fake_engine import READY, STARTED, FakeEngine, reply, tokens
+from tests.waiting import until
 
 
 class SilentView:
@@ -65,14 +66,6 @@ def begin():
         if task.done() and not task.cancelled():
             task.result()  # raises what it raised
         task.cancel()
-
-
-async def until(holds):
-    for _ in range(30_000):  # a minute
-        if holds():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError
 
 
 def said(session: Session) -> list[str]:

@@ -23,6 +23,7 @@ from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
+from tests.waiting import wait_until
 from widgets.text import as_bytes
 
 __all__ = ["fake_hub"]
@@ -389,13 +390,6 @@ def test_a_download_in_the_background_tells_its_error(fake_hub):
     download = Download("nothing", HubModel("user/nothing"))
     wait_until(lambda: download.is_over)
     assert download.path is None and "does not exist" in download.error.message
-
-
-def wait_until(done, seconds=60):
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_progress_in_words():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
@@ -17,6 +16,7 @@ from tests import generated_model, synthetic
 from tests.app.comparison.test_comparison_engine import CACHE
 from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
 from tests.app.scenes import beside, sees
+from tests.waiting import until
 from widgets.comparison_pane import ComparisonPane
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -43,14 +43,6 @@ async def say(app, pilot, text):
     await pilot.press("enter")
     await until(lambda: not app.session.is_busy)
     await pilot.pause(0.15)
-
-
-async def until(holds, seconds=60.0):
-    for _ in range(round(seconds / 0.02)):
-        if holds():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError
 
 
 def contents(app):
@@ -249,11 +241,11 @@ async def test_with_a_real_llama_server(llama_server, tmp_path, monkeypatch):
         LocalEngine(options), History(":memory:"), setup=setup, read_counters=lambda: (), max_tokens=12
     )
     async with app.run_test(size=(120, 40)) as pilot:
-        await until(lambda: app.session.status.is_ready, 60)
+        await until(lambda: app.session.status.is_ready)
         await pilot.press("f10")
         app.prompt.insert("hello")
         await pilot.press("enter")
-        await until(lambda: app.column.comparison.data.complete, 60)
+        await until(lambda: app.column.comparison.data.complete)
         view = app.column.comparison.data
         assert (view.left.problem, view.right.problem, view.asked) == ("", "", "hello")
         assert view.left.prompt_tokens == view.right.prompt_tokens and view.right.memory_bytes

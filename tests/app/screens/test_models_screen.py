@@ -1,7 +1,5 @@
 """The screen of models, with a hub on loopback."""
 
-import asyncio
-import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,6 +14,7 @@ from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
+from tests.waiting import until
 from widgets.text import as_bytes
 
 __all__ = ["fake_hub"]
@@ -43,11 +42,8 @@ class User:
     def __init__(self, app, pilot, screen, results):
         self.app, self.pilot, self.screen, self.results = app, pilot, screen, results
 
-    async def until(self, holds, seconds=60):
-        end = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < end, self.text()
-            await asyncio.sleep(0.01)
+    async def until(self, holds):
+        await until(holds, self.text)
 
     async def press(self, *keys):
         await self.pilot.press(*keys)

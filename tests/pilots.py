@@ -1,0 +1,80 @@
+"""Makes Textual's pilot wait until an application has nothing to do, instead of until the processor looks idle, and
+end it in the order in which it ends for a user."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from asyncio import AbstractEventLoop, BaseEventLoop, Future
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from textual._context import active_app
+from textual.app import App
+
+MOST_S = 1.0
+"""A thread that takes longer is not waited for any more: it may wait for what the test does next."""
+
+_in_threads: weakref.WeakKeyDictionary[AbstractEventLoop, set[Future[Any]]] = weakref.WeakKeyDictionary()
+
+
+async def until_idle(min_sleep: float = 0.0, max_sleep: float = MOST_S) -> None:
+    """Returns when nothing is left to do but to wait: for a timer, a file or the next key.
+
+    Takes the place of `textual._wait.wait_for_idle`."""
+    app, loop, quiet_turns = active_app.get(), asyncio.get_running_loop(), 0
+    while quiet_turns < 3:  # each turn of the event loop also asks the operating system what has arrived
+        await asyncio.sleep(0)
+        quiet_turns = 0 if loop._ready else quiet_turns + 1  # type: ignore[attr-defined]
+        if quiet_turns == 3 and (_draws(app) or await _ends_in_thread(loop)):
+            quiet_turns = 0
+
+
+def _draws(app: App[Any]) -> bool:
+    """Does at once what Textual would do with the next frame, if there is anything."""
+    if app._resize_timer is not None:
+        app._check_resize()
+        return True
+    if not (app._screen_stack and app.screen._update_timer._active.is_set()):
+        return False
+    app.screen._on_timer_update()
+    return True
+
+
+async def _ends_in_thread(loop: AbstractEventLoop) -> bool:
+    """Waits until one of the calls ends that the loop has given to threads, if there are any."""
+    calls = _in_threads.get(loop)
+    if not calls:
+        return False
+    ended, _ = await asyncio.wait(calls, timeout=MOST_S, return_when=asyncio.FIRST_COMPLETED)
+    return bool(ended)
+
+
+@pytest.fixture(autouse=True)
+def quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pilot's keys and pauses end as soon as all that they caused is done."""
+    give_to_thread = BaseEventLoop.run_in_executor
+
+    def run_in_executor(
+        loop: BaseEventLoop, executor: Any, call: Callable[..., Any], *args: Any
+    ) -> Future[Any]:
+        future = give_to_thread(loop, executor, call, *args)
+        calls = _in_threads.setdefault(loop, set())
+        calls.add(future)
+        future.add_done_callback(calls.discard)
+        return future
+
+    shut_down = App._shutdown
+
+    async def end_as_when_quitting(app: App[Any]) -> None:
+        """First of all the application stops to take messages: timers, too, which would draw half of a screen."""
+        if app._running and app._task is not None:
+            app.exit()
+            await app._task
+        await shut_down(app)
+
+    monkeypatch.setattr(App, "_shutdown", end_as_when_quitting)
+    monkeypatch.setattr(BaseEventLoop, "run_in_executor", run_in_executor)
+    for module in ("textual.app", "textual.pilot"):
+        monkeypatch.setattr(f"{module}.wait_for_idle", until_idle)

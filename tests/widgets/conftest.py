@@ -1,0 +1,3 @@
+from tests.pilots import quick_pilot
+
+__all__ = ["quick_pilot"]
