@@ -261,11 +261,11 @@ def _command(name: str, arguments: Sequence[str]) -> int:
     settings = _settings()
     match name:
         case "bench":
-            from app.bench.command import run as bench
+            from app.bench.bench_command import run as bench
 
             return bench(arguments, settings)
         case "board":
-            from app.bench.board import run as board
+            from app.bench.board_command import run as board
 
             return board(arguments, settings)
         case "doctor":

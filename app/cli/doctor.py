@@ -70,7 +70,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     """Prints what was found; returns 0 where a chat is possible, on whatever backend. Raises UsageError."""
     given = _parse(arguments)
     out = Console(highlight=False, soft_wrap=False)
-    report = shown(settings, out)
+    report = examine_and_show(settings, out)
     out.print()
     if report.works:
         names = " and ".join(trial.backend for trial in report.trials if trial.ok)
@@ -96,7 +96,7 @@ def _parse(arguments: Sequence[str]) -> Any:
     return parser.parse_args(arguments)
 
 
-def shown(settings: Settings, out: Console) -> Report:
+def examine_and_show(settings: Settings, out: Console) -> Report:
     """As `examine`, printed as it is found."""
     status = out.status("")
 

@@ -15,10 +15,10 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from app.bench import report, runner
-from app.bench.command import run as run_command
-from app.bench.report import OURS, PEER, Result
-from app.bench.runner import Bench, Case, Run
+from app.bench import benchmark, regression, results, tables
+from app.bench.bench_command import run as run_command
+from app.bench.benchmark import Benchmark, Case, Sample
+from app.bench.results import OURS, PEER, Result
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds
 from engine.client import LocalEngine
@@ -64,13 +64,13 @@ def engines(monkeypatch):
 
     def make(ours=QUICK, peer=QUICK):
         monkeypatch.setattr(
-            runner, "LocalEngine", lambda options: Measurable(synthetic.engine(**{**QUICK, **ours}), OURS)
+            benchmark, "LocalEngine", lambda options: Measurable(synthetic.engine(**{**QUICK, **ours}), OURS)
         )
         monkeypatch.setattr(
-            "app.bench.command.LlamaServer",
+            "app.bench.bench_command.LlamaServer",
             lambda options, path: Spy(synthetic.engine(**{**QUICK, **peer}), PEER),
         )
-        monkeypatch.setattr("app.bench.command.find_llama_server", lambda path: path or "llama-server")
+        monkeypatch.setattr("app.bench.bench_command.find_llama_server", lambda path: path or "llama-server")
         return asked
 
     return make
@@ -161,7 +161,7 @@ def test_figures(engines, model, capsys):
 )
 def test_the_time_from_token_to_token(times, intervals):
     fields = dict.fromkeys(Finished.__struct_fields__, 0) | {"reason": "stop", "type": "Finished"}
-    assert Run(msgspec.convert(fields, Finished), times).intervals_ms == intervals
+    assert Sample(msgspec.convert(fields, Finished), times).intervals_ms == intervals
 
 
 def test_several_models_and_presets(engines, model, tmp_path, capsys):
@@ -203,10 +203,10 @@ def test_a_busy_machine_is_told_of(engines, model, capsys, monkeypatch, load, to
 
 def test_the_context_is_as_long_as_the_tests_need(model):
     options = EngineOptions(model_path=model)
-    bench = Bench(options, [Case(100, 0, 200), Case(0, 8, 0)], vocab_size=300, repetitions=1)
-    assert max(test.context for test in bench.tests) == 301
-    assert [test.n_depth for test in bench.tests] == [0, 200]
-    assert isinstance(bench.subjects[0].engine, LocalEngine)
+    bench = Benchmark(options, [Case(100, 0, 200), Case(0, 8, 0)], vocab_size=300, repetitions=1)
+    assert max(case.context for case in bench.cases) == 301
+    assert [case.n_depth for case in bench.cases] == [0, 200]
+    assert isinstance(bench.engines[0].engine, LocalEngine)
 
 
 # --- output ---------------------------------------------------------------------------------------------
@@ -231,14 +231,14 @@ RESULT = Result(
     latency_p90_ms=17.9,
     latency_p99_ms=21.03,
     peak_resident_bytes=1_300_000_000,
-    **report.in_samples([2_238_000_000, 2_240_000_000, 2_242_000_000], [57.2, 57.1, 57.3]),
+    **results.sample_fields([2_238_000_000, 2_240_000_000, 2_242_000_000], [57.2, 57.1, 57.3]),
 )
 PEERS = replace(RESULT, engine=PEER, build_commit="b1-0c1e570", median_ts=52.0, kernels_per_token=None)
 
 
-def shown(results, width=report.WIDE):
+def shown(results, width=tables.WIDE):
     console = Console(width=width, record=True, file=sys.stderr)
-    for part in report.to_tables(results, width):
+    for part in tables.to_tables(results, width):
         console.print(part)
     return console.export_text()
 
@@ -256,7 +256,7 @@ def test_the_table():
     ]
     assert lines[3].split()[:2] == ["tg128", PEER]
     assert "3.21" in lines[5] and "143" in lines[5] and "610 MB" in lines[5] and "1.30 GB" in lines[5]
-    assert all(len(line) <= report.WIDE for line in lines)
+    assert all(len(line) <= tables.WIDE for line in lines)
 
 
 def test_a_narrow_table_is_spared_some_columns():
@@ -271,7 +271,7 @@ def test_one_engine_has_no_ratio():
 
 
 def test_markdown():
-    text = report.to_markdown([RESULT, PEERS])
+    text = tables.to_markdown([RESULT, PEERS])
     assert text.startswith("**qwen[bold]3\\|.gguf · ")
     assert "| tg128 | orin-chat | 57.2 ± 0.10 | 57.2 | 17.4/17.9/21.0 | 34.9 | 87% | 1.10x |" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -279,14 +279,14 @@ def test_markdown():
 
 
 def test_json_has_llama_benchs_names_and_comes_back(tmp_path):
-    names = set(json.loads(report.to_json([RESULT]))[0])
+    names = set(json.loads(results.to_json([RESULT]))[0])
     assert {
         *("build_commit", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size"),
         *("model_n_params", "type_k", "type_v", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns"),
         *("stddev_ns", "avg_ts", "stddev_ts", "samples_ns", "samples_ts"),
     } <= names
-    (tmp_path / "x.json").write_text(report.to_json([RESULT, PEERS]))
-    assert report.read(tmp_path / "x.json") == [RESULT, PEERS]
+    (tmp_path / "x.json").write_text(results.to_json([RESULT, PEERS]))
+    assert results.read(tmp_path / "x.json") == [RESULT, PEERS]
 
 
 def test_the_file_that_is_saved(engines, model, tmp_path, capsys):
@@ -294,7 +294,7 @@ def test_the_file_that_is_saved(engines, model, tmp_path, capsys):
     path = tmp_path / "run.json"
     arguments = ("--model", model, "-p", "8", "-n", "0", "-d", "0", "-r", "1")
     assert bench(capsys, *arguments, "--save", path)[0] == 0
-    assert [r.test for r in report.read(path)] == ["pp8"]
+    assert [r.test for r in results.read(path)] == ["pp8"]
     with pytest.raises(UsageError, match="cannot be written"):
         bench(capsys, *arguments, "--save", tmp_path / "none" / "run.json")
     assert "pp8" in capsys.readouterr().out  # the results are not lost
@@ -304,7 +304,7 @@ def test_the_file_that_is_saved(engines, model, tmp_path, capsys):
 
 
 def samples(*rates):
-    return replace(RESULT, **report.in_samples([10**9] * len(rates), rates))
+    return replace(RESULT, **results.sample_fields([10**9] * len(rates), rates))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def samples(*rates):
     ],
 )
 def test_slower_is_slower_beyond_the_noise(then, now, verdict, slower):
-    [sentence], is_slower = report.against([now], [then])
+    [sentence], is_slower = regression.compare([now], [then])
     assert is_slower is slower
     assert sentence.endswith(f": {verdict}")
     assert sentence.startswith("tg128 orin-chat CPU qwen[bold]3|.gguf: ")
@@ -328,17 +328,17 @@ def test_slower_is_slower_beyond_the_noise(then, now, verdict, slower):
 def test_only_the_same_is_compared():
     for changes in ({"engine": PEER}, {"n_depth": 1}, {"backends": "CUDA"}, {"preset": "x"}):
         with pytest.raises(UsageError, match="none of these tests"):
-            report.against([RESULT], [replace(RESULT, **changes)])
+            regression.compare([RESULT], [replace(RESULT, **changes)])
     with pytest.raises(UsageError, match="another machine: Arm, not AMD EPYC"):
-        report.against([RESULT], [replace(RESULT, cpu_info="Arm")])
+        regression.compare([RESULT], [replace(RESULT, cpu_info="Arm")])
 
 
 def test_a_file_of_llama_bench_can_be_compared_with(tmp_path):
     path = tmp_path / "llama.json"
     fields = ("model_filename", "n_gen", "backends", "avg_ts", "stddev_ts", "samples_ts", "cpu_info")
-    row = {name: value for name, value in json.loads(report.to_json([PEERS]))[0].items() if name in fields}
+    row = {name: value for name, value in json.loads(results.to_json([PEERS]))[0].items() if name in fields}
     path.write_text(json.dumps([row | {"n_threads": 2, "unknown": None}]))
-    [sentence], _ = report.against([PEERS], report.read(path))
+    [sentence], _ = regression.compare([PEERS], results.read(path))
     assert "within the noise" in sentence
 
 
@@ -351,7 +351,7 @@ def test_a_file_that_is_no_earlier_run(tmp_path, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(UsageError, match=message):
-        report.read(path)
+        results.read(path)
 
 
 def test_the_exit_code_tells_of_a_regression(engines, model, tmp_path, capsys):
@@ -407,17 +407,17 @@ def test_a_peer_that_fails_leaves_ours_unharmed(engines, model, capsys):
 def test_what_was_measured_before_it_was_interrupted_is_not_lost(model, number, code):
     script = """if True:
         import sys
-        import app.bench.runner
+        import app.bench.benchmark
         from app.main import main
         from tests import synthetic
-        app.bench.runner.LocalEngine = lambda options: synthetic.engine(load_s=0.0, prefill_s=0.01, rate=0)
-        run = app.bench.runner.Subject.run
+        app.bench.benchmark.LocalEngine = lambda options: synthetic.engine(load_s=0.0, prefill_s=0.01, rate=0)
+        run = app.bench.benchmark.MeasuredEngine.answer
 
         async def told(self, *arguments, **options):
             print("a run", file=sys.stderr, flush=True)
             return await run(self, *arguments, **options)
 
-        app.bench.runner.Subject.run = told
+        app.bench.benchmark.MeasuredEngine.answer = told
         sys.exit(main(["bench", *sys.argv[1:]]))"""
     arguments = ("--model", model, "-p", "8", "-n", "0", "-d", "0", "-r", "100000")
     process = subprocess.Popen(

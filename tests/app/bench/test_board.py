@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from app.bench import board, board_plan
-from app.bench.board_plan import BoardModel, Lengths, Run, load
-from app.bench.report import Result, to_json
+from app.bench import board_command, board_run
+from app.bench.board_plan import BoardModel, Lengths, load
+from app.bench.board_run import BoardRun
+from app.bench.results import Result, to_json
 from app.chat.settings import Settings
 from app.cli import doctor
 from engine.doctor import Section, backend_checks, good
@@ -26,9 +27,9 @@ def a_healthy_cpu(monkeypatch):
     report = doctor.Report(
         orin_chat="1", at="now", sections=[Section(title="Machine", findings=[])], trials=[CPU], variables={}
     )
-    monkeypatch.setattr(board.doctor, "examine", lambda settings, **told: report)
-    monkeypatch.setattr(board, "stress_check", lambda backend: [good(backend, "endures")])
-    monkeypatch.setattr(board, "kernel_log", lambda: ["nvgpu: all is well"])
+    monkeypatch.setattr(board_command.doctor, "examine", lambda settings, **told: report)
+    monkeypatch.setattr(board_command, "stress_check", lambda backend: [good(backend, "endures")])
+    monkeypatch.setattr(board_command, "kernel_log", lambda: ["nvgpu: all is well"])
     monkeypatch.delenv("LLAMA_SERVER", raising=False)
 
 
@@ -66,7 +67,7 @@ ARGUMENTS = ["--setup", "cpu", "-p", "16", "-n", "4", "-r", "1"]
 
 
 def measured(tmp_path, *more):
-    return board.run(["--folder", str(tmp_path / "out"), *ARGUMENTS, *more], Settings())
+    return board_command.run(["--folder", str(tmp_path / "out"), *ARGUMENTS, *more], Settings())
 
 
 def test_a_run_is_measured_once_and_a_broken_one_is_told(tmp_path, capsys, monkeypatch):
@@ -90,19 +91,19 @@ def test_a_run_is_measured_once_and_a_broken_one_is_told(tmp_path, capsys, monke
     text = (out / "report.txt").read_text()
     assert "noise.gguf: tokens a second" in text and "broken.gguf, CPU, quantized kernels: " in text
 
-    monkeypatch.setattr(board_plan, "_run", lambda *_: pytest.fail("it is done"))
+    monkeypatch.setattr(board_run, "_run", lambda *_: pytest.fail("it is done"))
     assert measured(tmp_path, *both) == 0  # nothing is done twice
     tried = []
-    monkeypatch.setattr(board_plan, "_run", lambda command, *_: tried.append(command) or 4)
+    monkeypatch.setattr(board_run, "_run", lambda command, *_: tried.append(command) or 4)
     measured(tmp_path, *both, "--retry")
     assert len(tried) == 1 and str(broken) in tried[0]
 
 
 def test_what_cannot_be_started_is_left_for_later(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(board_plan, "_run", lambda *_: pytest.fail("not to be started"))
+    monkeypatch.setattr(board_run, "_run", lambda *_: pytest.fail("not to be started"))
     model = str(generated_model.write(tmp_path / "noise.gguf", layers=1))
     arguments = ["--folder", str(tmp_path / "out"), "--model", model, "--model", str(tmp_path / "none.gguf")]
-    assert board.run([*arguments, "--setup", "nv-fused"], Settings()) == 1
+    assert board_command.run([*arguments, "--setup", "nv-fused"], Settings()) == 1
     said = capsys.readouterr().out
     assert "noise.gguf, NV, quantized kernels: NV does not work here" in said
     assert "none.gguf, NV, quantized kernels: There is no file" in said
@@ -111,8 +112,8 @@ def test_what_cannot_be_started_is_left_for_later(tmp_path, capsys, monkeypatch)
 
 def test_the_time_is_over_before_the_last_run(tmp_path, capsys, monkeypatch):
     clock = iter([0, 0, 0, 70, 70, 70, 70])
-    monkeypatch.setattr(board.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(board_plan, "_run", lambda *_: 0)
+    monkeypatch.setattr(board_command.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(board_run, "_run", lambda *_: 0)
     models = [str(generated_model.write(tmp_path / f"{n}.gguf", layers=1)) for n in "ab"]
     measured(tmp_path, "--model", models[0], "--model", models[1], "--minutes", "1")
     assert "b.gguf, CPU, quantized kernels: the 1 minutes were over" in capsys.readouterr().out
@@ -122,11 +123,11 @@ def test_figures_of_before_stand_beside(tmp_path, capsys):
     folder = tmp_path / "out"
     folder.mkdir()
     plan = load(setups=["nv-jitbeam4"])
-    run = Run(folder, plan.models[0], plan.setups[0])
+    run = BoardRun(folder, plan.models[0], plan.setups[0])
     result = Result(engine="orin-chat", n_gen=128, median_ts=123.4, samples_ts=[123.4])
     peer = Result(engine="llama.cpp", n_gen=128, median_ts=30.0, samples_ts=[30.0])
     (folder / f"{run.name}.json").write_text(to_json([result, peer]))
-    table = board._table(plan, plan.models[0], [run], Lengths())
+    table = board_command._table(plan, plan.models[0], [run], Lengths())
     cells = {
         row: [column._cells[i] for column in table.columns] for i, row in enumerate(table.columns[0]._cells)
     }
@@ -139,17 +140,17 @@ def test_figures_of_before_stand_beside(tmp_path, capsys):
 
 def a_run(tmp_path, setup=0, model="m"):
     plan = load(setups=["nv-fused", "cuda-fused"])
-    return Run(tmp_path, BoardModel(name=model, title=model), plan.setups[setup])
+    return BoardRun(tmp_path, BoardModel(name=model, title=model), plan.setups[setup])
 
 
 def program(monkeypatch, code):
     """Runs of a board are this instead of a benchmark; its last argument but one names the file for results."""
-    stock = board_plan._run
+    stock = board_run._run
 
     def run(command, *rest):
         return stock([sys.executable, "-c", code, command[command.index("--save") + 1]], *rest)
 
-    monkeypatch.setattr(board_plan, "_run", run)
+    monkeypatch.setattr(board_run, "_run", run)
 
 
 WRITES = f"import sys; open(sys.argv[1], 'w').write('''{to_json([Result(n_gen=4, samples_ts=[1.0])])}''');"
@@ -163,9 +164,9 @@ def test_a_run_that_hangs_keeps_what_it_had(tmp_path, monkeypatch):
         "signal.signal(signal.SIGTERM, end); time.sleep(600)",
     )
     run = a_run(tmp_path)
-    assert not run.do(tmp_path / "m.gguf", Lengths(), "", timeout_s=5)
-    assert run.is_done and "longer than" in run.failed and len(run.results()) == 1
-    run.forget_failure()
+    assert not run.measure(tmp_path / "m.gguf", Lengths(), "", timeout_s=5)
+    assert run.is_done and "longer than" in run.failure and len(run.results()) == 1
+    run.delete_failure()
     assert not run.is_done
 
 
@@ -183,8 +184,8 @@ def test_a_run_that_hangs_keeps_what_it_had(tmp_path, monkeypatch):
 def test_a_run_that_fails_says_why(code, says, tmp_path, monkeypatch):
     program(monkeypatch, code)
     run = a_run(tmp_path)
-    assert run.do(tmp_path / "m.gguf", Lengths(), "", timeout_s=120)
-    assert says in run.failed and not run.results()
+    assert run.measure(tmp_path / "m.gguf", Lengths(), "", timeout_s=120)
+    assert says in run.failure and not run.results()
 
 
 def test_a_folder_of_the_users_named_app_is_not_imported(tmp_path, monkeypatch):
@@ -192,18 +193,18 @@ def test_a_folder_of_the_users_named_app_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "app/__init__.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
     run = a_run(tmp_path)
-    assert run.do(tmp_path / "m.gguf", Lengths(), "", timeout_s=120)
-    assert run.failed.startswith("There is no file"), run.failed
+    assert run.measure(tmp_path / "m.gguf", Lengths(), "", timeout_s=120)
+    assert run.failure.startswith("There is no file"), run.failure
 
 
 def test_where_a_backend_hung_its_other_runs_come_last(tmp_path):
     nv, cuda = ([a_run(tmp_path, setup, name) for name in "ab"] for setup in (1, 0))
     assert nv[0].setup.backend == "NV"
     order = []
-    for run in board_plan.in_turn([*nv, *cuda]):
+    for run in board_run.hung_backends_last([*nv, *cuda]):
         order.append(run)
         if run is nv[0]:
-            run._failure.write_text("it took longer than 2 minutes")
+            run.failure_path.write_text("it took longer than 2 minutes")
     assert order == [nv[0], *cuda, nv[1]]
 
 

@@ -1,0 +1,230 @@
+"""`orin-chat bench`: which tests it runs, and where the results go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from msgspec.structs import replace
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from app.bench import regression, results, tables
+from app.bench.benchmark import Benchmark, Case
+from app.bench.results import OURS, PEER, Result
+from app.chat.configuration import configure
+from app.chat.settings import Settings
+from app.chat.speed_history import MIN_TOKENS, record_run
+from app.cli import options
+from app.cli.model_file import model_path
+from app.cli.signals import run_until_signal
+from engine.errors import UsageError
+from engine.events import EngineOptions, Failed
+from engine.formats.gguf import GGUF, StringArray
+from engine.peers.llama_process import find_llama_server
+from engine.peers.llama_server import LlamaServer
+from presets.loader import find
+from widgets.text import one_line
+
+REGRESSION = 1
+BUSY_SHARE = 0.3  # of all cores
+CONTEXT_STEP = 256  # llama.cpp rounds contexts up to it
+EPILOG = """\
+pp512 is a prompt of 512 tokens: tokens a second up to the first token. tg128 is the
+generation of 128 tokens after the first. Both are measured at each depth: after so
+many tokens of context. The tokens are random, the same for all engines.
+
+exit codes: 0 done, 1 slower than --against beyond the noise, others as of orin-chat
+"""
+
+
+def run(arguments: Sequence[str], settings: Settings) -> int:
+    """Measures, writes the results to standard output, and returns the exit code. Raises OrinError."""
+    args = _parse(arguments)
+    earlier = results.read(args.against) if args.against else []
+    llama_server = find_llama_server(args.llama_server or settings.llama_server) if args.compare else ""
+    messages = Console(stderr=True, highlight=False, soft_wrap=True)
+    measured: list[Result] = []
+    failures: list[Failed] = []
+    try:
+        for preset, engine_options in _setups(args, settings):
+            failures += _measure(args, preset, engine_options, llama_server, earlier, messages, measured)
+    finally:
+        if measured:
+            _write(measured, args)
+    for failure in failures:
+        _say(messages, f"{failure.message} {failure.hint}")
+    if measured and earlier:
+        sentences, any_slower = regression.compare(measured, earlier)
+        for sentence in sentences:
+            messages.print(sentence, markup=False)
+        if any_slower:
+            return REGRESSION
+    return failures[0].exit_code if failures else 0
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    parser = options.Parser(
+        prog="orin-chat bench", description="Measure engines on this machine.", epilog=EPILOG
+    )
+    add = parser.add_argument_group("what is measured").add_argument
+    add("--model", metavar="NAME", action="append", help="a model, as in orin-chat; again for another one")
+    add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
+    options.add_backend(add, "the device")
+    add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
+    add("-p", "--prompt", type=counts, metavar="N,…", default=(32, 128, 256, 512), help="(32,128,256,512)")
+    add("-n", "--gen", type=counts, metavar="N,…", default=(128,), help="tokens of generation (128)")
+    add("-d", "--depth", type=counts, metavar="N,…", default=(0, 1024, 4096), help="(0,1024,4096)")
+    add("-r", "--repetitions", type=options.count, metavar="N", default=5, help="after a warm-up (5)")
+    add("--compare", choices=(PEER,), help="measure llama.cpp's llama-server in between")
+    add("--llama-server", metavar="PATH", help="the program (the one on PATH, or as LLAMA_SERVER says)")
+
+    add = parser.add_argument_group("what becomes of it").add_argument
+    add("-o", "--output", choices=("table", "md", "json"), default="table", help="on standard output (table)")
+    add("--save", type=Path, metavar="FILE", help="also write JSON, with llama-bench's names, to FILE")
+    add("--against", type=Path, metavar="FILE", help="compare with an earlier run")
+    args = parser.parse_args(arguments)
+    if not args.repetitions:
+        raise UsageError("At least one repetition is needed.", "Five or more say something about the noise.")
+    if args.llama_server and not args.compare:
+        raise UsageError("--llama-server is for --compare llama.cpp.")
+    if not any((*args.prompt, *args.gen)):
+        raise UsageError("There is nothing to measure.", "Give lengths with --prompt or --gen.")
+    return args
+
+
+def _setups(args: Namespace, settings: Settings) -> Iterator[tuple[str, EngineOptions]]:
+    """Each model with each preset, after the name of that setup in the results."""
+    for name in args.model or [None]:
+        path = str(model_path(name, settings))
+        for preset in args.preset or [""]:
+            searched = "" if args.beam is None else f"beam{args.beam}"
+            command_line = {"backend": args.backend, "search_width": args.beam}
+            chosen = configure(path, preset=find(preset) if preset else None, command_line=command_line)
+            yield f"{preset} {searched}".strip(), chosen.engine
+
+
+def _measure(
+    args: Namespace,
+    preset: str,
+    engine_options: EngineOptions,
+    llama_server: str,
+    earlier: Sequence[Result],
+    messages: Console,
+    measured: list[Result],
+) -> list[Failed]:
+    """Adds the results of one setup to `measured`, also those before an interruption. Returns the engines' failures."""
+    cases, context, vocab_size = _cases(args, Path(engine_options.model_path), earlier, messages)
+    if busy := _busy():
+        _say(messages, busy)
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=messages,
+        transient=True,
+        disable=not messages.is_terminal,
+    )
+    task = progress.add_task("", total=None)
+    benchmark = Benchmark(
+        replace(engine_options, context_length=context),
+        cases,
+        vocab_size=vocab_size,
+        repetitions=args.repetitions,
+        preset=preset,
+        make_peer=(lambda options: LlamaServer(options, llama_server)) if llama_server else None,
+        on_step=lambda words, done: progress.update(task, description=one_line(words), completed=done),
+    )
+    progress.update(task, total=benchmark.steps)
+    try:
+        with progress:
+            code = asyncio.run(run_until_signal(benchmark.run(), signal.SIGTERM))
+    finally:
+        measured += benchmark.results()
+        if preset in (args.preset or ()):
+            _record_speeds(benchmark.results())
+    if code:
+        sys.exit(code)
+    return [engine.failed for engine in benchmark.engines if engine.failed]
+
+
+def _cases(
+    args: Namespace, model: Path, earlier: Sequence[Result], messages: Console
+) -> tuple[list[Case], int, int]:
+    """The cases that the model's context holds, the context that they need, and the size of the vocabulary. Raises
+    UsageError if there are none, or if the earlier run has none of them."""
+    with GGUF(model) as file:
+        vocab_size = len(file.get("tokenizer.ggml.tokens", StringArray))
+        architecture = file.get("general.architecture", str)
+        trained_context = file.get(f"{architecture}.context_length", int)
+    wanted = [
+        Case(n_prompt, n_gen, depth)
+        for depth in args.depth
+        for n_prompt, n_gen in (*((p, 0) for p in args.prompt if p), *((0, g) for g in args.gen if g))
+    ]
+    cases = [case for case in wanted if case.context <= trained_context]
+    if too_long := [case.name for case in wanted if case not in cases]:
+        context = f"{model.name} has a context of {trained_context} tokens"
+        _say(messages, f"{context}, so these are left out: {', '.join(too_long)}.")
+    if not cases:
+        raise UsageError("There is nothing to measure.", "Choose shorter prompts and depths.")
+    names = {case.name for case in cases}
+    if earlier and not any(result.test in names and result.model == model.name for result in earlier):
+        raise UsageError(f"{args.against} has none of these tests of {model.name}.")
+    needed = max(case.context for case in cases)
+    return cases, min(-(-needed // CONTEXT_STEP) * CONTEXT_STEP, trained_context), vocab_size
+
+
+def _busy() -> str:
+    """A warning if other programs use this machine's processors; else ""."""
+    used, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if used < BUSY_SHARE * cores:
+        return ""
+    return (
+        f"Other programs have kept {used:.1f} of {cores} cores busy in the last minute. All figures will be low, and "
+        "lowest for engines whose threads spin while they wait for each other, such as llama.cpp."
+    )
+
+
+def _record_speeds(measured: Sequence[Result]) -> None:
+    """Records what a preset reached, for the list of presets."""
+    ours = [r for r in measured if r.engine == OURS and not r.n_depth]
+    decode = max((r for r in ours if r.n_gen >= MIN_TOKENS), key=lambda r: r.n_gen, default=None)
+    prefill = max((r for r in ours if r.n_prompt >= MIN_TOKENS), key=lambda r: r.n_prompt, default=None)
+    for tg, pp in zip_longest(decode.samples_ts if decode else (), prefill.samples_ts if prefill else ()):
+        record_run(Path(ours[0].model_filename), ours[0].preset, decode=tg, prefill=pp)
+
+
+def _write(measured: Sequence[Result], args: Namespace) -> None:
+    """Raises UsageError if the file cannot be written. Standard output has everything then."""
+    match args.output:
+        case "json":
+            sys.stdout.write(results.to_json(measured))
+        case "md":
+            sys.stdout.write(tables.to_markdown(measured))
+        case _:
+            out = Console(width=None if sys.stdout.isatty() else tables.WIDE)
+            for part in tables.to_tables(measured, out.width):
+                out.print(part)
+    sys.stdout.flush()
+    if args.save:
+        try:
+            args.save.write_text(results.to_json(measured), "utf-8")
+        except OSError as error:
+            raise UsageError(f"{args.save} cannot be written: {error.strerror}.") from None
+
+
+def _say(messages: Console, text: str) -> None:
+    messages.print(one_line(f"orin-chat: {text}"), markup=False)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them. Raises ArgumentTypeError."""
+    return tuple(options.count(part.strip()) for part in text.split(","))

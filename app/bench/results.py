@@ -1,0 +1,109 @@
+"""Results of a benchmark, in llama-bench's field names, and their JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import UsageError
+from widgets.text import one_line
+
+OURS, PEER = "orin-chat", "llama.cpp"
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One test of one engine.
+
+    The fields up to `samples_ts` have the names and meanings of `llama-bench -o json`: times in nanoseconds, `ts` in
+    tokens a second, sizes in bytes. One meaning differs: a prompt's time ends with the first token. `n_gen` counts
+    the tokens that are timed; the token before them belongs to the prompt. A latency is the time from one token to
+    the next. `bytes_per_token`, `gbps` and `roofline_share` are modelled: from the bytes that a decode step must read.
+    """
+
+    build_commit: str = ""
+    cpu_info: str = ""
+    gpu_info: str = ""
+    backends: str = ""
+    model_filename: str = ""
+    model_type: str = ""
+    model_size: int = 0
+    model_n_params: int = 0
+    type_k: str = "f16"
+    type_v: str = "f16"
+    n_prompt: int = 0
+    n_gen: int = 0
+    n_depth: int = 0
+    test_time: str = ""
+    avg_ns: float = 0
+    stddev_ns: float = 0
+    avg_ts: float = 0.0
+    stddev_ts: float = 0.0
+    samples_ns: list[int] = []
+    samples_ts: list[float] = []
+    # fields that llama-bench does not have
+    engine: str = PEER
+    preset: str = ""
+    n_ctx: int = 0
+    median_ts: float = 0.0
+    first_token_ms: float | None = None
+    latency_p50_ms: float | None = None
+    latency_p90_ms: float | None = None
+    latency_p99_ms: float | None = None
+    load_ms: float | None = None
+    bytes_per_token: int | None = None
+    gbps: float | None = None
+    copy_gbps: float | None = None
+    roofline_share: float | None = None
+    kernels_per_token: int | None = None
+    peak_resident_bytes: int | None = None
+    device_bytes: int | None = None
+
+    @property
+    def test(self) -> str:
+        """The name in llama-bench's tables: pp512, tg128 @ d1024."""
+        name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        return f"{name} @ d{self.n_depth}" if self.n_depth else name
+
+    @property
+    def model(self) -> str:
+        return Path(self.model_filename).name
+
+    @property
+    def setup(self) -> str:
+        """Engine, preset or backend, and model: the same in another run of the same tests."""
+        return " ".join(part for part in (self.engine, self.preset or self.backends, self.model) if part)
+
+
+def sample_fields(times_ns: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
+    """The fields of a `Result` that derive from its samples; `rates` in tokens/s."""
+    return {
+        "samples_ns": list(times_ns),
+        "samples_ts": list(rates),
+        "avg_ns": statistics.fmean(times_ns),
+        "stddev_ns": statistics.stdev(times_ns) if len(times_ns) > 1 else 0.0,
+        "avg_ts": statistics.fmean(rates),
+        "stddev_ts": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "median_ts": statistics.median(rates),
+    }
+
+
+def to_json(results: Sequence[Result]) -> str:
+    return msgspec.json.format(msgspec.json.encode(results), indent=2).decode() + "\n"
+
+
+def read(path: Path) -> list[Result]:
+    """Reads a file of `to_json` or `llama-bench -o json`. Raises UsageError."""
+    try:
+        results = msgspec.json.decode(path.read_bytes(), type=list[Result])
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(
+            f"{path} holds no results of a benchmark: {one_line(str(error))}.",
+            "Make one with: orin-chat bench --save FILE",
+        ) from None
+    return [result for result in results if result.samples_ts]
