@@ -1,9 +1,10 @@
-"""tinygrad's NV backend on a Jetson: its commands go to the drivers nvgpu and nvmap, without CUDA.
+"""tinygrad's NV backend on a Jetson, without CUDA: it sends commands to the kernel drivers nvgpu and nvmap.
 
-`abi` are the drivers' structures, `driver` their calls, `memory` buffers that CPU and GPU share, `channel` the ring
-of commands, `notifier` what the driver says after a fault, `device` tinygrad's device on top of these (`install`).
+`abi` holds the drivers' structures, `driver` their calls, `memory` the buffers that CPU and GPU share, `allocator`
+tinygrad's allocator for them, `queue` the command ring, `notifier` the driver's reports of faults, `errors` what its
+error numbers mean, and `device` tinygrad's device on top of these (`install`).
 
-What runs here was held against a simulated driver (tests/driver). A simulator follows the rules that it was given;
-it cannot prove what only a board shows: caches and their coherence, the order of writes, timing, races between
-dependent kernels, the width of the memory windows on this chip, real machine code, and power.
+The tests run this code on a simulated driver (tests/driver). A simulation cannot prove what only a board shows: cache
+coherence, the order of writes, timing, races between dependent kernels, the width of the GPU's memory windows, real
+machine code, and power.
 """

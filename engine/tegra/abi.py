@@ -1,7 +1,8 @@
-"""The binary interface of the drivers nvmap and nvgpu: requests (`ioctl`) and their structures.
+"""The binary interface of the drivers nvmap and nvgpu: `ioctl` requests and their structures.
 
-Source: the headers include/uapi/linux/nvgpu*.h and nvmap.h of L4T r36.4.4. All fields have fixed widths, so that the
-layout is the same on every machine; tests hold it against a table made by a C compiler from these headers.
+Source: the headers nvmap.h (of nvidia-oot), nvgpu-ctrl.h, nvgpu-as.h and nvgpu.h in include/uapi/linux of L4T r36.4.4.
+Each section below names its header. All fields have fixed widths, so the layout is the same on every machine. Tests
+compare it with a table that a C compiler made from these headers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _WRITE, _READ = 1, 2
 
 @dataclass(frozen=True)
 class Request:
-    """One `ioctl`: its name in the headers, the number that the kernel knows it by, and its argument."""
+    """One `ioctl`: its name in the headers, its request number, and its argument's structure (None: an integer)."""
 
     name: str
     number: int
@@ -33,17 +34,17 @@ def _request(
     return Request(name, direction << 30 | size << 16 | ord(magic) << 8 | nr, argument)
 
 
-# ---- nvmap: buffers ----
+# ---- nvmap.h: buffers, on /dev/nvmap ----
 
 
 class NvmapCreate(Structure):
-    """In: the size in bytes; out: the handle, in the second word."""
+    """struct nvmap_create_handle. In: the size in bytes. Out: the handle, in the second word."""
 
     _fields_ = (("size", c_uint32), ("handle", c_uint32))
 
 
 class NvmapCreate64(Structure):
-    """In: the size in bytes; out: the handle, in the lower word. For 4 GiB and more."""
+    """The same for 4 GiB and more. In: the size in bytes. Out: the handle, in the lower word."""
 
     _fields_ = (("size_or_handle", c_uint64),)
 
@@ -68,23 +69,23 @@ NVMAP_ALLOC = _request("NVMAP_IOC_ALLOC", "N", 3, NvmapAlloc, _WRITE)
 NVMAP_FREE = _request("NVMAP_IOC_FREE", "N", 4, None, 0)  # the argument is the handle itself
 NVMAP_GET_FD = _request("NVMAP_IOC_GET_FD", "N", 15, NvmapGetFd)
 
-HEAP_IOVMM = 1 << 30  # any pages, behind the SMMU
+HEAP_IOVMM = 1 << 30  # pages from anywhere in memory, mapped by the SMMU
 WRITE_COMBINE, INNER_CACHEABLE = 1, 2  # bits 1:0 of the flags
 ZEROED = 1 << 5
-TAG_SHIFT = 16  # of the flags; a buffer without a tag makes the kernel warn
+TAG_SHIFT = 16  # bits 31:16 of the flags; the kernel logs a warning for a buffer without a tag
 
 
-# ---- nvgpu's control node ----
+# ---- nvgpu-ctrl.h: the control node, /dev/nvgpu/igpu0/ctrl ----
 
 
 class GetCharacteristics(Structure):
-    """In: the size and address of a `Characteristics`; out: the size that the kernel's has."""
+    """In: the size and the address of a `Characteristics`. Out: the size of the kernel's own structure."""
 
     _fields_ = (("size", c_uint64), ("address", c_uint64))
 
 
 class Characteristics(Structure):
-    """struct nvgpu_gpu_characteristics, without what is of no use here."""
+    """struct nvgpu_gpu_characteristics. Fields that are not used here are padding."""
 
     _fields_ = (
         ("arch", c_uint32),
@@ -146,13 +147,13 @@ class OpenTsg(Structure):
 
 
 class OpenChannel(Structure):
-    """A union: in the runlist, out the descriptor."""
+    """A union. In: the runlist. Out: the channel's file descriptor."""
 
     _fields_ = (("runlist_id_or_fd", c_int32),)
 
 
 class FlushL2(Structure):
-    """Packed: five bytes, and so is the size in the request's number."""
+    """struct nvgpu_gpu_l2_fb_args: packed, five bytes; the request number contains this size."""
 
     _pack_ = 1
     _fields_ = (("flags", c_uint8), ("reserved", c_uint32))
@@ -177,10 +178,10 @@ GET_MEMORY_STATE = _request("NVGPU_GPU_IOCTL_GET_MEMORY_STATE", "G", 33, MemoryS
 AS_UNIFIED_VA = 2
 RUNLIST_GR = -1
 L2_FLUSH, L2_INVALIDATE = 1, 2
-DOORBELL_BYTES, DOORBELL = 0x10000, 0x90  # the node's mapping, and where a channel's token is written in it
+DOORBELL_BYTES, DOORBELL = 0x10000, 0x90  # the mapping of the node; the offset for a channel's token in it
 
 
-# ---- address space ----
+# ---- nvgpu-as.h: address spaces ----
 
 
 class BindChannel(Structure):
@@ -230,10 +231,10 @@ AS_GET_VA_REGIONS = _request("NVGPU_AS_IOCTL_GET_VA_REGIONS", "A", 8, GetVaRegio
 
 SPACE_FIXED_OFFSET = 1
 NOT_COMPRESSIBLE = -1
-PAGE = 4096  # the only size of the GPU's pages here: big_page_size is 0
+PAGE = 4096  # the size of the GPU's pages in bytes; there are no others, as big_page_size is 0
 
 
-# ---- time slice group, channel ----
+# ---- nvgpu.h: time slice groups (TSG) and channels ----
 
 
 class CreateSubcontext(Structure):
@@ -245,13 +246,13 @@ class TsgBindChannelEx(Structure):
 
 
 class ReadSmErrors(Structure):
-    """`num_sm` must be the GPU's; the buffer gets a `SmError` for each."""
+    """`num_sm` must be the GPU's number of multiprocessors. The buffer gets a `SmError` for each."""
 
     _fields_ = (("num_sm", c_uint32), ("reserved", c_uint32), ("address", c_uint64), ("size", c_uint64))
 
 
 class SmError(Structure):
-    """struct nvgpu_tsg_sm_error_state_record; the two masks at the end are not used here."""
+    """struct nvgpu_tsg_sm_error_state_record. ESR: exception status register."""
 
     _fields_ = (
         ("global_esr", c_uint32),
@@ -293,7 +294,7 @@ class SetErrorNotifier(Structure):
 
 
 class Notification(Structure):
-    """What the driver writes into the error notifier's buffer (16 bytes, no request)."""
+    """struct nvgpu_notification, which the driver writes into the error notifier's buffer (16 bytes)."""
 
     _fields_ = (("time_ns", c_uint64), ("info32", c_uint32), ("info16", c_uint16), ("status", c_uint16))
 
@@ -306,10 +307,10 @@ CHANNEL_SET_ERROR_NOTIFIER = _request("NVGPU_IOCTL_CHANNEL_SET_ERROR_NOTIFIER", 
 CHANNEL_WDT = _request("NVGPU_IOCTL_CHANNEL_WDT", "H", 119, ChannelWdt, _WRITE)
 CHANNEL_SETUP_BIND = _request("NVGPU_IOCTL_CHANNEL_SETUP_BIND", "H", 128, SetupBind)
 
-SUBCONTEXT_ASYNC = 1  # compute and copies only
+SUBCONTEXT_ASYNC = 1  # for compute and copies only
 WDT_DISABLE = 1
 SETUP_DETERMINISTIC, SETUP_USERMODE = 1 << 1, 1 << 3
-USERD_GP_GET, USERD_GP_PUT = 0x88, 0x8C  # u32, in entries: how far the GPU and how far we are
+USERD_GP_GET, USERD_GP_PUT = 0x88, 0x8C  # offsets of u32 ring positions, in entries: the GPU's, and ours
 
 REQUESTS: tuple[Request, ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Request)

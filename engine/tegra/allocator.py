@@ -1,4 +1,4 @@
-"""tinygrad's allocator on unified memory: every buffer has an address for the CPU, and copies are memmove."""
+"""tinygrad's allocator on shared memory: every buffer has an address for the CPU too, and copies are memmove."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tinygrad.runtime.support.hcq import HCQBuffer
 
 
 class TegraAllocator(NVAllocator):  # type: ignore[misc]
-    """No staging buffers and no copy queue. After a fault nothing is freed until the device is closed, and what is
-    freed after that is gone already."""
+    """It has no staging buffers and no copy queue. After a fault it frees nothing: closing the device frees all."""
 
     def __init__(self, dev: Any) -> None:
         super().__init__(dev, batch_cnt=0, supports_copy_from_disk=False, supports_transfer=False)
@@ -24,9 +23,9 @@ class TegraAllocator(NVAllocator):  # type: ignore[misc]
     def _copyout(self, dest: memoryview, src: HCQBuffer) -> None:
         self._copy(from_mv(dest), src.cpu_view().addr, dest.nbytes, f"{self.dev.device} -> TINY")
 
-    def _copy(self, dest: Any, src: Any, n_bytes: int, what: str) -> None:
+    def _copy(self, dest: Any, src: Any, n_bytes: int, profile_name: str) -> None:
         self.dev.synchronize()
-        with cpu_profile(what, f"{self.dev.device}:COPY"):
+        with cpu_profile(profile_name, f"{self.dev.device}:COPY"):
             ctypes.memmove(dest, src, n_bytes)
 
     def _as_buffer(self, src: HCQBuffer) -> memoryview:

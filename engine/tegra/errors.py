@@ -1,4 +1,4 @@
-"""What the driver's refusals mean, in words."""
+"""The drivers' errors, in sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import os
 from engine.errors import BackendError
 from engine.tegra.abi import L4T
 
-# Both bases matter: the application shows a BackendError's sentences, tinygrad handles a RuntimeError or MemoryError.
+# Two bases: the application shows the sentences of a BackendError, tinygrad handles RuntimeError and MemoryError.
 
 
 class DriverError(BackendError, RuntimeError):
-    """A call to nvmap or nvgpu failed. `errno` is the kernel's number."""
+    """A call to nvmap or nvgpu failed. `errno` is the kernel's error number (errno(3)), or 0."""
 
     errno = 0
 
 
 class DriverMemoryError(DriverError, MemoryError):
-    """The kernel has no memory, address space or descriptors left: freeing some may help."""
+    """The kernel has no memory, address space or file descriptors left. Freeing some may help."""
 
 
 class HangError(DriverError):
-    """The GPU stopped; the message says why, as far as the driver knows. Only a new process can go on."""
+    """The GPU stopped; the message says why, as far as the driver knows. Only a new process can use it again."""
 
 
 _ACCESS = "Add yourself to the groups that own it (sudo usermod -aG video,render $USER) and log in again."
@@ -31,12 +31,12 @@ _NO_NODE = (
     "--device /dev/nvmap --device /dev/nvgpu/igpu0/ctrl."
 )
 _OTHER_ABI = (
-    f"The driver speaks another version of its interface than {L4T}: see `orin-chat doctor`, or take CUDA."
+    f"The driver has another version of its interface than {L4T}: see `orin-chat doctor`, or take CUDA."
 )
 _MEMORY = "Close other programs, or take a smaller model or context."
 _FILES = "Raise the limit on open files (ulimit -n)."
-_GONE = "Restart the engine; the kernel's log (sudo dmesg) has the driver's own words."
-_REPORT = "Please send the report of `orin-chat doctor --report FILE`, or take the CUDA backend."
+RESTART = "Restart the engine; the kernel's log (sudo dmesg) has the driver's own messages."
+REPORT = "Please send the report of `orin-chat doctor --report FILE`, or take the CUDA backend."
 
 _ADVICE = {
     errno.EACCES: _ACCESS,
@@ -48,16 +48,16 @@ _ADVICE = {
     errno.ENOMEM: _MEMORY,
     errno.EMFILE: _FILES,
     errno.ENFILE: _FILES,
-    errno.ETIMEDOUT: _GONE,
-    errno.EIO: _GONE,
+    errno.ETIMEDOUT: RESTART,
+    errno.EIO: RESTART,
 }
 
 
-def refused(what: str, error: OSError) -> DriverError:
-    """`what` is the call's name, as in "NVMAP_IOC_ALLOC" or "open of /dev/nvmap"."""
+def driver_error(call: str, error: OSError) -> DriverError:
+    """The exception for a failed call. `call` is its name, as in "NVMAP_IOC_ALLOC" or "Opening /dev/nvmap"."""
     number = error.errno or 0
     name = errno.errorcode.get(number, str(number))
     kind = DriverMemoryError if number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE) else DriverError
-    made = kind(f"{what} failed: {name} ({os.strerror(number)}).", _ADVICE.get(number, _REPORT))
+    made = kind(f"{call} failed: {name} ({os.strerror(number)}).", _ADVICE.get(number, REPORT))
     made.errno = number
     return made

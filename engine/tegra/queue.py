@@ -1,11 +1,11 @@
-"""The ring of commands, and tinygrad's compute queue on it.
+"""The command ring, and tinygrad's compute queue that submits to it.
 
-Two things differ from a desktop GPU's. Signals are semaphores in the command stream that wait for idle, never the
-release in a launch descriptor (QMD): on an Orin, with that one, of 200 increments by dependent kernels 2 got lost.
-And a submission waits while the ring is full, which tinygrad never looks at.
+Two things differ from tinygrad on a desktop GPU. Signals are semaphore commands that wait for idle, never the release
+in a launch descriptor (QMD): with that release, an Orin lost 2 of 200 increments by dependent kernels. And a submission
+waits while the ring is full; tinygrad does not check that.
 
-Between ring and doorbell stands tinygrad's fence, a barrier among the CPUs (`dmb ish`). It was enough on a board, but
-that is an observation; whether it is what lost those updates is not known.
+Between the write to the ring and the doorbell, tinygrad executes a memory barrier among the CPUs (`dmb ish`). It was
+enough on a board, but this is an observation; whether it caused those lost updates is not known.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from tinygrad.helpers import getenv
 from tinygrad.runtime.ops_nv import GPFifo, NVComputeQueue, NVSignal
 from tinygrad.runtime.support.hcq import HCQSignal, MMIOInterface
 
-ENTRIES = 1024  # at most so many submissions are under way: memory for commands and arguments is for these
+ENTRIES = 1024  # submissions in flight at most; memory for commands and arguments is sized for them
 
 
 @dataclass
 class Ring(GPFifo):  # type: ignore[misc]
-    """tinygrad's ring, with the place where the GPU tells how far it is."""
+    """tinygrad's ring, with the position up to which the GPU has read it (`gpget`)."""
 
     gpget: MMIOInterface = None
-    reports: bool = True  # whether the GPU does tell
-    done: int = 0  # submissions known to be done, where it does not
+    gpu_writes_position: bool = True
+    done: int = 0  # submissions known to be done; used if the GPU does not write its position
 
-    def probe(self) -> None:
-        """To be called when all that was submitted is done: whether the GPU's position says so, which was not seen
-        on a board."""
-        patience = time.monotonic() + 0.1
-        while self.gpget[0] != self.put_value % self.entries_count and self.reports:
-            self.reports = time.monotonic() < patience
+    def check_position(self) -> None:
+        """Finds out whether the GPU writes its position, which no board has shown yet. To be called when all
+        submissions are done."""
+        deadline = time.monotonic() + 0.1
+        while self.gpget[0] != self.put_value % self.entries_count and self.gpu_writes_position:
+            self.gpu_writes_position = time.monotonic() < deadline
 
     def wait_for_room(self, device: Any) -> None:
-        """Raises HangError when none comes."""
-        if self.reports:
+        """Returns when an entry is free. Raises HangError if none becomes free."""
+        if self.gpu_writes_position:
             following = (self.put_value + 1) % self.entries_count
             _wait(device, lambda: bool(self.gpget[0] != following))
         elif self.put_value - self.done >= self.entries_count - 2:
-            # the value before last is that of a submission that was made; after it there was one at most
+            # The value before the last one belongs to a submission that was made; at most one came after it.
             value = device.timeline_value - 2
             _wait(device, lambda: bool(device.timeline_signal.value >= value))
             self.done = self.put_value - 1
 
 
-def _wait(device: Any, passed: Callable[[], bool]) -> None:
+def _wait(device: Any, is_over: Callable[[], bool]) -> None:
+    """Raises HangError after HCQDEV_WAIT_TIMEOUT_MS, tinygrad's variable."""
     deadline = 0.0
-    while not passed():
+    while not is_over():
         now = time.monotonic()
         deadline = deadline or now + getenv("HCQDEV_WAIT_TIMEOUT_MS", 30000) / 1e3
         device.iface.sleep(0)
@@ -60,7 +61,7 @@ def _wait(device: Any, passed: Callable[[], bool]) -> None:
 
 
 class TegraSignal(NVSignal):  # type: ignore[misc]
-    """Its place goes back to tinygrad's pool, unless the device was closed and the place with it."""
+    """Returns its memory to tinygrad's pool, unless the device was closed: then that memory is freed already."""
 
     def __del__(self) -> None:
         if self.owner is not None and not self.owner.closed:
@@ -69,7 +70,7 @@ class TegraSignal(NVSignal):  # type: ignore[misc]
 
 class TegraComputeQueue(NVComputeQueue):  # type: ignore[misc]
     def signal(self, signal: HCQSignal, value: Any = 0) -> TegraComputeQueue:
-        self.active_qmd = None  # or the base class would put the signal into the launch descriptor
+        self.active_qmd = None  # else the base class puts the signal into the launch descriptor
         super().signal(signal, value)
         return self
 

@@ -158,9 +158,9 @@ class SimulatedKernel(System):
         super().munmap(address, length)
         self._collect()
 
-    def blank(self, address: int, length: int) -> None:
+    def replace_by_private(self, address: int, length: int) -> None:
         assert self.mappings.pop(address)[0] == length
-        super().blank(address, length)
+        super().replace_by_private(address, length)
         self._collect()
 
     def leaks(self) -> list[str]:

@@ -189,14 +189,14 @@ def test_the_buddy_allocator_takes_back_what_it_gave():
 
 def test_a_refusal_says_what_failed_and_what_to_do():
     from engine.errors import BackendError
-    from engine.tegra.errors import DriverMemoryError, refused
+    from engine.tegra.errors import DriverMemoryError, driver_error
 
-    error = refused("Opening /dev/nvmap", OSError(errno.EACCES, ""))
+    error = driver_error("Opening /dev/nvmap", OSError(errno.EACCES, ""))
     assert isinstance(error, BackendError) and isinstance(error, RuntimeError)
     assert "EACCES" in error.message and "video" in error.hint
-    assert "EPERM" in str(refused("X", OSError(errno.EPERM, ""))) and "ENOTTY" in str(
-        refused("X", OSError(errno.ENOTTY, ""))
+    assert "EPERM" in str(driver_error("X", OSError(errno.EPERM, ""))) and "ENOTTY" in str(
+        driver_error("X", OSError(errno.ENOTTY, ""))
     )
     for number in (errno.ENOMEM, errno.EMFILE):
-        error = refused("NVMAP_IOC_ALLOC", OSError(number, ""))
+        error = driver_error("NVMAP_IOC_ALLOC", OSError(number, ""))
         assert isinstance(error, DriverMemoryError) and isinstance(error, MemoryError)

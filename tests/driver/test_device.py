@@ -156,7 +156,7 @@ def test_another_release_of_the_driver_is_refused(board):
     from engine.tegra.device import TEGRAIface
 
     board.kernel.characteristics_bytes = 336
-    with pytest.raises(DriverError, match=r"in 336 bytes, where r36\.4 takes 328"):
+    with pytest.raises(DriverError, match=r"in 336 bytes; r36\.4 uses 328"):
         TEGRAIface(None, 0)
     board.kernel.characteristics_bytes = 328
     board.kernel.fail_at("SETUP_BIND", errno.ENOTTY)
@@ -259,7 +259,7 @@ def test_a_full_ring_is_waited_for(board, silent):
     device = board.open()
     made, prg = buffer(device, bytes(128)), program(device, "increment", "int* data0", INCREMENT)
     ring = device.compute_gpfifo
-    assert ring.reports is not silent
+    assert ring.gpu_writes_position is not silent
     first, n = ring.put_value, ENTRIES * 3 // 2
     board.gpu.paused.set()
     resumed = []
@@ -304,12 +304,12 @@ def test_the_window_fault_with_the_first_ports_range_and_none_with_ours(board, m
 
     with monkeypatch.context() as patch:  # as the first port was
         patch.setattr("engine.tegra.device.BUFFERS", FIRST_PORT)
-        patch.setattr(memory, "check", lambda addresses: None)
+        patch.setattr(memory, "check_addresses", lambda addresses: None)
         with_guard = write_to_all()
         assert board.gpu.fault is None
         assert not any(va in memory.SHARED_WINDOW or va in memory.LOCAL_WINDOW for va in with_guard)
         assert "beyond 40 bits" in board.kernel.warnings[0]  # its contexts, which froze boards
-        patch.setattr(memory, "guard", lambda space: None)
+        patch.setattr(memory, "reserve_windows", lambda space: None)
         with pytest.raises(HangError, match="invalid address space") as caught:
             write_to_all()
     assert "0x10" not in str(caught.value) and "multiprocessor 3" in str(caught.value)

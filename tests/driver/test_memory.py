@@ -123,8 +123,8 @@ def test_when_memory_is_short_tinygrad_gives_back_what_it_keeps(board):
 def test_the_first_ports_eighth_large_buffer_lay_in_a_window(space, monkeypatch):
     """What the driver would do with that range, if windows were neither reserved nor checked for."""
     _, open_ = space
-    monkeypatch.setattr(memory, "guard", lambda space: None)
-    monkeypatch.setattr(memory, "check", lambda addresses: None)
+    monkeypatch.setattr(memory, "reserve_windows", lambda space: None)
+    monkeypatch.setattr(memory, "check_addresses", lambda addresses: None)
     _, buffers = open_(FIRST_PORT)
     addresses = [buffers.allocate(512 * MIB).va for _ in range(8)]
     assert addresses[-1] == 0xFE00200000 and addresses[-1] in memory.SHARED_WINDOW
@@ -139,7 +139,7 @@ def test_our_range_has_no_window_and_the_kernels_own_part_is_within_reach(space)
     for m in mappings:
         assert m.va in memory.BUFFERS and m.va + m.size - 1 in memory.BUFFERS
     assert made.regions() == [memory.BUFFERS]
-    assert kernel.spaces[0].kernel.end <= memory.LOCAL_WINDOW.start < memory.REACH
+    assert kernel.spaces[0].kernel.end <= memory.LOCAL_WINDOW.start < memory.ADDRESS_LIMIT
     buffers.close()
 
 
@@ -151,14 +151,14 @@ def test_windows_within_the_range_are_reserved(space):
     for _ in range(12):
         mapping = buffers.allocate(512 * MIB)
         addresses = range(mapping.va, mapping.va + mapping.size)
-        assert not memory.meet(addresses, memory.LOCAL_WINDOW)
-        assert not memory.meet(addresses, memory.SHARED_WINDOW)
+        assert not memory.overlap(addresses, memory.LOCAL_WINDOW)
+        assert not memory.overlap(addresses, memory.SHARED_WINDOW)
     buffers.close()
 
 
 def test_an_address_in_a_window_is_refused_and_given_back(space, monkeypatch):
     kernel, open_ = space
-    monkeypatch.setattr(memory, "guard", lambda space: None)
+    monkeypatch.setattr(memory, "reserve_windows", lambda space: None)
     _, buffers = open_(FIRST_PORT)
     with pytest.raises(DriverError, match=r"0xf[de]\w{8}, where kernels"):
         for _ in range(8):
