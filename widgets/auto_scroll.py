@@ -1,4 +1,4 @@
-"""A view of what grows: its end stays in sight until the user scrolls up, and again when they come back to it."""
+"""A scroll view that keeps the end of growing content in sight, unless the user has scrolled up."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from textual.layout import DockArrangeResult
 
 
 class AutoScroll(VerticalScroll, can_focus=False):
-    """Textual's own anchor, with a wish of ours before anything is painted: what fits begins at the top."""
+    """Textual's anchor, except that content which fits begins at the top."""
 
-    has_end = True
-    """Whether there is an end to follow in what it shows."""
+    follows_end = True
+    """False for content that is read from its beginning."""
 
     def release_anchor(self) -> None:
-        if self.max_scroll_y > 0:  # where everything fits, the wheel means nothing
+        if self.max_scroll_y > 0:  # the mouse wheel does nothing where everything fits
             super().release_anchor()
 
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
         result = super().arrange(size, optimal)
-        self._anchored = self.has_end and result.total_region.bottom > size.height
+        self._anchored = self.follows_end and result.total_region.bottom > size.height
         return result

@@ -1,18 +1,18 @@
-"""What is said of two engines' answers to the same prompt: one immutable data, and its figures in words."""
+"""Two engines' answers to the same prompt, as immutable data, and their figures in words."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from widgets.text import as_bytes, as_duration, clean, one_line
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """One engine and its answer so far. `state` is what it does, in words; `problem` what went wrong, in
-    sentences, in the place of figures. `text` agrees with the other column's up to the character `same`.
-    Rates in tokens a second, `gbps` in 10^9 bytes a second as modelled from the bytes that a token must read,
-    `share` of the measured bandwidth. None: not known (yet)."""
+    """One engine and its answer so far. `state` says what the engine does, `problem` why it has no answer. `text` is
+    the same as the other engine's up to the character `same`. `prefill` and `decode` are in tokens/s. `gbps` is
+    modelled from the bytes that a token must read; `share` is its part of the measured bandwidth. None: not known."""
 
     name: str
     about: str = ""
@@ -32,9 +32,9 @@ class EngineAnswer:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token, counted from 1, at which two answers differ. `left` and `right` are the texts of both
-    candidates; `left_odds` and `right_odds` what the left and the right engine make of them: the probability
-    of the left candidate, then of the right one (None: not asked, or not among its most probable)."""
+    """The first token, counted from 1, at which the answers differ, and its text in each. `left_odds` are the
+    probabilities that the left engine gives to the left and to the right token, `right_odds` those of the right
+    engine (None: not asked, or not among its most probable tokens)."""
 
     position: int
     left: str
@@ -45,8 +45,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class ComparisonData:
-    """What the pane shows. `asked` is the prompt; `same` counts the tokens that are alike so far; `complete`:
-    both have ended; `remark` is on what makes the figures worse than they could be."""
+    """`asked` is the prompt. `together`: both answer at the same time. `complete`: both have ended. `remark` is a
+    reason to distrust the figures. `same` counts the tokens up to the first difference."""
 
     left: EngineAnswer
     right: EngineAnswer
@@ -58,80 +58,77 @@ class ComparisonData:
     difference: Difference | None = None
 
 
-Row = tuple[str, str, float | None, str]
-"""The left figure, what it is, how many times the left is better (None: no ratio), the right figure."""
+class FigureRow(NamedTuple):
+    """One figure of both engines. `ratio` is how many times the left one is better (None: not known)."""
+
+    left: str
+    label: str
+    ratio: float | None
+    right: str
 
 
-def rows(data: ComparisonData) -> list[Row]:
-    """The figures of both, line by line."""
+def figure_rows(data: ComparisonData) -> list[FigureRow]:
     left, right = data.left, data.right
-
-    def ratio(a: float | None, b: float | None) -> float | None:
-        return a / b if a and b else None
-
+    first_token = _ratio(right.first_token_s, left.first_token_s)
     return [
-        (
-            _seconds(left.first_token_s),
-            "first token",
-            ratio(right.first_token_s, left.first_token_s),
-            _seconds(right.first_token_s),
-        ),
-        (_rate(left.prefill), "prefill", ratio(left.prefill, right.prefill), _rate(right.prefill)),
-        (_rate(left.decode), "decode", ratio(left.decode, right.decode), _rate(right.decode)),
-        (_bandwidth(left), "modelled GB/s", None, _bandwidth(right)),
-        (_memory(left), "memory", None, _memory(right)),
+        FigureRow(_seconds(left.first_token_s), "first token", first_token, _seconds(right.first_token_s)),
+        FigureRow(_rate(left.prefill), "prefill", _ratio(left.prefill, right.prefill), _rate(right.prefill)),
+        FigureRow(_rate(left.decode), "decode", _ratio(left.decode, right.decode), _rate(right.decode)),
+        FigureRow(_bandwidth(left), "modelled GB/s", None, _bandwidth(right)),
+        FigureRow(_memory(left), "memory", None, _memory(right)),
     ]
 
 
-def times(ratio: float | None) -> str:
-    """◀ 2.71× where the left is better, 1.04× ▶ where the right is; "" without a ratio."""
+def ratio_text(ratio: float | None) -> str:
+    """◀ 2.71× if the left is better, 1.04× ▶ if the right is; "" without a ratio."""
     if not ratio:
         return ""
     return f"◀ {ratio:.2f}×" if ratio >= 1.005 else f"{1 / ratio:.2f}× ▶" if ratio < 0.995 else "alike"
 
 
-def mode(data: ComparisonData) -> str:
-    """How the two were asked, and what there is to say against their figures."""
+def conditions(data: ComparisonData) -> str:
+    """How the engines were asked, after any reason to distrust the figures."""
     how = f"{'together: they share the memory' if data.together else 'in turn'} · greedy"
     return f"⚠ {one_line(data.remark)} · {how}" if data.remark else how
 
 
-def verdict(data: ComparisonData) -> str:
-    """What there is to say of the texts."""
-    different = data.difference
-    if different is None:
-        if not (data.complete or data.left.tokens or data.right.tokens):
-            return "" if data.asked else _before_it(data.right)
-        counted = f"{data.same:,} token{'' if data.same == 1 else 's'}"
-        if data.complete and (data.left.problem or data.right.problem or not data.same):
-            return "The texts cannot be compared."
-        if data.complete:
-            return f"The same {counted}."
-        return f"The same so far: {counted}." if data.left.tokens and data.right.tokens else ""
-    odds = ""
-    if None not in different.left_odds:
-        odds = f" · to {one_line(data.left.name)} {_odds(different.left_odds)}"
-    if None not in different.right_odds:
-        odds += f" · to {one_line(data.right.name)} {_odds(different.right_odds)}"
-    candidates = f"{_quoted(different.left)} or {_quoted(different.right)}"
-    return f"They differ from token {different.position:,} on: {candidates}{odds}"
-
-
-def _before_it(right: EngineAnswer) -> str:
-    """What the next prompt will bring."""
+def text_comparison(data: ComparisonData) -> str:
+    """A sentence on whether the texts are the same, or on what the next prompt will do."""
+    left, right = data.left, data.right
+    if data.difference is not None:
+        return _difference(data.difference, left.name, right.name)
+    if data.complete and (left.problem or right.problem or not data.same):
+        return "The texts cannot be compared."
+    tokens = f"{data.same:,} token{'' if data.same == 1 else 's'}"
+    if data.complete:
+        return f"The same {tokens}."
+    if left.tokens and right.tokens:
+        return f"The same so far: {tokens}."
+    if left.tokens or right.tokens or data.asked:
+        return ""
     if right.problem:
         return f"The next prompt tries {one_line(right.name)} again; without it, orin-chat answers alone."
     return "The next prompt is answered by both."
 
 
-def _odds(odds: tuple[float | None, float | None]) -> str:
-    return " and ".join("–" if p is None else f"{100 * p:.3g}%" for p in odds)
+def _difference(difference: Difference, *names: str) -> str:
+    odds = "".join(
+        f" · to {one_line(name)} {' and '.join('–' if p is None else f'{100 * p:.3g}%' for p in pair)}"
+        for name, pair in zip(names, (difference.left_odds, difference.right_odds), strict=True)
+        if None not in pair
+    )
+    tokens = f"{_quoted(difference.left)} or {_quoted(difference.right)}"
+    return f"They differ from token {difference.position:,} on: {tokens}{odds}"
 
 
 def _quoted(text: str) -> str:
-    """A token's text, its white space visible."""
-    shown = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
-    return f"“{shown}”" if shown else "a token without text"
+    """A token's text with visible white space."""
+    visible = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
+    return f"“{visible}”" if visible else "a token without text"
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
 
 
 def _seconds(value: float | None) -> str:
@@ -144,12 +141,12 @@ def _rate(value: float | None) -> str:
     return "–" if not value else f"{value:,.0f} tok/s" if value >= 1000 else f"{value:.1f} tok/s"
 
 
-def _bandwidth(column: EngineAnswer) -> str:
-    if not column.gbps:
+def _bandwidth(answer: EngineAnswer) -> str:
+    if not answer.gbps:
         return "–"
-    share = f" ({column.share:.0%} of roofline)" if column.share else ""
-    return f"{column.gbps:,.1f}{share}"
+    share = f" ({answer.share:.0%} of roofline)" if answer.share else ""
+    return f"{answer.gbps:,.1f}{share}"
 
 
-def _memory(column: EngineAnswer) -> str:
-    return "–" if column.memory_bytes is None else as_bytes(column.memory_bytes)
+def _memory(answer: EngineAnswer) -> str:
+    return "–" if answer.memory_bytes is None else as_bytes(answer.memory_bytes)

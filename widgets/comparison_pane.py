@@ -1,8 +1,4 @@
-"""Two engines' answers to the same prompt, side by side: the texts, where they part, the figures, the ratios.
-
-It shows one immutable `ComparisonData` and knows no engine. Set `ComparisonPane.data`, ten times a second if need
-be: text is drawn anew only where it changed.
-"""
+"""The pane of a comparison: two engines' answers side by side, their first difference, the figures, the ratios."""
 
 from __future__ import annotations
 
@@ -19,20 +15,29 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from widgets.auto_scroll import AutoScroll
-from widgets.comparison_data import ComparisonData, EngineAnswer, mode, rows, times, verdict
+from widgets.comparison_data import (
+    ComparisonData,
+    EngineAnswer,
+    FigureRow,
+    conditions,
+    figure_rows,
+    ratio_text,
+    text_comparison,
+)  # fmt: skip
 from widgets.text import clean, one_line
 
 STACKED_WIDTH, STACKED_HEIGHT = 64, 22
-"""Panes that are narrower, and at least as high, have the columns one above the other."""
+"""A pane that is narrower, and at least this high, shows one answer above the other."""
 LOW_HEIGHT, LOWEST_HEIGHT = 15, 9
-"""Lower panes show two of the figures, and the lowest the decode speed alone, to leave room for the texts."""
-SHOWN_CHARACTERS = 6000
-"""Of the end of a text: wrapping it all again with each token would cost more with each."""
-KEYS, KEYS_BY_TAB = "r asks both again · t together or in turn · Esc leaves", "Tab: keys of this pane"
+"""A lower pane shows two figures, and the lowest only the decode speed, to leave room for the texts."""
+MAX_CHARACTERS = 6000
+"""Only the end of a text is shown, because all of it is wrapped again with each token."""
+KEYS, TAB_HINT = "r asks both again · t together or in turn · Esc leaves", "Tab: keys of this pane"
 
 
 class ComparisonPane(Vertical, can_focus=True):
-    """The pane. Its keys work while it has the focus; each only sends its message."""
+    """Set `data` as often as it changes; a text is drawn again only if it has changed. The keys work while the pane
+    has the focus, and only post messages."""
 
     DEFAULT_CSS = """
     ComparisonPane { height: 1fr; }
@@ -45,36 +50,35 @@ class ComparisonPane(Vertical, can_focus=True):
     ComparisonPane AnswerText { width: 1fr; height: 1fr; }
     ComparisonPane AnswerText.-right { border-left: vkey $foreground 20%; }
     ComparisonPane.-stacked AnswerText.-right { border-left: none; border-top: hkey $foreground 20%; }
-    ComparisonPane > #verdict { height: auto; max-height: 3; padding: 0 1; }
-    ComparisonPane > #mode {
+    ComparisonPane > #difference { height: auto; max-height: 3; padding: 0 1; }
+    ComparisonPane > #conditions {
         height: 1; padding: 0 1; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis;
     }
-    ComparisonPane > #asked.-absent, ComparisonPane.-low > #asked, ComparisonPane.-low > #mode { display: none; }
-    ComparisonPane.-low > #verdict { max-height: 1; }
+    ComparisonPane > #asked.-absent, ComparisonPane.-low > #asked, ComparisonPane.-low > #conditions { display: none; }
+    ComparisonPane.-low > #difference { max-height: 1; }
     ComparisonPane.-low > FigureTable { height: 2; border-top: none; }
     ComparisonPane.-lowest > FigureTable { height: 1; }
-    ComparisonPane.-lowest > #verdict { display: none; }
+    ComparisonPane.-lowest > #difference { display: none; }
     ComparisonPane:focus AnswerText > .heading { background: $primary 25%; }
     """
-    ALLOW_SELECT = True
-    FOCUS_ON_CLICK = False  # what is typed next is meant for the prompt
+    FOCUS_ON_CLICK = False  # a click must not take the keys from the prompt
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
-        Binding("r", "again", "Ask both again"),
-        Binding("t", "mode", "In turn, or together"),
-        Binding("escape", "close", "Close the comparison"),
+        Binding("r", "post('Again')", "Ask both again"),
+        Binding("t", "post('ModeChanged')", "In turn, or together"),
+        Binding("escape", "post('Closed')", "Close the comparison"),
     ]
 
     class Again(Message):
-        """The user wants the last prompt answered by both again."""
+        """The user wants both engines to answer the last prompt again."""
 
     class ModeChanged(Message):
-        """The user wants the engines to answer together or, if they do, in turn."""
+        """The user switches between answers at the same time and in turn."""
 
     class Closed(Message):
         """The user wants the comparison to end."""
 
     data: reactive[ComparisonData] = reactive(
-        ComparisonData(EngineAnswer("orin-chat"), EngineAnswer("llama.cpp")), always_update=False
+        ComparisonData(EngineAnswer("orin-chat"), EngineAnswer("llama.cpp"))
     )
 
     def compose(self) -> ComposeResult:
@@ -83,8 +87,8 @@ class ComparisonPane(Vertical, can_focus=True):
             yield AnswerText(classes="-left")
             yield AnswerText(classes="-right")
         yield FigureTable()
-        yield Static(markup=False, id="verdict")
-        yield Static(markup=False, id="mode")
+        yield Static(markup=False, id="difference")
+        yield Static(markup=False, id="conditions")
 
     def on_mount(self) -> None:
         self._show(self.data)
@@ -99,11 +103,6 @@ class ComparisonPane(Vertical, can_focus=True):
         if self.is_mounted:
             self._show(data)
 
-    def watch_has_focus(self, value: bool) -> None:
-        super().watch_has_focus(value)
-        if self.is_mounted:
-            self._show_mode()
-
     def _show(self, data: ComparisonData) -> None:
         with self.app.batch_update():
             asked = self.query_one("#asked", Static)
@@ -113,35 +112,32 @@ class ComparisonPane(Vertical, can_focus=True):
             left.show(data.left)
             right.show(data.right)
             self.query_one(FigureTable).data = data
-            self.query_one("#verdict", Static).update(Content(verdict(data)))
-            self._show_mode()
+            self.query_one("#difference", Static).update(Content(text_comparison(data)))
+            self._show_conditions()
 
-    def _show_mode(self) -> None:
-        keys = KEYS if self.has_focus else KEYS_BY_TAB
-        self.query_one("#mode", Static).update(Content(f"{mode(self.data)} · {keys}"))
+    def watch_has_focus(self, value: bool) -> None:
+        super().watch_has_focus(value)
+        if self.is_mounted:
+            self._show_conditions()
+
+    def _show_conditions(self) -> None:
+        keys = KEYS if self.has_focus else TAB_HINT
+        self.query_one("#conditions", Static).update(Content(f"{conditions(self.data)} · {keys}"))
 
     def scroll_pages(self, pages: int) -> None:
         """Scrolls both texts."""
         for text in self.query(AutoScroll):
             text.scroll_relative(y=pages * max(1, text.size.height - 1), animate=False)
 
-    def action_again(self) -> None:
-        self.post_message(self.Again())
-
-    def action_mode(self) -> None:
-        self.post_message(self.ModeChanged())
-
-    def action_close(self) -> None:
-        self.post_message(self.Closed())
+    def action_post(self, message: str) -> None:
+        self.post_message(getattr(self, message)())
 
 
 class AnswerText(Vertical):
-    """One engine's name, state and text, whose end it follows."""
+    """One engine's name and state above its text, which is followed to its end."""
 
     DEFAULT_CSS = """
-    AnswerText > .heading {
-        height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis;
-    }
+    AnswerText > .heading { height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     AnswerText > AutoScroll { padding: 0 1; scrollbar-size-vertical: 1; }
     AnswerText .problem { color: $text-warning; }
     """
@@ -156,43 +152,39 @@ class AnswerText(Vertical):
             yield Static(markup=False, classes="text")
             yield Static(markup=False, classes="problem")
 
-    def show(self, column: EngineAnswer) -> None:
-        heading = Content.assemble((one_line(column.name), "bold"))
-        for part in (one_line(column.state), one_line(column.about)):
-            if part:
-                heading = heading.append(Content.styled(f" · {part}", "$foreground 60%"))
-        shown = (heading, column.text, column.same, column.problem)
+    def show(self, answer: EngineAnswer) -> None:
+        shown = (answer.name, answer.state, answer.about, answer.text, answer.same, answer.problem)
         if shown == self._shown:
             return
         self._shown = shown
         scroll = self.query_one(AutoScroll)
-        scroll.has_end = bool(column.text)  # what went wrong instead is read from its beginning
-        if not column.text:  # another answer begins
+        scroll.follows_end = bool(answer.text)
+        if not answer.text:  # the next answer begins
             scroll.anchor()
+        about = "".join(f" · {one_line(part)}" for part in (answer.state, answer.about) if part)
+        heading = Content.assemble((one_line(answer.name), "bold"), (about, "$foreground 60%"))
         self.query_one(".heading", Static).update(heading)
-        self.query_one(".text", Static).update(_marked(column.text, column.same))
+        self.query_one(".text", Static).update(_marked(answer.text, answer.same))
         problem = self.query_one(".problem", Static)
-        problem.display = bool(column.problem)
-        problem.update(Content(f"⚠ {one_line(column.problem)}"))
+        problem.display = bool(answer.problem)
+        problem.update(Content(f"⚠ {one_line(answer.problem)}"))
 
 
 def _marked(text: str, same: int) -> Content:
-    """The end of a text; the word that is not the other's any more is underlined."""
-    start = max(0, len(text) - SHOWN_CHARACTERS)
+    """The end of a text. The first word that differs from the other answer is underlined."""
+    start = max(0, len(text) - MAX_CHARACTERS)
     word = re.compile(r"\s*\S*").match(text, same)
-    end = max(start, word.end() if word else same)
-    before, parting, after = (
-        clean(text[start : max(start, same)]),
-        clean(text[max(start, same) : end]),
-        text[end:],
-    )
+    begin, end = max(start, same), max(start, word.end() if word else same)
     return Content.assemble(
-        "… " if start else "", before, (parting, "bold underline $text-accent"), clean(after)
+        "… " if start else "",
+        clean(text[start:begin]),
+        (clean(text[begin:end]), "bold underline $text-accent"),
+        clean(text[end:]),
     )
 
 
 class FigureTable(Widget):
-    """Both columns' figures on either side of the ratio between them, as many as the pane leaves room for."""
+    """The figures of both engines with the ratio between them, as many as fit."""
 
     DEFAULT_CSS = """
     FigureTable { height: 6; padding: 0 1; border-top: hkey $foreground 20%; }
@@ -204,18 +196,18 @@ class FigureTable(Widget):
     def render(self) -> Content:
         if self.data is None:
             return Content("")
-        room = self.size.height
-        shown = [row for row in rows(self.data) if room > 2 or row[1] in ("first token", "decode")[-room:]]
-        return Content("\n").join([_figure_line(self.size.width, *row) for row in shown])
+        width, height = self.size
+        labels = ("first token", "decode")[-height:]
+        rows = [row for row in figure_rows(self.data) if height > 2 or row.label in labels]
+        return Content("\n").join([_figure_line(width, row) for row in rows])
 
 
-def _figure_line(width: int, left: str, label: str, ratio: float | None, right: str) -> Content:
-    """`label          left  ◀ 2.71×  right`: the ratio in the middle, its arrow at the better one."""
+def _figure_line(width: int, row: FigureRow) -> Content:
+    """`label          left  ◀ 2.71×  right`. Both figures are shortened alike if one does not fit."""
+    left, label, ratio, right = row
     middle = 13 if width >= STACKED_WIDTH else 9
     side = max(0, (width - middle) // 2)
-    better = "bold $text-success" if ratio and ratio >= 1.005 else "bold"
-    room = side - len(label) - 1
-    if len(left) > room or len(right) > side:  # what one side has no room for, neither says
+    if len(left) > side - len(label) - 1 or len(right) > side:
         left, right = left.partition(" (")[0], right.partition(" (")[0]
     if max(len(left), len(right)) > side:
         left, right = left.partition(" ")[0], right.partition(" ")[0]
@@ -225,6 +217,6 @@ def _figure_line(width: int, left: str, label: str, ratio: float | None, right: 
     return Content.assemble(
         (f"{label:<{side - len(left)}}", "$foreground 60%"),
         left,
-        (f"{times(ratio):^{middle}}", better),
+        (f"{ratio_text(ratio):^{middle}}", "bold $text-success" if ratio and ratio >= 1.005 else "bold"),
         right,
     )

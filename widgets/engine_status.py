@@ -1,4 +1,4 @@
-"""What the screen says of an engine: one immutable snapshot."""
+"""The state of an engine, as the screen shows it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """`done` of `total` are bytes while loading, kernels while warming and prompt tokens while prefilling
-    (total 0: not known). `cached` of the kernels were known from an earlier run. In a search these count products,
-    and `searching` is the one for which the fastest way is looked for ("" without a search). `model`,
-    `quantization`, `backend` and `device` are empty until the engine is ready, `parameters` (how many weights the
-    model has) and `context_length` (tokens) are 0 until then. `tokens_per_s` and `first_token_s` are of the reply
-    in progress or the last one (None: not known yet). `context_used` None: not known."""
+    """`done` of `total` (0: not known) are bytes while loading, kernels while warming, products while searching and
+    prompt tokens while prefilling. `cached` of the kernels or products were known from an earlier run. `searching` is
+    the product whose fastest kernel is searched ("": no search).
+
+    `model`, `quantization`, `backend` and `device` are "" before the engine is ready, `parameters` (weights) and
+    `context_length` (tokens) are 0. `tokens`, `tokens_per_s` and `first_token_s` are of the reply in progress or the
+    last one. None: not known."""
 
     phase: Phase = Phase.STARTING
     model: str = ""

@@ -1,4 +1,4 @@
-"""What the machine's counters say, and in one line what slows it down."""
+"""The pane of the machine: its counters, and one sentence on what slows the engine down."""
 
 from __future__ import annotations
 
@@ -12,64 +12,53 @@ from widgets.pane import Line, Pane
 from widgets.plot import bar
 from widgets.text import one_line
 
-_NAME, _FIGURE, _BAR = 16, 19, 8
+_NAME, _VALUE, _BAR = 16, 19, 8  # cells of the columns
 
 
 @dataclass(frozen=True)
 class MachineState:
-    """`verdict` is a sentence, "" while there is nothing to say."""
+    """`slowdown` is a sentence, "" if there is none."""
 
     counters: tuple[Counter, ...] = ()
-    verdict: str = ""
+    slowdown: str = ""
 
 
 class MachinePanel(Pane[MachineState]):
+    """Is as high as its lines are many."""
+
     BORDER_TITLE = "machine"
 
     def draw(self, data: MachineState, width: int, height: int) -> list[Line]:
         return lines(data, width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return 0 if self.data is None else len(lines(self.data, width))
+        return _height(self.data, width)
 
-    def watch_data(self, before: MachineState | None, data: MachineState | None) -> None:
-        def rows(data: MachineState | None) -> int:
-            return 0 if data is None else len(lines(data, self.size.width))
-
-        if rows(before) != rows(data):
+    def watch_data(self, before: MachineState | None, after: MachineState | None) -> None:
+        if _height(before, self.size.width) != _height(after, self.size.width):
             self.refresh(layout=True)
 
 
-def lines(data: MachineState, width: int) -> list[Line]:
-    """What is there comes first: where the room is short, what is absent goes."""
-    there = [counter for counter in data.counters if not counter.absent]
-    absent = [counter for counter in data.counters if counter.absent]
-    verdict = textwrap.wrap(f"⚠ {one_line(data.verdict)}", max(8, width)) if data.verdict else []
-    said: list[Line] = [[(line, "warning")] for line in verdict]
-    said += [_line(counter, width) for counter in there]
-    return said + [line for counter in absent for line in _absent(counter, width)]
+def _height(state: MachineState | None, width: int) -> int:
+    return 0 if state is None else len(lines(state, width))
 
 
-def _absent(counter: Counter, width: int) -> list[Line]:
-    """Why there is no figure, in two lines where one does not do."""
-    reason = f"not available: {one_line(counter.absent)}"
-    first, *more = textwrap.wrap(reason, max(16, width - _NAME), max_lines=2, placeholder="…")
-    return [[(_name(counter), "dim"), (first, "dim")], *([(" " * _NAME + line, "dim")] for line in more)]
-
-
-def _name(counter: Counter) -> str:
-    return f"{one_line(counter.name)[: _NAME - 1]:<{_NAME}}"
+def lines(state: MachineState, width: int) -> list[Line]:
+    """Counters that are absent come last: a low pane does not show them."""
+    present = [_line(counter, width) for counter in state.counters if not counter.absent]
+    absent = [line for counter in state.counters if counter.absent for line in _absent(counter, width)]
+    slowdown = textwrap.wrap(f"⚠ {one_line(state.slowdown)}", max(8, width)) if state.slowdown else []
+    return [*([(line, "warning")] for line in slowdown), *present, *absent]
 
 
 def _line(counter: Counter, width: int) -> Line:
-    name = _name(counter)
     if counter.value is None:
-        return [(name, "dim"), (one_line(counter.text), "")]
-    value = _figure(counter.value, counter.unit)
+        return [_name(counter), (one_line(counter.text), "")]
+    value = _number(counter.value, counter.unit)
     if counter.maximum and counter.unit != "%":
-        value += f" of {_figure(counter.maximum, '').strip()}"
-    line: Line = [(name, "dim"), (f"{value} {counter.unit}"[:_FIGURE].ljust(_FIGURE), "")]
-    rest = width - _NAME - _FIGURE
+        value += f" of {_number(counter.maximum)}"
+    line: Line = [_name(counter), (f"{value} {counter.unit}"[:_VALUE].ljust(_VALUE), "")]
+    rest = width - _NAME - _VALUE
     if counter.maximum and rest >= _BAR:
         line.append((bar(counter.value / counter.maximum, _BAR), "value"))
     elif counter.parts and rest >= _BAR:
@@ -77,5 +66,16 @@ def _line(counter: Counter, width: int) -> Line:
     return line
 
 
-def _figure(value: float, unit: str) -> str:
+def _absent(counter: Counter, width: int) -> list[Line]:
+    """Why there is no value, on two lines at most."""
+    reason = f"not available: {one_line(counter.absent)}"
+    first, *more = textwrap.wrap(reason, max(16, width - _NAME), max_lines=2, placeholder="…")
+    return [[_name(counter), (first, "dim")], *([(" " * _NAME + line, "dim")] for line in more)]
+
+
+def _name(counter: Counter) -> tuple[str, str]:
+    return f"{one_line(counter.name)[: _NAME - 1]:<{_NAME}}", "dim"
+
+
+def _number(value: float, unit: str = "") -> str:
     return f"{value:.1f}" if unit in ("GB", "W") and value < 100 else f"{value:,.0f}"

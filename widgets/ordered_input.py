@@ -1,7 +1,8 @@
-"""Boxes of text that do what keys say in the order in which they were pressed.
+"""Input fields that handle keys in the order in which they were pressed.
 
-What a key is bound to Textual leaves to the application, and so to after the characters that came with it: where
-several keys arrive at once (a fast typist, a slow line, a busy machine), `a b Backspace c` would be `ab`, not `ac`.
+Textual lets the application run the bindings of a widget after the widget has inserted the characters of the same
+batch. If several keys arrive at once (a fast typist, a slow line, a busy machine), `a b Backspace c` would give `ab`
+in place of `ac`.
 """
 
 from __future__ import annotations
@@ -12,23 +13,19 @@ from textual.widgets import Input, TextArea
 
 
 class OrderedInput(Input):
-    """A line to type into."""
-
     async def _on_key(self, event: Key) -> None:
-        await _act(self, event)
+        await _run_binding(self, event)
 
 
 class OrderedTextArea(TextArea):
-    """A text to edit."""
-
     async def _on_key(self, event: Key) -> None:
-        await _act(self, event)
+        await _run_binding(self, event)
 
 
-async def _act(box: Widget, event: Key) -> None:
-    """Does what `event` is bound to in `box`. Where that is nothing, Textual goes on with it."""
-    for binding in box._bindings.key_to_bindings.get(event.key, ()):
-        if await box.app.run_action(binding.action, box):
+async def _run_binding(widget: Widget, event: Key) -> None:
+    """Runs the action that `widget` binds to the key at once. Textual handles a key without a binding."""
+    for binding in widget._bindings.key_to_bindings.get(event.key, ()):
+        if await widget.app.run_action(binding.action, widget):
             event.stop()
             event.prevent_default()
             return

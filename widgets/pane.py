@@ -1,11 +1,10 @@
-"""The base of the dashboard's panes: lines drawn by hand from an immutable data, only when it has changed."""
+"""The base of the dashboard's panes, which draw lines of styled text from immutable data."""
 
 from __future__ import annotations
 
 from typing import Generic, TypeVar
 
 from rich.segment import Segment
-from rich.style import Style
 from textual.geometry import Size
 from textual.reactive import reactive
 from textual.strip import Strip
@@ -13,12 +12,13 @@ from textual.widget import Widget
 
 Data = TypeVar("Data")
 Line = list[tuple[str, str]]
-"""Pieces of text, each with the name of a style: one of `Pane.COMPONENT_CLASSES` without "pane--", or "".
-Texts are printable and of characters one cell wide."""
+"""Pieces of text, each with "" or the name of a style: one of `Pane.COMPONENT_CLASSES` without "pane--".
+The text is printable, and each character is one cell wide."""
 
 
 class Pane(Widget, Generic[Data]):
-    """`draw` makes the lines of a data; what is beyond the widget's size is cut off."""
+    """Shows the lines that `draw` makes of `data`. They are made again only if the data, the size or the theme has
+    changed, since several panes are on the screen while tokens arrive."""
 
     COMPONENT_CLASSES = {  # noqa: RUF012 (declared so by Textual)
         "pane--strong", "pane--dim", "pane--value", "pane--hatched", "pane--line", "pane--warning",
@@ -39,55 +39,49 @@ class Pane(Widget, Generic[Data]):
     }
     """
     ALLOW_SELECT = False
-    FOCUS_ON_CLICK = False  # what is typed next is meant for the prompt
+    FOCUS_ON_CLICK = False  # a click must not take the keys from the prompt
 
     data: reactive[Data | None] = reactive(None)
+    _drawn: tuple[Data | None, Size, str] | None = None  # what `_strips` shows
+    _strips: tuple[Strip, ...] = ()
 
     def draw(self, data: Data, width: int, height: int) -> list[Line]:
+        """The lines of `data`. Those below `height` are not shown, and longer ones are cut."""
         raise NotImplementedError
 
-    def render_line(self, y: int) -> Strip:
-        lines = self._strips()
-        return lines[y] if y < len(lines) else Strip.blank(self.size.width, self._base)
-
     def redraw(self) -> None:
-        """After a change of something else that `draw` looks at."""
-        self._drawn_for = None
+        """Makes the lines again after a change of anything else that `draw` depends on."""
+        self._drawn = None
         self.refresh()
 
-    _drawn_for: tuple[Data | None, Size, str] | None = None
-    _lines: tuple[Strip, ...] = ()
-    _base = Style()
-
-    def _strips(self) -> tuple[Strip, ...]:
+    def render_line(self, y: int) -> Strip:
         wanted = (self.data, self.size, self.app.theme)
-        before = self._drawn_for
-        if before is None or wanted[0] is not before[0] or wanted[1:] != before[1:]:
-            self._drawn_for = wanted
-            self._base = self.rich_style
-            styles = {"": self._base}
-            lines = [] if self.data is None else self.draw(self.data, self.size.width, self.size.height)
-            self._lines = tuple(self._strip(line, styles) for line in lines[: self.size.height])
-        return self._lines
+        if wanted != self._drawn:
+            self._drawn, self._strips = wanted, tuple(self._make_strips())
+        return self._strips[y]
 
-    def _strip(self, line: Line, styles: dict[str, Style]) -> Strip:
-        segments = []
-        for text, name in cut(line, self.size.width):
-            if name not in styles:
-                styles[name] = self.get_component_rich_style(f"pane--{name}")
-            segments.append(Segment(text, styles[name]))
-        return Strip(segments).adjust_cell_length(self.size.width, self._base)
+    def _make_strips(self) -> list[Strip]:
+        width, height = self.size
+        base = self.rich_style
+        styles = {
+            name.removeprefix("pane--"): self.get_component_rich_style(name)
+            for name in self.COMPONENT_CLASSES
+        }
+        styles[""] = base
+        lines = [] if self.data is None else self.draw(self.data, width, height)[:height]
+        strips = [Strip([Segment(text, styles[name]) for text, name in cut(line, width)]) for line in lines]
+        strips += [Strip.blank(width, base)] * (height - len(strips))
+        return [strip.adjust_cell_length(width, base) for strip in strips]
 
 
 def cut(line: Line, width: int) -> Line:
-    """`line` with "…" as its last character where there is more of it than fits."""
+    """`line` in at most `width` cells, the last of which is "…" if it was longer."""
     if sum(len(text) for text, _ in line) <= width:
         return line
-    room = width
-    kept: Line = []
-    for text, name in line:
-        if len(text) >= room:
-            return [*kept, (text[: max(0, room - 1)] + "…", name)]
-        kept.append((text, name))
-        room -= len(text)
-    return kept
+    pieces: Line = []
+    for text, style in line:
+        if len(text) >= width:
+            return [*pieces, (text[: max(0, width - 1)] + "…", style)]
+        pieces.append((text, style))
+        width -= len(text)
+    return pieces

@@ -1,4 +1,4 @@
-"""How the engine is set up, and what else there is to choose: backends and the width of the search."""
+"""The bar of the preset: its speeds, and the backends and search widths that a key switches to."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from widgets.text import one_line
+from widgets.text import longest_fitting, one_line
+
+_DIM = "$foreground 65%"
 
 
 @dataclass(frozen=True)
 class BarOption:
-    """`label` is short ("CUDA", "2"). `problem` says why this machine cannot have it ("" where it can)."""
+    """`label` is short ("CUDA", "2"). `problem` says why it does not work on this machine, "" if it does."""
 
     label: str
     is_active: bool = False
@@ -22,7 +24,7 @@ class BarOption:
 
 @dataclass(frozen=True)
 class PresetBarData:
-    """`name` of the preset in use ("" for none); `speeds` its last measured speeds, in fewer and fewer words."""
+    """`name` is the preset in use ("": none). `speeds` are its last speeds, in ever fewer words."""
 
     name: str = ""
     backends: tuple[BarOption, ...] = ()
@@ -31,8 +33,6 @@ class PresetBarData:
 
 
 class PresetBar(Widget):
-    """Two lines: the preset with its speeds, and what one key each switches."""
-
     DEFAULT_CSS = """
     PresetBar.-absent { display: none; }
     PresetBar { height: 4; padding: 0 1; border: round $foreground 20%; border-title-color: $text-muted; }
@@ -43,35 +43,33 @@ class PresetBar(Widget):
     data: reactive[PresetBarData] = reactive(PresetBarData())
 
     def __init__(self, backend_key: str, beam_key: str, list_key: str) -> None:
+        """The labels of the keys that switch the backend, the search width, and open the list of presets."""
         super().__init__()
-        self._keys, self._list_key = (backend_key, beam_key), list_key
+        self._backend_key, self._beam_key, self._list_key = backend_key, beam_key, list_key
 
     def render(self) -> Content:
         data, width = self.data, self.size.width
-        first = Content.styled(one_line(data.name) or "no preset", "bold $text")
-        phrasings = [f"  {one_line(said)}" for said in data.speeds]
-        fitting = [said for said in phrasings if first.cell_length + len(said) <= width]
-        first = first.append(Content.styled(next(iter(fitting or phrasings[-1:]), ""), "$foreground 65%"))
-        second = _choices(self._keys[0], data.backends).append(Content("   "))
-        second = second.append(_choices(f"{self._keys[1]} BEAM", data.beams))
-        problem = next((f"{c.label}: {one_line(c.problem)}" for c in data.backends if c.problem), "")
-        room = width - second.cell_length - 3
-        for said in (problem, f"{self._list_key} says why"):
-            if problem and len(said) <= room:
-                second = second.append(Content.styled(f"   {said}", "$foreground 65%"))
-                break
-        return Content("\n").join(line.truncate(width, ellipsis=True) for line in (first, second))
+        name = Content.styled(one_line(data.name) or "no preset", "bold $text")
+        speeds = longest_fitting(
+            [f"  {one_line(text)}" for text in data.speeds] or [""], width - name.cell_length
+        )
+        options = Content("   ").join(
+            (_options(self._backend_key, data.backends), _options(f"{self._beam_key} BEAM", data.beams))
+        )
+        problem = next((f"   {b.label}: {one_line(b.problem)}" for b in data.backends if b.problem), "")
+        problems = (problem, f"   {self._list_key} says why", "") if problem else ("",)
+        reason = longest_fitting(problems, width - options.cell_length)
+        lines = name + Content.styled(speeds, _DIM), options + Content.styled(reason, _DIM)
+        return Content("\n").join(line.truncate(width, ellipsis=True) for line in lines)
 
 
-def _choices(key: str, choices: tuple[BarOption, ...]) -> Content:
-    """The one in use between marks, those that cannot be had in grey and struck through."""
-    parts: list[Content] = [Content.styled(key, "$foreground 65%")]
-    for choice in choices:
-        label = one_line(choice.label)
-        if choice.is_active:
+def _options(key: str, options: tuple[BarOption, ...]) -> Content:
+    """The key and its options: the active one in brackets, those with a problem struck through."""
+    parts = [Content.styled(key, _DIM)]
+    for option in options:
+        label = one_line(option.label)
+        if option.is_active:
             parts.append(Content.styled(f"‹{label}›", "bold $text-primary"))
-        elif choice.problem:
-            parts.append(Content.styled(label, "$foreground 65% strike"))
         else:
-            parts.append(Content(label))
+            parts.append(Content.styled(label, f"{_DIM} strike" if option.problem else ""))
     return Content(" ").join(parts)

@@ -1,4 +1,4 @@
-"""The bottom line, always there: model, quantization, backend, speed and how full the context is."""
+"""The bottom line, which is always visible: model, quantization, backend, speed and how full the context is."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from widgets.engine_status import EngineStatus
 from widgets.text import as_duration, one_line
 from widgets.turn import WARNING
 
-MAX_METER = 48
-FULL_METER = 32
-MIN_METER = 4
+MIN_METER, GOOD_METER, MAX_METER = 4, 32, 48
+COMPACT_WIDTH = 56
 GAPS = 5
 """Cells between the parts: two after the model, at least one before the speed and two after it."""
-COMPACT = 56
 
 
 class StatusLine(Widget):
@@ -27,41 +25,32 @@ class StatusLine(Widget):
 
     status: reactive[EngineStatus] = reactive(EngineStatus())
     warning: reactive[str] = reactive("")
-    """A lasting trouble, in two or three words ("not saved")."""
+    """A lasting problem, in two or three words ("not saved")."""
 
     def render(self) -> Content:
-        """What is least wanted is left out until the rest fits: first the device, then the time to the first
-        token, then the end of the model's name."""
-        status, width = self.status, self.size.width
-        compact = width < COMPACT
+        """A narrow line leaves out the device, then the time to the first token, then the end of the model's name."""
+        status, width, compact = self.status, self.size.width, self.size.width < COMPACT_WIDTH
         model = one_line(status.model) or "no model yet"
         engine = [part for part in (one_line(status.quantization), one_line(status.backend)) if part]
         device = [one_line(status.device)] if status.device and status.device != status.backend else []
-        speed_now = status.tokens_per_s
-        if speed_now is None:
-            rate = "–"
-        elif compact:
-            rate = f"{speed_now:.0f}"
-        else:
-            rate = f"{speed_now:,.{0 if speed_now >= 1000 else 1}f}"
-        warning = ([WARNING] if compact else [f"{WARNING} {self.warning}"]) if self.warning else []
-        speed = [*warning, f"{rate} tok/s"]
+        speed = [f"{_rate(status.tokens_per_s, compact)} tok/s"]
+        if self.warning:
+            speed.insert(0, WARNING if compact else f"{WARNING} {self.warning}")
         first = [] if status.first_token_s is None else [f"first token {as_duration(status.first_token_s)}"]
         for left_parts, right_parts in (
             (engine + device, speed + first),
             (engine, speed + first),
             (engine, speed),
         ):
-            left = (" " if compact else " · ").join(left_parts)
-            right = (" " if compact else " · ").join(right_parts)
-            room = width - len(model) - len(left) - len(right) - GAPS
-            if room >= FULL_METER:
+            left, right = (((" " if compact else " · ").join(parts)) for parts in (left_parts, right_parts))
+            meter_width = width - len(model) - len(left) - len(right) - GAPS
+            if meter_width >= GOOD_METER:
                 break
-        if (missing := MIN_METER - room) > 0:
+        if (missing := MIN_METER - meter_width) > 0:
             model = model[: max(1, len(model) - missing - 1)].rstrip() + "…"
-            room = width - len(model) - len(left) - len(right) - GAPS
-        meter = context_meter(status.context_used, status.context_length, min(room, MAX_METER))
-        gap = " " * max(1, width - len(model) - len(left) - len(right) - meter.cell_length - GAPS + 1)
+            meter_width = width - len(model) - len(left) - len(right) - GAPS
+        meter = context_meter(status.context_used, status.context_length, min(meter_width, MAX_METER))
+        gap = " " * max(1, meter_width - meter.cell_length + 1)
         return Content.assemble(
             (model, "bold $text"),
             (f"  {left}", "$foreground 70%"),
@@ -70,3 +59,9 @@ class StatusLine(Widget):
             "  ",
             meter,
         )
+
+
+def _rate(tokens_per_s: float | None, compact: bool) -> str:
+    if tokens_per_s is None:
+        return "–"
+    return f"{tokens_per_s:.0f}" if compact else f"{tokens_per_s:,.{0 if tokens_per_s >= 1000 else 1}f}"

@@ -1,9 +1,11 @@
-"""Text from models, files and networks, made harmless and readable before it reaches the terminal."""
+"""Makes text from models, files and networks harmless for the terminal, and numbers readable."""
 
 from __future__ import annotations
 
-# What could act on the terminal or disguise text: C0 and C1 controls (ESC starts every control sequence), and
-# the bidirectional embeddings, overrides and isolates, which show text in another order than it is in.
+from collections.abc import Sequence
+
+# Characters that act on the terminal or disguise text: C0 and C1 controls (ESC starts every control sequence), and
+# the bidirectional embeddings, overrides and isolates, which show text in another order than it has.
 _HARMFUL = {
     **{code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"},
     **dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A))),
@@ -13,9 +15,9 @@ _HARMFUL = {
 
 
 def clean(text: str) -> str:
-    """`text` without terminal control characters and bidirectional overrides; newlines and tabs stay.
+    """`text` without terminal controls and bidirectional overrides. Newlines and tabs stay.
 
-    Works character by character, so that cleaning the parts of a stream cleans the stream.
+    Each character is cleaned by itself, so a stream can be cleaned piece by piece.
     """
     return text.translate(_HARMFUL)
 
@@ -25,13 +27,18 @@ def one_line(text: str) -> str:
     return " ".join(clean(text).split())
 
 
+def longest_fitting(texts: Sequence[str], width: int) -> str:
+    """The first of `texts`, which get shorter, that has at most `width` characters; the last if none has."""
+    return next((text for text in texts if len(text) <= width), texts[-1])
+
+
 def as_bytes(count: int) -> str:
-    """636 MB, 1.21 GB: decimal units, three significant digits, as model pages have them."""
+    """636 MB, 1.21 GB: three significant digits and decimal units, as on model pages."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
 def as_count(count: int) -> str:
-    """752M, 8.03B: a large count in short, as models are named."""
+    """752M, 8.03B: a count as in the names of models."""
     return _scaled(count, ("", "K", "M", "B", "T")).replace(" ", "")
 
 
@@ -46,11 +53,8 @@ def _scaled(count: int, units: tuple[str, ...]) -> str:
 
 def as_duration(seconds: float) -> str:
     """0.34 s, 8.1 s, 42 s, 3 min 20 s."""
-    if seconds < 0.995:
-        return f"{seconds:.2f} s"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
     if seconds < 59.5:
-        return f"{seconds:.0f} s"
+        digits = 2 if seconds < 0.995 else 1 if seconds < 9.95 else 0
+        return f"{seconds:.{digits}f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if rest and minutes < 10 else f"{minutes} min"

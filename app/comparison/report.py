@@ -6,7 +6,7 @@ import json
 
 from msgspec import to_builtins
 
-from widgets.comparison_data import ComparisonData, mode, rows, times, verdict
+from widgets.comparison_data import ComparisonData, conditions, figure_rows, ratio_text, text_comparison
 from widgets.text import clean, one_line
 
 
@@ -23,6 +23,6 @@ def report(view: ComparisonData, *, as_json: bool = False) -> str:
     if view.difference:
         lines += [f"{one_line(right.name)} says:", clean(right.text).strip("\n"), ""]
     lines.append(f"{'':<20}  {one_line(left.name):>24}  {'':<9}  {one_line(right.name):<24}".rstrip())
-    for left_figure, label, ratio, right_figure in rows(view):
-        lines.append(f"{label:<20}  {left_figure:>24}  {times(ratio):^9}  {right_figure:<24}".rstrip())
-    return "\n".join([*lines, f"{verdict(view)} ({mode(view)})", ""])
+    for left_figure, label, ratio, right_figure in figure_rows(view):
+        lines.append(f"{label:<20}  {left_figure:>24}  {ratio_text(ratio):^9}  {right_figure:<24}".rstrip())
+    return "\n".join([*lines, f"{text_comparison(view)} ({conditions(view)})", ""])

@@ -15,7 +15,7 @@ from app.chat.history import HistoryError
 from app.chat.session import Session
 from app.chat.turn import Turn
 from app.comparison.engine_pair import EnginePair
-from widgets.activity_line import ActivityLine, describe
+from widgets.activity_line import ActivityLine, status_text
 from widgets.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
 from widgets.prompt import Prompt
@@ -151,10 +151,10 @@ class ChatColumn(Vertical):
         stops = "Esc stops" if session.is_answering else ""
         is_at_work = status.phase in (Phase.PREFILLING, Phase.GENERATING)
         two = session.engine if is_at_work and isinstance(session.engine, EnginePair) else None
-        self.activity.doing = two.doing if two else ""
+        self.activity.activity = two.doing if two else ""
         self.activity.hint = self.way_back or ("F1 keys  Ctrl+P commands" if is_idle else stops)
         if (candidate := session.candidate) is not None and not session.is_answering:
-            doing = describe(candidate.status.snapshot())
+            doing = status_text(candidate.status.snapshot())
             self.notice(f"{candidate.name}: {doing} · Esc gives it up", seconds=2)
         self._show_title()
 

@@ -13,8 +13,8 @@ from app.screens.performance import PerformanceObserver
 from engine.client import Engine, Measurable
 from engine.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
 from engine.measure.counters import Counters
-from widgets import kernel_table, machine_panel, throughput_graph
-from widgets.kernel_table import KernelProfiles
+from widgets import kernel_lines, machine_panel, throughput_graph
+from widgets.kernel_lines import KernelProfiles
 from widgets.machine_panel import MachineState
 from widgets.pane import Line
 from widgets.text import one_line
@@ -84,10 +84,10 @@ def _print(performance: PerformanceObserver, machine: MachineState, failed: list
         if profile is not None:
             view = KernelProfiles(copy_gbps=performance.copy_gbps)
             rows = [
-                kernel_table.row(profile, kernel, view.copy_gbps, width)
-                for kernel in kernel_table.ordered(profile.kernels, "total")
+                kernel_lines.row(profile, kernel, view.copy_gbps, width)
+                for kernel in kernel_lines.ordered(profile.kernels, "total")
             ]
-            _section(f"kernels, {profile.step}", kernel_table.header(profile, view, width) + rows, out)
+            _section(f"kernels, {profile.step}", kernel_lines.header(profile, view, width) + rows, out)
     for sentence in failed:
         print("", _wrapped(one_line(sentence), width, out), sep="\n", file=out)
     _section("machine", machine_panel.lines(machine, width), out)

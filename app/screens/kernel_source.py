@@ -9,7 +9,7 @@ from textual.widgets import Static
 
 from app.screens.page import Frame, Page
 from engine.events import KernelTime
-from widgets.kernel_table import gbps
+from widgets.kernel_lines import gbps
 from widgets.text import clean, one_line
 
 

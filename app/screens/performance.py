@@ -22,7 +22,7 @@ from engine.events import (
     decode_rate,
     prefill_rate,
 )
-from widgets.kernel_table import CACHEABLE_BYTES, KernelProfiles
+from widgets.kernel_lines import CACHEABLE_BYTES, KernelProfiles
 from widgets.throughput_graph import GAP, Sample, Throughput
 
 SAMPLE_S = 0.25

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from textual.app import App, ComposeResult
 
-from widgets.activity_line import ActivityLine, describe
+from widgets.activity_line import ActivityLine, status_text
 from widgets.context_meter import context_meter
 from widgets.engine_status import EngineStatus, Phase
 from widgets.status_line import StatusLine
@@ -80,7 +80,7 @@ async def test_the_status_line_has_what_must_be_seen_at_every_width():
 
 
 def test_what_an_engine_does_in_words():
-    say = lambda phase, **changes: describe(replace(STATUS, phase=phase, **changes))
+    say = lambda phase, **changes: status_text(replace(STATUS, phase=phase, **changes))
     assert say(Phase.LOADING, done=5 * 10**8, total=10**9, seconds_left=3.4) == (
         "loading · 500 MB of 1.00 GB · 50% · 3.4 s left"
     )

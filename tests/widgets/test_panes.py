@@ -9,8 +9,9 @@ from textual.color import Color
 
 from engine.events import Counter
 from tests.app.fake_engine import profile
-from widgets import kernel_table, machine_panel, throughput_graph
-from widgets.kernel_table import GAPS, GROUPS, KernelProfiles, KernelTable, ordered, summary
+from widgets import kernel_lines, machine_panel, throughput_graph
+from widgets.kernel_lines import GAPS, GROUPS, KernelProfiles, ordered, summary
+from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachineState
 from widgets.preset_bar import BarOption, PresetBar, PresetBarData
 from widgets.throughput_graph import GAP, Sample, Throughput, ThroughputGraph
@@ -129,7 +130,7 @@ def test_the_summary_adds_up_to_the_wall_time():
 @pytest.mark.parametrize("width", range(17, 80))
 def test_no_figure_of_the_steps_is_cut(width, is_paused):
     slow = replace(profile(), wall_us=2_345_678.0)
-    line = text(kernel_table.header(slow, KernelProfiles(), width, is_paused=is_paused))[0]
+    line = text(kernel_lines.header(slow, KernelProfiles(), width, is_paused=is_paused))[0]
     assert "wall 2,345,678 µs" in line and (not is_paused or "paused" in line or width < 25)
     assert len(line) <= width
 
@@ -143,14 +144,14 @@ def test_kernels_that_take_longer_alone_than_together():
         (50, "none: one by one 9% longer"),
         (90, "none: timed one by one, kernels take 9% longer than in the step"),
     ):
-        first, *_, gaps, _titles = text(kernel_table.header(of, KernelProfiles(), width))
+        first, *_, gaps, _titles = text(kernel_lines.header(of, KernelProfiles(), width))
         assert gaps.split(maxsplit=2) == ["launch", "gaps", says] and len(gaps) <= width
         assert "gap" not in first and "7,500" in first
     alike = replace(profile(), wall_us=8189.0)
-    assert text(kernel_table.header(alike, KernelProfiles(), 50))[-2].split() == ["launch", "gaps", "none"]
+    assert text(kernel_lines.header(alike, KernelProfiles(), 50))[-2].split() == ["launch", "gaps", "none"]
 
 
-@pytest.mark.parametrize("sort", kernel_table.SORTS)
+@pytest.mark.parametrize("sort", kernel_lines.SORTS)
 def test_sorting_loses_no_kernel(sort):
     kernels = profile().kernels
     assert sorted(k.name for k in ordered(kernels, sort)) == sorted(k.name for k in kernels)
@@ -159,22 +160,22 @@ def test_sorting_loses_no_kernel(sort):
 @pytest.mark.parametrize("width", [30, 38, 57, 58, 75, 76, 120, 200])
 def test_rows_fit_under_their_titles(width):
     of = profile()
-    *_, titles = text(kernel_table.header(of, KernelProfiles(copy_gbps=120), width))
+    *_, titles = text(kernel_lines.header(of, KernelProfiles(copy_gbps=120), width))
     for kernel in of.kernels:
-        [row] = text([kernel_table.row(of, kernel, 120.0, width)])
+        [row] = text([kernel_lines.row(of, kernel, 120.0, width)])
         assert len(row) == len(titles)
         assert len(row) <= max(width, 38)
 
 
 def test_where_a_name_would_be_cut_to_its_role_the_role_is_said_in_full_and_the_roofline_s_share():
     of = profile()
-    titles = text(kernel_table.header(of, KernelProfiles(copy_gbps=120), 50))[-1]
+    titles = text(kernel_lines.header(of, KernelProfiles(copy_gbps=120), 50))[-1]
     assert titles.split() == ["role", "calls", "µs", "%", "GB/s", "roof"]
-    [row] = text([kernel_table.row(of, of.kernels[0], 120.0, 50)])
+    [row] = text([kernel_lines.row(of, of.kernels[0], 120.0, 50)])
     assert row.startswith("QKV projection ") and row.endswith(" 65%") and "qkv" not in row
-    roles = [text([kernel_table.row(of, k, 120.0, 50)])[0][:16].rstrip() for k in of.kernels]
+    roles = [text([kernel_lines.row(of, k, 120.0, 50)])[0][:16].rstrip() for k in of.kernels]
     assert roles[1:4] == ["attention", "attn output", "FFN gate+up"]
-    [row] = text([kernel_table.row(of, of.kernels[0], 120.0, 66)])
+    [row] = text([kernel_lines.row(of, of.kernels[0], 120.0, 66)])
     assert row.startswith("QKV       qkv_Q6_K_4096x1024 ")
 
 
@@ -182,8 +183,8 @@ def test_where_a_name_would_be_cut_to_its_role_the_role_is_said_in_full_and_the_
 def test_figures_of_a_slow_step_do_not_run_into_each_other(width):
     [kernel] = (k for k in profile("prefill").kernels if k.role == "FFN gate+up")
     slow = replace(profile("prefill"), wall_us=9e6, kernels=(replace(kernel, total_us=2_795_967.4),))
-    head = text(kernel_table.header(slow, KernelProfiles(copy_gbps=120), width))
-    [row] = text([kernel_table.row(slow, slow.kernels[0], 120.0, width)])
+    head = text(kernel_lines.header(slow, KernelProfiles(copy_gbps=120), width))
+    [row] = text([kernel_lines.row(slow, slow.kernels[0], 120.0, width)])
     assert head[1].startswith("dequantize + matmul 2,795,967  31% ")
     assert head[5].startswith("launch gaps         6,204,033  69% ")
     assert "    28 2,795,967  31%" in row
@@ -195,8 +196,8 @@ def test_a_kernel_faster_than_the_memory_is_in_a_cache_if_it_can_be(n_bytes, say
         profile().kernels[0], bytes=n_bytes, total_us=n_bytes / (180e3 if n_bytes > 20_000 else 120e3)
     )
     of = replace(profile(), kernels=(kernel,))
-    assert text([kernel_table.row(of, kernel, 120.0, 80)])[0].endswith(f" {says}")
-    assert text(kernel_table.header(of, KernelProfiles(copy_gbps=120), 80))[1].endswith(f" GB/s {says:>6}")
+    assert text([kernel_lines.row(of, kernel, 120.0, 80)])[0].endswith(f" {says}")
+    assert text(kernel_lines.header(of, KernelProfiles(copy_gbps=120), 80))[1].endswith(f" GB/s {says:>6}")
 
 
 class Table(App[None]):

@@ -1,6 +1,6 @@
 import pytest
 
-from widgets.plot import Column, bar, cells, figure, nice_top
+from widgets.plot import Column, bar, cells, nice_top, short_number
 
 
 def text(columns, width, height):
@@ -35,7 +35,7 @@ def test_hatched_columns_look_different_without_colour():
 @pytest.mark.parametrize("value", [1e-3, 0.7, 1, 1.01, 9.99, 10, 84, 100, 799, 801, 12345, 1e8])
 def test_an_axis_ends_just_above(value):
     assert value * (1 - 1e-9) <= nice_top(value) <= 1.7 * value
-    assert len(figure(nice_top(value))) <= 4
+    assert len(short_number(nice_top(value))) <= 4
 
 
 def test_an_axis_of_nothing():
@@ -43,7 +43,7 @@ def test_an_axis_of_nothing():
 
 
 def test_figures():
-    assert [figure(v) for v in (0.523, 9.13, 84.4, 790, 2082, 39_400, 1.5e6)] == [
+    assert [short_number(v) for v in (0.523, 9.13, 84.4, 790, 2082, 39_400, 1.5e6)] == [
         "0.52", "9.1", "84", "790", "2.1k", "39k", "1.5M",
     ]  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from app.chat.status import StatusObserver
 from engine.events import Prefilling, Search, Warming
-from widgets.activity_line import describe
+from widgets.activity_line import status_text
 
 
 class Clock:
@@ -32,11 +32,11 @@ def test_a_search_says_what_was_known_how_far_it_is_and_how_long_it_may_take():
     status.observe(Warming(done=3, total=3))
     status.observe(searching(1, 1, 20.0))
     clock.now = 6.0
-    said = describe(status.snapshot())
+    said = status_text(status.snapshot())
     assert said == "searching · o Q6_K 2048x2048 · 1 of 5 products · 1 from the cache · 14 s left"
     status.observe(Warming(done=1, total=83, cached=1))  # then the steps are compiled
     clock.now = 8.0
-    assert describe(status.snapshot()).startswith("preparing kernels · 1 of 83 · 1 from the cache")
+    assert status_text(status.snapshot()).startswith("preparing kernels · 1 of 83 · 1 from the cache")
 
 
 def test_no_time_is_left_where_all_is_done_but_the_end():
@@ -46,7 +46,7 @@ def test_no_time_is_left_where_all_is_done_but_the_end():
         clock.now = now
         status.observe(Warming(done=done, total=12))
         clock.now += 0.1
-    assert describe(status.snapshot()) == "preparing kernels · 12 of 12"
+    assert status_text(status.snapshot()) == "preparing kernels · 12 of 12"
 
 
 def test_how_long_kernels_take_that_are_searched_one_by_one():

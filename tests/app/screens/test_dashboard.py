@@ -100,11 +100,11 @@ async def test_keys_of_the_kernel_table():
         table = app.dashboard.table
         await pilot.press("f9", "f9")
         assert app.focused is table and app.transcript.size.width == app.prompt.size.width == 0
-        assert [kernel.role for kernel in table.rows[:2]] == ["FFN gate+up", "attention"]
+        assert [kernel.role for kernel in table.kernels[:2]] == ["FFN gate+up", "attention"]
         await pilot.press("s")
-        assert table.rows[0].role == "output head" and "by GB/s" in table.border_subtitle
+        assert table.kernels[0].role == "output head" and "by GB/s" in table.border_subtitle
         await pilot.press("f", "f")
-        assert [kernel.role for kernel in table.rows] == ["attention"]
+        assert [kernel.role for kernel in table.kernels] == ["attention"]
         await pilot.press("f", "f", "f", "d")
         await until(lambda: engine.profiles[-1] == "prefill")
         await sees(pilot, "512 tokens")

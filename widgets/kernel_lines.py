@@ -1,0 +1,211 @@
+"""The kernel profile of a step as lines of text: a summary by group, and a row for each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.events import KernelProfile, KernelRole, KernelTime
+from widgets.pane import Line
+from widgets.plot import bar
+from widgets.text import longest_fitting, one_line
+
+GROUPS: dict[str, tuple[KernelRole, ...]] = {
+    "dequantize + matmul": (
+        "QKV projection", "attention output", "FFN gate+up", "FFN down", "output head",
+    ),
+    "attention": ("attention",),
+    "norm, element-wise": ("norm", "element-wise", "embedding", "copy"),
+    "sampling": ("sampling",),
+}  # fmt: skip
+GAPS = "launch gaps"
+Sort = Literal["total", "GB/s", "calls", "role", "name"]
+SORTS: tuple[Sort, ...] = ("total", "GB/s", "calls", "role", "name")
+CACHEABLE_BYTES = 512 << 20
+"""No processor has a larger cache. If a kernel moves more bytes, and faster than a copy, the copy was measured on a
+busy machine."""
+
+_GROUP, _CALLS, _US, _SHARE, _GBPS, _ROOF, _BAR, _ROLE, _MIN_NAME = 19, 5, 10, 5, 7, 7, 10, 10, 20  # cells
+_SHORT_ROLES: dict[KernelRole, tuple[str, ...]] = {
+    "QKV projection": ("QKV",), "attention": ("attn",), "attention output": ("attn output", "attn o"),
+    "FFN gate+up": ("gate+up",), "FFN down": ("down",), "output head": ("head",), "element-wise": ("elemw",),
+    "embedding": ("embed",), "sampling": ("sample",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelProfiles:
+    """The last profiles. `copy_gbps` is the measured copy bandwidth of the device (None: not known). `note` says why
+    there is no profile, or that one is being measured."""
+
+    decode: KernelProfile | None = None
+    prefill: KernelProfile | None = None
+    copy_gbps: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class GroupTime:
+    """The kernels of a group: their time, its share of the step, and the bytes that they read and write."""
+
+    name: str
+    us: float
+    share: float
+    calls: int = 0
+    bytes: int = 0
+
+    @property
+    def gbps(self) -> float:
+        return self.bytes / self.us / 1e3 if self.us > 0 else 0.0
+
+
+def gbps(kernel: KernelTime) -> float:
+    """The bandwidth of a kernel in GB/s, from the bytes that it must read and write."""
+    return kernel.bytes / kernel.total_us / 1e3 if kernel.total_us > 0 else 0.0
+
+
+def kernels_us(profile: KernelProfile) -> float:
+    return sum(kernel.total_us for kernel in profile.kernels)
+
+
+def step_us(profile: KernelProfile) -> float:
+    """The wall time of the step or, if kernels timed one by one take longer, their sum."""
+    return max(profile.wall_us, kernels_us(profile)) or 1.0
+
+
+def summary(profile: KernelProfile) -> list[GroupTime]:
+    """The time of each group and of the gaps between kernels. The shares add up to 1."""
+    whole, groups = step_us(profile), []
+    for name, roles in GROUPS.items():
+        kernels = [kernel for kernel in profile.kernels if kernel.role in roles]
+        us = sum(k.total_us for k in kernels)
+        groups.append(
+            GroupTime(name, us, us / whole, sum(k.calls for k in kernels), sum(k.bytes for k in kernels))
+        )
+    gaps_us = max(0.0, profile.wall_us - kernels_us(profile))
+    return [*groups, GroupTime(GAPS, gaps_us, gaps_us / whole)]
+
+
+def ordered(kernels: Sequence[KernelTime], sort: Sort) -> list[KernelTime]:
+    """By figures from the largest, or by role or name from A; among equals the slowest first."""
+    keys: dict[Sort, Callable[[KernelTime], object]] = {
+        "total": lambda kernel: 0,
+        "GB/s": lambda kernel: -gbps(kernel),
+        "calls": lambda kernel: -kernel.calls,
+        "role": lambda kernel: kernel.role,
+        "name": lambda kernel: kernel.name,
+    }
+    return sorted(kernels, key=lambda kernel: (keys[sort](kernel), -kernel.total_us))
+
+
+def of_roofline(gbps: float, n_bytes: int, copy_gbps: float | None) -> str:
+    """The share of the copy bandwidth, or "cached" if only a cache can be that fast."""
+    if not copy_gbps:
+        return "–"
+    share = gbps / copy_gbps
+    return "cached" if share >= 1.005 and n_bytes <= CACHEABLE_BYTES else f"{share:.0%}"
+
+
+# --- the header ----------------------------------------------------------------------------------------
+
+
+def header(
+    profile: KernelProfile, data: KernelProfiles, width: int, *, is_paused: bool = False
+) -> list[Line]:
+    """The sum and the wall time of the step, a line for each group, and the titles of the rows."""
+    state = "  paused" if is_paused else f"  {one_line(data.note)}" if data.note else ""
+    text = _totals(profile, width - (len(state) if is_paused else 0))
+    digits = len(f"{step_us(profile):,.0f}")
+    *groups, gaps = summary(profile)
+    longer = kernels_us(profile) > profile.wall_us
+    return [
+        [(text[:width], "strong"), (state[: max(0, width - len(text))], "warning")],
+        *(_group_line(group, data.copy_gbps, width, digits) for group in groups),
+        _no_gaps_line(profile, width) if longer else _group_line(gaps, None, width, digits),
+        [(_titles(width), "strong")],
+    ]
+
+
+def _totals(profile: KernelProfile, width: int) -> str:
+    """As many figures as fit; none is cut, since the digits that are left would be another figure."""
+    total, calls = kernels_us(profile), sum(kernel.calls for kernel in profile.kernels)
+    wall = f"wall {profile.wall_us:,.0f} µs"
+    text = longest_fitting(
+        (f"{calls} kernels · sum {total:,.0f} · {wall}", f"{calls} kernels · {wall}", wall), width
+    )
+    gap = profile.wall_us - total
+    for more in (
+        f" · {profile.tokens} tokens" if profile.tokens > 1 else "",
+        f" · gap {gap:,.0f}" if gap >= 0 else "",
+    ):
+        text += more if len(text + more) <= width else ""
+    return text
+
+
+def _group_line(group: GroupTime, copy_gbps: float | None, width: int, digits: int) -> Line:
+    figures = f"{group.name:<{_GROUP}}{group.us:>{max(8, digits + 1)},.0f} {group.share:>4.0%} "
+    rest = width - len(figures)
+    has_bandwidth = rest >= 28
+    line: Line = [
+        (figures, ""),
+        (bar(group.share, min(16, max(0, rest - (18 if has_bandwidth else 0)))), "value"),
+    ]
+    if has_bandwidth and group.gbps:
+        share = f" {of_roofline(group.gbps, group.bytes, copy_gbps):>6}" if copy_gbps else ""
+        line.append((f" {group.gbps:>5,.0f} GB/s{share}", "dim"))
+    return line
+
+
+def _no_gaps_line(profile: KernelProfile, width: int) -> Line:
+    """Kernels that are timed one by one may take longer than the step: in the step some overlap, and clocks and the
+    load of the machine change. Which of these it was is not known."""
+    longer = step_us(profile) / (profile.wall_us or 1.0) - 1
+    texts = (
+        f"none: timed one by one, kernels take {longer:.0%} longer than in the step",
+        f"none: timed one by one, kernels take {longer:.0%} longer",
+        f"none: one by one {longer:.0%} longer",
+        f"none: alone +{longer:.0%}",
+    )
+    text = longest_fitting(texts, width - _GROUP) if longer >= 0.005 else "none"
+    return [(f"{GAPS:<{_GROUP}}", ""), (text, "dim")]
+
+
+# --- the rows ------------------------------------------------------------------------------------------
+
+
+def row(profile: KernelProfile, kernel: KernelTime, copy_gbps: float | None, width: int) -> Line:
+    role_width, name_width, has_bar, has_roof = _columns(width)
+    share, bandwidth = kernel.total_us / step_us(profile), gbps(kernel)
+    role = longest_fitting((kernel.role, *_SHORT_ROLES.get(kernel.role, ())), role_width - 1)
+    name = one_line(kernel.name)
+    name = name if len(name) < name_width else name[: name_width - 2] + "…" if name_width > 1 else ""
+    us_decimals, gbps_decimals = 1 if kernel.total_us < 99_999 else 0, 0 if bandwidth >= 99.95 else 1
+    line: Line = [
+        (role[: max(0, role_width - 1)].ljust(role_width), "dim" if name_width else ""),
+        (name.ljust(name_width), ""),
+        (f"{kernel.calls:>{_CALLS}}{kernel.total_us:>{_US},.{us_decimals}f}{share:>{_SHARE}.0%}", ""),
+    ]
+    if has_bar:
+        line.append((f" {bar(share, _BAR)}", "value"))
+    line.append((f"{bandwidth:>{_GBPS},.{gbps_decimals}f}", ""))
+    if has_roof:
+        line.append((f"{of_roofline(bandwidth, kernel.bytes, copy_gbps):>{_ROOF}}", "dim"))
+    return line
+
+
+def _titles(width: int) -> str:
+    role_width, name_width, has_bar, has_roof = _columns(width)
+    text = "role".ljust(role_width)[:role_width] + "kernel".ljust(name_width)[:name_width]
+    text += f"{'calls':>{_CALLS}}{'µs':>{_US}}{'%':>{_SHARE}}" + (" " * (_BAR + 1) if has_bar else "")
+    return text + f"{'GB/s':>{_GBPS}}" + (f"{'roof':>{_ROOF}}" if has_roof else "")
+
+
+def _columns(width: int) -> tuple[int, int, bool, bool]:
+    """The cells of the role and of the name, and whether there are bars and shares of the roofline. A narrow row has
+    no name, because the beginning of a name only repeats the role."""
+    figures = _CALLS + _US + _SHARE + _GBPS
+    has_bar, has_roof = width >= 78, width >= figures + _ROLE + _ROOF
+    rest = max(0, width - figures - (_ROOF if has_roof else 0) - (_BAR + 1 if has_bar else 0))
+    role = 17 if rest >= 36 else _ROLE if rest >= _ROLE + _MIN_NAME else rest
+    return role, rest - role, has_bar, has_roof
