@@ -58,7 +58,7 @@ def tokenize(
         if isinstance(stream, io.TextIOWrapper):  # bytes that are not text must not end it
             stream.reconfigure(errors=errors)
     with GGUF(model) as gguf:
-        tokenizer = Tokenizer.from_gguf(gguf)
+        tokenizer = Tokenizer(gguf)
 
     def tokens(text: str) -> dict[str, Any]:
         ids = tokenizer.encode(text, special=special)

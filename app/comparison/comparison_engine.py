@@ -42,9 +42,8 @@ from engine.events import (
     TokenIds,
 )
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
+from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
-from engine.formats.thinking import ThinkSplitter
 from engine.measure.counters import Cpu
 from engine.measure.memory import gpu_used_bytes
 from engine.peers.llama_server import LlamaServer
@@ -293,7 +292,7 @@ class ComparisonEngine:
         self, work: Generate, request: Generate, prompt: Prompt
     ) -> AsyncGenerator[Event, None]:
         """Our engine's answer to token ids. If they stand for a chat, its thinking is separated from its text."""
-        splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
+        splitter = think_splitter(request.prompt, prompt)
         async with aclosing(split_thinking(self._observed(work), splitter)) as events:
             async for event in events:
                 yield event

@@ -22,7 +22,7 @@ from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Meter, Progress
 from engine.catalog.transfer import Target, fetch
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, shown
+from engine.formats.gguf import GGUF, printable
 from engine.model.config import check_architecture
 
 
@@ -47,7 +47,7 @@ def download(
                 "The disk is full.", "Free some space and try again: what was downloaded is kept."
             ) from error
         raise DownloadError(
-            f"{shown(str(error.filename or cache.hub_folder()))} cannot be used: {error.strerror or error}.",
+            f"{printable(str(error.filename or cache.hub_folder()))} cannot be used: {error.strerror or error}.",
             "Fix this, or set HF_HUB_CACHE to another folder.",
         ) from error
 
@@ -86,7 +86,7 @@ def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Ca
     for file in remote.files:
         if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", file.digest):
             raise DownloadError(
-                f"The hub states no hash for {shown(file.name)}, so it cannot be verified.",
+                f"The hub states no hash for {printable(file.name)}, so it cannot be verified.",
                 "Choose another repository.",
             )
         url = hub.file_url(model, remote.commit, file.name)

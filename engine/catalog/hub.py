@@ -18,7 +18,7 @@ from typing import Any, Never
 from engine.catalog.files import is_safe
 from engine.catalog.names import HubModel
 from engine.errors import ModelFileError, UsageError
-from engine.formats.gguf import shown
+from engine.formats.gguf import printable
 
 TIMEOUT_S = 10.0  # for a response to begin, and between two reads of it
 RETRIES = 4  # in a row, if none of them brings a byte
@@ -169,7 +169,7 @@ def raise_download_error(error: Exception, what: str, *, on_hub: bool = True) ->
         hint = f"Try again later. {kept}"
     else:
         host = f"The hub ({endpoint()})" if on_hub else what
-        reason = shown(" ".join(str(error).split())) or type(error).__name__
+        reason = printable(" ".join(str(error).split())) or type(error).__name__
         message = f"{host} cannot be reached: {reason.rstrip('.')}."
         hint = f"Check the network, or name a mirror with HF_ENDPOINT. {kept}"
         if not on_hub:

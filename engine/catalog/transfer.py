@@ -14,7 +14,7 @@ from typing import Any
 from engine.catalog import hub
 from engine.catalog.hub import DownloadError
 from engine.catalog.progress import Meter
-from engine.formats.gguf import shown
+from engine.formats.gguf import printable
 
 LOCK_S = 0.3
 SPARE_BYTES = 64 << 20  # of disk space that a download leaves free
@@ -67,7 +67,7 @@ def fetch(target: Target, lock: Path, meter: Meter) -> None:
                 target.incomplete_path.unlink(missing_ok=True)
                 if is_last_try:
                     raise DownloadError(
-                        f"{shown(target.name)} arrived damaged twice: {damage}.",
+                        f"{printable(target.name)} arrived damaged twice: {damage}.",
                         "Nothing of it was kept. Try again later, or get it from another repository.",
                     ) from None
         meter.finish_file(target.incomplete_path.stat().st_size)
@@ -121,7 +121,7 @@ def _download(target: Target, meter: Meter) -> None:
             delay = hub.retry_after_s(cut, failures)
             if delay is None:
                 hub.raise_download_error(
-                    cut, shown(target.name if target.on_hub else target.url), on_hub=target.on_hub
+                    cut, printable(target.name if target.on_hub else target.url), on_hub=target.on_hub
                 )
             if failures > 1 or hub.http_status(cut):
                 meter.wait(delay, partial.have, f"interrupted; trying again in {delay:.0f} s")
@@ -239,7 +239,7 @@ def _check_free_space(target: Target, size_bytes: int | None, have: int) -> None
     free = shutil.disk_usage(target.path.parent).free
     if need > free:
         raise DownloadError(
-            f"{shown(target.name)} needs {need / 1e9:.2f} GB more, and {target.path.parent} has room for "
+            f"{printable(target.name)} needs {need / 1e9:.2f} GB more, and {target.path.parent} has room for "
             f"{free / 1e9:.2f} GB.",
             "Free some space, or set HF_HUB_CACHE to a folder with more.",
         )

@@ -1,7 +1,7 @@
-"""How byte-level BPE vocabularies cut text into words before merging, by `tokenizer.ggml.pre`.
+"""How byte-level BPE tokenizers split text into words before merging, by the name in `tokenizer.ggml.pre`.
 
-The patterns are those of the models' own tokenizer.json files, as src/llama-vocab.cpp in llama.cpp records
-them. Each is applied to what the one before left: its matches and the gaps between them.
+The patterns are those of the models' tokenizer.json files, as src/llama-vocab.cpp in llama.cpp lists them. Each pattern
+splits every piece that the one before left, into its matches and the text between them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pretokenizer:
-    """`whole_words`: a word that is a token is taken as it is, whatever the merges would make of it
-    (`ignore_merges`). `add_bos`: what these models expect where the file does not say."""
+    """`whole_words`: a word that is a token becomes that token without merging (`ignore_merges` in tokenizer.json).
+    `add_bos`: whether to begin a text with BOS if the file does not say."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
@@ -25,13 +25,13 @@ _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
-# a word of capitals and then small letters, and the same with an ending of contractions
+# words with capitals first and then at least one small letter, and words with at least one capital
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}*{_LOWER}+"
 _CASED_CAPITALS = r"[^\r\n\p{L}\p{N}]?" + f"{_UPPER}+{_LOWER}*"
 _PATH_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
-# letters that have a case, as DeepSeek lists them
+# letters with a case, as DeepSeek lists them
 _DEEPSEEK_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ"
     "\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗ"

@@ -1,4 +1,4 @@
-"""From what is asked, in any of its forms, to the token ids that a model is given."""
+"""The token ids of a prompt in any of its forms: a chat, raw text, or token ids."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from engine.errors import TemplateError, UsageError
 from engine.events import Chat, Message, RawText, TokenIds
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate, Prompt
+from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import Tokenizer
 
 
 def tokens_in(prompt: Chat | RawText | TokenIds, model: Path) -> int:
-    """How many tokens `prompt` has for a model file, whether it is loaded or not: takes about a second.
-    Raises ModelFileError, UsageError, TemplateError."""
+    """How many tokens `prompt` has for a model file, which need not be loaded. Takes about a second. Raises
+    ModelFileError, UsageError, TemplateError."""
     with GGUF(model) as file:
         encoder = PromptEncoder(file)
     return len(encoder.encode(prompt).ids)
 
 
+def think_splitter(prompt: Chat | RawText | TokenIds, encoded: Prompt) -> ThinkSplitter | None:
+    """Separates thinking from the answer in a chat's reply. None for other prompts: their reply is one text."""
+    return ThinkSplitter(inside=encoded.opens_thinking) if isinstance(prompt, Chat) else None
+
+
 class PromptEncoder:
-    """A model file's tokenizer and template. The file needs no weights, and is not read after this."""
+    """The tokenizer and the chat template of a model file. The file needs no weights; only `__init__` reads it."""
 
     def __init__(self, file: GGUF) -> None:
         """Raises ModelFileError."""
@@ -30,7 +36,7 @@ class PromptEncoder:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences on what in the file was not as expected. That a template does not work shows in a first use."""
+        """Sentences about anything unexpected in the file. Renders a short chat, to see whether the template works."""
         with suppress(TemplateError):
             self.template.encode([Message(role="user", content="Hello")])
         return tuple(warning for warning in (self.tokenizer.warning, self.template.warning) if warning)
@@ -45,10 +51,10 @@ class PromptEncoder:
             case TokenIds(ids=ids):
                 encoded = Prompt(list(ids))
         if not encoded.ids:
-            raise UsageError("The prompt is empty.", "Type something for the model to go on from.")
+            raise UsageError("The prompt is empty.", "Type a message or a text to continue.")
         if not all(0 <= id < self.tokenizer.vocab_size for id in encoded.ids):
             raise UsageError(
-                "The prompt has token ids that the model does not know.",
-                f"Its vocabulary has ids from 0 to {self.tokenizer.vocab_size - 1}.",
+                "The prompt has token ids that are not in the model's vocabulary.",
+                f"Use ids from 0 to {self.tokenizer.vocab_size - 1}.",
             )
         return encoded

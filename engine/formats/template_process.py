@@ -1,12 +1,11 @@
-"""Renders one chat template, in a process of its own: `template` starts this file as a script.
+"""The process that renders one chat template: `template_renderer` runs this file as a script.
 
-A template is a program out of a file from anywhere. Jinja's sandbox keeps it away from Python, but not from
-looping or from filling the memory, and nothing inside a process can stop that reliably. So it runs here, with
-limits on memory and processor time, and its parent ends it when it takes too long.
+A template is a program from an untrusted file. Jinja's sandbox keeps it from Python's objects, but not from endless
+loops or from filling the memory, and nothing within a process can stop these reliably. So it runs here, with limits on
+memory and processor time, and the parent process kills this one when it takes too long.
 
-The parent writes lines of JSON: the template's source, then the variables of each rendering. For each of
-these one line comes back: {"text"}, or {"refused"} (the template called raise_exception), {"limit"} or
-{"broken"} with what went wrong.
+The parent writes lines of JSON: the template's source, then the variables of each rendering. Each rendering is answered
+by one line: {"text"}, or {"refused"} (the template called raise_exception), {"limit"} or {"broken"} with the reason.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30
-RENDERING_S = 2  # of processor time: ends a process whose parent is gone
+RENDERING_S = 2  # of processor time: ends the process if its parent has died
 TEXT_CHARACTERS = 1 << 24
 
 
 class Refusal(Exception):
-    """What raise_exception raises in a template."""
+    """A template called raise_exception."""
 
 
 class _GenerationBlock(Extension):
-    """{% generation %}, by which some templates mark for training what the model wrote: just its body."""
+    """{% generation %}, with which some templates mark the model's text for training: only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -45,7 +44,8 @@ class _GenerationBlock(Extension):
 
 @cache
 def compiled(source: str) -> Template:
-    """The template with what templates of this kind expect, as in transformers' `apply_chat_template`."""
+    """The template, with the functions and filters that chat templates expect: those of `_compile_jinja_template` in
+    transformers/utils/chat_template_utils.py."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
@@ -65,14 +65,14 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of Jinja's own filter."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def rendered(template: Template, variables: dict[str, Any]) -> str:
-    """`now` among the variables, in ISO format, is the time that the template sees."""
+    """The template's text. The variable `now`, in ISO format, is the time for `strftime_now`."""
     now = datetime.fromisoformat(variables.pop("now"))
     pieces, length = [], 0
     for piece in template.generate(strftime_now=now.strftime, **variables):
@@ -84,6 +84,7 @@ def rendered(template: Template, variables: dict[str, Any]) -> str:
 
 
 def answer(source: str, request: str) -> dict[str, str]:
+    """The answer to a line with the variables of a rendering."""
     try:
         return {"text": rendered(compiled(source), json.loads(request))}
     except Refusal as refusal:
@@ -97,7 +98,7 @@ def answer(source: str, request: str) -> dict[str, str]:
 
 
 def _limit_processor_time() -> None:
-    """To what is used so far and a little more."""
+    """Allows a little more than the process has used so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + 1 + RENDERING_S
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
@@ -109,7 +110,7 @@ def main() -> None:
     print("ready", flush=True)
     source = json.loads(sys.stdin.readline() or '""')
     _limit_processor_time()
-    with suppress(Exception):  # while the model loads; what fails here fails again below
+    with suppress(Exception):  # compiles while the model loads; an error is reported with the first rendering
         compiled(source)
     for request in sys.stdin:
         _limit_processor_time()

@@ -1,4 +1,4 @@
-"""Tells the thinking of a reply from its answer while it streams."""
+"""Separates the thinking in a streamed reply from the answer."""
 
 from __future__ import annotations
 
@@ -7,54 +7,54 @@ from enum import Enum, auto
 OPEN, CLOSE = "<think>", "</think>"
 
 
-class _At(Enum):
+class _Phase(Enum):
     START = auto()
     THINKING = auto()
     ANSWER = auto()
 
 
 class ThinkSplitter:
-    """Fed the text of one token after another; tells of each whether it is thinking, and what of it to show.
+    """Takes the text of a reply token by token.
 
-    A reply thinks only at its start: from `<think>`, or at once if `inside` (the prompt ended in it), up to
-    the first `</think>`. Later marks are text like any other. The marks are left out, and so are line breaks
-    after them and white space before the first. A mark may come as one token or as several: text that could
-    be the beginning of one is held back until that is known.
+    Thinking can only be at the start of a reply: from `<think>`, or from the first token if `inside` (the prompt ended
+    in `<think>`), to the first `</think>`. Later marks are ordinary text. The marks are removed, and so are line breaks
+    after them and white space before the first. A mark may be one token or several, so text that could be the beginning
+    of one is held back until the next tokens decide.
     """
 
     def __init__(self, *, inside: bool = False) -> None:
-        self._at = _At.THINKING if inside else _At.START
+        self._phase = _Phase.THINKING if inside else _Phase.START
         self._held = ""
         self._after_mark = inside
 
     def feed(self, text: str) -> tuple[bool, str]:
-        """(whether the token is thinking, the text that can be shown now). What comes after a `</think>` in
-        the same token is told with the next one."""
+        """(whether the token is thinking, the text that can be shown now). Text after `</think>` in the same token is
+        returned with the next token."""
         self._held += text
-        if self._at is _At.START:
-            begun = self._held.lstrip()
-            if len(begun) < len(OPEN) and OPEN.startswith(begun):
+        if self._phase is _Phase.START:
+            stripped = self._held.lstrip()
+            if len(stripped) < len(OPEN) and OPEN.startswith(stripped):
                 return False, ""
-            if begun.startswith(OPEN):
-                self._at, self._after_mark, self._held = _At.THINKING, True, begun[len(OPEN) :]
+            if stripped.startswith(OPEN):
+                self._phase, self._after_mark, self._held = _Phase.THINKING, True, stripped[len(OPEN) :]
             else:
-                self._at = _At.ANSWER
-        if self._at is _At.ANSWER:
+                self._phase = _Phase.ANSWER
+        if self._phase is _Phase.ANSWER:
             return False, self._take(len(self._held))
         thought, mark, rest = self._held.partition(CLOSE)
         if not mark:
             return True, self._take(len(self._held) - _overlap(self._held, CLOSE))
         self._held = thought
         shown = self._take(len(thought))
-        self._at, self._after_mark, self._held = _At.ANSWER, True, rest
+        self._phase, self._after_mark, self._held = _Phase.ANSWER, True, rest
         return True, shown
 
     def flush(self) -> tuple[bool, str]:
-        """What was held back and turned out to be no mark, at the end of the reply."""
-        return self._at is _At.THINKING, self._take(len(self._held))
+        """The text that is still held back at the end of the reply, as `feed` returns it."""
+        return self._phase is _Phase.THINKING, self._take(len(self._held))
 
     def _take(self, n: int) -> str:
-        """The first `n` characters held, without the line breaks that follow a mark."""
+        """Removes the first `n` characters from the held text; returns them without line breaks that follow a mark."""
         taken, self._held = self._held[:n], self._held[n:]
         if self._after_mark:
             taken = taken.lstrip("\n")

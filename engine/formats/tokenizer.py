@@ -1,7 +1,7 @@
-"""From text to token ids and back: byte-level BPE and SentencePiece vocabularies out of GGUF metadata.
+"""Text to token ids and back, with the vocabulary in a model file: byte-level BPE or SentencePiece.
 
-The merging is done by the `tokenizers` library. What surrounds it follows llama.cpp (src/llama-vocab.cpp), so
-that both give the same ids, but for one thing: text has no special tokens in it unless its caller says so.
+The library `tokenizers` merges. Everything around that follows llama.cpp (src/llama-vocab.cpp), so that both give the
+same ids, with one difference: names of special tokens in a text are ordinary text unless the caller says otherwise.
 """
 
 from __future__ import annotations
@@ -9,36 +9,39 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Merger
 
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, StringArray, shown
+from engine.formats.gguf import GGUF, StringArray, printable
 from engine.formats.pretokenizers import DEFAULT, PRETOKENIZERS
 
-# tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+# tokenizer.ggml.token_type: enum llama_token_type in include/llama.h
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
-# Tokens that end a reply, known by their text, since files seldom name more than one of them.
+# Tokens that end a reply. They are known by their text, because files seldom name more than one of them.
 _END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>",
     "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<｜end▁of▁sentence｜>", "<|fim_pad|>",
     "<|repo_name|>", "<|file_sep|>",
 )  # fmt: skip
-_THINK_MARKS = ("<think>", "</think>")  # shown even where they are control tokens: `thinking` looks for them
+_THINK_MARKS = (
+    "<think>",
+    "</think>",
+)  # never hidden, even if they are control tokens: `thinking` looks for them
 
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
-_LONGEST_PIECE = 512  # characters; a longer SentencePiece piece is never produced
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes it for a space
+_MAX_PIECE = 512  # characters; merges never produce a longer SentencePiece piece
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """GPT-2's one printable character per byte: code point -> byte."""
+    """GPT-2's encoder.py, bytes_to_unicode: each byte is written as one printable character. Code point -> byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
@@ -48,19 +51,20 @@ _BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
-    """The vocabulary of a model file, which need not have any weights.
+    """The tokenizer of a model file. The file needs no weights.
 
-    `bos_id` and `eos_id` may be missing in a file. `eos_ids` are all tokens that end a reply, `add_bos` and
-    `add_eos` what the model expects around a text. `warning` says in a sentence what was not as expected.
-    Raises ModelFileError if the file has no vocabulary or one of an unknown kind.
+    `bos_id` and `eos_id` are None if the file has none. `eos_ids` are all tokens that end a reply; `add_bos` and
+    `add_eos` say which tokens the model expects around a text. `special_tokens` maps names to ids. `warning` is a
+    sentence about anything unexpected in the file, or "". Raises ModelFileError if the file has no vocabulary, or one
+    of an unknown kind.
     """
 
     def __init__(self, gguf: GGUF) -> None:
         kind = gguf.get("tokenizer.ggml.model", str)
         if kind not in ("gpt2", "llama"):
             raise ModelFileError(
-                f'{shown(gguf.path.name)} has a tokenizer of the kind "{shown(kind)}"; '
-                'byte-level BPE ("gpt2") and SentencePiece ("llama") can be used.',
+                f'{printable(gguf.path.name)} has a tokenizer of the kind "{printable(kind)}"; '
+                'orin-chat supports byte-level BPE ("gpt2") and SentencePiece ("llama").',
                 "Choose a model of another family.",
             )
         self.warning = ""
@@ -68,12 +72,12 @@ class Tokenizer:
         self._raw = gguf.get("tokenizer.ggml.tokens", StringArray).raws()
         texts = [raw.decode("utf-8", "replace") for raw in self._raw]
         self.vocab_size = len(texts)
-        self._types = self._numbers(gguf, "token_type", np.int32, 1)
+        self._types = self._numbers(gguf, "token_type", np.int32, _NORMAL)
 
-        ids = {text: id for id, text in reversed([*enumerate(texts)])}  # of equal ones the first counts
+        ids = {text: id for id, text in reversed([*enumerate(texts)])}  # if two are equal, the first counts
         merges = [] if self.sentencepiece else list(gguf.get("tokenizer.ggml.merges", StringArray))
-        ends = {ids[text] for text in _END_TEXTS if text in ids and not self._spelled(text, ids, merges)}
-        if {"<|return|>", "<|call|>"} <= ids.keys():  # there, <|end|> ends only a part of a reply
+        ends = {ids[text] for text in _END_TEXTS if text in ids and not self._is_ordinary(text, ids, merges)}
+        if {"<|return|>", "<|call|>"} <= ids.keys():  # gpt-oss: its <|end|> ends only a part of a reply
             ends.discard(ids.get("<|end|>", -1))
         self._types[list(ends)] = _CONTROL
         self._set_special_ids(gguf, ends)
@@ -83,7 +87,7 @@ class Tokenizer:
         hidden = np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist()
         self._hidden = frozenset(hidden) - {special.get(mark) for mark in _THINK_MARKS}
         self.special_tokens: Mapping[str, int] = special
-        # User-defined runs of spaces and line breaks are how some models write plain text.
+        # Some models have user-defined tokens for runs of spaces and line breaks: these are part of any text.
         self._in_any_text = _alternatives(text for text in special if text.isspace())
         self._in_special_text = _alternatives(special)
 
@@ -91,24 +95,20 @@ class Tokenizer:
             del ids[text]
         self._merger = self._sentencepiece(gguf, ids) if self.sentencepiece else self._byte_level(ids, merges)
 
-    def _spelled(self, text: str, ids: Mapping[str, int], merges: Sequence[str]) -> bool:
-        """Whether a token that looks special is ordinary text, as "</s>" is to Qwen: merges lead to it."""
-        ordinary = self._types[ids[text]] not in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-        return ordinary and any(f"{text[:cut]} {text[cut:]}" in merges for cut in range(1, len(text)))
+    def _is_ordinary(self, text: str, ids: Mapping[str, int], merges: Sequence[str]) -> bool:
+        """Whether a token with the text of a special one is an ordinary token, made by merges: "</s>" in Qwen."""
+        special = self._types[ids[text]] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        return not special and any(f"{text[:cut]} {text[cut:]}" in merges for cut in range(1, len(text)))
 
-    @classmethod
-    def from_gguf(cls, gguf: GGUF) -> Self:
-        """The tokenizer of a model file, as `ChatTemplate.from_gguf` is its template."""
-        return cls(gguf)
-
-    def _numbers(self, gguf: GGUF, name: str, dtype: type, default: int) -> np.ndarray[Any, Any]:
+    def _numbers(self, gguf: GGUF, name: str, dtype: type, default: int) -> NDArray[Any]:
+        """The array `name` of the metadata, one number a token; `default` for each if the file does not have it."""
         key = f"tokenizer.ggml.{name}"
         numbers = gguf.get(key, np.ndarray, None)
         if numbers is None:
             return np.full(self.vocab_size, default, dtype)
         if len(numbers) < self.vocab_size:
             raise ModelFileError(
-                f"{shown(gguf.path.name)} is damaged: {key} has {len(numbers)} entries for "
+                f"{printable(gguf.path.name)} is damaged: {key} has {len(numbers)} entries for "
                 f"{self.vocab_size} tokens.",
                 "Download it again.",
             )
@@ -121,30 +121,32 @@ class Tokenizer:
 
         self.bos_id = special_id("bos", 1 if self.sentencepiece else None)
         self.eos_id = special_id("eos", 2 if self.sentencepiece else None)
-        named = (self.eos_id, special_id("eot"), special_id("eom"))
-        self.eos_ids = frozenset(ends.union(id for id in named if id is not None))
+        end_ids = (self.eos_id, special_id("eot"), special_id("eom"))
+        self.eos_ids = frozenset(ends.union(id for id in end_ids if id is not None))
         pre = gguf.get("tokenizer.ggml.pre", str, "")
         self.pretokenizer = PRETOKENIZERS.get(pre, DEFAULT)
         if not self.sentencepiece and pre not in PRETOKENIZERS:
-            what = f'an unknown pre-tokenizer, "{shown(pre)}"' if pre else "no pre-tokenizer"
-            self.warning = f"The model file names {what}; answers may be worse than the model's own."
+            named = f'an unknown pre-tokenizer, "{printable(pre)}"' if pre else "no pre-tokenizer"
+            self.warning = f"The model file names {named}; answers may be worse than the model can give."
         add_bos = self.sentencepiece or self.pretokenizer.add_bos
         self.add_bos = gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos) and self.bos_id is not None
         self.add_eos = gguf.get("tokenizer.ggml.add_eos_token", bool, False) and self.eos_id is not None
         prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, self.sentencepiece)
         self.add_space_prefix = self.sentencepiece and prefix
 
-    def _byte_level(self, ids: dict[str, int], lines: Sequence[str]) -> Merger:
-        merges = [(left, right) for left, _, right in (line.partition(" ") for line in lines)]
+    def _byte_level(self, ids: dict[str, int], merge_lines: Sequence[str]) -> Merger:
+        merges = [(left, right) for left, _, right in (line.partition(" ") for line in merge_lines)]
         options = {"ignore_merges": self.pretokenizer.whole_words}
         try:
             model = models.BPE(ids, merges, **options)
-        except Exception:  # the library's own type: a merge of something that is not in the vocabulary
-            known = [(a, b) for a, b in merges if a in ids and b in ids and a + b in ids]
+        except (
+            Exception
+        ):  # a merge has a token that is not in the vocabulary; the library has no class for this error
+            valid = [(a, b) for a, b in merges if a in ids and b in ids and a + b in ids]
             self.warning = (
-                f"{len(merges) - len(known)} merges of the vocabulary are damaged and were left out."
+                f"{len(merges) - len(valid)} merges of the vocabulary are damaged and were left out."
             )
-            model = models.BPE(ids, known, **options)
+            model = models.BPE(ids, valid, **options)
         merger = Merger(model)
         splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in self.pretokenizer.patterns]
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -152,31 +154,31 @@ class Tokenizer:
         return merger
 
     def _sentencepiece(self, gguf: GGUF, ids: dict[str, int]) -> Merger:
-        """SentencePiece joins the two neighbours whose join has the highest score; as BPE, these are merges
-        ranked by score, one for each way to cut a piece in two known ones."""
+        """SentencePiece joins the two neighbouring pieces whose join has the highest score. As BPE, that is a list of
+        merges ranked by the score of their result, one for each way to cut a piece into two known pieces."""
         scores = self._numbers(gguf, "scores", np.float32, 0).tolist()
-        produced = [
-            text for text, id in ids.items() if 1 < len(text) <= _LONGEST_PIECE and self._types[id] != _BYTE
+        pieces = [
+            text for text, id in ids.items() if 1 < len(text) <= _MAX_PIECE and self._types[id] != _BYTE
         ]
-        produced.sort(key=lambda text: (-scores[ids[text]], ids[text]))
+        pieces.sort(key=lambda text: (-scores[ids[text]], ids[text]))
         merges = [
             (text[:cut], text[cut:])
-            for text in produced
+            for text in pieces
             for cut in range(1, len(text))
             if text[:cut] in ids and text[cut:] in ids
         ]
         unknown = next(
             (text for text, id in self.special_tokens.items() if self._types[id] == _UNKNOWN), None
         )
-        if unknown is not None:  # nothing merges to it: it stands for characters that no token can spell
+        if unknown is not None:  # no merge leads to it: it stands for characters without a token
             ids = ids | {unknown: self.special_tokens[unknown]}
         return Merger(models.BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
 
     # --- text to ids -------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, special: bool = False, add_special: bool = False) -> list[int]:
-        """The token ids of `text`. With `special`, names of special tokens in it become these tokens; if not,
-        nothing in it does. `add_special` puts BOS before and EOS after it where the model expects them."""
+        """The token ids of `text`. With `special`, the names of special tokens in it become these tokens; else they are
+        ordinary text. `add_special` adds BOS before and EOS after the text if the model expects them."""
         ids = self.encode_segments([(text, special)])
         if add_special and self.add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
@@ -185,13 +187,13 @@ class Tokenizer:
         return ids
 
     def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> list[int]:
-        """The token ids of segments (text, special) that follow each other. Special tokens are looked for in
-        each segment by itself and only where `special` is true; plain text merges across segments."""
-        parts: list[str | int] = []  # plain text or a special token's id, no two texts in a row
+        """The token ids of consecutive segments (text, special). Special tokens are searched within each segment, and
+        only if its `special` is true. Plain text merges across segments."""
+        parts: list[str | int] = []  # plain text or the id of a special token; never two texts in a row
         for segment, special in segments:
             pattern = self._in_special_text if special else self._in_any_text
             for i, text in enumerate(pattern.split(_SURROGATES.sub("\N{REPLACEMENT CHARACTER}", segment))):
-                if i % 2:  # the split alternates text and special token
+                if i % 2:  # split() alternates text and the matched tokens
                     parts.append(self.special_tokens[text])
                 elif parts and isinstance(parts[-1], str):
                     parts[-1] += text
@@ -199,7 +201,7 @@ class Tokenizer:
                     parts.append(text)
 
         ids: list[int] = []
-        after_special = True  # SentencePiece models put a space before a text, but not between two texts
+        after_special = True  # SentencePiece models expect a space before a text
         for part in parts:
             if isinstance(part, int):
                 ids.append(part)
@@ -215,12 +217,12 @@ class Tokenizer:
     # --- ids to text -------------------------------------------------------------------------------------
 
     def text(self, id: int | None) -> str:
-        """A token as the vocabulary writes it ("" for None): what a template calls `bos_token`."""
+        """A token as the vocabulary has it, as in a template's `bos_token`; "" for None."""
         return "" if id is None else self._raw[id].decode("utf-8", "replace")
 
     def piece(self, id: int) -> bytes:
-        """The bytes that a token stands for; for a special token those of its name, b"" for an id past the
-        vocabulary (models pad their output)."""
+        """The bytes that a token stands for. For a special token these are its name; for an id after the vocabulary
+        b"", because models pad their output."""
         if not 0 <= id < self.vocab_size:
             return b""
         raw, kind = self._raw[id], self._types[id]
@@ -235,33 +237,28 @@ class Tokenizer:
         except (KeyError, UnicodeDecodeError):  # not in the byte alphabet
             return raw
 
-    @cached_property
-    def pieces(self) -> Sequence[bytes]:
-        """`piece` of every token."""
-        return [self.piece(id) for id in range(self.vocab_size)]
-
-    def hides(self, id: int) -> bool:
-        """Whether a token is no text of a reply: control tokens, but not the marks around thinking."""
+    def is_hidden(self, id: int) -> bool:
+        """Whether a token is not part of a reply's text: control tokens, except the marks around thinking."""
         return id in self._hidden
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The text of tokens; `special` shows the names of control tokens in it."""
+        """The text of tokens, with the names of control tokens if `special`."""
         stream = StreamDecoder(self, special=special)
         return "".join([stream.feed(id) for id in ids]) + stream.flush()
 
 
 class StreamDecoder:
-    """Turns tokens into text one at a time. A character that is not complete is held back until it is; bytes
-    that cannot become one are U+FFFD. `special` shows the names of control tokens."""
+    """Decodes tokens one at a time. Bytes of an incomplete character are held back until it is complete; bytes that
+    are no character become U+FFFD. With `special`, the names of control tokens are text."""
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
         self._tokenizer, self._special = tokenizer, special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._drop_space = tokenizer.add_space_prefix  # the one that encoding put before the text
+        self._drop_space = tokenizer.add_space_prefix  # `encode_segments` added it before the text
 
     def feed(self, id: int) -> str:
-        """The text that a token completes: possibly ""."""
-        if self._tokenizer.hides(id) and not self._special:
+        """The text that a token completes; may be ""."""
+        if self._tokenizer.is_hidden(id) and not self._special:
             return ""
         text = self._utf8.decode(self._tokenizer.piece(id))
         if text and self._drop_space:
@@ -270,11 +267,11 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD if a character was not completed."""
+        """The rest of the text: U+FFFD if the last character is incomplete, else ""."""
         return self._utf8.decode(b"", final=True)
 
 
 def _alternatives(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of `texts`, the longest first, in a group; nothing if there are none."""
+    """A pattern with one group that matches any of `texts`, the longest first; nothing if there are none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else r"((?!))")

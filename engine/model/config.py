@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, shown
+from engine.formats.gguf import GGUF, printable
 
 # The architectures that the forward pass covers, and the order of rows in their files' query and key matrices. True:
 # the two elements that RoPE rotates together are neighbours ("norm" in llama.cpp), False: they are half a head apart
@@ -23,7 +23,7 @@ def check_architecture(architecture: str, model: str) -> None:
     """Raises ModelFileError if the engine does not run this architecture; the message calls the model `model`."""
     if architecture not in INTERLEAVED_ROPE:
         raise ModelFileError(
-            f"{model} is of the architecture {shown(architecture)}, which orin-chat does not run.",
+            f"{model} is of the architecture {printable(architecture)}, which orin-chat does not run.",
             f"Choose a model of one of these: {', '.join(INTERLEAVED_ROPE)}.",
         )
 
@@ -71,7 +71,7 @@ class ModelConfig:
     def from_gguf(cls, file: GGUF) -> ModelConfig:
         """Raises ModelFileError for an architecture that the engine does not run, or a variant of one, and for
         damaged metadata."""
-        name = shown(file.path.name)
+        name = printable(file.path.name)
         architecture = file.get("general.architecture", str)
         check_architecture(architecture, name)
 
@@ -115,11 +115,13 @@ def _rope_frequencies(file: GGUF, architecture: str, head_dim: int) -> NDArray[n
     """base**(-2i / head_dim), float64 (head_dim / 2,), scaled as the file says: `rope_freqs.weight` (Llama 3.1 and
     later) divides each frequency, as ggml_rope_ext's freq_factors; a linear scaling factor divides all of them, as
     in llama_model::load_hparams of llama.cpp. Raises ModelFileError."""
-    name = shown(file.path.name)
+    name = printable(file.path.name)
     rotated = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
     scaling = file.get(f"{architecture}.rope.scaling.type", str, "none")
     if rotated != head_dim or scaling not in ("none", "linear"):
-        variant = f"RoPE scaling {shown(scaling)}" if rotated == head_dim else "heads that are partly rotated"
+        variant = (
+            f"RoPE scaling {printable(scaling)}" if rotated == head_dim else "heads that are partly rotated"
+        )
         raise ModelFileError(f"{name} uses {variant}, which orin-chat does not run.", "Choose another model.")
     base = file.get(f"{architecture}.rope.freq_base", float, 10_000.0)
     factors = file.tensors.get("rope_freqs.weight")

@@ -15,7 +15,6 @@ from tinygrad.helpers import GlobalCounters
 from engine.devices.device_name import device_name
 from engine.errors import ContextFullError, UsageError
 from engine.events import (
-    Chat,
     EngineOptions,
     Event,
     Finished,
@@ -37,8 +36,7 @@ from engine.events import (
 )
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
-from engine.formats.template import Prompt
+from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import StreamDecoder
 from engine.measure.bandwidth import copy_gbps
@@ -112,7 +110,7 @@ class TextModel:
         limit = self._reply_limit(prompt.ids, request.max_tokens)
         sampler = Sampler(request.sampling)
         reporter = _TokenReporter(
-            request, StreamDecoder(self.tokenizer), _think_splitter(request, prompt), report
+            request, StreamDecoder(self.tokenizer), think_splitter(request.prompt, prompt), report
         )
         if request.fresh:
             self._cached.clear()
@@ -284,11 +282,6 @@ class _TokenReporter:
             logprob, top = log_probabilities(runner.logits(), token, self.request.logprobs)
         event = Thinking if thinking else Token
         self.report(event(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
-
-
-def _think_splitter(request: Generate, prompt: Prompt) -> ThinkSplitter | None:
-    """Only a chat's reply is split into thinking and answer; other prompts get the text as it is."""
-    return ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
 
 
 def _context_length(options: EngineOptions, config: ModelConfig) -> int:

@@ -35,9 +35,8 @@ from engine.events import (
     TopToken,
 )
 from engine.formats.gguf import GGUF, StringArray
-from engine.formats.prompt import PromptEncoder
+from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
-from engine.formats.thinking import ThinkSplitter
 from engine.measure.memory import resident
 from engine.peers import http
 from engine.peers.llama_process import LlamaProcess, find_llama_server
@@ -177,7 +176,7 @@ class LlamaServer(ServerEngine):
             prompt = Prompt(list(request.prompt.ids))
         else:
             prompt = await asyncio.to_thread(self._encode, request.prompt)
-        splitter = ThinkSplitter(inside=prompt.opens_thinking) if isinstance(request.prompt, Chat) else None
+        splitter = think_splitter(request.prompt, prompt)
         async for event in split_thinking(self._completed(request, prompt.ids, stats), splitter):
             yield event
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from engine.catalog.files import PREFERRED, is_safe, models_among, must_pick, pick, quantization_of
 from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
 from engine.errors import ModelFileError, UsageError
-from engine.formats.gguf import GGML_BLOCK
+from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.model.config import check_architecture
 
@@ -136,7 +136,7 @@ def test_quantizations_by_file_name(file, quantization):
 
 
 def test_what_is_preferred_can_run():
-    runs = {GGML_BLOCK[kind][0] for kind in (*QUANTIZED, *FLOATS)}
+    runs = {GGML_TYPES[kind].name for kind in (*QUANTIZED, *FLOATS)}
     for quantization in PREFERRED:
         assert any(quantization == kind or quantization.startswith(f"{kind}_") for kind in runs)
 

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGML_BLOCK, GGUF, StringArray
+from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.gguf import GGUF, StringArray
 from tests.paths import SHARED
 
 STRING, ARRAY = 8, 9
@@ -171,7 +172,7 @@ def test_a_vocabulary_alone_is_a_file(write):
 
 def test_block_table_is_ggmls():
     for kind, size in peer.GGML_QUANT_SIZES.items():
-        assert GGML_BLOCK[kind] == (kind.name, *size)
+        assert GGML_TYPES[kind] == (kind.name, *size)
 
 
 def test_bad_utf8_is_read_and_its_bytes_kept(write):

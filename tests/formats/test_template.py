@@ -285,7 +285,7 @@ def stopped(template: ChatTemplate, *messages: Message) -> None:
     ],
 )
 def test_a_template_that_does_not_end_is_stopped(template, monkeypatch, source):
-    monkeypatch.setattr("engine.formats.template.RENDER_S", 0.3)
+    monkeypatch.setattr("engine.formats.template_renderer.RENDER_S", 0.3)
     stopped(template(source))
 
 

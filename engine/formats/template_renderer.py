@@ -1,0 +1,113 @@
+"""Renders a chat template in a process of its own, and kills the process if that takes too long."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from engine.errors import TemplateError
+from engine.events import Message
+
+START_S = 30.0  # for the process to start; on a busy machine that takes seconds
+RENDER_S = 1.0  # rendering takes about a millisecond
+_NO_PROCESS = "The process that renders chat templates does not start."
+
+
+class Refused(Exception):
+    """The template called raise_exception with this message."""
+
+
+class Broken(Exception):
+    """The template cannot be compiled, or fails on a conversation."""
+
+
+class TemplateRenderer:
+    """One template in a process of its own (`template_process`), which ends with this object. `render` starts the
+    process again if it was killed."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Starts the process and does not wait for it: it compiles the template while the model loads. Raises
+        TemplateError."""
+        script = Path(__file__).with_name("template_process.py")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+                start_new_session=True,  # so that Ctrl-C in the terminal does not end it
+            )
+        except OSError as error:
+            hint = f"The system says: {error.strerror}. Free some memory and try again."
+            raise TemplateError(_NO_PROCESS, hint) from None
+        self._kill = weakref.finalize(self, _kill, self._process)
+        self._ready = False
+        self._write(json.dumps(self._source))
+
+    def render(self, variables: dict[str, Any], messages: Sequence[Message]) -> str:
+        """The template's text for `messages`. `variables` are JSON values and must have "now", the time in ISO format.
+        Raises Refused, Broken, and TemplateError if it takes too much time or memory."""
+        if self._process is None or self._process.poll() is not None:
+            self.start()
+        if not self._ready and self._read_line(START_S) != "ready\n":
+            raise TemplateError(_NO_PROCESS, "Install orin-chat again.")
+        self._ready = True
+        self._write(json.dumps(variables | {"messages": [_as_variables(m) for m in messages]}))
+        line = self._read_line(RENDER_S)
+        if not line.endswith("\n"):  # the process was killed, or died
+            self._kill()
+            self._process = None
+            line = json.dumps({"limit": f"it takes longer than {RENDER_S:.0f} s"})
+        match json.loads(line):
+            case {"text": str(text)}:
+                return text
+            case {"refused": reason}:
+                raise Refused(reason)
+            case {"broken": reason}:
+                raise Broken(reason)
+            case {"limit": reason}:
+                raise TemplateError(
+                    f"The model's chat template was stopped: {reason}.",
+                    "The model file is damaged or malicious: get another copy of the model.",
+                )
+        raise AssertionError(line)
+
+    def _write(self, line: str) -> None:
+        assert self._process and self._process.stdin
+        with suppress(BrokenPipeError):  # the process has died; reading finds that out
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def _read_line(self, seconds: float) -> str:
+        """The next line, or a part of it if the process dies. After `seconds` it is killed."""
+        assert self._process and self._process.stdout
+        timer = Timer(seconds, self._process.kill)
+        timer.start()
+        try:
+            return self._process.stdout.readline()
+        finally:
+            timer.cancel()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    with suppress(OSError), process:  # leaving it closes the pipes and waits for the process
+        pass
+
+
+def _as_variables(message: Message) -> dict[str, str]:
+    """A message under the names that templates use."""
+    fields = {"role": message.role, "content": message.content}
+    return fields | {"reasoning_content": message.thinking} if message.thinking else fields
