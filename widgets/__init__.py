@@ -1,1 +1,1 @@
-"""What is seen. Widgets take data and post messages; they know no engine."""
+"""The parts of the screen. Immutable data goes in, messages come out; no widget knows an engine."""

@@ -1,17 +1,17 @@
-"""What the transcript sees of a turn of the conversation. The application owns the turns and changes them."""
+"""A turn of the conversation, as the transcript reads it. The application owns the turns and changes them."""
 
 from __future__ import annotations
 
 from typing import Literal, Protocol
 
 WARNING = "⚠"
-"""What a note begins with where something went wrong."""
+"""The first character of a note about something that went wrong."""
 
 
 class Turn(Protocol):
-    """`content` and `thinking` are raw text, which the widgets clean. `streaming`: more text is on its way.
-    `finished`: the reply came to its own end. `thinking_s`: how long the model thought, in seconds (None: not
-    measured). `note`: one line about the turn."""
+    """`content` and `thinking` are raw text, which the widgets clean. `streaming`: more text is to come. `finished`:
+    the reply is complete. `thinking_s` is how long the model thought, in seconds (None: not measured). `note` is one
+    line about the turn, "" if there is none."""
 
     @property
     def role(self) -> Literal["user", "assistant"]: ...

@@ -1,4 +1,4 @@
-"""One turn of a conversation, which grows while a reply streams. `widgets.turn` is what a screen sees of it."""
+"""A turn of a conversation. `widgets.turn.Turn` is the part of it that the transcript reads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import Literal
 
 @dataclass(eq=False)
 class Turn:
-    """`content` and `thinking` are as they came from the user or the model; what shows them cleans them.
-
-    `streaming` is True while more of it is on its way; `finished` is False for a reply that did not come to
-    its end, for as long as it does not. `thinking_s` is how long the model thought, in seconds
-    (None: not measured). `note` is one line about the turn (stopped, failed), never sent to a model.
-    `message_id` is its row in the history (None: not saved yet).
-    """
+    """`content` and `thinking` are raw text from the user or the model; the widgets clean it. `streaming`: more text is
+    to come. `finished` is False for a reply that is not complete, or was not when the program ended. `thinking_s` is
+    in seconds (None: not measured). `note` is one line about the turn (stopped, failed), which no model sees.
+    `message_id` is its row in the history (None: not saved yet)."""
 
     role: Literal["user", "assistant"]
     content: str = ""
