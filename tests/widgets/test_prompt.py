@@ -147,7 +147,7 @@ async def test_no_draft_is_ever_lost(steps):
                 prompt.action_cursor_up()
             elif step == "down":
                 prompt.action_cursor_down()
-        kept = "\n".join([*prompt._sent, *prompt._pages, prompt.text])
+        kept = "\n".join([*prompt._history._sent, *prompt._history._texts, prompt.text])
         assert all(text in kept for text in typed)
 
 
