@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
-import platformdirs
 from msgspec.structs import replace
 
 from engine.child_process import module_command
@@ -33,7 +32,8 @@ from engine.events import (
     Token,
     command_decoder,
 )
-from engine.process import EngineProcess, trim_log
+from engine.logs import log_path, trim_log
+from engine.process import EngineProcess
 from engine.transport import FrameError, pack
 
 Request = Generate | Measure | Profile
@@ -113,7 +113,7 @@ class LocalEngine:
     @property
     def log_path(self) -> Path:
         """The file with the output of the process: tracebacks, never a prompt."""
-        return platformdirs.user_log_path("orin-chat", appauthor=False) / "engine.log"
+        return log_path("engine")
 
     async def start(self) -> AsyncGenerator[Event, None]:
         stream = self._open(None)
@@ -200,18 +200,12 @@ class LocalEngine:
                 if self._process is None:
                     self._process = await self._spawn()
             except OSError as error:
-                stream.put(
-                    Failed(
-                        kind="backend", message=f"The engine process could not be started: {error.strerror}."
-                    )
-                )
+                message = f"The engine process could not be started: {error.strerror}."
+                stream.put(Failed(kind="backend", message=message, hint="Free some memory and try again."))
                 return
             except UnicodeEncodeError:
-                stream.put(
-                    Failed(
-                        kind="model", message="The model's path is not valid UTF-8.", hint="Rename the file."
-                    )
-                )
+                message = "The model's path is not valid UTF-8."
+                stream.put(Failed(kind="model", message=message, hint="Rename the file."))
                 return
             stream.joined = True
             if self._ready and stream.request is None:

@@ -9,17 +9,16 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from engine.child_process import how_it_ended, signal_group
 from engine.events import Event, Failed, Shutdown, event_decoder
+from engine.logs import open_log, trim_log
 from engine.transport import Deframer, FrameError, pack
 
 SHUTDOWN_GRACE_S = 1.0
 TERMINATE_GRACE_S = 0.3
-LOG_LIMIT_BYTES = 1 << 20
 
 
 class EngineProcess(asyncio.Protocol):
@@ -169,20 +168,3 @@ class EngineProcess(asyncio.Protocol):
         elif code == -signal.SIGKILL and not self._killed:
             hint = f"If memory ran out, a smaller model or context may help. {hint}"
         return Failed(kind="backend", message=message, hint=hint)
-
-
-def open_log(path: Path) -> IO[bytes]:
-    """The log file, for appending; only its owner can read it. /dev/null if it cannot be written."""
-    trim_log(path)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
-    except OSError:
-        return Path(os.devnull).open("wb")
-
-
-def trim_log(path: Path) -> None:
-    """Empties the log if it is larger than LOG_LIMIT_BYTES."""
-    with contextlib.suppress(OSError):
-        if path.stat().st_size > LOG_LIMIT_BYTES:
-            os.truncate(path, 0)

@@ -29,7 +29,6 @@ from engine.doctor import Finding, Section, State, backend_checks, fair, good, h
 from engine.doctor.backend_checks import as_finding
 from engine.doctor.check_result import CheckResult
 from engine.errors import BackendError, UsageError
-from engine.measure.counters import is_jetson
 from engine.peers.llama_process import find_llama_server
 from widgets.text import as_bytes, one_line
 
@@ -123,7 +122,7 @@ def examine(
     on_trial: Callable[[str], None] = lambda backend: None,
 ) -> Report:
     """Looks at everything, the backends last. What is found is told as soon as it is."""
-    on_a_jetson = is_jetson(root) or (root / "dev/nvgpu/igpu0/ctrl").exists()
+    on_a_jetson = jetson.is_found(root)
     sections: list[Section] = []
 
     def found(title: str, findings: list[Finding]) -> None:

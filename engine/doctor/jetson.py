@@ -26,6 +26,11 @@ def may_use(path: Path) -> bool:
     return os.access(path, os.R_OK | os.W_OK)
 
 
+def is_found(root: Path) -> bool:
+    """Whether the machine is a Jetson. A container on one may lack its release file, but have its device nodes."""
+    return is_jetson(root) or (root / CTRL.lstrip("/")).exists()
+
+
 def examine(
     root: Path = Path("/"),
     *,
@@ -33,7 +38,7 @@ def examine(
     has_libatomic: Callable[[], bool] = lambda: bool(ctypes.util.find_library("atomic")),
 ) -> list[Finding]:
     """No findings on a machine that is not a Jetson."""
-    if not (is_jetson(root) or (root / CTRL.lstrip("/")).exists()):
+    if not is_found(root):
         return []
     return [
         note("board", read_text(root / "proc/device-tree/model") or "its name is not known"),
@@ -90,12 +95,12 @@ def _counters(root: Path) -> Iterator[Finding]:
         yield good("power mode", mode.text)
     else:
         yield fair("power mode", f"{mode.text}, which limits clocks and may turn cores off", _MODE_ADVICE)
-    yield _clock(root, counters["GPU clock"])
+    yield _clock(counters["GPU clock"])
     for name in ("EMC clock", "temperature", "power"):
         yield note(name, as_text(counters[name]))
 
 
-def _clock(root: Path, clock: Counter) -> Finding:
+def _clock(clock: Counter) -> Finding:
     """jetson_clocks keeps it at its maximum; without, it falls when the GPU has little to do."""
     if clock.value is None:
         return note("GPU clock", clock.absent)

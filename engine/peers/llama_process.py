@@ -19,7 +19,7 @@ from typing import Self
 from engine.child_process import how_it_ended, signal_group
 from engine.errors import BackendError, ModelFileError, OrinError, one_line
 from engine.events import EngineOptions
-from engine.process import open_log
+from engine.logs import open_log
 
 INSTALL_HINT = (
     "Install llama.cpp (https://github.com/ggml-org/llama.cpp), or say where it is: --llama-server PATH, "
@@ -136,9 +136,9 @@ class LlamaProcess:
     def exit_error(self, *, was_ready: bool) -> OrinError:
         """Why the process ended, judged by its exit status and its output. It must have ended."""
         code = self.process.returncode
+        assert code is not None
         log = f"Its log: {self.log_path}"
         text = self._printed()
-        assert code is not None
         cause = _cause(text)
         less = "choose a smaller model or a shorter context"
         if _OUT_OF_MEMORY.search(text):
@@ -148,7 +148,9 @@ class LlamaProcess:
         if cause and not was_ready and _UNREADABLE_MODEL.search(text):
             return ModelFileError(f"llama-server cannot run this model: {cause}.", log)
         if _ADDRESS_IN_USE.search(text):
-            return BackendError(f"llama-server cannot use its address: {cause}.", f"Try again. {log}")
+            return BackendError(
+                f"llama-server cannot use its address: {cause or 'it is in use'}.", f"Try again. {log}"
+            )
         when = "died" if was_ready else "ended before it was ready"
         message = f"; it says: {cause}" if cause else "" if text.strip() else "; it printed nothing"
         if code == -signal.SIGILL:

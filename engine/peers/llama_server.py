@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import platformdirs
 
 from engine.errors import BackendError, ModelFileError, OrinError, one_line
 from engine.event_stream import AnswerStats
@@ -37,6 +36,7 @@ from engine.events import (
 from engine.formats.gguf import GGUF, StringArray
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
+from engine.logs import log_path
 from engine.measure.memory import resident
 from engine.peers import http
 from engine.peers.llama_process import LlamaProcess, find_llama_server
@@ -79,31 +79,30 @@ class LlamaServer(ServerEngine):
     @property
     def log_path(self) -> Path:
         """The file with llama-server's output."""
-        return platformdirs.user_log_path("orin-chat", appauthor=False) / "llama-server.log"
+        return log_path("llama-server")
 
     # --- starting ---
 
     async def _connect(self) -> AsyncGenerator[Event, None]:
         started = time.perf_counter()
-        file = await asyncio.to_thread(GGUF, self.options.model_path)
-        if self._url is None:
-            program = find_llama_server(self._binary)
-            self._process = await LlamaProcess.spawn(program, self.options, self.log_path)
-            process = self._process
-            self._server = http.client(process.base_url, process.key, process.socket)
-        else:
-            self._server = http.client(self._url.removesuffix("/").removesuffix("/v1"), self._key)
-        while not await self._is_healthy(self._server):
-            if time.perf_counter() - started > self._start_s:
-                raise BackendError(
-                    f"llama-server was not ready after {self._start_s:.0f} s.",
-                    f"Its log: {self.log_path}" if self._process else "See its log, where it runs.",
-                )
-            memory = resident(self.pid)
-            done = min(memory.now, file.file_bytes) if memory else 0
-            yield Loading(done_bytes=done, total_bytes=file.file_bytes)
-            await asyncio.sleep(POLL_S)
-        yield await self._describe(self._server, file, started)
+        with await asyncio.to_thread(GGUF, self.options.model_path) as file:
+            if self._url is None:
+                program = find_llama_server(self._binary)
+                process = self._process = await LlamaProcess.spawn(program, self.options, self.log_path)
+                self._server = http.client(process.base_url, process.key, process.socket)
+            else:
+                self._server = http.client(self._url.removesuffix("/").removesuffix("/v1"), self._key)
+            while not await self._is_healthy(self._server):
+                if time.perf_counter() - started > self._start_s:
+                    raise BackendError(
+                        f"llama-server was not ready after {self._start_s:.0f} s.",
+                        f"Its log: {self.log_path}" if self._process else "See its log, where it runs.",
+                    )
+                memory = resident(self.pid)
+                done = min(memory.now, file.file_bytes) if memory else 0
+                yield Loading(done_bytes=done, total_bytes=file.file_bytes)
+                await asyncio.sleep(POLL_S)
+            yield await self._describe(self._server, file, started)
 
     async def _is_healthy(self, server: httpx.AsyncClient) -> bool:
         """Whether the model is loaded. Raises OrinError if the server ended or refuses."""
@@ -131,9 +130,9 @@ class LlamaServer(ServerEngine):
         parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
         vocab = len(file.get("tokenizer.ggml.tokens", StringArray))
         if (meta.n_params or parameters, meta.n_vocab or vocab) != (parameters, vocab):
-            theirs, wanted = one_line(Path(properties.model_alias).name), one_line(file.path.name)
+            served, wanted = one_line(Path(properties.model_alias).name), one_line(file.path.name)
             raise ModelFileError(
-                f"The llama-server runs {theirs}, which is not {wanted}.",
+                f"The llama-server runs {served}, which is not {wanted}.",
                 "Start it with the same file, or let orin-chat start it.",
             )
         return Ready(

@@ -75,13 +75,13 @@ class OpenAIEngine(ServerEngine):
             model=ModelInfo(
                 name=one_line(
                     chosen.id.rpartition("/")[2] or chosen.id
-                ),  # the last part of a path or owner/name
+                ),  # an id may be a path, or owner/name
                 architecture="",
                 quantization=one_line(meta.ftype),
                 parameters=meta.n_params,
                 file_bytes=meta.size,
                 trained_context=meta.n_ctx_train or chosen.max_model_len or 0,
-                thinks=True,  # not known before it does
+                thinks=True,  # not known in advance
             ),
             backend=NAMES.get(self._owner, "server"),
             device_name=address,

@@ -85,7 +85,7 @@ class GetCharacteristics(Structure):
 
 
 class Characteristics(Structure):
-    """struct nvgpu_gpu_characteristics. Fields that are not used here are padding."""
+    """struct nvgpu_gpu_characteristics. Fields of no use here are padding."""
 
     _fields_ = (
         ("arch", c_uint32),
@@ -311,7 +311,3 @@ SUBCONTEXT_ASYNC = 1  # for compute and copies only
 WDT_DISABLE = 1
 SETUP_DETERMINISTIC, SETUP_USERMODE = 1 << 1, 1 << 3
 USERD_GP_GET, USERD_GP_PUT = 0x88, 0x8C  # offsets of u32 ring positions, in entries: the GPU's, and ours
-
-REQUESTS: tuple[Request, ...] = tuple(
-    value for value in list(globals().values()) if isinstance(value, Request)
-)

@@ -22,7 +22,8 @@ from tests.driver.gpu import Gpu
 from tests.driver.space import REACH, Space
 
 COMPUTE_CLASS, COPY_CLASS, MULTIPROCESSORS = 0xC7C0, 0xC7B5, 8
-_KNOWN = {(r.number >> 8 & 0xFF, r.number & 0xFF): r for r in abi.REQUESTS}
+REQUESTS = [value for value in vars(abi).values() if isinstance(value, abi.Request)]
+_KNOWN = {(r.number >> 8 & 0xFF, r.number & 0xFF): r for r in REQUESTS}
 _MAGIC = {"nvmap": "N", "ctrl": "G", "as": "A", "tsg": "T", "channel": "H"}
 _CONTEXT_BUFFERS = (4096, 65536, 1 << 20, 16 << 20)  # of a graphics context, roughly
 PDE_BYTES = 2 << 20  # what an entry of the page directory covers: ranges begin and end at multiples of it

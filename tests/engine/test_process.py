@@ -13,7 +13,7 @@ import pytest
 
 from engine.client import LocalEngine
 from engine.events import EngineOptions, Failed, Finished, Load, Ready, Token
-from engine.process import LOG_LIMIT_BYTES
+from engine.logs import LIMIT_BYTES
 from engine.transport import pack
 from tests.engine.conftest import running
 from tests.engine.test_client import ask, collect, token_ids, until
@@ -188,7 +188,7 @@ async def test_nothing_leaks(engines, children):
 async def test_the_log_stays_small(engines):
     engine = engines(tokens=1)
     engine.log_path.parent.mkdir(parents=True)
-    engine.log_path.write_bytes(bytes(LOG_LIMIT_BYTES + 1))
+    engine.log_path.write_bytes(bytes(LIMIT_BYTES + 1))
     await collect(engine.generate(ask()))
     assert engine.log_path.stat().st_size < 1000
 

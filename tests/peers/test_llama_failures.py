@@ -202,7 +202,7 @@ async def test_a_port_in_use(peers, llama_server, monkeypatch):
         taken.listen()
         monkeypatch.setattr("engine.peers.llama_process._free_port", lambda: taken.getsockname()[1])
         *_, failed = await collect(peers(llama_server, start_s=5).start())
-    assert failed.message.startswith("llama-server found its address in use: couldn't bind")
+    assert failed.message.startswith("llama-server cannot use its address: couldn't bind")
 
 
 async def test_a_model_that_it_does_not_take(peers, llama_server, model, tmp_path):

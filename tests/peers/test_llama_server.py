@@ -166,7 +166,7 @@ async def test_death_in_mid_answer_is_told_and_the_next_prompt_starts_it_again(p
     assert events[-1] == Failed(
         kind="backend",
         message="llama-server was killed.",
-        hint=f"If memory ran out, a smaller model or a shorter context needs less. Its log: {peer.log_path}",
+        hint=f"If memory ran out, choose a smaller model or a shorter context. Its log: {peer.log_path}",
     )
     assert peer.pid is None
     assert (await collect(peer.generate(ask())))[-1].reason == "length"
