@@ -1,5 +1,5 @@
-"""The command line: what the arguments ask for is imported when it starts, so that `--help` and mistakes are
-answered at once."""
+"""The command line. A command's modules are imported when it runs, so that `--help` and mistakes are answered at
+once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from app.chat.configuration import Configuration
-    from app.chat.history import History
-    from app.chat.session import ChatOptions
     from app.chat.settings import Settings
     from engine.client import Engine, LocalEngine
-    from engine.peers.openai_api import OpenAIEngine
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,37 +30,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # what is left may not find room: said here, and not when the interpreter ends
+            sys.stdout.flush()  # a full disk fails here, and not when the interpreter ends
     except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has had enough
-        _give_up(sys.stdout)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader has closed stdout
+        _discard(sys.stdout)
         return 0
     except OSError as error:  # a full disk, a device that is gone
-        _give_up(sys.stdout)
-        return _complain(OrinError(f"Input or output failed: {error.strerror or error}."))
+        _discard(sys.stdout)
+        return _print_error(OrinError(f"Input or output failed: {error.strerror or error}."))
 
 
 def _run(arguments: list[str]) -> int:
-    """Does what `arguments` ask for. Raises what only input and output, or Ctrl-C, can bring about."""
+    """Runs a command, or the chat. Raises OSError and KeyboardInterrupt; prints every other error."""
+    as_json = "--json" in arguments
     try:
         if arguments and arguments[0] in COMMANDS:
             return COMMANDS[arguments[0]][0](arguments[1:])
         return _chat(arguments)
     except OrinError as error:
-        return _complain(error, as_json="--json" in arguments)
+        return _print_error(error, as_json=as_json)
     except OSError:
         raise
     except Exception as error:
         if "--verbose" in arguments:
             raise
-        what = f"Internal error: {type(error).__name__}: {error}."
-        return _complain(OrinError(what, "With --verbose it shows where."), as_json="--json" in arguments)
+        internal = OrinError(
+            f"Internal error: {type(error).__name__}: {error}.", "With --verbose it shows where."
+        )
+        return _print_error(internal, as_json=as_json)
 
 
 def _open_streams() -> None:
-    """Makes input and output always possible: what is closed is empty or leads nowhere, and what cannot be
-    shown is "?"."""
+    """Opens closed standard streams on /dev/null. Characters that a stream cannot encode become "?"."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -74,13 +71,13 @@ def _open_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _give_up(stream: TextIO) -> None:
-    """What is left in the buffer must not fail again when the interpreter ends."""
+def _discard(stream: TextIO) -> None:
+    """Sends the rest of the buffer to /dev/null, so that the interpreter does not fail on it when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _complain(error: OrinError, *, as_json: bool = False) -> int:
-    """Prints what is wrong and returns the exit code. As JSON it is output, and writing it may raise OSError."""
+def _print_error(error: OrinError, *, as_json: bool = False) -> int:
+    """Prints the error, as JSON on stdout or as text on stderr, and returns the exit code. Raises OSError for JSON."""
     from app.cli.oneshot import JsonOutput, TextOutput
     from engine.events import Failed
 
@@ -91,36 +88,8 @@ def _complain(error: OrinError, *, as_json: bool = False) -> int:
     try:
         TextOutput(sys.stdout, sys.stderr).show(failed)
     except OSError:
-        _give_up(sys.stderr)
+        _discard(sys.stderr)
     return failed.exit_code
-
-
-def _chat(arguments: Sequence[str]) -> int:
-    """A single answer, the dashboard as text, or the chat."""
-    given = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
-    settings = _settings()
-    configuration = options.configuration(given, settings)
-    if given.system is None and not given.raw:
-        given.system = settings.system
-    if given.once:
-        from app.screens.dashboard_text import main as print_dashboard
-
-        return print_dashboard(_engine(given, configuration), sys.stdout, sys.stderr)
-    greeting = options.greeting(given, configuration)
-    if greeting and (given.one_shot or given.plain):
-        print(f"orin-chat: {greeting}", file=sys.stderr, flush=True)
-    return (_answer if given.one_shot else _converse)(given, settings, configuration)
-
-
-def _engine(given: Namespace, configuration: Configuration) -> LocalEngine | OpenAIEngine:
-    """The engine that answers, not started: ours, or a server that is set up elsewhere. Raises UsageError."""
-    if given.engine is not None:
-        from engine.peers.openai_api import OpenAIEngine
-
-        return OpenAIEngine(given.engine, api_key=options.key(given), model=given.model or "")
-    from app.chat.speed_history import recording_engine
-
-    return recording_engine(configuration.engine)
 
 
 def _settings() -> Settings:
@@ -130,11 +99,46 @@ def _settings() -> Settings:
     try:
         return load_settings()
     except UsageError as error:
-        _complain(UsageError(error.message, "The defaults are used instead."))
+        _print_error(UsageError(error.message, "The defaults are used instead."))
         return Settings()
 
 
-def _answer(given: Namespace, settings: Settings, configuration: Configuration) -> int:
+# --- the chat, a single answer, the dashboard as text ------------------------------------------------------
+
+
+def _chat(arguments: Sequence[str]) -> int:
+    args = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
+    settings = _settings()
+    configuration = options.configuration(args, settings)
+    if args.system is None and not args.raw:
+        args.system = settings.system
+    if args.once:
+        from app.screens.dashboard_text import main as print_dashboard
+
+        return print_dashboard(_engine(args, configuration), sys.stdout, sys.stderr)
+    greeting = options.greeting(args, configuration)
+    if greeting and (args.one_shot or args.plain):
+        print(f"orin-chat: {greeting}", file=sys.stderr, flush=True)
+    return (_answer if args.one_shot else _converse)(args, settings, configuration)
+
+
+def _engine(args: Namespace, configuration: Configuration) -> Engine:
+    """The engine that answers, not started yet: the server of --engine, or ours. Raises UsageError."""
+    if args.engine is None:
+        return _local_engine(configuration)
+    from engine.peers.openai_api import OpenAIEngine
+
+    return OpenAIEngine(args.engine, api_key=options.key(args), model=args.model or "")
+
+
+def _local_engine(configuration: Configuration) -> LocalEngine:
+    from app.chat.speed_history import recording_engine
+
+    return recording_engine(configuration.engine)
+
+
+def _answer(args: Namespace, settings: Settings, configuration: Configuration) -> int:
+    """Prints a single answer."""
     import asyncio
 
     from app.cli.oneshot import JsonOutput, TextOutput, run
@@ -142,122 +146,89 @@ def _answer(given: Namespace, settings: Settings, configuration: Configuration) 
 
     request = Generate(
         request_id=1,
-        prompt=options.prompt(given),
+        prompt=options.prompt(args),
         sampling=configuration.sampling,
-        max_tokens=given.max_tokens,
-        logprobs=given.logprobs or 0,
-        ignore_eos=given.ignore_eos,
+        max_tokens=args.max_tokens,
+        logprobs=args.logprobs or 0,
+        ignore_eos=args.ignore_eos,
     )
-    output = (
-        JsonOutput(sys.stdout) if given.json else TextOutput(sys.stdout, sys.stderr, verbose=given.verbose)
-    )
-    engine = _engine(given, configuration)
-    if not given.compare:
-        return asyncio.run(run(engine, request, output))
+    as_text = TextOutput(sys.stdout, sys.stderr, verbose=args.verbose)
+    output = JsonOutput(sys.stdout) if args.json else as_text
+    if not args.compare:
+        return asyncio.run(run(_engine(args, configuration), request, output))
     from app.comparison.comparison_engine import compare_with_llama_server
     from app.comparison.report import report
-    from engine.client import LocalEngine
 
-    assert isinstance(engine, LocalEngine)
-    llama_server = given.llama_server or settings.llama_server
-    comparison = compare_with_llama_server(engine, llama_server, api_key=options.key(given))
+    llama_server, key = args.llama_server or settings.llama_server, options.key(args)
+    comparison = compare_with_llama_server(_local_engine(configuration), llama_server, api_key=key)
     code = asyncio.run(run(comparison, request, output))
-    sys.stdout.write(report(comparison.view(), as_json=given.json))
+    sys.stdout.write(report(comparison.view(), as_json=args.json))
     return code
 
 
-def _converse(given: Namespace, settings: Settings, configuration: Configuration) -> int:
+def _converse(args: Namespace, settings: Settings, configuration: Configuration) -> int:
+    """Chats, line by line or on the full screen."""
+    import asyncio
+
+    from app.chat.conversation import past_chat
     from app.chat.history import History
     from app.chat.session import ChatOptions
 
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if not terminal and not given.plain:
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not is_terminal and not args.plain:
         raise UsageError("The chat needs a terminal.", "Give a PROMPT for a single answer, or use --plain.")
-    in_lines = given.plain or os.environ.get("TERM") == "dumb"
-    if not in_lines and not sys.stderr.isatty():  # where Textual draws
+    in_lines = args.plain or os.environ.get("TERM") == "dumb"
+    if not in_lines and not sys.stderr.isatty():  # Textual draws on stderr
         raise UsageError(
             "The screen is drawn on standard error, which goes elsewhere.",
             "Leave its redirection (2>) away, or use --plain.",
         )
     history = History.open()
     try:
-        chat_id = _past_chat(given, history)
+        chat_id = past_chat(history, args.chat, latest=args.resume)
         chat = ChatOptions(
             sampling=configuration.sampling,
-            system=given.system,
-            max_tokens=given.max_tokens,
-            think=not given.no_think,
+            system=args.system,
+            max_tokens=args.max_tokens,
+            think=not args.no_think,
         )
-        engine = _engine(given, configuration)
+        engine = _engine(args, configuration)
         if in_lines:
-            return _converse_in_lines(engine, history, terminal, chat_id, chat)
-        return _converse_on_screen(given, settings, configuration, engine, history, chat_id, chat)
+            from app.lines.line_chat import LineChat, completions
+            from app.lines.line_input import FileLines, TerminalLines
+
+            typed = is_terminal and TerminalLines(history.prompts(), completions())
+            lines = typed or FileLines(sys.stdin, sys.stdout)
+            line_chat = LineChat(engine, history, lines, sys.stdout, sys.stderr, chat_id=chat_id, **chat)
+            return asyncio.run(line_chat.run())
+        from app.chat.settings import remember, remembered
+        from app.screens.chat_app import ChatApp
+        from app.screens.engine_setup import EngineSetup
+
+        setup = None
+        if args.engine is None:
+            setup = EngineSetup(
+                configuration.engine,
+                options.preset_name(args, settings),
+                settings=settings,
+                command_line=options.command_line(args),
+                llama_server=args.llama_server or settings.llama_server,
+                api_key=options.key(args),
+            )
+            if args.compare:
+                engine = setup.compare(engine)
+        app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), chat_id=chat_id, **chat)
+        app.run()
+        remember("theme", app.theme)
+        return app.return_code or 0
     finally:
         history.close()
 
 
-def _past_chat(given: Namespace, history: History) -> int | None:
-    """The id of the chat to continue, None for a new one. Raises UsageError if there is no such chat."""
-    from app.chat.conversation import require_chat
-
-    chat_id: int | None = given.chat
-    if given.resume:
-        recent = history.chats(limit=1)
-        if not recent:
-            raise UsageError("There is no chat to go on with.", "Leave --continue away to start one.")
-        chat_id = recent[0].id
-    if chat_id is not None:
-        require_chat(history, chat_id)
-    return chat_id
-
-
-def _converse_in_lines(
-    engine: Engine, history: History, terminal: bool, chat_id: int | None, chat: ChatOptions
-) -> int:
-    import asyncio
-
-    from app.lines.line_chat import LineChat, words
-    from app.lines.line_input import FileLines, TerminalLines
-
-    lines = TerminalLines(history.prompts(), words()) if terminal else FileLines(sys.stdin, sys.stdout)
-    return asyncio.run(
-        LineChat(engine, history, lines, sys.stdout, sys.stderr, chat_id=chat_id, **chat).run()
-    )
-
-
-def _converse_on_screen(
-    given: Namespace,
-    settings: Settings,
-    configuration: Configuration,
-    engine: Engine,
-    history: History,
-    chat_id: int | None,
-    chat: ChatOptions,
-) -> int:
-    from app.chat.settings import remember, remembered
-    from app.screens.chat_app import ChatApp
-    from app.screens.engine_setup import EngineSetup
-
-    setup = None
-    if given.engine is None:
-        setup = EngineSetup(
-            configuration.engine,
-            options.preset_name(given, settings),
-            settings=settings,
-            command_line=options.command_line(given),
-            llama_server=given.llama_server or settings.llama_server,
-            api_key=options.key(given),
-        )
-        if given.compare:
-            engine = setup.compare(engine)
-    app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), chat_id=chat_id, **chat)
-    app.run()
-    remember("theme", app.theme)
-    return app.return_code or 0
+# --- commands ----------------------------------------------------------------------------------------------
 
 
 def _command(name: str, arguments: Sequence[str]) -> int:
-    """Runs a command. Its module is imported only now."""
     settings = _settings()
     match name:
         case "bench":

@@ -23,6 +23,7 @@ from app.chat.settings import Settings
 from app.chat.speed_history import MIN_TOKENS, record_run
 from app.cli import options
 from app.cli.model_file import model_path
+from app.cli.progress import say
 from app.cli.signals import run_until_signal
 from engine.errors import UsageError
 from engine.events import EngineOptions, Failed
@@ -49,21 +50,20 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     args = _parse(arguments)
     earlier = results.read(args.against) if args.against else []
     llama_server = find_llama_server(args.llama_server or settings.llama_server) if args.compare else ""
-    messages = Console(stderr=True, highlight=False, soft_wrap=True)
     measured: list[Result] = []
     failures: list[Failed] = []
     try:
         for preset, engine_options in _setups(args, settings):
-            failures += _measure(args, preset, engine_options, llama_server, earlier, messages, measured)
+            failures += _measure(args, preset, engine_options, llama_server, earlier, measured)
     finally:
         if measured:
             _write(measured, args)
     for failure in failures:
-        _say(messages, f"{failure.message} {failure.hint}")
+        say(sys.stderr, f"{failure.message} {failure.hint}")
     if measured and earlier:
         sentences, any_slower = regression.compare(measured, earlier)
         for sentence in sentences:
-            messages.print(sentence, markup=False)
+            print(sentence, file=sys.stderr)
         if any_slower:
             return REGRESSION
     return failures[0].exit_code if failures else 0
@@ -116,13 +116,13 @@ def _measure(
     engine_options: EngineOptions,
     llama_server: str,
     earlier: Sequence[Result],
-    messages: Console,
     measured: list[Result],
 ) -> list[Failed]:
     """Adds the results of one setup to `measured`, also those before an interruption. Returns the engines' failures."""
-    cases, context, vocab_size = _cases(args, Path(engine_options.model_path), earlier, messages)
+    cases, context, vocab_size = _cases(args, Path(engine_options.model_path), earlier)
     if busy := _busy():
-        _say(messages, busy)
+        say(sys.stderr, busy)
+    messages = Console(stderr=True, highlight=False, soft_wrap=True)
     progress = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -155,9 +155,7 @@ def _measure(
     return [engine.failed for engine in benchmark.engines if engine.failed]
 
 
-def _cases(
-    args: Namespace, model: Path, earlier: Sequence[Result], messages: Console
-) -> tuple[list[Case], int, int]:
+def _cases(args: Namespace, model: Path, earlier: Sequence[Result]) -> tuple[list[Case], int, int]:
     """The cases that the model's context holds, the context that they need, and the size of the vocabulary. Raises
     UsageError if there are none, or if the earlier run has none of them."""
     with GGUF(model) as file:
@@ -172,7 +170,7 @@ def _cases(
     cases = [case for case in wanted if case.context <= trained_context]
     if too_long := [case.name for case in wanted if case not in cases]:
         context = f"{model.name} has a context of {trained_context} tokens"
-        _say(messages, f"{context}, so these are left out: {', '.join(too_long)}.")
+        say(sys.stderr, f"{context}, so these are left out: {', '.join(too_long)}.")
     if not cases:
         raise UsageError("There is nothing to measure.", "Choose shorter prompts and depths.")
     names = {case.name for case in cases}
@@ -219,10 +217,6 @@ def _write(measured: Sequence[Result], args: Namespace) -> None:
             args.save.write_text(results.to_json(measured), "utf-8")
         except OSError as error:
             raise UsageError(f"{args.save} cannot be written: {error.strerror}.") from None
-
-
-def _say(messages: Console, text: str) -> None:
-    messages.print(one_line(f"orin-chat: {text}"), markup=False)
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -18,6 +18,18 @@ def require_chat(history: History, chat_id: int) -> None:
         raise UsageError(f"There is no chat {chat_id}.", "--plain lists them: /chats.")
 
 
+def past_chat(history: History, chat_id: int | None, *, latest: bool) -> int | None:
+    """The chat to continue: `chat_id`, or the latest one; None for a new chat. Raises UsageError if there is none."""
+    if latest:
+        chats = history.chats(limit=1)
+        if not chats:
+            raise UsageError("There is no chat to go on with.", "Leave --continue away to start one.")
+        chat_id = chats[0].id
+    if chat_id is not None:
+        require_chat(history, chat_id)
+    return chat_id
+
+
 class Conversation:
     """Turns and the system prompt that they are under, which may be changed. A history that fails is no reason to
     stop: `problem` says so, and whatever is missing there is written with the next `save` that works."""

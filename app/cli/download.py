@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from app.chat.downloading import describe
-from app.cli.progress import StatusLine
+from app.cli.progress import StatusLine, say
 from engine.catalog import cache
 from engine.catalog.downloads import download
 from engine.catalog.files import quantization_of
@@ -17,12 +17,12 @@ from engine.catalog.progress import Progress
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.model import file_summary
-from widgets.text import clean, one_line
+from widgets.text import clean
 
 
 def obtain(name: str, own: Mapping[str, str], messages: TextIO, *, quiet: bool = False) -> Path:
-    """The file of the model called `name`, downloaded where it is not here. Which file that is, is said on
-    `messages`, unless `quiet` and it was here already. What is a path stays one, though nothing may be there.
+    """The file of the model `name`, downloaded if it is not on this machine. Names the file on `messages`; if `quiet`,
+    only after a download. A path is returned as it is, even if there is no file. `own`: the user's own names.
 
     Raises UsageError and ModelFileError."""
     source = parse(name, own)
@@ -31,12 +31,12 @@ def obtain(name: str, own: Mapping[str, str], messages: TextIO, *, quiet: bool =
     path = cache.find(source)
     if path is None or not quiet:
         path = path or fetch(source, messages)
-        _say(messages, f"{name} is {path.name} ({_quantization(path)}).")
+        say(messages, f"{name} is {path.name} ({_quantization(path)}).")
     return path
 
 
 def fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = False) -> Path:
-    """Downloads with progress: on a line of `messages` that overwrites itself, or as lines of JSON."""
+    """Downloads a file and shows the progress on a line of `messages`, or as lines of JSON."""
     line = StatusLine(messages)
 
     def report(progress: Progress) -> None:
@@ -47,12 +47,12 @@ def fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = False
             line.show(describe(progress))
 
     if not as_json:
-        _say(messages, f"Downloading {source}.")
+        say(messages, f"Downloading {source}.")
     try:
         return download(source, report)
     except KeyboardInterrupt:
         line.clear()
-        _say(messages, "Stopped: what arrived is kept, and the next try goes on with it.")
+        say(messages, "Stopped. The next try goes on with what has arrived.")
         raise
     finally:
         line.clear()
@@ -68,7 +68,3 @@ def _quantization(path: Path) -> str:
             return file_summary.quantization(file)
     except ModelFileError:
         return quantization_of(path.name)
-
-
-def _say(messages: TextIO, text: str) -> None:
-    print(f"orin-chat: {one_line(text)}", file=messages, flush=True)

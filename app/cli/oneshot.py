@@ -1,4 +1,4 @@
-"""One prompt, one answer: the reply on stdout and nothing else there; or, as JSON, every event."""
+"""One prompt, one answer. As text, standard output gets the reply alone; as JSON, it gets every event."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Protocol, TextIO
 
 import msgspec
 
-from app.cli.progress import StatusLine, describe, figures
+from app.cli.progress import StatusLine, describe, figures, say
 from app.cli.signals import run_until_signal
 from engine.client import Engine
 from engine.events import Event, Failed, Finished, Generate, Ready, Thinking, Token
-from widgets.text import clean, one_line
+from widgets.text import clean
 
 
 class Output(Protocol):
@@ -21,9 +21,9 @@ class Output(Protocol):
 
 
 async def run(engine: Engine, request: Generate, output: Output) -> int:
-    """Starts `engine`, has it answer `request`, shows every event, closes it, and returns the exit code.
+    """Starts `engine`, shows the events of its start and of its answer, closes it, and returns the exit code.
 
-    SIGINT and SIGTERM stop the answer. What writing to `output` raises (BrokenPipeError) is passed on."""
+    SIGINT and SIGTERM stop the answer. Raises OSError if `output` cannot be written."""
     signals = signal.SIGINT, signal.SIGTERM
     try:
         if code := await run_until_signal(follow(engine.start(), output.show), *signals):
@@ -44,7 +44,7 @@ async def follow(events: AsyncIterator[Event], show: Callable[[Event], None]) ->
 
 
 class TextOutput:
-    """The reply on `out`; on `messages` failures, progress (on a terminal) and, when `verbose`, figures."""
+    """Writes the reply to `out`. Writes failures, progress (on a terminal) and, if `verbose`, figures to `messages`."""
 
     def __init__(self, out: TextIO, messages: TextIO, *, verbose: bool = False) -> None:
         self._out = out
@@ -65,11 +65,11 @@ class TextOutput:
                 if self._line_open:
                     self._write("\n")
                 self._status.clear()
-                self._tell(event)
+                self._say_event(event)
             case _:
                 self._status.show(describe(event))
 
-    def _tell(self, event: Finished | Failed | Ready) -> None:
+    def _say_event(self, event: Finished | Failed | Ready) -> None:
         if isinstance(event, Failed):
             self.say(event.message, event.hint)
         elif self._verbose:
@@ -82,9 +82,9 @@ class TextOutput:
                 self.say(warning)
 
     def say(self, *sentences: str) -> None:
-        """One line on `messages`, whatever the sentences hold."""
+        """Writes one line to `messages`."""
         self._status.clear()
-        print("orin-chat:", *(one_line(sentence) for sentence in sentences if sentence), file=self._messages)
+        say(self._messages, *sentences)
 
     def _write(self, text: str) -> None:
         self._status.clear()
@@ -94,7 +94,7 @@ class TextOutput:
 
 
 class JsonOutput:
-    """Every event as a JSON object on a line of its own; log-probabilities where they were asked for."""
+    """Writes each event as a JSON object on a line; log-probabilities only if they were asked for."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -105,13 +105,13 @@ class JsonOutput:
         fields.pop("at_ms", None)
         if fields.get("logprob", ...) is None:
             del fields["logprob"], fields["top"]
-        # ASCII alone, so that text from a model stays data on a terminal too (json leaves DEL as it is).
+        # All ASCII and no control characters: a terminal must not obey text of a model. json does not escape DEL.
         self._out.write(json.dumps(fields).replace("\x7f", "\\u007f") + "\n")
         self._out.flush()
 
 
 def _without_tags(value: Any) -> Any:
-    """Builtins as msgspec makes them of tagged records, without the tags."""
+    """Builtins that msgspec made of tagged structs, without the tags."""
     if isinstance(value, dict):
         return {name: _without_tags(item) for name, item in value.items() if name != "type"}
     return [_without_tags(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The options of a chat or a single answer: read, checked, joined with the settings."""
+"""The options of a chat or a single answer, and what other commands need to read theirs."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """Raises OSError, which ArgumentParser's own would keep to itself."""
+        """Raises OSError; ArgumentParser's own hides it."""
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message[0].upper()}{message[1:]}.", f"{self.prog} --help lists the options.")
+        raise UsageError(f"{message[0].upper()}{message[1:]}.", f"{self.prog} --help lists the args.")
 
 
 def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namespace:
-    """The options in `arguments`; `one_shot` says whether they ask for a single answer. `commands` are listed
-    in the help. Raises UsageError for what cannot be."""
+    """The options; `one_shot` is added and says whether they ask for a single answer. `commands` (name: meaning) are
+    listed in the help. Raises UsageError."""
     parser = _parser(commands)
-    options = parser.parse_args(arguments)
-    if len(options.prompt) > 1:
-        if options.prompt[0] in commands and "--" not in arguments:
-            parser.error(f"the command comes first: orin-chat {options.prompt[0]} ...")
+    args = parser.parse_args(arguments)
+    if len(args.prompt) > 1:
+        if args.prompt[0] in commands and "--" not in arguments:
+            parser.error(f"the command comes first: orin-chat {args.prompt[0]} ...")
         parser.error("the prompt is one argument: put it in quotes")
-    asked = bool(options.prompt) or options.prompt_ids is not None
-    options.one_shot = asked or (not options.plain and not options.once and _stdin_has_text())
-    _refuse_contradictions(options)
-    return options
+    asked = bool(args.prompt) or args.prompt_ids is not None
+    args.one_shot = asked or (not args.plain and not args.once and _stdin_has_text())
+    _refuse_contradictions(args)
+    return args
 
 
 def _parser(commands: dict[str, str]) -> Parser:
@@ -120,91 +120,90 @@ def _parser(commands: dict[str, str]) -> Parser:
     return parser
 
 
-def _refuse_contradictions(options: argparse.Namespace) -> None:
-    """Raises UsageError for options that exclude each other, or that would do nothing."""
-    templated = options.system is not None or options.no_think
-    by_ids = options.prompt_ids is not None
-    resumed = options.resume or options.chat is not None
-    asked_of_chat = options.one_shot or resumed
-    for_programs = options.raw or options.json or options.ignore_eos
-    set_up = options.preset or options.backend or options.context or options.beam is not None
-    keyed = options.engine or options.llama_server
-    no_screen = options.plain or options.once
-    alone = options.one_shot or no_screen or options.engine
+def _refuse_contradictions(args: argparse.Namespace) -> None:
+    """Raises UsageError for options that exclude each other, or that have no effect."""
+    templated = args.system is not None or args.no_think
+    by_ids = args.prompt_ids is not None
+    resumed = args.resume or args.chat is not None
+    asked_of_chat = args.one_shot or resumed
+    for_programs = args.raw or args.json or args.ignore_eos
+    set_up = args.preset or args.backend or args.context or args.beam is not None
+    keyed = args.engine or args.llama_server
+    no_screen = args.plain or args.once
+    alone = args.one_shot or no_screen or args.engine
     for refused, sentence in (
-        (by_ids and (templated or options.raw or options.prompt), "--prompt-ids are the whole prompt."),
-        (options.raw and templated, "--raw leaves no place for --system or --no-think."),
-        (options.logprobs and not options.json, "--logprobs are written with --json alone."),
-        (options.resume and options.chat is not None, "--continue and --chat exclude each other."),
-        (options.once and (options.plain or asked_of_chat), "--once is no chat: it measures and leaves."),
-        (options.one_shot and options.plain, "--plain is a chat and takes no PROMPT."),
-        (options.one_shot and resumed, "--continue and --chat are for a chat and take no PROMPT."),
-        (for_programs and not options.one_shot, "--raw, --json and --ignore-eos need a PROMPT."),
-        (options.engine and set_up, "--engine is set up where it runs, not by --preset and the like."),
-        (options.engine and options.compare, "--compare is for the engine of orin-chat, not for --engine."),
-        (options.api_key_env and not keyed, "--api-key-env is for the server of --engine."),
-        (options.llama_server and alone and not options.compare, "--llama-server is for a comparison."),
-        (options.compare and no_screen, "--compare is for the full screen, or for a PROMPT."),
-        (options.compare and options.logprobs, "--compare leaves no place for --logprobs."),
+        (by_ids and (templated or args.raw or args.prompt), "--prompt-ids are the whole prompt."),
+        (args.raw and templated, "--raw leaves no place for --system or --no-think."),
+        (args.logprobs and not args.json, "--logprobs are written with --json alone."),
+        (args.resume and args.chat is not None, "--continue and --chat exclude each other."),
+        (args.once and (args.plain or asked_of_chat), "--once is no chat: it measures and leaves."),
+        (args.one_shot and args.plain, "--plain is a chat and takes no PROMPT."),
+        (args.one_shot and resumed, "--continue and --chat are for a chat and take no PROMPT."),
+        (for_programs and not args.one_shot, "--raw, --json and --ignore-eos need a PROMPT."),
+        (args.engine and set_up, "--engine is set up where it runs, not by --preset and the like."),
+        (args.engine and args.compare, "--compare is for the engine of orin-chat, not for --engine."),
+        (args.api_key_env and not keyed, "--api-key-env is for the server of --engine."),
+        (args.llama_server and alone and not args.compare, "--llama-server is for a comparison."),
+        (args.compare and no_screen, "--compare is for the full screen, or for a PROMPT."),
+        (args.compare and args.logprobs, "--compare leaves no place for --logprobs."),
     ):
         if refused:
             raise UsageError(sentence, "orin-chat --help says what the options do.")
 
 
-# --- what the options start ----------------------------------------------------------------------------
+# --- what the options mean ------------------------------------------------------------------------------
 
 
-def prompt(options: argparse.Namespace) -> Chat | RawText | TokenIds:
-    """What a single answer is to: PROMPT, standard input, or one after the other. Raises UsageError."""
+def prompt(args: argparse.Namespace) -> Chat | RawText | TokenIds:
+    """The prompt of a single answer: PROMPT, then standard input. Raises UsageError if it is empty or too long."""
     from engine.events import Chat, Message, RawText, TokenIds
 
-    if options.prompt_ids is not None:
-        return TokenIds(ids=options.prompt_ids)
-    parts = [*options.prompt, *([_read_stdin()] if _stdin_has_text() else [])]
+    if args.prompt_ids is not None:
+        return TokenIds(ids=args.prompt_ids)
+    parts = [*args.prompt, *([_read_stdin()] if _stdin_has_text() else [])]
     text = "\n\n".join(part for part in parts if part)
-    if options.raw:
+    if args.raw:
         return RawText(text=text)
     if not text.strip():
         raise UsageError("The prompt is empty.", "Write it in quotes, or on standard input.")
-    system = [Message(role="system", content=options.system)] if options.system else []
-    return Chat(
-        messages=(*system, Message(role="user", content=text.rstrip("\n"))), think=not options.no_think
-    )
+    system = [Message(role="system", content=args.system)] if args.system else []
+    return Chat(messages=(*system, Message(role="user", content=text.rstrip("\n"))), think=not args.no_think)
 
 
-def configuration(options: argparse.Namespace, settings: Settings) -> Configuration:
-    """What the engine is started with, and which sampling holds; the model becomes the one used last. With --engine
-    there is no model file. Raises UsageError, and ModelFileError as `model_path` does."""
+def configuration(args: argparse.Namespace, settings: Settings) -> Configuration:
+    """What the engine is started with, and which sampling holds. Remembers the model as the last one used. There is no
+    model file with --engine. Raises UsageError, and ModelFileError if the model cannot be had."""
     from msgspec.structs import replace
 
     from app.chat.configuration import configure
     from app.cli.model_file import model_path, remember
     from presets.loader import find
 
-    name = preset_name(options, settings)
-    chosen = configure("", settings, find(name) if name else None, command_line(options))
-    if options.engine is not None:
+    name = preset_name(args, settings)
+    chosen = configure("", settings, find(name) if name else None, command_line(args))
+    if args.engine is not None:
         return chosen
     try:
         backend = _backend(chosen.engine.backend)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"The backend in the settings {error}.") from None
-    path = model_path(options.model, settings)
-    remember(options.model, settings)
+    path = model_path(args.model, settings)
+    remember(args.model, settings)
     return chosen._replace(engine=replace(chosen.engine, model_path=str(path), backend=backend))
 
 
-def command_line(options: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of the engine and of sampling, as `configure` takes it."""
+def command_line(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the engine and of sampling, as `configure` takes them; None if an option was not given."""
     from presets.sampling import RANGES
 
-    engine = {"backend": options.backend, "context_length": options.context, "search_width": options.beam}
-    return engine | {name: getattr(options, name, None) for name in RANGES}
+    engine = {"backend": args.backend, "context_length": args.context, "search_width": args.beam}
+    return engine | {name: getattr(args, name, None) for name in RANGES}
 
 
-def key(options: argparse.Namespace) -> str:
-    """The key of the server that is asked for; "" for none. Raises UsageError where its variable is not set."""
-    name = options.api_key_env
+def key(args: argparse.Namespace) -> str:
+    """The server's key, from the variable that --api-key-env names; "" without it. Raises UsageError if the variable is
+    not set."""
+    name = args.api_key_env
     if name is None:
         return ""
     if value := os.environ.get(name, "").strip():
@@ -212,21 +211,21 @@ def key(options: argparse.Namespace) -> str:
     raise UsageError(f"The environment variable {name} is not set.", f"Set it to the key: export {name}=…")
 
 
-def preset_name(options: argparse.Namespace, settings: Settings) -> str:
-    """The preset that is asked for; "" for none. The settings' gives way to a --backend."""
-    return options.preset or ("" if options.backend else settings.preset)
+def preset_name(args: argparse.Namespace, settings: Settings) -> str:
+    """The preset of --preset, else that of the settings unless there is a --backend; "" for none."""
+    return args.preset or ("" if args.backend else settings.preset)
 
 
-def greeting(options: argparse.Namespace, configuration: Configuration) -> str:
-    """Introduces the built-in model if it answers without having been asked for; else ""."""
+def greeting(args: argparse.Namespace, configuration: Configuration) -> str:
+    """Introduces the built-in model if no model was asked for and it answers; else ""."""
     from presets import GREETING, guide_path
 
-    is_default = options.model is None and configuration.engine.model_path == str(guide_path())
+    is_default = args.model is None and configuration.engine.model_path == str(guide_path())
     return GREETING if is_default else ""
 
 
 def _stdin_has_text() -> bool:
-    """Whether standard input is a file or a pipe, rather than a terminal, /dev/null or nothing."""
+    """Whether standard input is a file or a pipe. A terminal, /dev/null and a closed stream are none."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # closed, or not a file at all
@@ -250,22 +249,22 @@ def _read_stdin() -> str:
 def add_backend(
     add: Callable[..., Any], meaning: str = "the device (auto takes the fastest there is)"
 ) -> None:
-    """Adds --backend, in capitals or not."""
+    """Adds --backend; its value may have any case."""
     add("--backend", type=_backend, choices=BACKENDS, help=meaning)
 
 
 def _backend(text: str) -> str:
-    """One of BACKENDS, however it is written. Raises ArgumentTypeError."""
+    """One of BACKENDS; `text` may have any case. Raises ArgumentTypeError."""
     for backend in BACKENDS:
         if backend.lower() == text.lower():
             return backend
     raise argparse.ArgumentTypeError(f"must be one of {', '.join(BACKENDS)}, not {text!r}")
 
 
-def count(text: str, least: int = 0) -> int:
-    """A whole number of `least` or more. Raises ArgumentTypeError."""
-    if not text.isascii() or not text.isdigit() or int(text) < least or int(text) >= 2**31:
-        raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, not {text!r}")
+def count(text: str, minimum: int = 0) -> int:
+    """A whole number of `minimum` or more. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdigit() or not minimum <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more, not {text!r}")
     return int(text)
 
 
@@ -279,7 +278,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Imports what looks the version up only if --version is given."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **options)

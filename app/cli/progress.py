@@ -1,4 +1,4 @@
-"""What an engine does, in words, and one line of a terminal to say it on: for modes without a full screen."""
+"""What an engine does, in words, and a line of a terminal that shows it; for modes without a full screen."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from widgets.text import one_line
 
 
 def describe(event: Event) -> str:
-    """What the engine is doing, as this event tells it; "" for an event that says nothing of it."""
+    """What the engine is doing when it sends this event; "" if the event does not say."""
     match event:
         case Loading(done_bytes=done, total_bytes=total):
             return f"loading {done / total:.0%}" if total else "loading"
-        case Warming(search=Search() as s):
-            left = f", {s.left_s:.0f} s left" if s.left_s else ""
+        case Warming(search=Search() as search):
+            left = f", {search.left_s:.0f} s left" if search.left_s else ""
             return f"searching, {event.done} of {event.total} products done ({event.cached} known){left}"
         case Warming(done=done, total=total):
             return f"preparing kernels, {done}" + (f" of about {total}" if total else "")
@@ -44,7 +44,7 @@ def describe(event: Event) -> str:
 
 
 def figures(end: Finished) -> str:
-    """The figures of an answer on one line, and how it ended where it did not end by itself."""
+    """The figures of an answer on one line, and how it ended unless it came to its own end."""
     ended = {"stop": "", "length": ", cut at the limit", "cancelled": ", stopped"}[end.reason]
     return (
         f"prompt {end.prompt_n} tokens ({end.cached_n} cached), first token after {end.prompt_ms:.0f} ms "
@@ -53,8 +53,13 @@ def figures(end: Finished) -> str:
     )
 
 
+def say(messages: TextIO, *sentences: str) -> None:
+    """Writes one line that begins with the program's name."""
+    print("orin-chat:", *(one_line(text) for text in sentences if text), file=messages, flush=True)
+
+
 class StatusLine:
-    """A line that overwrites itself, without escape sequences; nothing where `stream` is no terminal."""
+    """A line that overwrites itself without escape sequences. Writes nothing if `stream` is no terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -48,7 +48,7 @@ def commands() -> dict[str, str]:
     return {name.removeprefix("do_"): method.__doc__ or "" for name, method in methods.items()}
 
 
-def words() -> dict[str, Sequence[str]]:
+def completions() -> dict[str, Sequence[str]]:
     """The commands by name, with the words that may follow them."""
     return dict.fromkeys(commands(), ()) | {"set": SETTABLE, "think": ("on", "off")}
 

@@ -16,7 +16,7 @@ from prompt_toolkit.output import DummyOutput
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from app.chat.history import History
-from app.lines.line_chat import LineChat, commands, words
+from app.lines.line_chat import LineChat, commands, completions
 from app.lines.line_input import CommandCompleter, FileLines, TerminalLines
 from engine.errors import UsageError
 from tests import synthetic
@@ -242,7 +242,7 @@ def keys(monkeypatch):
 
 
 async def test_keys_of_the_prompt(keys):
-    lines = TerminalLines(["an earlier one"], words())
+    lines = TerminalLines(["an earlier one"], completions())
     keys.send_text("one\x1b\rtwo\r")  # Alt+Enter
     assert await lines.read("") == "one\ntwo"
     keys.send_text("\x1b[A\x1b[A\x1b[A\r")  # Up to the first line, then to earlier prompts
@@ -264,13 +264,13 @@ async def test_a_dumb_terminal_is_shown_the_draft_and_sent_no_escape_sequences(m
     terminal = Vt100_Output(sys.stdout, lambda: Size(24, 80))
     with create_pipe_input() as keys, create_app_session(input=keys, output=terminal):
         keys.send_text("new\r")
-        assert await TerminalLines([], words()).read("a draft") == "new"
+        assert await TerminalLines([], completions()).read("a draft") == "new"
     assert capsys.readouterr().out.splitlines() == ["a draft", "> new"]
 
 
 def test_completion_of_commands():
     def complete(text):
-        completer = CommandCompleter(words())
+        completer = CommandCompleter(completions())
         return [c.text for c in completer.get_completions(Document(text), CompleteEvent())]
 
     assert complete("/s") == ["save", "stats", "system", "set"]
