@@ -16,8 +16,11 @@ from hypothesis import settings
 from engine.backends import prepare
 from engine.events import EngineOptions
 from tests import environment as tests_environment
+from tests.fork_server import fork_server, forked_engines
 from tests.paths import ROOT, SHARED
 from tests.reference import read_gguf
+
+__all__ = ["fork_server", "forked_engines"]
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 

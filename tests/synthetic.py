@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import errors
+from engine import errors, worker
 from engine.client import LocalEngine
 from engine.events import (
     Chat,
@@ -43,7 +43,7 @@ from engine.events import (
     TopToken,
     Warming,
 )
-from engine.worker import Report, serve
+from engine.worker import Report
 from tests.paths import ROOT
 
 THOUGHT = (
@@ -98,9 +98,11 @@ class Behaviour:
     fail_at: int = 0
     die_at: int = -1  # SIGKILL
     hang_at: int = -1  # deaf to Cancel
-    until: str = ""  # the file that ends a hang, and that loading waits for if nothing hangs
+    until: str = ""  # the file that ends a hang; else death waits for it, or loading if there is neither
+    when_answered: str = ""  # a file that is made when all tokens of an answer are there, sent or not
     profile_s: float = 0.0
     deaf: bool = False  # to Cancel, all the time
+    send_interval_s: float = 0.001  # between two parcels of events; the real worker leaves 10 ms
 
 
 def engine(**behaviour: Any) -> LocalEngine:
@@ -125,7 +127,7 @@ class SyntheticModel:
         for step in range(1, steps + 1):
             time.sleep(behaviour.load_s / 2 / steps)
             report(Warming(done=step, total=steps))
-        if behaviour.hang_at < 0 and behaviour.until:
+        if behaviour.hang_at < 0 and behaviour.die_at < 0 and behaviour.until:
             _wait_for(behaviour.until)
         _fail(behaviour.load_failure, "while it loads")
         self.ready = Ready(
@@ -185,7 +187,9 @@ class SyntheticModel:
             if count == 1:
                 first = last
             if do.rate:
-                time.sleep(max(0.0, first + count / do.rate - last))
+                _sleep_until(first + count / do.rate, (lambda: False) if do.deaf else cancelled)
+        if do.when_answered:
+            Path(do.when_answered).touch()
         return Finished(
             request_id=request.request_id,
             reason=reason,
@@ -208,10 +212,9 @@ class SyntheticModel:
         )
 
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
-        for _ in range(20):
-            if interrupted():
-                raise errors.PreemptedError("The profile was given up for a prompt.")
-            time.sleep(self.behaviour.profile_s / 20)
+        _sleep_until(time.perf_counter() + self.behaviour.profile_s, interrupted)
+        if interrupted():
+            raise errors.PreemptedError("The profile was given up for a prompt.")
         kernels = (
             KernelTime(name="product", role="FFN down", calls=20, total_us=600.0, bytes=50_000_000),
             KernelTime(name="softmax", role="attention", calls=40, total_us=200.0, bytes=2_000_000),
@@ -239,6 +242,8 @@ class SyntheticModel:
         if position == do.fail_at:
             _fail(do.failure, f"in answer to {_prompt_texts(request)[-1]}")
         if position == do.die_at:
+            if do.until:
+                _wait_for(do.until)
             os.kill(os.getpid(), signal.SIGKILL)
         if position == do.hang_at:
             _wait_for(do.until)
@@ -247,6 +252,12 @@ class SyntheticModel:
 def _wait_for(path: str) -> None:
     while not (path and Path(path).exists()):
         time.sleep(0.01)
+
+
+def _sleep_until(end: float, interrupted: Callable[[], bool]) -> None:
+    """`end` is a time of time.perf_counter."""
+    while (left := end - time.perf_counter()) > 0 and not interrupted():
+        time.sleep(min(left, 0.005))
 
 
 def _prompt_texts(request: Generate) -> list[str]:
@@ -282,7 +293,8 @@ def main() -> None:
     parser.add_argument("fd", type=int, help="this end of the socket pair")
     arguments = vars(parser.parse_args())
     sock = socket.socket(fileno=arguments.pop("fd"))
-    serve(sock, lambda options, report: SyntheticModel(Behaviour(**arguments), report))
+    worker._SEND_INTERVAL_S = arguments["send_interval_s"]
+    worker.serve(sock, lambda options, report: SyntheticModel(Behaviour(**arguments), report))
 
 
 if __name__ == "__main__":

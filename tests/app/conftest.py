@@ -7,6 +7,11 @@ __all__ = ["quick_pilot"]
 
 
 @pytest.fixture(autouse=True)
+def _quick_engines(forked_engines):
+    """Synthetic engines start in milliseconds."""
+
+
+@pytest.fixture(autouse=True)
 def _any_terminal(monkeypatch):
     """Nothing of the terminal that the tests are run from shows in them."""
     for name in ("TMUX", "NO_COLOR", "SSH_CONNECTION", "TEXTUAL_THEME"):

@@ -398,7 +398,7 @@ def test_a_signal_stops_the_reply(model, number, code):
 
 
 def test_a_signal_while_the_model_loads(model):
-    process = start(model, {"load_s": 60}, "--json", "why?")
+    process = start(model, {"until": "/nowhere"}, "--json", "why?")
     assert json.loads(process.stdout.readline())["event"] == "loading"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

@@ -1,11 +1,8 @@
 """LocalEngine against the real worker with a synthetic model: streams, stopping, closing."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -27,6 +24,9 @@ from engine.events import (
     TokenIds,
     Warming,
 )
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 
 def ask(request_id=1, text="hello", **fields):
@@ -85,21 +85,20 @@ async def test_requests_made_while_the_engine_loads_are_answered_in_turn(engines
 
 
 async def test_high_rates_lose_nothing(engines):
-    engine = engines(rate=1000, tokens=1000)
+    engine = engines(rate=5000, tokens=1000, send_interval_s=0.01)  # fifty in each parcel
     events = await collect(engine.generate(ask(logprobs=2)))
     assert token_ids(events) == list(range(1000))
     assert all(len(e.top) == 2 for e in events if isinstance(e, Token))
 
 
-async def test_a_client_that_does_not_read_holds_up_no_answer(engines):
-    engine = engines(tokens=4000)  # far more than a socket buffer holds
+async def test_a_client_that_does_not_read_holds_up_no_answer(engines, tmp_path):
+    answered = tmp_path / "answered"
+    engine = engines(tokens=4000, when_answered=answered)  # far more than a socket buffer holds
     await collect(engine.start())
     stream = engine.generate(ask(max_tokens=3900))
     await anext(stream)
-    time.sleep(3)  # the whole event loop stands still
-    events = await collect(stream)
-    assert token_ids(events) == list(range(3900))
-    assert events[-1].predicted_ms < 2900
+    wait_until(answered.exists)  # the whole event loop stands still
+    assert token_ids(await collect(stream)) == list(range(3900))
 
 
 # --- stopping ------------------------------------------------------------------------------------------
@@ -152,7 +151,7 @@ async def test_stop_with_nothing_to_stop(engines):
 
 @pytest.mark.parametrize("how", ["aclose", "task"])
 async def test_an_abandoned_answer_is_cancelled(engines, how):
-    engine = engines(rate=10, tokens=4000)
+    engine = engines(rate=40, tokens=4000)
     await collect(engine.start())
     stream = engine.generate(ask())
     await until(stream, lambda e: isinstance(e, Token))
@@ -164,7 +163,7 @@ async def test_an_abandoned_answer_is_cancelled(engines, how):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    async with asyncio.timeout(60):  # the abandoned answer would take 400 s
+    async with asyncio.timeout(60):  # the abandoned answer would take 100 s
         assert token_ids(await collect(engine.generate(ask(max_tokens=3)))) == [0, 1, 2]
 
 
@@ -290,14 +289,6 @@ async def test_an_engine_can_be_started_again_after_close(engines):
     await collect(engine.start())
     await engine.close()
     assert isinstance((await collect(engine.start()))[-1], Ready)
-
-
-async def test_ctrl_c_in_the_terminal_is_not_for_the_worker(engines):
-    engine = engines(tokens=2)
-    await collect(engine.start())
-    assert os.getsid(engine.pid) == engine.pid != os.getsid(0), "it has no terminal"
-    os.kill(engine.pid, signal.SIGINT)
-    assert token_ids(await collect(engine.generate(ask()))) == [0, 1]
 
 
 async def test_a_home_that_cannot_be_written_has_no_log_but_a_chat(engines, monkeypatch):

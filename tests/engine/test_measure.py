@@ -5,6 +5,9 @@ import asyncio
 import pytest
 
 from engine.events import Failed, Finished, Generate, KernelProfile, Measured, RawText, Token
+from tests.waiting import until
+
+pytestmark = pytest.mark.usefixtures("forked_engines")
 
 
 def ask(**fields):
@@ -39,13 +42,13 @@ async def test_an_engine_that_does_not_start_cannot_measure(engines):
 async def test_closing_ends_a_measurement(engines):
     engine = engines(load_s=30.0)
     measuring = asyncio.create_task(engine.measure())
-    await asyncio.sleep(0.1)
+    await until(lambda: engine.pid)
     await engine.close()
     assert isinstance(await measuring, Failed)
 
 
 async def test_tokens_tell_when_they_were_there_by_the_engines_clock(engines):
-    events = await collect(engines(tokens=30, rate=500, prefill_s=0.05).generate(ask()))
+    events = await collect(engines(tokens=30, rate=500, prefill_s=0.05, send_interval_s=0.01).generate(ask()))
     times = [event.at_ms for event in events if isinstance(event, Token)]
     assert times == sorted(times)
     end = events[-1]

@@ -1,0 +1,193 @@
+"""Starts synthetic engines quickly: a process that has imported all they need forks one for each.
+
+A start takes milliseconds, instead of the tenth of a second in which Python imports the worker. What differs from a
+process of its own: its parent is the fork server, and nothing was executed anew. `tests/engine/test_process.py` starts
+its engines as the application does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import pytest
+
+from tests import synthetic
+from tests.paths import ROOT
+
+MODULE = synthetic.__name__
+_MOST_BYTES = 1 << 16
+
+start_process = asyncio.create_subprocess_exec
+
+
+class ForkedProcess:
+    """What `engine.process` uses of an asyncio.subprocess.Process. The fork server tells by a socket of its own which
+    process id it has, and how it ended."""
+
+    def __init__(self, status: socket.socket) -> None:
+        self.pid = int.from_bytes(status.recv(8), "little")
+        self.returncode: int | None = None
+        self._status, self._ended = status, asyncio.Event()
+        asyncio.get_running_loop().add_reader(status, self._read)
+
+    def _read(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._status)
+        with self._status:
+            self.returncode = int.from_bytes(self._status.recv(8), "little", signed=True)
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkServer:
+    """The process that forks, as its client sees it. It starts with the first request."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start_process(
+        self,
+        *command: str,
+        pass_fds: Sequence[int] = (),
+        stdout: IO[bytes] | int | None = None,
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> Any:
+        """In the place of asyncio.create_subprocess_exec: synthetic engines are forked, others are started."""
+        if command[1:3] != ("-m", MODULE):
+            return await start_process(*command, pass_fds=pass_fds, stdout=stdout, env=env, **options)
+        assert not isinstance(stdout, int | None) and env
+        ours, theirs = socket.socketpair()
+        with theirs:
+            request = pickle.dumps((command[3:-1], env))
+            assert len(request) < _MOST_BYTES
+            socket.send_fds(self._control(), [request], [pass_fds[0], stdout.fileno(), theirs.fileno()])
+        return ForkedProcess(ours)
+
+    def _control(self) -> socket.socket:
+        if self._process is None:
+            self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
+                    cwd=ROOT,
+                    pass_fds=(theirs.fileno(),),
+                )
+        return self._requests
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._requests.close()
+            self._process.wait()
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked_engines(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of synthetic engines are forked."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fork_server.start_process)
+
+
+# --- the process that forks ------------------------------------------------------------------------------
+
+
+def serve(requests: socket.socket) -> None:
+    """Forks a process for each request, until the client is gone. Tells each one's end to who asked for it."""
+    woken, wakes = socket.socketpair()
+    woken.setblocking(False)
+    wakes.setblocking(False)
+    signal.set_wakeup_fd(wakes.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    waiting: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(requests, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is woken:
+                    woken.recv(_MOST_BYTES)
+                    _tell_ends(waiting)
+                    continue
+                request, fds, *_ = socket.recv_fds(requests, _MOST_BYTES, 3)
+                if not request:
+                    return
+                engine, log, status = fds
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for other in (requests, woken, wakes, *waiting.values()):
+                        other.close()
+                    os.close(status)
+                    _run(*pickle.loads(request), engine, log)
+                os.close(engine)
+                os.close(log)
+                waiting[pid] = socket.socket(fileno=status)
+                waiting[pid].send(pid.to_bytes(8, "little"))
+
+
+def _tell_ends(waiting: dict[int, socket.socket]) -> None:
+    while waiting:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with waiting.pop(pid) as client:
+            code = os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(OSError):  # its test has ended
+                client.send(code.to_bytes(8, "little", signed=True))
+
+
+def _run(arguments: Sequence[str], environment: dict[str, str], engine: int, log: int) -> None:
+    """What a new process does: becomes the leader of a session, as a started one would be, and runs the engine."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for file, number in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(file, number)
+    os.close(nothing)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [MODULE, *arguments, str(engine)]
+    code = 1
+    try:
+        synthetic.main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    serve(socket.socket(fileno=int(sys.argv[-1])))
