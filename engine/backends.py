@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.devices import cuda_driver
 from engine.devices.clang import find_clang
+from engine.devices.cpus import allowed_cpus
 from engine.devices.nvidia import gpus, why_not_nv
 from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
@@ -84,8 +85,8 @@ def _device(dev: str) -> str:
 
 def _compiler_processes() -> int:
     """How many processes compile kernels for this one; 0: it compiles them itself."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MAX_COMPILERS) if cores > 1 else 0
+    cpus = len(allowed_cpus())
+    return min(cpus, _MAX_COMPILERS) if cpus > 1 else 0
 
 
 def _search_variables(options: EngineOptions) -> dict[str, str]:

@@ -1,12 +1,11 @@
 """Decode and prefill of a model on a CPU: kernels of our own, all cores on each.
 
-    embed · (ready · qkv · rotate · attend · ready · o · ready · gate+up · ready · down) for each layer ·
-    ready · head
+    embed · (quantize · qkv · rotate · attend · quantize · o · quantize · gate+up · quantize · down) for each layer ·
+    quantize · head
 
-"ready" (`rows.prepare`) norms activations and makes them the whole numbers that products take. All that
-changes
-from step to step (tokens, position, how many there are) lies in memory, so that a step is one walk through a
-list of calls. Prefill is the same with tiles of tokens in place of one.
+"quantize" (`quantize_activations`) norms the activations and rounds them to the integers that products take. All that
+changes from step to step (tokens, position, number of tokens) is in memory, so a step is one job of the thread pool.
+Prefill is the same with tiles of tokens instead of one token.
 """
 
 from __future__ import annotations
@@ -22,35 +21,31 @@ from tinygrad.dtype import DType
 from engine.events import Step
 from engine.formats.rope_order import half_split
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.attention import attention, mask, pieces, scratch_size
-from engine.kernels.cpu.packing import UNIT, Packing
-from engine.kernels.cpu.product import MAX_TILES, inputs_of, product, shape_of, span_of
-from engine.kernels.cpu.program import register_lanes
-from engine.kernels.cpu.repack import repack
-from engine.kernels.cpu.rows import Heads, Prepared, embed, prepare, rotate
-from engine.kernels.cpu.thread_pool import Launches, all_cores
+from engine.kernels.cpu.activations import Quantization, buffer_names, buffer_type, quantize_activations
+from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
+from engine.kernels.cpu.embedding import embed
+from engine.kernels.cpu.kernel_builder import register_lanes
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.product import MAX_TILES, product, shape_of, span_of
+from engine.kernels.cpu.rope import Heads, rotate
+from engine.kernels.cpu.step_state import POSITION, SIZE, TILES
+from engine.kernels.cpu.thread_pool import default_pool
+from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
+from engine.kernels.cpu.weight_repacking import repack
 from engine.measure.profile import Replay, Use
 from engine.model import packed_weights_cache
 from engine.model.packed_weights_cache import PackedReader
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
-PIECE_BYTES = 256 << 10  # of a matrix, that a core takes at a time
-# of the forms that activations take, how many columns share an element, and its type
-_SHARED = {
-    "values": (1, dtypes.int16),
-    "scales": (UNIT, dtypes.float32),
-    "sums": (UNIT // 2, dtypes.int32),
-    "scaled_sums": (UNIT, dtypes.float32),
-    "floats": (1, dtypes.float32),
-}
+PART_BYTES = 256 << 10  # of a matrix, in each part of its product
 
 
 @dataclass
 class Matrix:
-    """A packed matrix. `shape` tells its product's sizes to kernels."""
+    """A repacked matrix. `shape` holds the sizes that its product reads (`shape_of`)."""
 
-    packing: Packing
+    layout: WeightLayout
     rows: int
     cols: int
     shape: Tensor
@@ -86,7 +81,7 @@ class CPURunner:
         self.chunk_sizes: tuple[int, ...] = (1,)  # one step serves every length
         self.decode_depths: tuple[int, ...] = (0,)
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
-        self._cores = all_cores()
+        self._pool = default_pool()
         self._layers, self._embedding, self._head, self._output_norm = self._load(weights, keep_packed)
         length = ceil((context_length + self.max_chunk) / self._lanes) * self._lanes
         eps = config.norm_eps if self._layers[0].head_norms else None
@@ -98,26 +93,29 @@ class CPURunner:
         angles = np.arange(length)[:, None] * config.rope_frequencies
         self._cos, self._sin = (memory.array(f(angles), dtypes.float32) for f in (np.cos, np.sin))
         self._mask = memory.array(mask(self._lanes), dtypes.float32)
-        self._state, self._tokens = memory.zeros(4, dtypes.int32), memory.zeros(self.max_chunk, dtypes.int32)
+        self._state, self._tokens = (
+            memory.zeros(SIZE, dtypes.int32),
+            memory.zeros(self.max_chunk, dtypes.int32),
+        )
         self._state_view, self._tokens_view = memory.view(self._state), memory.view(self._tokens)
         self._scratch: dict[tuple[str, int], Tensor] = {}
         self._nothing = memory.zeros(
             max(self._head.rows + self._lanes, config.ffn, self._heads.rows), dtypes.float32
         )
-        self._logits = memory.zeros(self._head.packing.groups(config.vocab) * self._lanes, dtypes.float32)
+        self._logits = memory.zeros(self._head.layout.groups(config.vocab) * self._lanes, dtypes.float32)
         self._logits_view = memory.view(self._logits)[: config.vocab]
         decode, prefill = self._step(1), self._step(self._lanes)
-        self._cores.compiled([*prefill.kinds, *decode.kinds])  # at once: compilers share them
-        self._decode, self._prefill = decode.captured(), prefill.captured()
+        self._pool.compile([*prefill.kernels, *decode.kernels])  # all at once, for several compiler processes
+        self._decode, self._prefill = decode.compile(), prefill.compile()
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         self._tokens_view[: len(tokens)] = tokens
-        self._state_view[1:3] = position, ceil(len(tokens) / self._lanes)
+        self._set_state(position, len(tokens))
         self._prefill()
 
     def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
         self._tokens_view[0] = token
-        self._state_view[1:3] = position, 1
+        self._set_state(position, 1)
         self._decode()
         return int(self._logits_view.argmax())
 
@@ -125,10 +123,13 @@ class CPURunner:
         return self._logits_view
 
     def replay(self, step: Step, position: int) -> Replay:
-        walk, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
+        sequence, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
         self._tokens_view[:] = 0
-        self._state_view[1:3] = position, ceil(tokens / self._lanes)
-        return Replay(walk.calls, self._uses(), tokens, walk, time=walk.seconds)
+        self._set_state(position, tokens)
+        return Replay(sequence.calls, self._uses(), tokens, sequence, time=sequence.call_s)
+
+    def _set_state(self, position: int, tokens: int) -> None:
+        self._state_view[POSITION], self._state_view[TILES] = position, ceil(tokens / self._lanes)
 
     def _uses(self) -> dict[UOp, Use]:
         """What the buffers of the weights and the cache are for."""
@@ -168,19 +169,19 @@ class CPURunner:
             name: str, rows: int, cols: int, first: int = 0, out_rows: int = 0, added: bool = False
         ) -> Matrix:
             raw, ggml_type, interleaved = weights.stored_bytes(f"{name}.weight", rows, cols)
-            places = np.arange(rows, dtype=np.int32)
+            source_rows = np.arange(rows, dtype=np.int32)
             if interleaved:
-                places = half_split(places, config.head_dim)
-            packing = Packing(ggml_type, self._lanes)
-            shape = self._sizes(*shape_of(rows, cols, packing, added, first, out_rows))
-            stream = memory.zeros(packing.size(rows, cols), packing.dtype)
+                source_rows = half_split(source_rows, config.head_dim)
+            layout = WeightLayout(ggml_type, self._lanes)
+            shape = self._sizes(*shape_of(rows, cols, layout, added, first, out_rows))
+            stream = memory.zeros(layout.size(rows, cols), layout.dtype)
             if not (kept and kept.read(name, memory.view(stream).view(np.uint8))):
                 nonlocal packed_here
                 packed_here = True
-                repack(self._cores, raw, packing, places, cols, stream)
+                repack(self._pool, raw, layout, source_rows, cols, stream)
                 weights.file.tensors[f"{name}.weight"].release()
             streams[name] = stream
-            return Matrix(packing, rows, cols, shape, stream)
+            return Matrix(layout, rows, cols, shape, stream)
 
         def vector(name: str, n: int) -> Tensor:
             return memory.array(weights.floats(name, n), dtypes.float32)
@@ -232,13 +233,13 @@ class CPURunner:
 
     # --- a step ----------------------------------------------------------------------------------------
 
-    def _step(self, tile: int) -> Launches:
-        """One token, with its logits, or with a tile of more than 1 as many tiles of tokens as the state
+    def _step(self, tile: int) -> KernelSequence:
+        """Decode of one token, with its logits, if `tile` is 1; otherwise prefill of as many tiles as the state
         says."""
-        config, heads, cores, lanes = self._config, self._heads, self._cores.count, self._lanes
+        config, heads, threads, lanes = self._config, self._heads, self._pool.count, self._lanes
         dim, ffn, q_rows = config.dim, config.ffn, config.heads * config.head_dim
         tokens = 1 if tile == 1 else self.max_chunk
-        step = self._cores.launches()
+        step = KernelSequence(self._pool)
         add = step.add
         state = [] if tile == 1 else [self._state]
 
@@ -247,20 +248,22 @@ class CPURunner:
                 self._scratch[name, tile] = memory.zeros(n, dtype)
             return self._scratch[name, tile]
 
-        def ready(
+        def quantize(
             rows: Tensor, matrices: list[Matrix], norm: Tensor | None = None, gated_by: Tensor | None = None
         ) -> dict[str, Tensor]:
-            """Adds the step that makes rows ready for products with the matrices."""
+            """Adds the kernel that quantizes rows for the products with `matrices`; returns its outputs by name."""
             cols = matrices[0].cols
-            names = inputs_of([m.packing for m in matrices], tile)
-            outs = {
-                name: buffer(f"{name}{cols}", tokens * cols // _SHARED[name][0], _SHARED[name][1])
-                for name in names
-            }
-            what = Prepared(names, config.norm_eps if norm is not None else None, gated_by is not None)
+            names = buffer_names([m.layout for m in matrices], tile)
+            outs = {}
+            for name in names:
+                dtype, columns = buffer_type(name)
+                outs[name] = buffer(f"{name}{cols}", tokens * cols // columns, dtype)
+            quantization = Quantization(
+                names, config.norm_eps if norm is not None else None, gated_by is not None
+            )
             other = [t for t in (norm, gated_by) if t is not None]
             add(
-                prepare(what, lanes, tile),
+                quantize_activations(quantization, lanes, tile),
                 *outs.values(),
                 self._sizes(cols // UNIT),
                 *state,
@@ -275,13 +278,14 @@ class CPURunner:
             matrix: Matrix,
             inputs: dict[str, Tensor],
             added: Tensor | None = None,
-            beside: bool = False,
+            concurrent: bool = False,
         ) -> None:
-            read = [inputs[name] for name in inputs_of([matrix.packing], tile)]
+            read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
             added = self._nothing if added is None else added
-            kernel = product(matrix.packing, tile, span_of(matrix.cols) if tile > 1 else 1)
-            parts = self._pieces(matrix)
-            add(kernel, out, matrix.shape, *state, *read, added, matrix.stream, parts=parts, beside=beside)
+            kernel = product(matrix.layout, tile, span_of(matrix.cols) if tile > 1 else 1)
+            parts = self._n_parts(matrix)
+            buffers = matrix.shape, *state, *read, added, matrix.stream
+            add(kernel, out, *buffers, parts=parts, concurrent=concurrent)
 
         x, y = buffer("x", tokens * dim), buffer("y", tokens * dim)
         rows, queries, attended = (
@@ -289,40 +293,40 @@ class CPURunner:
             for name, n in (("rows", heads.rows), ("queries", q_rows), ("attended", q_rows))
         )
         gate, up = buffer("gate", tokens * ffn), buffer("up", tokens * ffn)
-        scores = buffer("scores", scratch_size(heads, cores, tile))
+        scores = buffer("scores", scratch_size(heads, threads, tile))
         embedding = self._embedding
         add(
-            embed(embedding.packing, tile),
+            embed(embedding.layout, tile),
             x,
-            self._sizes(embedding.rows, embedding.cols // embedding.packing.block),
+            self._sizes(embedding.rows, embedding.cols // embedding.layout.block),
             *state,
             self._tokens,
             embedding.stream,
         )
         for layer in self._layers:
-            inputs = ready(x, layer.qkv, layer.norms[0])
+            inputs = quantize(x, layer.qkv, layer.norms[0])
             for i, matrix in enumerate(layer.qkv):
-                multiply(rows, matrix, inputs, added=layer.bias, beside=i > 0)
+                multiply(rows, matrix, inputs, added=layer.bias, concurrent=i > 0)
             cached = [layer.keys, layer.values, self._state]
             add(rotate(heads, tile), queries, *cached, rows, self._cos, self._sin, *layer.head_norms)
-            parts = pieces(heads, cores, tile)
-            add(attention(heads, cores, tile), attended, scores, *cached, queries, self._mask, parts=parts)
-            multiply(y, layer.o, ready(attended, [layer.o]), added=x)
-            inputs = ready(y, [layer.gate, layer.up], layer.norms[1])
+            parts = n_parts(heads, threads, tile)
+            add(attention(heads, threads, tile), attended, scores, *cached, queries, self._mask, parts=parts)
+            multiply(y, layer.o, quantize(attended, [layer.o]), added=x)
+            inputs = quantize(y, [layer.gate, layer.up], layer.norms[1])
             multiply(gate, layer.gate, inputs)
-            multiply(up, layer.up, inputs, beside=True)
-            multiply(x, layer.down, ready(gate, [layer.down], gated_by=up), added=y)
+            multiply(up, layer.up, inputs, concurrent=True)
+            multiply(x, layer.down, quantize(gate, [layer.down], gated_by=up), added=y)
         if tile == 1:
-            multiply(self._logits, self._head, ready(x, [self._head], self._output_norm))
+            multiply(self._logits, self._head, quantize(x, [self._head], self._output_norm))
         return step
 
-    def _pieces(self, matrix: Matrix) -> int:
-        """As many for each core; small enough that a core that is kept busy by others has little left over."""
+    def _n_parts(self, matrix: Matrix) -> int:
+        """Parts of a product: as many for each thread, and small enough that a slow core delays the others little."""
         n_bytes = memory.view(matrix.stream).nbytes
-        return self._cores.count * ceil(n_bytes / self._cores.count / PIECE_BYTES)
+        return self._pool.count * ceil(n_bytes / self._pool.count / PART_BYTES)
 
     def _sizes(self, *values: int) -> Tensor:
-        """int32 that kernels read."""
+        """The values as an int32 tensor; the same values give the same tensor."""
         if values not in self._known_sizes:
             self._known_sizes[values] = memory.array(np.array(values), dtypes.int32)
         return self._known_sizes[values]

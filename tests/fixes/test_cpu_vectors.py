@@ -12,9 +12,10 @@ from tinygrad.uop.ops import Ops
 import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import cpu_vectors
-from engine.kernels.cpu.packing import Packing
-from engine.kernels.cpu.product import inputs_of, product
-from engine.kernels.cpu.thread_pool import piece_of_work
+from engine.kernels.cpu.activations import buffer_names
+from engine.kernels.cpu.product import product
+from engine.kernels.cpu.thread_pool import part_arguments
+from engine.kernels.cpu.weight_layout import WeightLayout
 
 Q4_K = 12
 X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
@@ -24,12 +25,12 @@ KINDS = {"values": dtypes.int16, "sums": dtypes.int32}
 def source_of(lanes: int, tile: int) -> str:
     """The C source of products with a Q4_K matrix."""
     cpu_vectors.apply()
-    packing = Packing(Q4_K, lanes)
+    layout = WeightLayout(Q4_K, lanes)
     types = [dtypes.float32, dtypes.int32] + [dtypes.int32] * (tile > 1)
-    types += [KINDS.get(name, dtypes.float32) for name in inputs_of([packing], tile)]
+    types += [KINDS.get(name, dtypes.float32) for name in buffer_names([layout], tile)]
     types += [dtypes.float32, dtypes.uint16]
     buffers = [UOp.placeholder((1 << 40,), dtype, slot=i + 2) for i, dtype in enumerate(types)]
-    program = to_program(product(packing, tile, 8)(*piece_of_work(), *buffers), Device["CPU"].renderer)
+    program = to_program(product(layout, tile, 8)(*part_arguments(), *buffers), Device["CPU"].renderer)
     return str(next(u for u in program.src if u.op is Ops.SOURCE).arg)
 
 
@@ -86,20 +87,20 @@ import numpy as np
 from tinygrad import dtypes
 from engine.fixes import compiler_processes
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.thread_pool import Cores
-from engine.kernels.cpu.thread_pool import piece_of_work
-from engine.kernels.cpu.packing import Packing
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.kernels.cpu.weight_layout import WeightLayout
 from engine.kernels.cpu.product import product, shape_of
 if __name__ == "__main__":
     compiler_processes.apply()
-    cores, packings = Cores(1), [Packing(kind, 16) for kind in (0, 1)]
-    w = [memory.array(np.ones((64, 16)), packing.dtype) for packing in packings]
+    pool, layouts = ThreadPool(1), [WeightLayout(kind, 16) for kind in (0, 1)]
+    w = [memory.array(np.ones((64, 16)), layout.dtype) for layout in layouts]
     x, out = memory.array(np.arange(64), dtypes.float32), memory.zeros(16, dtypes.float32)
-    shape = memory.array(np.array(shape_of(16, 64, packings[0], True)), dtypes.int32)
-    step = cores.launches()
-    for packing, stream in zip(packings, w):
-        step.add(product(packing, 1, 1), out, shape, x, out, stream)
-    step.captured()()
+    shape = memory.array(np.array(shape_of(16, 64, layouts[0], True)), dtypes.int32)
+    step = KernelSequence(pool)
+    for layout, stream in zip(layouts, w):
+        step.add(product(layout, 1, 1), out, shape, x, out, stream)
+    step.compile()()
     import tinygrad.engine.worker as worker
     assert worker.worker_pool is not None
     print(memory.view(out).max(), memory.view(out).min())

@@ -1,8 +1,8 @@
 """Attention over the cached keys and values, for one token or a tile of them.
 
-A core takes a head of keys and values at a time, with `queries` rows that share it: the query heads of the
-group, of as many tokens as fit registers. First the scores of all tokens, `lanes` of them side by side; then
-their exponentials; then the weighted sum of values, `lanes` elements side by side.
+A task is one key head and the query rows that share it: the query heads of its group, for as many tokens as fit the
+registers. It has three passes: the scores of all cached tokens, `lanes` tokens side by side; their exponentials; and
+the weighted sum of the values, `lanes` elements side by side.
 """
 
 from __future__ import annotations
@@ -14,52 +14,55 @@ from numpy.typing import NDArray
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.cpu.program import F32, Index, Program
-from engine.kernels.cpu.rows import POSITION, Heads, tokens_of
-from engine.kernels.cpu.thread_pool import Kernel
+from engine.kernels.cpu.kernel_builder import F32, Index, KernelBuilder
+from engine.kernels.cpu.rope import Heads
+from engine.kernels.cpu.step_state import POSITION, n_tokens
+from engine.kernels.launch import Kernel
 
-_REGISTERS = 16  # sums that are kept at a time
+_MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in registers
 _MASKED = -1e30
 
 
-def queries_together(heads: Heads, cores: int, tile: int) -> tuple[int, int]:
-    """(query heads, tokens) that a task takes: heads of one group, fewer of them where there are more cores
-    than tasks, and as many tokens as keep registers busy."""
+def task_shape(heads: Heads, threads: int, tile: int) -> tuple[int, int]:
+    """(query heads, tokens) of a task: the query heads of a group, or fewer if there are more threads than groups, and
+    as many tokens as keep the registers busy."""
     shared_by = heads.query // heads.kv
-    together = shared_by
-    while tile == 1 and together > 1 and heads.query // together < cores:
-        together = max(d for d in range(1, together) if shared_by % d == 0)
+    task_heads = shared_by
+    while tile == 1 and task_heads > 1 and heads.query // task_heads < threads:
+        task_heads = max(d for d in range(1, task_heads) if shared_by % d == 0)
     tokens = 1
-    while tokens < tile and 2 * tokens * together <= _REGISTERS and tile % (2 * tokens) == 0:
+    while tokens < tile and 2 * tokens * task_heads <= _MAX_SUMS and tile % (2 * tokens) == 0:
         tokens *= 2
-    return together, tokens
+    return task_heads, tokens
 
 
-def pieces(heads: Heads, cores: int, tile: int) -> int:
-    """Into how many the work may be cut, which need scratch each."""
-    together, tokens = queries_together(heads, cores, tile)
-    return min(heads.query // together * (tile // tokens), 4 * cores)
+def n_parts(heads: Heads, threads: int, tile: int) -> int:
+    """The largest number of parts for the kernel; each part needs scratch of its own."""
+    task_heads, tokens = task_shape(heads, threads, tile)
+    return min(heads.query // task_heads * (tile // tokens), 4 * threads)
 
 
-def scratch_size(heads: Heads, cores: int, tile: int) -> int:
-    together, tokens = queries_together(heads, cores, tile)
-    return pieces(heads, cores, tile) * together * tokens * heads.length
+def scratch_size(heads: Heads, threads: int, tile: int) -> int:
+    """Elements of the scratch buffer."""
+    task_heads, tokens = task_shape(heads, threads, tile)
+    return n_parts(heads, threads, tile) * task_heads * tokens * heads.length
 
 
 def mask(lanes: int) -> NDArray[np.float32]:
-    """What is added to scores, from `lanes - 1 - n` on, of a vector whose first n tokens may be seen."""
+    """float32 (2 * lanes,): zeros, then large negative numbers. The `lanes` elements from `lanes - n` on are added to
+    the scores of a vector of tokens of which only the first n are visible."""
     return np.where(np.arange(2 * lanes) < lanes, 0, _MASKED).astype(np.float32)
 
 
 @functools.cache
-def attention(heads: Heads, cores: int, tile: int) -> Kernel:
-    """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); keys, values; the
-    state; queries, float32 (tokens, query * dim), normed, rotated and scaled; `mask`."""
+def attention(heads: Heads, threads: int, tile: int) -> Kernel:
+    """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the cached keys and values,
+    float16 (see `Heads`); the state; the queries of `engine.kernels.cpu.rope.rotate`; `mask`."""
     h, lanes = heads, heads.lanes
-    together, tokens = queries_together(heads, cores, tile)
-    n = together * tokens
+    task_heads, tokens = task_shape(heads, threads, tile)
+    n = task_heads * tokens
     vectors = h.dim // lanes
-    at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _REGISTERS))
+    at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _MAX_SUMS))
     width = h.query * h.dim
 
     def kernel(
@@ -71,31 +74,30 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
         values: UOp,
         state: UOp,
         queries: UOp,
-        hidden: UOp,
+        score_mask: UOp,
     ) -> UOp:
-        k = Program(lanes)
+        k = KernelBuilder(lanes)
         k.scratch(scores)
         start = k.index(state, POSITION)
-        every = tokens_of(k, state, tile)
-        end = (
-            start + every
-        )  # a loop's length must not depend on the loop around: all tasks go as far as the last
+        step_tokens = n_tokens(k, state, tile)
+        # A loop's length must not depend on an outer loop, so all tasks read the keys up to the last token's.
+        end = start + step_tokens
         blocks = (end + (lanes - 1)) // lanes
-        tasks = every // tokens * (h.query // together)
-        mine = (tasks + parts - 1 - part) // parts
+        tasks = step_tokens // tokens * (h.query // task_heads)
+        part_tasks = (tasks + parts - 1 - part) // parts
         base = part * (n * h.length)
-        with k.loop(mine) as i:
+        with k.loop(part_tasks) as i:
             task = i * parts + part
-            block, share_of = task // (h.query // together), task % (h.query // together)
-            kv = share_of // (h.query // h.kv // together)
-            token = block * tokens  # the first of the task's
+            block, head_block = task // (h.query // task_heads), task % (h.query // task_heads)
+            kv = head_block // (h.query // h.kv // task_heads)
+            token = block * tokens  # the task's first token
             rows = [
-                (token + t) * width + (share_of * together + q) * h.dim
+                (token + t) * width + (head_block * task_heads + q) * h.dim
                 for t in range(tokens)
-                for q in range(together)
+                for q in range(task_heads)
             ]
 
-            def score_at(b: Index, q: Index) -> Index:
+            def score_index(b: Index, q: Index) -> Index:
                 return base + (b * n + q) * lanes
 
             # scores
@@ -107,25 +109,25 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
                 for s in sums:
                     k.fill(s, 0, UOp.const(0.0, F32))
                 with k.loop(h.dim) as d:
-                    key = k.vector(keys, h.key_at(kv, b, d)).cast(F32)
+                    key = k.vector(keys, h.key_index(kv, b, d)).cast(F32)
                     for q, s in enumerate(sums):
                         k.store(s, 0, k.vector(s, 0) + key * k.load(queries, rows[q] + d))
                 for q, s in enumerate(sums):
-                    # of this vector's tokens, those up to the query's own may be seen
-                    seen = (start + token + q // together + 1 - b * lanes).maximum(0).minimum(lanes)
-                    score = k.vector(s, 0) + k.vector(hidden, lanes - seen)
-                    k.store(scores, score_at(b, q), score)
+                    # a query attends to the tokens up to its own
+                    visible = (start + token + q // task_heads + 1 - b * lanes).maximum(0).minimum(lanes)
+                    score = k.vector(s, 0) + k.vector(score_mask, lanes - visible)
+                    k.store(scores, score_index(b, q), score)
                     k.store(largest[q], 0, k.vector(largest[q], 0).maximum(score))
 
-            # their exponentials
+            # exponentials of the scores
             totals, peaks, inverses = k.registers(n * lanes), k.registers(n), k.registers(n)
             for q in range(n):
                 k.store(peaks, q, k.across(k.vector(largest[q], 0), Ops.MAX))
             with k.loop(n) as q:
                 k.fill(totals, q * lanes, UOp.const(0.0, F32))
             with k.loop(blocks) as b, k.loop(n) as q:
-                weight = k.exp(k.vector(scores, score_at(b, q)) + k.load(peaks, q) * -1.0)
-                k.store(scores, score_at(b, q), weight)
+                weight = k.exp(k.vector(scores, score_index(b, q)) + k.load(peaks, q) * -1.0)
+                k.store(scores, score_index(b, q), weight)
                 k.store(totals, q * lanes, k.vector(totals, q * lanes) + weight)
             with k.loop(n) as q:
                 k.store(inverses, q, k.across(k.vector(totals, q * lanes), Ops.ADD).reciprocal())
@@ -137,10 +139,10 @@ def attention(heads: Heads, cores: int, tile: int) -> Kernel:
                     k.fill(s, 0, UOp.const(0.0, F32))
                 with k.loop(end) as t:
                     for v in range(at_once):
-                        value = k.vector(values, h.value_at(kv, t, (j * at_once + v) * lanes)).cast(F32)
+                        value = k.vector(values, h.value_index(kv, t, (j * at_once + v) * lanes)).cast(F32)
                         for q in range(n):
                             s = sums[v * n + q]
-                            weight = k.load(scores, score_at(t // lanes, q) + t % lanes)
+                            weight = k.load(scores, score_index(t // lanes, q) + t % lanes)
                             k.store(s, 0, k.vector(s, 0) + value * weight)
                 for v in range(at_once):
                     for q in range(n):

@@ -1,7 +1,7 @@
-"""Arrays that kernels and numpy share, cleared, and in huge pages where they are large.
+"""Zeroed arrays that kernels and numpy share; large ones are in huge pages.
 
-tinygrad's own allocator keeps to pages of 4 KiB: a walk through a gigabyte of weights would look up a quarter
-of a million of them. Memory that is not touched yet takes no room.
+tinygrad's allocator uses pages of 4 KiB, and reading a gigabyte of weights would translate a quarter of a million of
+them. Pages that are never touched use no memory.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ _memory: WeakKeyDictionary[Buffer, NDArray[np.uint8]] = WeakKeyDictionary()
 
 
 def zeros(n: int, dtype: DType, sparse: bool = False) -> Tensor:
-    """A tensor (n,) on the CPU, in memory of its own. `sparse`: much of it may never be used, and is not to take
-    room because it shares a huge page with what is."""
+    """A zeroed tensor (n,) on the CPU. `sparse`: much of it may never be used, so it has no huge pages, which would
+    hold unused elements beside used ones."""
     size = max(1, n * dtype.itemsize)
     huge = size >= _HUGE and not sparse
     align = _HUGE if huge else mmap.PAGESIZE
-    pages = mmap.mmap(-1, size + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones stay small
+    pages = mmap.mmap(
+        -1, size + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # shared mappings get no huge pages
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(pages, np.uint8)
@@ -41,23 +43,23 @@ def zeros(n: int, dtype: DType, sparse: bool = False) -> Tensor:
 
 
 def _count(n_bytes: int) -> None:
-    """Adds to what tinygrad says it holds."""
+    """Adds to the memory that tinygrad reports as in use."""
     GlobalCounters.mem_used += n_bytes
     GlobalCounters.mem_used_per_device["CPU"] += n_bytes
 
 
 def array(values: NDArray[Any], dtype: DType) -> Tensor:
-    """A copy of `values` (of any shape), as `zeros` makes it."""
+    """A tensor (n,) with the values of an array of any shape, in memory of `zeros`."""
     tensor = zeros(values.size, dtype)
     view(tensor)[:] = values.reshape(-1)
     return tensor
 
 
 def view(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a tensor that `zeros` or `array` made, as an array (n,); a bfloat16 is seen as its
-    bits."""
+    """The memory of a tensor of `zeros` or `array`, as an array (n,); bfloat16 appears as uint16."""
     return _memory[tensor.uop.base.buffer].view(np.dtype(tensor.dtype.fmt or "H"))
 
 
 def address(tensor: Tensor) -> int:
+    """The address of a tensor of `zeros` or `array`."""
     return int(_memory[tensor.uop.base.buffer].ctypes.data)

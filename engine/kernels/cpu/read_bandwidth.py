@@ -1,4 +1,4 @@
-"""Reading memory and nothing else, on all cores: what the memory gives at most."""
+"""The bandwidth of reading memory, on all threads of the pool: a kernel that only adds numbers."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.program import F32, Program, register_lanes, share
-from engine.kernels.cpu.thread_pool import Kernel, all_cores
+from engine.kernels.cpu.kernel_builder import F32, KernelBuilder, even_share, register_lanes
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.thread_pool import default_pool
+from engine.kernels.launch import Kernel
 
-_STREAMS = 8  # vectors that are on their way at a time
-_PIECE_BYTES = 1 << 20
+_STREAMS = 8  # independent vector loads in flight
+_PART_BYTES = 1 << 20
 _SECTIONS = 8
 
 
 def read_gbps(n_bytes: int, rounds: int) -> float:
-    """10^9 bytes a second, by the best of all eighths of some rounds over `n_bytes`, which are to exceed the
-    caches by far: the less time a part takes, the sooner one is found that nothing else disturbs."""
-    cores, step = all_cores(), _STREAMS * register_lanes()
+    """The best rate of reading `n_bytes` of memory, in 10^9 bytes a second. `n_bytes` should exceed the caches by far.
+
+    Each of `rounds` rounds times eight sections separately: a short measurement is more likely to run undisturbed."""
+    pool, step = default_pool(), _STREAMS * register_lanes()
     steps = n_bytes // _SECTIONS // 4 // step
     data = memory.zeros(_SECTIONS * steps * step, dtypes.float32)
     memory.view(data)[:] = 1.0
-    parts = max(cores.count, n_bytes // _SECTIONS // _PIECE_BYTES)
+    parts = max(pool.count, n_bytes // _SECTIONS // _PART_BYTES)
     section, sums = memory.zeros(2, dtypes.int32), memory.zeros(parts, dtypes.float32)
-    launches = cores.launches()
-    launches.add(_sum(register_lanes()), sums, section, data, parts=parts)
-    walk, best_s = launches.captured(), float("inf")
+    sequence = KernelSequence(pool)
+    sequence.add(_sum(register_lanes()), sums, section, data, parts=parts)
+    read, best_s = sequence.compile(), float("inf")
     for i in range(rounds * _SECTIONS):
         memory.view(section)[:] = i % _SECTIONS * steps, steps
         started = time.perf_counter()
-        walk()
+        read()
         best_s = min(best_s, time.perf_counter() - started)
-        assert memory.view(sums).sum() == steps * step, "all of it was read"
+        assert memory.view(sums).sum() == steps * step, "the kernel read the whole section"
     return steps * step * 4 / best_s / 1e9
 
 
 @functools.cache
 def _sum(lanes: int) -> Kernel:
-    """Buffers: sums, float32 (parts,); where to begin and how much to read, in 8 vectors, int32; the numbers,
-    float32."""
+    """Buffers: sums, float32 (parts,); the section's start and size in steps of `_STREAMS` vectors, int32 (2,); the
+    numbers, float32."""
 
     def kernel(part: UOp, parts: UOp, sums: UOp, section: UOp, data: UOp) -> UOp:
-        k = Program(lanes)
+        k = KernelBuilder(lanes)
         start, size = (k.index(section, i) for i in range(2))
-        first, count = share(size, part, parts)
+        first, count = even_share(size, part, parts)
         totals = [k.registers(lanes) for _ in range(_STREAMS)]
         for total in totals:
             k.fill(total, 0, UOp.const(0.0, F32))

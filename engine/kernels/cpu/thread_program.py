@@ -1,17 +1,16 @@
-"""The program that every core's thread runs: it takes pieces of kernels, one after another, until there are
-none.
+"""The program that each thread of the pool runs: it takes parts of kernels, one after another, until none is left.
 
-A job is a run of calls, and a call is a kernel cut into pieces that may be computed in any order. Pieces are
-numbered through all calls there are. Whoever has nothing to do takes the next number; nobody owns a share
-of a kernel, so that a core that other programs keep busy, or that is slow, does less and holds nobody up. A
-piece may start when all that its call comes after are finished. There is one count of pieces that were
-taken and one of those that are finished, and no meeting of all cores.
+A job is a run of calls. A call is a kernel cut into parts, which may run in any order. Parts are numbered through all
+calls of the pool. A thread with nothing to do takes the next number. No part belongs to a particular core, so a slow
+core, or one that other programs keep busy, does fewer parts and delays nobody. A part may start when all parts that its
+call depends on are finished. The threads share two counters, of the parts that were taken and of those that are
+finished; there is no barrier between kernels.
 
-A thread that cannot go on looks for a while whether it can, then sleeps. Who finishes the last piece of what
-others wait for wakes those that sleep. A sleeper first says that it is going to, then looks once more, and a
-waker first counts and then looks who sleeps: with a fence between the two, in both, one sees the other.
-Fences are also what makes results visible to other cores before they are counted, and keeps a kernel's loads
-behind the look at the count. x86 does that by itself; Arm does not.
+A thread that cannot go on polls for a while and then sleeps on its semaphore. The thread that finishes the last part
+that others wait for wakes the sleepers. A sleeper first sets its flag and then polls once more; a waker first counts
+its part and then reads the flags. With a fence between the two steps on both sides, at least one side sees the other.
+The fences also publish a kernel's results before its part is counted, and keep a kernel's loads behind the check of the
+counter. x86 orders these by itself, except a store before a later load; Arm does not.
 """
 
 from __future__ import annotations
@@ -25,114 +24,120 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import Ops
 
 MAX_CALLS = 1 << 15
-WORDS = 24  # of a call: what `Call` names, and its buffers
-ADDRESS, PARTS, FIRST, AFTER, UNTIL, BUFFERS = range(6)
-"""Words of a call: its kernel's address; pieces; the number of its first piece; how many pieces come before
-what it belongs to (calls beside each other), and how many there are with it; the buffers' addresses."""
-LINE = 8  # words of a cache line, so that no two cores write to the same one by accident
-SEM_WAIT, SEM_POST, SCHED_YIELD, NOTHING = range(4)  # functions
-TAKEN, FINISHED, JOB_FIRST, JOB_END = 0, LINE, 2 * LINE, 2 * LINE + 1
-"""Places in the queue: the next piece, beside the job's end (<< 32); pieces that are finished; the job's first
-piece and the first that is not its own."""
-LOOKS = 1 << 11  # before a thread sleeps: some 50 µs
+
+# A call is CALL_WORDS words of 64 bits: the address of its kernel's code, the number of its parts, the number of its
+# first part, how many parts come before its group (the calls that may run concurrently with it), how many parts there
+# are up to the group's end, and then the addresses of the kernel's buffers.
+CALL_WORDS = 24
+ADDRESS, N_PARTS, FIRST_PART, GROUP_START, GROUP_END, BUFFERS = range(6)
+
+LINE = 8  # words of a cache line: words that different cores write are on lines of their own
+
+# The queue's words: the number of the next part, with the job's end in the upper 32 bits; how many parts are finished;
+# the job's first part, and the first part that is not the job's.
+NEXT, FINISHED, JOB_FIRST, JOB_END = 0, LINE, 2 * LINE, 2 * LINE + 1
+
+SEM_WAIT, SEM_POST, SCHED_YIELD, NOTHING = range(4)  # indices in the table of C functions
+MAX_POLLS = 1 << 11  # before a thread sleeps: some 50 µs
 
 
-def memory_sizes(cores: int) -> dict[str, int]:
+def memory_sizes(n_threads: int) -> dict[str, int]:
     """Words of the memory that threads share, by name, in the order of the program's arguments."""
     return {
-        "calls": MAX_CALLS * WORDS,
+        "calls": MAX_CALLS * CALL_WORDS,
         "queue": 3 * LINE,
-        "asleep": cores * LINE,
-        "semaphores": cores * LINE,
+        "asleep": n_threads * LINE,
+        "semaphores": n_threads * LINE,
         "functions": LINE,
     }
 
 
-def walk(cores: int) -> UOp:
-    """The program. Arguments: memory (`memory_sizes`), the number of the core. Core 0 tells the others of the
-    job and returns when it is done; the others take part in all jobs to come."""
+def thread_program(n_threads: int) -> UOp:
+    """The program as a graph. Arguments: the shared memory (`memory_sizes`), uint64, and the thread's number, int32.
+    Thread 0 starts the job and returns when it is done; the other threads take part in all jobs and never return."""
     memory = [
-        UOp.param(i, dtypes.uint64, (n,), volatile=True) for i, n in enumerate(memory_sizes(cores).values())
+        UOp.param(i, dtypes.uint64, (n,), volatile=True)
+        for i, n in enumerate(memory_sizes(n_threads).values())
     ]
     calls, queue, asleep, semaphores, functions = memory
-    # A variable that has one value only would not be an argument.
+    # The range includes n_threads: tinygrad makes no argument of a variable that has only one value.
     number = UOp.param(
-        len(memory), dtypes.int, (), vmin_vmax=(0, cores), name="core", addrspace=AddrSpace.ALU
+        len(memory), dtypes.int, (), vmin_vmax=(0, n_threads), name="core", addrspace=AddrSpace.ALU
     )
-    core = number.cast(dtypes.uint64)
-    s = _Sequence()
-    call, piece, end, looks = (s.variable() for _ in range(4))
+    thread = number.cast(dtypes.uint64)
+    s = _SequentialProgram()
+    call, part_number, job_end, polls = (s.variable() for _ in range(4))
     s.store(call, 0, 0)
 
-    # What is known before a loop is read again in it: tinygrad may take what is made of it for the loop's own.
+    # Values from before a loop are loaded again inside it: tinygrad may move their expressions into the loop.
     def call_if(condition: UOp, function: int, *arguments: UOp) -> None:
         address = s.load(functions, function)
         s.call(condition.where(address, s.load(functions, NOTHING)), *arguments)
 
     def of_call(word: int) -> UOp:
-        return s.load(calls, s.load(call) * WORDS + word)
+        return s.load(calls, s.load(call) * CALL_WORDS + word)
 
-    def find(taken: UOp) -> None:
-        """Lets `call` be the one that a piece belongs to."""
-        s.store(piece, 0, taken & (2**32 - 1))
-        s.store(end, 0, taken // 2**32)
+    def find_call(next_word: UOp) -> None:
+        """Sets `part_number` and `job_end` from the queue's word, and `call` to the call that the part belongs to."""
+        s.store(part_number, 0, next_word & (2**32 - 1))
+        s.store(job_end, 0, next_word // 2**32)
         with s.repeat() as again:
-            before = s.keep(s.load(piece) < of_call(FIRST))
+            before = s.keep(s.load(part_number) < of_call(FIRST_PART))
             s.store(call, 0, s.load(call) - before.cast(dtypes.uint64))
             again(before)
         with s.repeat() as again:
-            beyond = s.keep((of_call(FIRST) + of_call(PARTS) <= s.load(piece)) & there_is())
+            beyond = s.keep((of_call(FIRST_PART) + of_call(N_PARTS) <= s.load(part_number)) & is_in_job())
             s.store(call, 0, s.load(call) + beyond.cast(dtypes.uint64))
             again(beyond)
 
-    def there_is() -> UOp:
-        return s.load(piece) < s.load(end)
+    def is_in_job() -> UOp:
+        return s.load(part_number) < s.load(job_end)
 
     def wake(n: UOp | int) -> None:
-        """Wakes those of the first n cores that sleep."""
+        """Wakes the sleepers among the first n threads."""
         with s.times(_word(n)) as other:
-            # Looked at and cleared in one, or who lies down in between would sleep without being known to.
+            # One atomic exchange reads and clears the flag: a thread that sets it in between is not overlooked.
             slept = s.exchange(asleep, other * LINE, 0).ne(0)
             call_if(slept, SEM_POST, semaphores.index(other * LINE))
 
-    with s.times(core.eq(0).where(_word(1), _word(0))):
+    with s.times(thread.eq(0).where(_word(1), _word(0))):
         s.store(queue, FINISHED, s.load(queue, JOB_FIRST))
         s.fence()
-        s.store(queue, TAKEN, s.load(queue, JOB_END) * 2**32 + s.load(queue, JOB_FIRST))
+        s.store(queue, NEXT, s.load(queue, JOB_END) * 2**32 + s.load(queue, JOB_FIRST))
         s.fence()
-        wake(cores)
-    with s.repeat() as next_piece:
-        s.store(looks, 0, 0)
-        with s.repeat() as look_again:
-            tired = s.keep(_word(LOOKS) <= s.load(looks))
-            s.store(looks, 0, s.load(looks) + 1)
-            s.store(asleep, core * LINE, tired.cast(dtypes.uint64))
+        wake(n_threads)
+    with s.repeat() as next_part:
+        s.store(polls, 0, 0)
+        with s.repeat() as poll_again:
+            sleepy = s.keep(_word(MAX_POLLS) <= s.load(polls))
+            s.store(polls, 0, s.load(polls) + 1)
+            s.store(asleep, thread * LINE, sleepy.cast(dtypes.uint64))
             s.fence()
-            find(s.load(queue, TAKEN))
+            find_call(s.load(queue, NEXT))
             finished = s.load(queue, FINISHED)
-            leave = core.eq(0) & (s.load(queue, JOB_END) <= finished)
-            stay = s.keep(((there_is() & (of_call(AFTER) <= finished)) | leave).ne(True))
-            call_if(stay & tired, SEM_WAIT, semaphores.index(core * LINE))
-            look_again(stay)
-        s.store(asleep, core * LINE, 0)
-        find(s.fetch_add(queue, TAKEN, 1))
-        with s.repeat() as wait:  # for a moment: others were quicker to take what was there to take
-            early = s.keep((s.load(queue, FINISHED) < of_call(AFTER)) & there_is())
+            leave = thread.eq(0) & (s.load(queue, JOB_END) <= finished)
+            stay = s.keep(((is_in_job() & (of_call(GROUP_START) <= finished)) | leave).ne(True))
+            call_if(stay & sleepy, SEM_WAIT, semaphores.index(thread * LINE))
+            poll_again(stay)
+        s.store(asleep, thread * LINE, 0)
+        find_call(s.fetch_add(queue, NEXT, 1))
+        with s.repeat() as wait:  # briefly: other threads may have taken the parts that were free to start
+            early = s.keep((s.load(queue, FINISHED) < of_call(GROUP_START)) & is_in_job())
             call_if(early, SCHED_YIELD)
             wait(early)
         s.fence()
-        part, parts = s.load(piece) - of_call(FIRST), of_call(PARTS)
-        here = s.keep(s.load(call) * WORDS)
-        buffers = [calls.index(here + word).load() for word in range(BUFFERS, WORDS)]
-        s.call(there_is().where(of_call(ADDRESS), s.load(functions, NOTHING)), part, parts, *buffers)
+        part, parts = s.load(part_number) - of_call(FIRST_PART), of_call(N_PARTS)
+        first_word = s.keep(s.load(call) * CALL_WORDS)
+        buffers = [calls.index(first_word + word).load() for word in range(BUFFERS, CALL_WORDS)]
+        s.call(is_in_job().where(of_call(ADDRESS), s.load(functions, NOTHING)), part, parts, *buffers)
         s.fence()
-        finished = s.fetch_add(queue, FINISHED, there_is().cast(dtypes.uint64)) + 1
+        finished = s.fetch_add(queue, FINISHED, is_in_job().cast(dtypes.uint64)) + 1
         s.fence()
-        # The job's end as well: one that ends within calls that are beside each other, as a kernel timed alone
-        # does, is before their common end, and core 0 may sleep.
-        is_last = finished.eq(of_call(UNTIL)) | finished.eq(s.load(end))
-        wake((is_last & there_is()).where(_word(cores), _word(0)))
-        next_piece(core.ne(0) | (s.load(queue, FINISHED) < s.load(queue, JOB_END)))
+        # The job's end counts too: a job that ends inside a group (a kernel that is timed alone) ends before its group,
+        # and thread 0 may be asleep.
+        is_last = finished.eq(of_call(GROUP_END)) | finished.eq(s.load(job_end))
+        wake((is_last & is_in_job()).where(_word(n_threads), _word(0)))
+        next_part(thread.ne(0) | (s.load(queue, FINISHED) < s.load(queue, JOB_END)))
     return s.last
 
 
@@ -141,11 +146,11 @@ def nothing() -> UOp:
     return UOp.group()
 
 
-class _Sequence:
-    """A program in which everything happens in the order in which it is written."""
+class _SequentialProgram:
+    """Builds a program whose effects happen in the order in which they are written."""
 
     def __init__(self) -> None:
-        self._done: list[UOp] = []  # what comes next happens after these
+        self._done: list[UOp] = []  # the next effect happens after these
         self._names = count()
 
     @property
@@ -158,29 +163,28 @@ class _Sequence:
         return UOp.placeholder((1,), dtype, next(self._names), AddrSpace.REG)
 
     def keep(self, value: UOp) -> UOp:
-        """A value as it is now."""
+        """A value as it is at this point of the program."""
         variable = self.variable(value.dtype)
         self.store(variable, 0, value)
-        return self._place(variable, 0).load()
+        return self._element(variable, 0).load()
 
     def load(self, buffer: UOp, at: UOp | int = 0) -> UOp:
-        return self.keep(self._place(buffer, at).load())
+        return self.keep(self._element(buffer, at).load())
 
     # --- effects ---------------------------------------------------------------------------------------
 
     def store(self, buffer: UOp, at: UOp | int, value: UOp | int) -> None:
-        self._do(self._place(buffer, at).store(_word(value)))
+        self._do(self._element(buffer, at).store(_word(value)))
 
     def fetch_add(self, buffer: UOp, at: int, value: UOp | int) -> UOp:
-        """Adds to a word that other cores add to at the same time; what it was before. The one thing that
-        UOps have no name for: C's own atomics do."""
+        """Adds to a word atomically and returns its old value. UOps have no atomics; C's own are used."""
         atomic = "__atomic_fetch_add({0}, {1}, __ATOMIC_SEQ_CST)"
-        return self.keep(UOp(Ops.CUSTOM, dtypes.uint64, (self._place(buffer, at), _word(value)), atomic))
+        return self.keep(UOp(Ops.CUSTOM, dtypes.uint64, (self._element(buffer, at), _word(value)), atomic))
 
     def exchange(self, buffer: UOp, at: UOp | int, value: UOp | int) -> UOp:
-        """Stores a word that other cores store to at the same time; what it was before."""
+        """Stores a word atomically and returns its old value."""
         atomic = "__atomic_exchange_n({0}, {1}, __ATOMIC_SEQ_CST)"
-        return self.keep(UOp(Ops.CUSTOM, dtypes.uint64, (self._place(buffer, at), _word(value)), atomic))
+        return self.keep(UOp(Ops.CUSTOM, dtypes.uint64, (self._element(buffer, at), _word(value)), atomic))
 
     def call(self, function: UOp, *arguments: UOp) -> None:
         self._do(self.keep(function).call(*arguments, ret_dtype=dtypes.void))
@@ -190,7 +194,7 @@ class _Sequence:
 
     @contextmanager
     def repeat(self) -> Iterator[Callable[[UOp], None]]:
-        """What is inside, again and again, as long as the condition it ends with is true."""
+        """Repeats its body while the condition that the body passes on at its end is true."""
         loop, conditions = UOp.loop(next(self._names)), list[UOp]()
         self._done.append(loop)
         yield conditions.append
@@ -198,6 +202,7 @@ class _Sequence:
 
     @contextmanager
     def times(self, n: UOp) -> Iterator[UOp]:
+        """Repeats its body n times; gives the loop's variable."""
         turn = UOp.range(n, next(self._names), dtype=dtypes.uint64)
         self._done.append(turn)
         yield turn
@@ -206,7 +211,7 @@ class _Sequence:
     def _do(self, effect: UOp) -> None:
         self._done = [effect]
 
-    def _place(self, buffer: UOp, at: UOp | int) -> UOp:
+    def _element(self, buffer: UOp, at: UOp | int) -> UOp:
         return buffer.after(*self._done).index(_word(at))
 
 

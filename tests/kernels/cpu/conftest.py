@@ -1,8 +1,8 @@
 import pytest
 
-from engine.kernels.cpu.thread_pool import Cores
+from engine.kernels.cpu.thread_pool import ThreadPool
 
 
 @pytest.fixture(scope="session")
-def cores() -> Cores:
-    return Cores(2)
+def pool() -> ThreadPool:
+    return ThreadPool(2)

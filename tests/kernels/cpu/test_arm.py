@@ -13,12 +13,14 @@ from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import Ops
 
 from engine.kernels.cpu import memory
+from engine.kernels.cpu.activations import Quantization, buffer_names, quantize_activations
 from engine.kernels.cpu.attention import attention, mask, scratch_size
-from engine.kernels.cpu.packing import UNIT, Packing
-from engine.kernels.cpu.product import inputs_of, product, shape_of, span_of
-from engine.kernels.cpu.repack import repack
-from engine.kernels.cpu.rows import Heads, Prepared, prepare, rotate
-from engine.kernels.cpu.thread_pool import Cores
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.product import product, shape_of, span_of
+from engine.kernels.cpu.rope import Heads, rotate
+from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
+from engine.kernels.cpu.weight_repacking import repack
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
 
 unicorn = pytest.importorskip("unicorn", reason="the emulator unicorn is not installed")
@@ -60,15 +62,17 @@ class ArmCore:
             buffer[:] = np.frombuffer(self._cpu.mem_read(place, buffer.nbytes), buffer.dtype)
 
 
-def on_arm(cores: Cores, kernel: Callable[..., UOp], outs: Sequence[Tensor], ins: Sequence[Tensor]) -> float:
+def on_arm(
+    pool: ThreadPool, kernel: Callable[..., UOp], outs: Sequence[Tensor], ins: Sequence[Tensor]
+) -> float:
     """Runs the kernel here and there; the largest difference of what they store, relative to the largest value."""
     everything = [*outs, *ins]
     before = [memory.view(b).copy() for b in everything]
-    step = cores.launches()
+    step = KernelSequence(pool)
     step.add(kernel, *everything, parts=PARTS)
-    walk = step.captured()
-    walk()
-    arm = ArmCore(walk.steps[0][0])
+    run = step.compile()
+    run()
+    arm = ArmCore(run.programs[0][0])
     for part in range(PARTS):
         arm.run(part, PARTS, before)
     here, there = (np.concatenate([b[: o.numel()].astype(np.float64) for b, o in zip(s, outs, strict=False)])
@@ -86,44 +90,46 @@ def random(n: int, dtype=dtypes.float32, scale: float = 1.0) -> Tensor:
     "kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q5_1, Type.Q4_K, Type.Q6_K], ids=lambda k: k.name
 )
 @pytest.mark.parametrize("tile", [1, LANES])
-def test_products(cores: Cores, kind: Type, tile: int) -> None:
-    rows, cols, packing = 24, 256, Packing(kind, LANES)
-    stream = repack(cores, blocks_of(kind, rows, cols)[0], packing, np.arange(rows, dtype=np.int32), cols)
+def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
+    rows, cols, layout = 24, 256, WeightLayout(kind, LANES)
+    stream = repack(pool, blocks_of(kind, rows, cols)[0], layout, np.arange(rows, dtype=np.int32), cols)
     inputs = []
-    for name in inputs_of([packing], tile):
+    for name in buffer_names([layout], tile):
         kept = KINDS.get(name, dtypes.float32)
         inputs.append(random(tile * cols, kept, 1.0 if kept == dtypes.float32 else 1000.0))
     state = [ints(0, 0, 1)] if tile > 1 else []
-    ins = [ints(*shape_of(rows, cols, packing, False)), *state, *inputs, random(rows), stream]
-    kernel = product(packing, tile, span_of(cols) if tile > 1 else 1)
-    assert on_arm(cores, kernel, [memory.zeros(tile * rows, dtypes.float32)], ins) < 1e-6
+    ins = [ints(*shape_of(rows, cols, layout, False)), *state, *inputs, random(rows), stream]
+    kernel = product(layout, tile, span_of(cols) if tile > 1 else 1)
+    assert on_arm(pool, kernel, [memory.zeros(tile * rows, dtypes.float32)], ins) < 1e-6
 
 
 @pytest.mark.parametrize("tile", [1, LANES])
 @pytest.mark.parametrize("kind", ["plain", "normed", "gated"])
-def test_activations(cores: Cores, kind: str, tile: int) -> None:
+def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     cols = 128
     names = ("values", "scales", *(("sums",) if tile == 1 else ()), "scaled_sums", "floats")
     outs = [memory.zeros(tile * cols, KINDS.get(name, dtypes.float32)) for name in names]
     state = [ints(0, 0, 1)] if tile > 1 else []
     other = {"plain": [], "normed": [random(cols)], "gated": [random(tile * cols + 1)]}[kind]
-    what = Prepared(names, 1e-5 if kind == "normed" else None, kind == "gated")
+    quantization = Quantization(names, 1e-5 if kind == "normed" else None, kind == "gated")
     ins = [ints(cols // UNIT), *state, random(tile * cols), *other]
-    assert on_arm(cores, prepare(what, LANES, tile), outs, ins) < 1e-4  # a rounding, of 16 bits
+    assert (
+        on_arm(pool, quantize_activations(quantization, LANES, tile), outs, ins) < 1e-4
+    )  # a rounding, of 16 bits
 
 
 @pytest.mark.parametrize("tile", [1, LANES])
-def test_attention(cores: Cores, tile: int) -> None:
+def test_attention(pool: ThreadPool, tile: int) -> None:
     heads = Heads(query=4, kv=2, dim=32, length=32, lanes=LANES, norm_eps=1e-6)
     state, rows = ints(0, 13, 1), random(tile * heads.rows)
     keys, values = (random(heads.cache_size, dtypes.float16) for _ in range(2))
     cos, sin, norms = random(32 * 16), random(32 * 16 + 1), [random(32), random(32)]
     queries = memory.zeros(tile * 128, dtypes.float32)
     kernel = rotate(heads, tile)
-    assert on_arm(cores, kernel, [queries, keys, values], [state, rows, cos, sin, *norms]) < 1e-5
+    assert on_arm(pool, kernel, [queries, keys, values], [state, rows, cos, sin, *norms]) < 1e-5
     out, scores = (
         memory.zeros(tile * 128, dtypes.float32),
-        memory.zeros(scratch_size(heads, cores.count, tile), dtypes.float32),
+        memory.zeros(scratch_size(heads, pool.count, tile), dtypes.float32),
     )
     ins = [scores, keys, values, state, queries, memory.array(mask(LANES), dtypes.float32)]
-    assert on_arm(cores, attention(heads, cores.count, tile), [out], ins) < 1e-5
+    assert on_arm(pool, attention(heads, pool.count, tile), [out], ins) < 1e-5

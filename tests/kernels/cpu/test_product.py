@@ -1,4 +1,4 @@
-"""Packing and products, for every type, against what the gguf package says the weights are."""
+"""Weight layout and products, for every type, against what the gguf package says the weights are."""
 
 import gguf
 import numpy as np
@@ -8,11 +8,13 @@ from tinygrad import dtypes
 
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.packing import UNIT, Packing
-from engine.kernels.cpu.product import inputs_of, product, shape_of, span_of
-from engine.kernels.cpu.repack import repack
-from engine.kernels.cpu.rows import Prepared, embed, prepare
-from engine.kernels.cpu.thread_pool import Cores
+from engine.kernels.cpu.activations import Quantization, buffer_names, quantize_activations
+from engine.kernels.cpu.embedding import embed
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.product import product, shape_of, span_of
+from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
+from engine.kernels.cpu.weight_repacking import repack
 from tests.formats.test_quantization import random_blocks
 
 LANES = 8  # kernels of half the size: less to compile
@@ -28,10 +30,10 @@ def blocks_of(kind: Type, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]
     return blocks.reshape(-1), gguf.dequantize(blocks, kind).reshape(rows, cols).astype(np.float64)
 
 
-def packed(cores: Cores, kind: Type, rows: int, cols: int, lanes: int = LANES):
+def packed(pool: ThreadPool, kind: Type, rows: int, cols: int, lanes: int = LANES):
     blocks, weights = blocks_of(kind, rows, cols)
-    packing = Packing(kind, lanes)
-    return packing, repack(cores, blocks, packing, np.arange(rows, dtype=np.int32), cols), weights
+    layout = WeightLayout(kind, lanes)
+    return layout, repack(pool, blocks, layout, np.arange(rows, dtype=np.int32), cols), weights
 
 
 def ints(*values: int):
@@ -39,57 +41,59 @@ def ints(*values: int):
 
 
 def multiply(
-    cores: Cores, kind: Type, rows: int, cols: int, tokens: int, tile: int, lanes: int = LANES
+    pool: ThreadPool, kind: Type, rows: int, cols: int, tokens: int, tile: int, lanes: int = LANES
 ) -> float:
     """The error of products of random activations plus a bias, relative to the largest."""
-    packing, stream, weights = packed(cores, kind, rows, cols, lanes)
+    layout, stream, weights = packed(pool, kind, rows, cols, lanes)
     x = np.random.default_rng(1).standard_normal((tokens, cols)).astype(np.float32)
-    bias = np.random.default_rng(2).standard_normal(packing.groups(rows) * lanes).astype(np.float32)
+    bias = np.random.default_rng(2).standard_normal(layout.groups(rows) * lanes).astype(np.float32)
     out = memory.zeros(tokens * bias.size, dtypes.float32)
     state = [ints(0, 0, tokens // tile)] if tile > 1 else []
-    names = inputs_of([packing], tile)
+    names = buffer_names([layout], tile)
     inputs = [memory.zeros(2 * tokens * cols, KINDS.get(name, dtypes.float32)) for name in names]
     rows_in, added = memory.array(x, dtypes.float32), memory.array(bias, dtypes.float32)
-    step = cores.launches()
-    step.add(prepare(Prepared(names), lanes, tile), *inputs, ints(cols // UNIT), *state, rows_in)
-    kernel = product(packing, tile, span_of(cols) if tile > 1 else 1)
-    step.add(kernel, out, ints(*shape_of(rows, cols, packing, False)), *state, *inputs, added, stream)
-    step.captured()()
+    step = KernelSequence(pool)
+    step.add(
+        quantize_activations(Quantization(names), lanes, tile), *inputs, ints(cols // UNIT), *state, rows_in
+    )
+    kernel = product(layout, tile, span_of(cols) if tile > 1 else 1)
+    step.add(kernel, out, ints(*shape_of(rows, cols, layout, False)), *state, *inputs, added, stream)
+    step.compile()()
     wanted = x.astype(np.float64) @ weights.T + bias[:rows]
     return float(np.abs(memory.view(out).reshape(tokens, -1)[:, :rows] - wanted).max() / np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
-def test_one_token(cores: Cores, kind: int) -> None:
-    assert multiply(cores, Type(kind), 40, 512, 1, 1) < (5e-5 if kind in QUANTIZED else 2e-6)
+def test_one_token(pool: ThreadPool, kind: int) -> None:
+    assert multiply(pool, Type(kind), 40, 512, 1, 1) < (5e-5 if kind in QUANTIZED else 2e-6)
 
 
 @pytest.mark.parametrize(
     "kind", [Type.F16, Type.Q5_0, Type.Q4_K, Type.Q6_K, Type.Q8_0], ids=lambda kind: kind.name
 )
-def test_tiles_of_tokens(cores: Cores, kind: Type) -> None:
-    assert multiply(cores, kind, 40, 512, 8, 4) < (1e-4 if kind in QUANTIZED else 2e-6)
+def test_tiles_of_tokens(pool: ThreadPool, kind: Type) -> None:
+    assert multiply(pool, kind, 40, 512, 8, 4) < (1e-4 if kind in QUANTIZED else 2e-6)
 
 
 @pytest.mark.parametrize("lanes", [4, 16])
-def test_other_widths(cores: Cores, lanes: int) -> None:
-    assert multiply(cores, Type.Q6_K, 24, 256, 1, 1, lanes) < 5e-5
+def test_other_widths(pool: ThreadPool, lanes: int) -> None:
+    assert multiply(pool, Type.Q6_K, 24, 256, 1, 1, lanes) < 5e-5
 
 
-def test_columns_that_make_no_whole_spans(cores: Cores) -> None:
-    assert multiply(cores, Type.Q8_0, 16, 96, 4, 4) < 1e-4
+def test_columns_that_make_no_whole_spans(pool: ThreadPool) -> None:
+    assert multiply(pool, Type.Q8_0, 16, 96, 4, 4) < 1e-4
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
-def test_rows_of_the_embedding(cores: Cores, kind: int) -> None:
-    packing, stream, weights = packed(cores, Type(kind), 40, 512)
+def test_rows_of_the_embedding(pool: ThreadPool, kind: int) -> None:
+    layout, stream, weights = packed(pool, Type(kind), 40, 512)
     out, token = memory.zeros(512, dtypes.float32), ints(0)
-    step = cores.launches()
-    step.add(embed(packing, 1), out, ints(40, 512 // packing.block), token, stream)
-    walk = step.captured()
+    step = KernelSequence(pool)
+    step.add(embed(layout, 1), out, ints(40, 512 // layout.block), token, stream)
+    run = step.compile()
     for row in (0, 17, 39):
         memory.view(token)[:] = row
-        walk()
+        run()
         np.testing.assert_allclose(
             memory.view(out), weights[row], rtol=2e-6, atol=1e-6 * np.abs(weights[row]).max()
         )
@@ -99,13 +103,15 @@ def test_rows_of_the_embedding(cores: Cores, kind: int) -> None:
 def test_bytes_are_the_files(kind: int) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type(kind)]
     in_file = 64 * 1024 // block * block_bytes
-    assert in_file <= Packing(kind, LANES).size(64, 1024) * 2 <= 1.03 * in_file
+    assert in_file <= WeightLayout(kind, LANES).size(64, 1024) * 2 <= 1.03 * in_file
 
 
-def test_a_matrix_of_zeros_and_activations_of_zeros(cores: Cores) -> None:
-    names = inputs_of([Packing(8, LANES)], 1)
+def test_a_matrix_of_zeros_and_activations_of_zeros(pool: ThreadPool) -> None:
+    names = buffer_names([WeightLayout(8, LANES)], 1)
     outs = [memory.zeros(64, KINDS.get(name, dtypes.float32)) for name in names]
-    step = cores.launches()
-    step.add(prepare(Prepared(names), LANES, 1), *outs, ints(2), memory.zeros(64, dtypes.float32))
-    step.captured()()
+    step = KernelSequence(pool)
+    step.add(
+        quantize_activations(Quantization(names), LANES, 1), *outs, ints(2), memory.zeros(64, dtypes.float32)
+    )
+    step.compile()()
     assert all(np.all(memory.view(out) == 0) for out in outs)

@@ -7,12 +7,12 @@ import sys
 import time
 
 import numpy as np
-import pytest
 from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.thread_pool import Cores, share_of_time
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.thread_pool import ThreadPool
 
 N = 512
 
@@ -25,16 +25,16 @@ def shifted(part: UOp, parts: UOp, out: UOp, x: UOp) -> UOp:
     return store.end(i).sink(arg=KernelInfo(name="shifted", opts_to_apply=()))
 
 
-def test_cores_meet_between_kernels(cores: Cores) -> None:
+def test_a_kernel_starts_after_the_one_before_it(pool: ThreadPool) -> None:
     steps = 101
     buffers = [memory.zeros(N, dtypes.float32) for _ in range(steps + 1)]
-    launches = cores.launches()
+    sequence = KernelSequence(pool)
     for source, out in itertools.pairwise(buffers):
-        launches.add(shifted, out, source, parts=4)
-    walk = launches.captured()
+        sequence.add(shifted, out, source, parts=4)
+    run = sequence.compile()
     for turn in range(50):
         memory.view(buffers[0])[:] = np.arange(N) + turn
-        walk()
+        run()
         wanted = np.roll(np.arange(N), N // 2) + turn + steps
         np.testing.assert_array_equal(memory.view(buffers[-1]), wanted)
 
@@ -53,33 +53,33 @@ def counting(part: UOp, parts: UOp, out: UOp, size: UOp) -> UOp:
     return store.end(i).sink(arg=KernelInfo(name="counting", opts_to_apply=()))
 
 
-def test_kernels_beside_each_other_come_before_the_next(cores: Cores) -> None:
+def test_concurrent_kernels_are_done_before_the_next(pool: ThreadPool) -> None:
     x, a, b, out = (memory.zeros(N, dtypes.float32) for _ in range(4))
-    launches = cores.launches()
+    sequence = KernelSequence(pool)
     for _ in range(12):
-        launches.add(shifted, a, x, parts=4)
-        launches.add(shifted, b, x, parts=2, beside=True)
-        launches.add(added, out, a, b, parts=4)
-        launches.add(shifted, x, out, parts=8)
-    walk = launches.captured()
+        sequence.add(shifted, a, x, parts=4)
+        sequence.add(shifted, b, x, parts=2, concurrent=True)
+        sequence.add(added, out, a, b, parts=4)
+        sequence.add(shifted, x, out, parts=8)
+    run = sequence.compile()
     memory.view(x)[:] = 0
-    walk()
+    run()
     wanted = 0.0
     for _ in range(12):
         wanted = 3 * (wanted + 1) + 1  # whole numbers that a float32 holds
     np.testing.assert_array_equal(memory.view(x), wanted)
 
 
-def test_a_core_that_waits_long_sleeps(cores: Cores) -> None:
+def test_a_thread_that_waits_long_sleeps(pool: ThreadPool) -> None:
     out, size = memory.zeros(64, dtypes.float32), memory.array(np.array([1 << 26]), dtypes.int32)
-    launches = cores.launches()
-    launches.add(counting, out, size, parts=1)
-    walk = launches.captured()
-    walk()
+    sequence = KernelSequence(pool)
+    sequence.add(counting, out, size, parts=1)
+    run = sequence.compile()
+    run()
     started, used = time.perf_counter(), time.process_time()
-    walk()
+    run()
     took, used = time.perf_counter() - started, time.process_time() - used
-    assert used < 1.5 * took, "the other core does not look on all the time"
+    assert used < 1.5 * took, "the other thread does not poll all the time"
 
 
 def test_a_thread_without_a_cpu_holds_nobody_up() -> None:
@@ -89,17 +89,18 @@ def test_a_thread_without_a_cpu_holds_nobody_up() -> None:
 import os, sys, time
 os.sched_setaffinity(0, {{{cpu}}})
 os.environ.update(DEV="CPU", PARALLEL="0")
-from engine.kernels.cpu.thread_pool import Cores
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.thread_pool import ThreadPool
 from tests.kernels.cpu.test_thread_pool import N, dtypes, memory, shifted
-cores, buffers = Cores(2), [memory.zeros(N, dtypes.float32) for _ in range(2)]
-launches = cores.launches()
+pool, buffers = ThreadPool(2), [memory.zeros(N, dtypes.float32) for _ in range(2)]
+sequence = KernelSequence(pool)
 for _ in range(100):
-    launches.add(shifted, *buffers, parts=4)
-    launches.add(shifted, *reversed(buffers), parts=4)
-walk, took = launches.captured(), []
+    sequence.add(shifted, *buffers, parts=4)
+    sequence.add(shifted, *reversed(buffers), parts=4)
+run, took = sequence.compile(), []
 for _ in range(100):
     started = time.perf_counter()
-    walk()
+    run()
     took.append(time.perf_counter() - started)
 print(min(took))
 """
@@ -108,61 +109,32 @@ print(min(took))
     assert float(run.stdout) < 0.1, "200 kernels, where each would wait for a turn of the scheduler"
 
 
-def test_idle_threads_sleep(cores: Cores) -> None:
+def test_idle_threads_sleep(pool: ThreadPool) -> None:
     used = time.process_time()
     time.sleep(0.5)
-    assert time.process_time() - used < 0.25, "one that looked on would take it all"
+    assert time.process_time() - used < 0.25, "a thread that polled would use all of it"
 
 
-def test_it_keeps_to_the_cpus_it_may_use() -> None:
-    cpu = min(os.sched_getaffinity(0))
-    script = f"""
-import os
-os.sched_setaffinity(0, {{{cpu}}})
-from engine.kernels.cpu.thread_pool import usable_cpus
-print(usable_cpus())
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == str([cpu])
-
-
-@pytest.mark.parametrize(
-    "files, wanted",
-    [
-        ({}, float("inf")),
-        ({"cpu.max": "max 100000"}, float("inf")),
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, float("inf")),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
-    ],
-)
-def test_it_keeps_to_its_share_of_time(tmp_path, files: dict[str, str], wanted: float) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    assert share_of_time(tmp_path) == wanted
-
-
-def test_a_kernel_of_those_beside_each_other_ends_when_it_is_run_alone() -> None:
+def test_one_of_several_concurrent_kernels_ends_when_it_runs_alone() -> None:
     """The thread that asked for it may have gone to sleep by then."""
     script = """
 import ctypes
 from engine.backends import prepare
 from engine.events import EngineOptions
 prepare(EngineOptions(model_path="", backend="CPU"))
-from engine.kernels.cpu.thread_pool import Cores
-cores = Cores(2)
-pause = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value  # for the number of its piece
-first = cores.add(pause, (), 300)
-cores.add(pause, (), 1, beside=True)
+from engine.kernels.cpu.thread_pool import ThreadPool
+pool = ThreadPool(2)
+pause = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value  # for as many microseconds as its part's number
+first = pool.add(pause, (), 300)
+pool.add(pause, (), 1, concurrent=True)
 for _ in range(10):
-    cores.run(first, 1)
+    pool.run(first, 1)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
 
-def test_whoever_sleeps_is_woken() -> None:
+def test_every_sleeping_thread_is_woken() -> None:
     """Threads that sleep whenever they have to wait, more of them than CPUs: none is forgotten."""
     script = """
 from engine.backends import prepare
@@ -170,19 +142,20 @@ from engine.events import EngineOptions
 prepare(EngineOptions(model_path="", backend="CPU"))
 from engine.kernels.cpu import memory
 from engine.kernels.cpu import thread_program
-thread_program.LOOKS = 0
-from engine.kernels.cpu.thread_pool import Cores
+thread_program.MAX_POLLS = 0
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.thread_pool import ThreadPool
 from tests.kernels.cpu.test_thread_pool import N, dtypes, shifted
-cores, (a, b, c) = Cores(3), [memory.zeros(N, dtypes.float32) for _ in range(3)]
-launches = cores.launches()
+pool, (a, b, c) = ThreadPool(3), [memory.zeros(N, dtypes.float32) for _ in range(3)]
+sequence = KernelSequence(pool)
 for _ in range(10):
-    launches.add(shifted, b, a, parts=4)
-    launches.add(shifted, c, a, parts=2, beside=True)
-    launches.add(shifted, a, b, parts=1)
-walk = launches.captured()
+    sequence.add(shifted, b, a, parts=4)
+    sequence.add(shifted, c, a, parts=2, concurrent=True)
+    sequence.add(shifted, a, b, parts=1)
+run = sequence.compile()
 for i in range(300):
-    walk()
-    thread_program.seconds(i % 30)
+    run()
+    run.call_s(i % 30)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

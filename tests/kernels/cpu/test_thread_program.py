@@ -1,4 +1,4 @@
-"""The program that cores run, compiled for Arm: its memory model gives no order that is not asked for."""
+"""The program of the pool's threads, compiled for Arm: its memory model gives no order that is not asked for."""
 
 import os
 import re
@@ -9,12 +9,12 @@ from tinygrad import Device
 from tinygrad.codegen import to_program
 from tinygrad.uop.ops import KernelInfo, Ops
 
-from engine.kernels.cpu.thread_program import walk
+from engine.kernels.cpu.thread_program import thread_program
 
 
 @pytest.fixture(scope="module")
 def source() -> str:
-    sink = walk(2).sink(arg=KernelInfo("walk"), tag=1)
+    sink = thread_program(2).sink(arg=KernelInfo("thread_program"), tag=1)
     program = to_program(sink, Device["CPU"].renderer)
     return str(next(u for u in program.src if u.op is Ops.SOURCE).arg)
 

@@ -1,26 +1,27 @@
-"""Quantized matrices as a CPU reads them: one stream of 16-bit words, `lanes` rows side by side.
+"""How a CPU holds quantized matrices: streams of 16-bit words with `lanes` rows side by side, and how kernels read
+them.
 
-A vector is 2 * lanes words, two for each row. Bits of a plane of b bits (see `Format.bits`) of 32 columns
-make b vectors; in the i-th one, the two words of a row hold the columns
+A vector is 2 * lanes words, two for each row. The bit planes of a type (see `Format.bits`) are stored for 32 columns at
+a time. A plane of b bits takes b vectors. In vector i the two words of a row hold the columns
 
     32 / b * i + 2 * f      in bits b * f to b * f + b - 1 of the first word,
-    32 / b * i + 2 * f + 1  in the same bits of the second.
+    32 / b * i + 2 * f + 1  in the same bits of the second word.
 
-Weights of 6 bits (Q6_K) are one plane, whose vectors come in threes for 8 pairs of columns: two pairs in the
-lower 12 bits of each, as above. Of the last two pairs the lower 4 bits are the upper 4 of the first two
-vectors; the upper 2, one pair's above the other's, those of the third.
+So one shift and one mask give the integers of two neighbouring columns, for all rows, as 16-bit pairs. That is the
+operand of a multiply-add of pairs (`KernelBuilder.multiply_pairs`).
 
-So one shift and one mask give the integers of two neighbouring columns of all rows side by side, as 16-bit
-pairs, which is what a multiply-add of pairs takes (`Program.multiply_pairs`).
+Weights of 6 bits (Q6_K) are one plane. Three vectors hold 8 pairs of columns: two pairs in the lower 12 bits of each
+vector, as above. The last two pairs are split: their lower 4 bits are the upper 4 bits of the first and of the second
+vector; their upper 2 bits lie in the upper 4 bits of the third.
 
 The stream of `lanes` rows is a sequence of blocks:
 
-    d, m (lanes float16 each, m where the type has one)
-    for each 32 columns: (lanes words: two small scales, where the type has them), the vectors of each plane
+    d, m (lanes float16 each; m only if the type has minima)
+    for each 32 columns: lanes words of small scales (only if the type has them), then the vectors of each plane
 
-The two small scales are scale and minimum (Q4_K, Q5_K), or the scales of the first and last 16 columns
-(Q6_K). Bytes per weight are the file's; Q4_K and Q5_K take 4 bytes more a block of 256, 2.8 % and 2.3 %. A
-float matrix is a stream of `lanes` values a column.
+A word of small scales holds the scale and the minimum (Q4_K, Q5_K), or the scales of the first and of the last 16
+columns (Q6_K). Bytes per weight are the file's; Q4_K and Q5_K take 4 bytes more a block of 256, 2.8 % and 2.3 %. A
+float matrix is a stream of `lanes` values for each column.
 """
 
 from __future__ import annotations
@@ -32,15 +33,26 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from engine.formats.quantization import FLOATS, QUANTIZED, Format
-from engine.kernels.cpu.program import F16, F32, I8, I16, U8, U16, Index, Program, shift_left, shift_right
+from engine.kernels.cpu.kernel_builder import (
+    F16,
+    F32,
+    I8,
+    I16,
+    U8,
+    U16,
+    Index,
+    KernelBuilder,
+    shift_left,
+    shift_right,
+)
 
-UNIT = 32  # columns that share a scale, or two
-PAIRS = UNIT // 2
+UNIT = 32  # columns whose planes are stored together
+PAIRS = UNIT // 2  # of columns in a unit
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How matrices of a ggml type lie in memory, for vectors of `lanes` rows."""
+class WeightLayout:
+    """The layout of matrices of a ggml type, for vectors of `lanes` rows."""
 
     ggml_type: int
     lanes: int
@@ -51,7 +63,7 @@ class Packing:
 
     @property
     def dtype(self) -> DType:
-        """Of the stream's elements."""
+        """The type of the stream's elements."""
         return U16 if self.format else FLOATS[self.ggml_type]
 
     @property
@@ -59,82 +71,84 @@ class Packing:
         return self.format.name if self.format else self.dtype.name
 
     @property
-    def small_scales(self) -> bool:
+    def has_small_scales(self) -> bool:
         return self.format is not None and "scale" in self.format.scales
 
     @property
     def block(self) -> int:
-        """Columns of a block."""
+        """Columns in a block."""
         return self.format.block if self.format else 1
 
     @property
-    def head(self) -> int:
-        """Words before a block's units."""
+    def header_words(self) -> int:
+        """Words of d and m at the start of a block."""
         return self.lanes * (2 if self.format and "m" in self.format.scales else 1) if self.format else 0
 
     @property
-    def unit(self) -> int:
-        """Words of 32 columns."""
+    def unit_words(self) -> int:
+        """Words of a unit."""
         assert self.format
-        return self.lanes * (self.small_scales + 2 * sum(self.format.bits))
+        return self.lanes * (self.has_small_scales + 2 * sum(self.format.bits))
 
     @property
     def block_words(self) -> int:
-        """Elements of a block of the stream."""
-        return self.head + self.block // UNIT * self.unit if self.format else self.lanes
+        """Elements of the stream in a block."""
+        return self.header_words + self.block // UNIT * self.unit_words if self.format else self.lanes
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """The bits of each plane, the lowest bits of a weight first."""
+        """The bits of each plane as stored, the lowest bits of a weight first."""
         assert self.format
         return (6,) if self.format.bits == (4, 2) else self.format.bits
 
     def row_words(self, cols: int) -> int:
-        """Elements of the stream of `lanes` rows."""
+        """Elements of the stream in a group of `lanes` rows."""
         return cols // self.block * self.block_words
 
     def groups(self, rows: int) -> int:
+        """Groups of `lanes` rows in a matrix."""
         return ceil(rows / self.lanes)
 
     def size(self, rows: int, cols: int) -> int:
-        """Elements of a matrix. The last rows are repeated to fill the lanes."""
+        """Elements of a matrix's stream. Its last row is repeated to fill the last group."""
         return self.groups(rows) * self.row_words(cols)
 
     # --- reading ---------------------------------------------------------------------------------------
 
-    def half(self, k: Program, stream: UOp, at: UOp) -> UOp:
-        """`lanes` float16 of the stream, as float32."""
+    def half(self, k: KernelBuilder, stream: UOp, at: UOp) -> UOp:
+        """`lanes` float16 numbers of the stream, as float32."""
         return k.vector(stream, at).bitcast(F16).cast(F32)
 
     def scales(
-        self, k: Program, stream: UOp, block: UOp, unit: UOp, run: Index | None
+        self, k: KernelBuilder, stream: UOp, block: UOp, unit: UOp, run: Index | None
     ) -> tuple[UOp, UOp | None]:
-        """What integers of a run of columns (see `small_integer`) are multiplied with, and what is subtracted
-        for each activation, float32 (lanes,) each; with a run of None, without the small scale."""
+        """The scale and the minimum, float32 (lanes,) each, of a run of columns: w = scale * q - minimum. `block` and
+        `unit` are indices in the stream. The scale includes the small scale of the run (see `small_scale`), unless
+        `run` is None."""
         assert self.format
         scale, minimum = self.half(k, stream, block), None
-        if self.small_scales and run is not None:
-            scale = scale * self.small_integer(k, stream, unit, run).cast(F32)
+        if self.has_small_scales and run is not None:
+            scale = scale * self.small_scale(k, stream, unit, run).cast(F32)
         if "m" in self.format.scales:
             minimum = self.half(k, stream, block + self.lanes)
-            if self.small_scales:
-                minimum = minimum * self.small_integer(k, stream, unit, 1).cast(F32)
+            if self.has_small_scales:
+                minimum = minimum * self.small_scale(k, stream, unit, 1).cast(F32)
         return scale, minimum
 
-    def small_integer(self, k: Program, stream: UOp, unit: UOp, n: Index) -> UOp:
-        """The first (n = 0) or second (n = 1) small scale of a unit, int16 (lanes,): scale and minimum, or
-        the scales of the first and second run of 16 columns."""
+    def small_scale(self, k: KernelBuilder, stream: UOp, unit: UOp, n: Index) -> UOp:
+        """The first (n = 0) or second (n = 1) small scale of a unit, int16 (lanes,): the scale and the minimum, or the
+        scales of the first and of the second run of 16 columns."""
         words = k.vector(stream, unit)
         if self.format and "minimum" in self.format.scales:
             return (shift_right(words, n * 8) & 255).cast(I16)
         return shift_right(shift_left(words.bitcast(I16), 8 - n * 8), 8)
 
-    def pairs(self, k: Program, stream: UOp, unit: UOp, start: Index, n: int) -> list[UOp]:
-        """The integers of pairs start to start + n - 1 of a unit (of 16): int16 (2 * lanes,) each. start and
-        n are multiples of `pairs_together`."""
+    def pairs(self, k: KernelBuilder, stream: UOp, unit: UOp, start: Index, n: int) -> list[UOp]:
+        """The integers of the pairs of columns `start` to `start + n - 1` of a unit, int16 (2 * lanes,) each. `start`
+        and `n` are multiples of `pairs_together`."""
         assert self.format
-        found: list[UOp | None] = [None] * n
-        at, low = unit + self.lanes * self.small_scales, 0
+        values: list[UOp | None] = [None] * n
+        at, low = unit + self.lanes * self.has_small_scales, 0
         if self.planes == (6,):
             return self._pairs_of_six(k, stream, at, start, n)
         for bits in self.planes:
@@ -146,44 +160,47 @@ class Packing:
                     value = shift_right(vector, field)
                     if not (isinstance(field, int) and field + bits == 16):
                         value = value & (2**bits - 1)
-                    before = found[i * fields + f]
-                    found[i * fields + f] = value if before is None else before | shift_left(value, low)
+                    lower = values[i * fields + f]
+                    values[i * fields + f] = value if lower is None else lower | shift_left(value, low)
             at, low = at + self.lanes * 2 * bits, low + bits
-        return [v.cast(I16) for v in found if v is not None]
+        return [v.cast(I16) for v in values if v is not None]
 
-    def _pairs_of_six(self, k: Program, stream: UOp, at: UOp, start: Index, n: int) -> list[UOp]:
-        found = []
+    def _pairs_of_six(self, k: KernelBuilder, stream: UOp, at: UOp, start: Index, n: int) -> list[UOp]:
+        values = []
         for i in range(n // 8):
             a, b, c = (
                 k.vector(stream, at + ((start // 8 + i) * 3 + j) * (2 * self.lanes), 2 * self.lanes)
                 for j in range(3)
             )
-            found += [field & 63 for v in (a, b, c) for field in (v, shift_right(v, 6))]
-            found += [shift_right(v, 12) | (shift_right(c, bit) & 48) for v, bit in ((a, 8), (b, 10))]
-        return [v.cast(I16) for v in found]
+            values += [field & 63 for v in (a, b, c) for field in (v, shift_right(v, 6))]
+            values += [shift_right(v, 12) | (shift_right(c, bit) & 48) for v, bit in ((a, 8), (b, 10))]
+        return [v.cast(I16) for v in values]
 
     @property
     def pairs_together(self) -> int:
-        """Pairs that come from the same vectors (bits of 1 aside, which are shifted to)."""
+        """The number of pairs that the same vectors hold. Planes of 1 bit do not count: they are shifted to the
+        pair."""
         assert self.format
         if self.planes == (6,):
             return 8
         return max(16 // bits for bits in self.format.bits if bits > 1)
 
-    def columns(self, k: Program, stream: UOp, group: UOp, blocks: Index, unit: UOp, lane: UOp) -> list[UOp]:
-        """One row's weights of a unit of columns (of one column in a float matrix), float32. A row has
-        `blocks`."""
+    def columns(
+        self, k: KernelBuilder, stream: UOp, group: UOp, blocks: Index, unit: UOp, lane: UOp
+    ) -> list[UOp]:
+        """The weights of one row in a unit, or in one column of a float matrix, float32 scalars. The row is `lane` of
+        `group`, and has `blocks` blocks."""
         if self.format is None:
             return [as_float(k.load(stream, (group * blocks + unit) * self.lanes + lane))]
         units = self.block // UNIT
         block = (group * blocks + unit // units) * self.block_words
-        words = block + self.head + unit % units * self.unit
+        words = block + self.header_words + unit % units * self.unit_words
 
         def half(at: UOp) -> UOp:
             return k.load(stream, at + lane).bitcast(F16).cast(F32)
 
         scales, minimum = [half(block)] * 2, half(block + self.lanes) if "m" in self.format.scales else None
-        if self.small_scales:
+        if self.has_small_scales:
             small = k.load(stream, words + lane)
             low, high = small & 255, shift_right(small, 8)
             if minimum is None:
@@ -209,8 +226,8 @@ class Packing:
                     value = field(three + pair % 8 // 2, pair % 2 * 6, 6)
                 else:
                     value = field(three + last, 12, 4) | shift_left(field(three + 2, 12 + 2 * last, 2), 4)
-                before = values[c]
-                values[c] = value if before is None else before | shift_left(value, low_bit)
+                lower = values[c]
+                values[c] = value if lower is None else lower | shift_left(value, low_bit)
             words, low_bit = words + self.lanes * 2 * bits, low_bit + bits
         weights = [
             (v.cast(F32) - float(self.format.offset)) * scales[c * 2 // UNIT]
@@ -221,6 +238,7 @@ class Packing:
 
 
 def as_float(v: UOp) -> UOp:
+    """A float of any type as float32."""
     if v.dtype == dtypes.bfloat16:  # the upper half of a float32
         return (v.bitcast(U16).cast(dtypes.uint32) * 65536).bitcast(F32)
     return v.cast(F32)

@@ -1,0 +1,121 @@
+"""Rotary position embedding of queries and keys, and the layout of the KV cache."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import gcd
+
+from tinygrad import UOp
+
+from engine.kernels.cpu.activations import sum_of_squares
+from engine.kernels.cpu.kernel_builder import F16, Index, KernelBuilder, even_share
+from engine.kernels.cpu.step_state import POSITION, n_tokens
+from engine.kernels.launch import Kernel
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of a model: `query` heads share `kv` heads of keys and values, of `dim` elements each.
+    `norm_eps` is set if queries and keys are RMS-normed. The cache of a layer holds up to `length` tokens, a multiple
+    of `lanes`, in float16: keys (kv, length / lanes, dim, lanes), values (kv, length, dim)."""
+
+    query: int
+    kv: int
+    dim: int
+    length: int
+    lanes: int
+    norm_eps: float | None
+
+    @property
+    def rows(self) -> int:
+        """Elements of a token's queries, keys and values together."""
+        return (self.query + 2 * self.kv) * self.dim
+
+    @property
+    def cache_size(self) -> int:
+        """Elements of the keys of a layer; its values have as many."""
+        return self.kv * self.length * self.dim
+
+    def key_index(self, head: Index, block: Index, d: Index) -> Index:
+        """The index of element d of the first key in a block of `lanes` tokens."""
+        return ((head * (self.length // self.lanes) + block) * self.dim + d) * self.lanes
+
+    def value_index(self, head: Index, token: Index, d: Index) -> Index:
+        return (head * self.length + token) * self.dim + d
+
+
+@functools.cache
+def rotate(heads: Heads, tile: int) -> Kernel:
+    """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
+    (tokens, query * dim), multiplied by dim**-0.5; the cached keys and values; the state; the products' rows, float32
+    (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (length, dim / 2) each; the weights
+    of the queries' and of the keys' norm, float32 (dim,) each, if there are norms."""
+    h, half = heads, heads.dim // 2
+    n = gcd(half, h.lanes)
+
+    def kernel(
+        part: UOp,
+        parts: UOp,
+        queries: UOp,
+        keys: UOp,
+        values: UOp,
+        state: UOp,
+        rows: UOp,
+        cos: UOp,
+        sin: UOp,
+        *norms: UOp,
+    ) -> UOp:
+        k = KernelBuilder(h.lanes)
+        start = k.index(state, POSITION)
+
+        def rotated(
+            at: Index, token: Index, j: UOp, weight: UOp | None, factor: UOp | None
+        ) -> tuple[UOp, UOp]:
+            """n elements of a rotated head from j on, and n from j + half on."""
+            a, b = (k.vector(rows, at + offset + j, n) for offset in (0, half))
+            if weight is not None and factor is not None:
+                a, b = (
+                    v * k.load(factor, 0) * k.vector(weight, offset + j, n)
+                    for v, offset in ((a, 0), (b, half))
+                )
+            c, s = (k.vector(table, (start + token) * half + j, n) for table in (cos, sin))
+            return a * c - b * s, b * c + a * s
+
+        def norm_factor(at: Index) -> UOp | None:
+            if h.norm_eps is None:
+                return None
+            factor = k.registers(1)
+            mean = sum_of_squares(k, rows, at, h.dim, n) * (1.0 / h.dim)
+            k.store(factor, 0, (mean + h.norm_eps).sqrt().reciprocal())
+            return factor
+
+        with k.loop(n_tokens(k, state, tile)) as t:
+            first, count = even_share(h.query, part, parts)
+            with k.loop(count) as i:
+                head = first + i
+                at = t * h.rows + head * h.dim
+                factor = norm_factor(at)
+                with k.loop(half // n) as j:
+                    a, b = rotated(at, t, j * n, norms[0] if norms else None, factor)
+                    to = t * (h.query * h.dim) + head * h.dim + j * n
+                    k.store(queries, to, a * h.dim**-0.5)
+                    k.store(queries, to + half, b * h.dim**-0.5)
+            first, count = even_share(h.kv, part, parts)
+            with k.loop(count) as i:
+                head = first + i
+                token = start + t
+                at = t * h.rows + (h.query + head) * h.dim
+                factor = norm_factor(at)
+                with k.loop(half // n) as j:
+                    for v, offset in zip(
+                        rotated(at, t, j * n, norms[1] if norms else None, factor), (0, half), strict=True
+                    ):
+                        to = h.key_index(head, token // h.lanes, j * n + offset) + token % h.lanes
+                        k.store_elements(keys, to, h.lanes, v.cast(F16))
+                with k.loop(h.dim // n) as j:
+                    v = k.vector(rows, at + h.kv * h.dim + j * n, n)
+                    k.store(values, h.value_index(head, token, j * n), v.cast(F16))
+        return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
+
+    return kernel

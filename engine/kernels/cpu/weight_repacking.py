@@ -1,0 +1,167 @@
+"""Repacks a matrix from a file's blocks to the CPU's layout, on all threads of a pool.
+
+The positions of the bits in a block: block_q4_0 to block_q6_K of ggml/src/ggml-common.h, and the functions
+dequantize_row_* of ggml/src/ggml-quants.c, both of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, UOp, dtypes
+
+from engine.formats.quantization import Format
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.kernel_builder import U16, Index, KernelBuilder, even_share, shift_left, shift_right
+from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
+from engine.kernels.launch import Kernel
+
+BitPosition = tuple[Index, Index]  # a byte of a block, and the lowest bit in it
+
+_PARTS = 16  # of a matrix, for the threads to share
+# By type name, for each bit plane of the format: the position of column c of a block.
+_COLUMNS: dict[str, tuple[Callable[[UOp], BitPosition], ...]] = {
+    "Q4_0": (lambda c: (2 + c % 16, c // 16 * 4),),
+    "Q4_1": (lambda c: (4 + c % 16, c // 16 * 4),),
+    "Q5_0": (lambda c: (6 + c % 16, c // 16 * 4), lambda c: (2 + c // 8, c % 8)),
+    "Q5_1": (lambda c: (8 + c % 16, c // 16 * 4), lambda c: (4 + c // 8, c % 8)),
+    "Q8_0": (lambda c: (2 + c, 0),),
+    "Q4_K": (lambda c: (16 + c // 64 * 32 + c % 32, c // 32 % 2 * 4),),
+    "Q5_K": (lambda c: (48 + c // 64 * 32 + c % 32, c // 32 % 2 * 4), lambda c: (16 + c % 32, c // 32)),
+    "Q6_K": (
+        lambda c: (c // 128 * 64 + c % 64, c // 64 % 2 * 4),
+        lambda c: (128 + c // 128 * 32 + c % 32, c // 32 % 4 * 2),
+    ),
+}
+
+
+def repack(
+    pool: ThreadPool,
+    raw: NDArray[np.uint8],
+    layout: WeightLayout,
+    source_rows: NDArray[np.int32],
+    cols: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The stream of a matrix, of `layout.size` elements, in `out` if given. `raw`: the matrix as the file holds it,
+    uint8 (bytes,). `source_rows`: for each row of the result, the number of its row in the file, int32 (rows,)."""
+    rows, groups = len(source_rows), layout.groups(len(source_rows))
+    if out is None:
+        out = memory.zeros(layout.size(rows, cols), layout.dtype)
+    sources = np.full(groups * layout.lanes, source_rows[-1], np.int32)  # the last row again fills its group
+    sources[:rows] = source_rows
+    shape = np.array([cols // layout.block, groups], np.int32)
+    types = (layout.dtype, dtypes.uint8 if layout.format else layout.dtype, dtypes.int32, dtypes.int32)
+    (program,) = pool.compile([(_kernel(layout), types)])
+    pool.run_once(program, [memory.address(out), *(a.ctypes.data for a in (raw, sources, shape))], _PARTS)
+    return out
+
+
+@functools.cache
+def _kernel(layout: WeightLayout) -> Kernel:
+    """Buffers: the stream; the file's bytes, uint8 (values of the file's type for floats); the source of each row,
+    int32; the blocks in a row and the groups of rows, int32 (2,)."""
+    lanes, format = layout.lanes, layout.format
+
+    def kernel(part: UOp, parts: UOp, out: UOp, raw: UOp, source_rows: UOp, shape: UOp) -> UOp:
+        k = KernelBuilder(lanes)
+        blocks, groups = (k.index(shape, i) for i in range(2))
+        first, count = even_share(groups, part, parts)
+        n_bytes = format.block_bytes if format else 1
+        block_bytes = k.registers(n_bytes * lanes, raw.dtype)
+        with k.loop(count) as i, k.loop(blocks) as block:
+            group = first + i
+            rows = [k.index(source_rows, group * lanes + lane) for lane in range(lanes)]
+            source = [(row * blocks + block) * n_bytes for row in rows]
+            with k.loop(n_bytes) as byte:
+                k.store(block_bytes, byte * lanes, UOp.stack(*(k.load(raw, at + byte) for at in source)))
+            at = (group * blocks + block) * layout.block_words
+            if format is None:
+                k.store(out, at, k.vector(block_bytes, 0))
+            else:
+                _block(k, layout, format, out, at, block_bytes)
+        return k.finish(f"repack_{format.name if format else raw.dtype.name}")
+
+    return kernel
+
+
+def _block(
+    k: KernelBuilder, layout: WeightLayout, format: Format, out: UOp, at: UOp, block_bytes: UOp
+) -> None:
+    """Writes a block of the stream at index `at`, from its `block_bytes` (bytes of a block, lanes)."""
+    lanes = layout.lanes
+
+    def byte(n: Index) -> UOp:
+        return k.vector(block_bytes, n * lanes).cast(U16)
+
+    def word(n: int) -> UOp:
+        return byte(n) | shift_left(byte(n + 1), 8)
+
+    d = 208 if format.name == "Q6_K" else 0
+    k.store(out, at, word(d))
+    if "m" in format.scales:  # products subtract it; files of types without small scales add it
+        k.store(out, at + lanes, word(2) if "minimum" in format.scales else word(2) ^ 0x8000)
+    units = at + layout.header_words
+    if layout.has_small_scales:
+        for u in range(format.block // UNIT):
+            k.store(
+                out,
+                units + u * layout.unit_words,
+                word(192 + 2 * u) if format.group == 16 else _k_scales(byte, u),
+            )
+        units = units + lanes
+    positions = _COLUMNS[format.name]
+
+    def bits_of(plane: int, column: Index) -> UOp:
+        n, bit = positions[plane](column)
+        bits = format.bits[plane]
+        return byte(n) ^ 128 if bits == 8 else shift_right(byte(n), bit) & (2**bits - 1)
+
+    def weight(column: Index) -> UOp:
+        return bits_of(0, column) | shift_left(bits_of(1, column), format.bits[0])
+
+    with k.loop(format.block // UNIT) as u:
+        at = units + u * layout.unit_words
+        for plane, bits in enumerate(layout.planes):
+            values = weight if bits == 6 else functools.partial(bits_of, plane)
+            _plane(k, lanes, out, at, bits, values, u * UNIT)
+            at = at + 2 * bits * lanes
+
+
+def _plane(
+    k: KernelBuilder, lanes: int, out: UOp, at: UOp, bits: int, values: Callable[[Index], UOp], first: UOp
+) -> None:
+    """Stores a plane of 32 columns from `first` on."""
+    vectors, fields = (3, 8) if bits == 6 else (1, 16 // bits)
+    with k.loop(bits // vectors) as i:
+        columns = first + i * (2 * fields)
+        even_and_odd = [
+            _words([values(columns + 2 * f + parity) for f in range(fields)], bits) for parity in range(2)
+        ]
+        for j, words in enumerate(zip(*even_and_odd, strict=True)):
+            pairs = (w.index(lane) for lane in range(lanes) for w in words)
+            k.store(out, at + (i * vectors + j) * (2 * lanes), UOp.stack(*pairs))
+
+
+def _words(fields: list[UOp], bits: int) -> list[UOp]:
+    """The words of a row that hold its even columns, or its odd ones, uint16: one, or three for planes of 6 bits."""
+    if bits != 6:
+        shifted = [shift_left(field, f * bits) for f, field in enumerate(fields)]
+        return [functools.reduce(UOp.__or__, shifted)]
+    *rest, a, b = fields
+    tops = (a & 15, b & 15, shift_right(a, 4) | shift_left(shift_right(b, 4), 2))
+    return [rest[2 * j] | shift_left(rest[2 * j + 1], 6) | shift_left(top, 12) for j, top in enumerate(tops)]
+
+
+def _k_scales(byte: Callable[[Index], UOp], u: int) -> UOp:
+    """The 6-bit scale and minimum of unit u, from the 12 bytes at offset 4 (get_scale_min_k4)."""
+    if u < 4:
+        scale, minimum = byte(4 + u) & 63, byte(8 + u) & 63
+    else:
+        scale = (byte(8 + u) & 15) | shift_left(shift_right(byte(u), 6), 4)
+        minimum = shift_right(byte(8 + u), 4) | shift_left(shift_right(byte(4 + u), 6), 4)
+    return scale | shift_left(minimum, 8)
