@@ -1,4 +1,4 @@
-"""One conversation: the turns in memory, which are the truth, and their copy in the history."""
+"""One conversation: its turns in memory, and their copy in the history."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def past_chat(history: History, chat_id: int | None, *, latest: bool) -> int | N
 
 
 class Conversation:
-    """Turns and the system prompt that they are under, which may be changed. A history that fails is no reason to
-    stop: `problem` says so, and whatever is missing there is written with the next `save` that works."""
+    """The system prompt and the turns. If the history fails, the conversation goes on: `problem` says why, and the next
+    `save` that succeeds writes what is missing."""
 
     def __init__(self, history: History, system: str = "", chat_id: int | None = None) -> None:
-        """A new conversation or, with `chat_id`, that chat of the history with its own system prompt.
+        """A new conversation with the system prompt `system`, or the chat `chat_id` of the history with its own.
 
-        Raises HistoryError if there is a `chat_id` that cannot be read.
+        Raises HistoryError if the chat cannot be read.
         """
         self.history = history
         self.chat_id = chat_id
@@ -45,7 +45,8 @@ class Conversation:
         self.turns: list[Turn] = []
         self.problem: HistoryError | None = None
         self._stored_system = ""
-        self._cut_off = False  # the history has messages behind the last one that is ours
+        self._stored: tuple[int | None, Message, bool] | None = None  # the last turn, as the history has it
+        self._cut_off = False  # the history still has messages after the last turn
         if chat_id is not None:
             self._read(chat_id)
 
@@ -61,56 +62,55 @@ class Conversation:
             )
             turn.note = "" if stored.finished else INTERRUPTED
             self.turns.append(turn)
+            self._stored = _state(turn)
 
     @property
     def last_reply(self) -> Turn | None:
         return next((turn for turn in reversed(self.turns) if turn.role == "assistant"), None)
 
     def prompt_before(self, index: int | None = None) -> int | None:
-        """Index of the last turn of the user, of those before `index` if there is one."""
+        """The index of the last turn of the user, or of the last one before `index`; None if there is none."""
         return next(
             (i for i in reversed(range(len(self.turns))[:index]) if self.turns[i].role == "user"), None
         )
 
     @property
     def title(self) -> str:
-        """What the past chats call it."""
+        """The title in the list of past chats."""
         with contextlib.suppress(HistoryError):
             if self.chat_id is not None:
                 return self.history.title(self.chat_id)
         return UNTITLED
 
     def all_messages(self) -> list[Message]:
-        """Everything that was said, the system prompt first."""
+        """The system prompt and all turns."""
         system = [Message(role="system", content=self.system)] if self.system else []
-        return system + [Message(role=t.role, content=t.content, thinking=t.thinking) for t in self.turns]
+        return system + [turn.message for turn in self.turns]
 
     def messages(self) -> tuple[Message, ...]:
-        """What a model is to see. A prompt that got no reply before the next one was sent is left out: it
-        failed, the screen says so, and two prompts in a row are more than most chat templates take."""
+        """What a model is sent. A prompt without a reply is left out if another prompt follows: most chat templates
+        refuse two prompts in a row."""
         system = (Message(role="system", content=self.system),) if self.system else ()
         answered = (
             turn
             for turn, following in zip(self.turns, [*self.turns[1:], None], strict=True)
             if turn.role == "assistant" or following is None or following.role == "assistant"
         )
-        return system + tuple(
-            Message(role=turn.role, content=turn.content, thinking=turn.thinking) for turn in answered
-        )
+        return system + tuple(turn.message for turn in answered)
 
     def add(self, turn: Turn) -> None:
         self.turns.append(turn)
 
     def cut(self, index: int) -> list[Turn]:
-        """Takes the turns from `index` on away and returns them. The history still has them until something
-        else is said in their place, so that `add` can bring them back."""
+        """Removes the turns from `index` on and returns them. The history has them until another turn is saved in their
+        place, so `add` can restore them."""
         removed = self.turns[index:]
         del self.turns[index:]
         self._cut_off = True
         return removed
 
     def save(self, model: str) -> None:
-        """Brings the history up to date; `problem` is what kept it from that, if something did."""
+        """Writes to the history what it lacks. Sets `problem` if that fails. `model` is the name of the model."""
         try:
             self._save(model)
             self.problem = None
@@ -131,8 +131,13 @@ class Conversation:
                     before = self.turns[index - 1].message_id if index else 0
                     self.history.truncate(self.chat_id, before or 0)
                     self._cut_off = False
-                message = Message(role=turn.role, content=turn.content, thinking=turn.thinking)
-                turn.message_id = self.history.append(self.chat_id, message, turn.finished)
+                turn.message_id = self.history.append(self.chat_id, turn.message, turn.finished)
         last = self.turns[-1]
-        if last.role == "assistant" and last.message_id is not None:
+        if last.role == "assistant" and last.message_id is not None and _state(last) != self._stored:
             self.history.update(last.message_id, last.content, last.thinking, last.finished)
+        self._stored = _state(last)
+
+
+def _state(turn: Turn) -> tuple[int | None, Message, bool]:
+    """What the history stores of a turn."""
+    return turn.message_id, turn.message, turn.finished

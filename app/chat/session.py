@@ -1,5 +1,5 @@
-"""A conversation with an engine: prompts go in, replies grow, everything is saved. What it looks like is the
-business of a `View`; nothing here knows the screen."""
+"""A conversation with an engine: it sends prompts, collects replies and saves both. A `View` shows it: the full screen,
+or the line mode."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ from widgets.text import one_line
 from widgets.turn import WARNING
 
 STOP_S = 3.0
-"""An engine that does not stop within this is no longer listened to."""
+"""If an engine does not stop within this time, its reply is ignored from then on."""
 EMPTY = "The model gave an empty reply"
 NOTHING_TO_ADD = "The model has nothing to add"
 
 
 class View(Protocol):
-    """Who shows a session. What grows (`Session.reply`, `Session.status`) it looks at when it draws."""
+    """Shows a session. It is not told when `Session.reply` grows or `Session.status` changes: it reads them when it
+    draws."""
 
     async def added(self, turn: Turn) -> None:
-        """`turn` is the last of the conversation now."""
+        """`turn` has become the last turn of the conversation."""
 
     async def changed(self, turn: Turn) -> None:
-        """The note of `turn` has changed, or its text has come to its end."""
+        """The note of `turn` has changed, or its text is complete."""
 
     async def cut(self, index: int) -> None:
-        """The turns from `index` on are gone."""
+        """The turns from `index` on were removed."""
 
     async def opened(self) -> None:
-        """It is another conversation now."""
+        """Another conversation was opened."""
 
     def queue_changed(self) -> None:
         """`Session.queued` has changed."""
 
     def give_back(self, text: str) -> None:
-        """A prompt that will not be sent belongs to the user again."""
+        """A prompt was not sent. The user may edit it again."""
 
     def notice(self, text: str, *, warning: bool = False) -> None:
-        """Something to be said in one line; "" takes back what was said."""
+        """Shows one line; "" removes it."""
 
     def problem_changed(self, problem: HistoryError | None) -> None:
-        """The conversation is not saved, or is again."""
+        """Says why the conversation is not saved (None: it is). May be called again with the same problem."""
 
 
 @dataclass
 class Candidate:
-    """An engine on its way: `name` is what the user knows it by."""
+    """An engine that starts while another one is in use. The user knows it as `name`."""
 
     engine: Engine
     name: str
@@ -69,7 +70,7 @@ class Candidate:
 
 
 class ChatOptions(TypedDict, total=False):
-    """What a chat begins with; all of it may be changed later."""
+    """How a chat begins. A session may change all of these later."""
 
     sampling: Sampling
     system: str
@@ -78,8 +79,8 @@ class ChatOptions(TypedDict, total=False):
 
 
 class Session:
-    """One engine, one conversation at a time. The engine does one thing at a time; a prompt that comes
-    meanwhile waits in `queued`. `spawn` runs a coroutine beside all else, and reports what it raises."""
+    """One engine and one conversation at a time. While the engine is busy, one prompt waits in `queued`. `spawn` runs a
+    coroutine in the background and reports what it raises. `clock` gives seconds."""
 
     def __init__(
         self,
@@ -105,12 +106,12 @@ class Session:
         self.conversation = Conversation(history, system)
         self.status = StatusObserver(clock)
         self.queued = ""
-        self.reply: Turn | None = None  # the one in progress, from its first text on
-        self.candidate: Candidate | None = None  # what the session goes over to when it is ready
-        self.watch: Callable[[Event], None] = lambda _: None  # told of every event of the engine in use
+        self.reply: Turn | None = None  # the one that grows, from its first text on
+        self.candidate: Candidate | None = None  # the engine that the session switches to when it is ready
+        self.watch: Callable[[Event], None] = lambda _: None  # gets every event of the engine in use
         self._spawn = spawn
         self._request_ids = itertools.count(1)
-        self._request: Generate | None = None  # what is being answered
+        self._request: Generate | None = None  # the one in progress
         self._is_starting = False
         self._ended = asyncio.Event()
         self._thinking_since: float | None = None
@@ -124,7 +125,7 @@ class Session:
         """Whether the engine is starting or answering."""
         return self._is_starting or self.is_answering
 
-    # --- what a user wants ------------------------------------------------------------------------------
+    # --- what a user does -------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the engine."""
@@ -132,8 +133,8 @@ class Session:
         self._spawn(self._start())
 
     async def send(self, text: str, in_place_of: int | None = None) -> None:
-        """Sends a prompt or, while the engine is busy, lets it wait. `in_place_of`: the index of the turn to
-        take away first, with all that follow."""
+        """Sends a prompt. If the engine is busy, the prompt waits. `in_place_of`: the index of a turn that is removed
+        first, with all after it."""
         if in_place_of is not None:
             self.conversation.cut(in_place_of)
             await self.view.cut(in_place_of)
@@ -144,16 +145,16 @@ class Session:
             await self._send(text)
 
     def take_back(self) -> None:
-        """The prompt that waits goes back to the user."""
+        """Gives the prompt that waits back to the user."""
         text, self.queued = self.queued, ""
         self.view.queue_changed()
         if text:
             self.view.give_back(text)
 
     def switch(self, engine: Engine, name: str, adopted: Callable[[], None] = lambda: None) -> None:
-        """Goes over to `engine`, known to the user as `name`, once it is ready, with the conversation kept;
-        `adopted` is called then. Until then, and if it does not start, the one in use goes on answering. What
-        is being started already is given up for it."""
+        """Starts `engine`, which the user knows as `name`, and switches to it when it is ready; then calls `adopted`.
+        The conversation stays. The engine in use answers until then, and goes on if `engine` does not start. An
+        engine that is starting already is given up."""
         self.cancel_switch()
         self.candidate = Candidate(engine, name, StatusObserver(self.clock))
         self._spawn(self._switch(self.candidate, adopted))
@@ -161,20 +162,20 @@ class Session:
             self.view.notice(f"{name} is being prepared and answers after this reply")
 
     def cancel_switch(self) -> None:
-        """Gives up the engine that is being started."""
+        """Gives up the engine that is starting."""
         if self.candidate is not None:
             candidate, self.candidate = self.candidate, None
             self._ended.set()
             self._spawn(candidate.engine.close())
 
     async def stop(self) -> None:
-        """Ends the reply in progress; what has arrived is kept."""
+        """Ends the reply in progress and keeps what has arrived."""
         if self.is_answering:
             self.status.stopping()
             await self.engine.stop()
 
     async def regenerate(self) -> None:
-        """Answers the last prompt again. The last reply comes back if there is none in its place."""
+        """Answers the last prompt again. If no new reply comes, the earlier one stays."""
         turns = self.conversation.turns
         replaced = None
         if turns[-1].role == "assistant":
@@ -194,7 +195,7 @@ class Session:
         await self.view.changed(reply)
 
     async def open(self, chat_id: int | None) -> None:
-        """Goes to a past chat, or a new one. A reply in progress is stopped first, and kept in its chat."""
+        """Opens a past chat, or a new one. A reply in progress is stopped first and kept in its chat."""
         self.take_back()
         while self.is_answering:
             self._ended.clear()
@@ -214,7 +215,7 @@ class Session:
         await self.view.opened()
 
     def set_system(self, text: str) -> None:
-        """Gives this conversation another system prompt ("": none), from the next request on."""
+        """Sets the system prompt of this conversation ("": none), from the next prompt on."""
         self.conversation.system = text
         self.save()
 
@@ -225,7 +226,7 @@ class Session:
         await self.engine.close()
 
     def save(self) -> None:
-        """Brings the history up to date; the view is told what keeps it from that."""
+        """Writes the conversation to the history. The view hears of a failure."""
         self.conversation.save(self.status.snapshot().model)
         self.view.problem_changed(self.history.problem or self.conversation.problem)
 
@@ -235,7 +236,7 @@ class Session:
         engine, failure = self.engine, None
         async for event in _events(engine.start()):
             if self.engine is not engine:
-                return  # another has taken its place
+                return  # the session has switched to another one
             self.status.observe(event)
             self.watch(event)
             if isinstance(event, Failed):
@@ -250,11 +251,11 @@ class Session:
     async def _switch(self, candidate: Candidate, adopted: Callable[[], None]) -> None:
         end = await self._start_candidate(candidate)
         if _lacks_memory(end) and await self._may_take_over(candidate):
-            # There is no room for two: once more, alone. The other starts again when it is needed.
+            # Memory does not hold two engines. Close the one in use and try again; it restarts if it is needed.
             await self.engine.close()
             candidate.status = StatusObserver(self.clock)
             end = await self._start_candidate(candidate)
-        has_failed = isinstance(end, Failed)  # which need not wait for the end of a reply
+        has_failed = isinstance(end, Failed)  # then there is no need to wait for the end of a reply
         if not (self.candidate is candidate if has_failed else await self._may_take_over(candidate)):
             return
         self.candidate = None
@@ -262,17 +263,19 @@ class Session:
             await candidate.engine.close()
             self.view.notice(f"{candidate.name} did not start: {_sentence(end)}", warning=True)
             return
-        before, self.engine = self.engine, candidate.engine
+        old_engine, self.engine = self.engine, candidate.engine
         self._is_starting = False
-        was, self.status = self.status.snapshot(), candidate.status
-        is_same = was.model == self.status.snapshot().model  # whose tokens are the same
-        used = was.context_used if is_same else None
+        old_status, self.status = self.status.snapshot(), candidate.status
+        same_model = (
+            old_status.model == self.status.snapshot().model
+        )  # then the conversation has as many tokens
+        used = old_status.context_used if same_model else None
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
         self.watch(end)
         adopted()
         self.view.notice(". ".join([candidate.welcome, *end.warnings]), warning=bool(end.warnings))
         await self._next(None)
-        await before.close()
+        await old_engine.close()
 
     async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
         async for event in _events(candidate.engine.start()):
@@ -280,17 +283,17 @@ class Session:
             candidate.search.observe(event)
             if isinstance(event, Ready | Failed):
                 return event
-        return Failed(kind="internal", message="It ended without a word.")
+        return Failed(kind="internal", message="Its start ended without an event that says how.")
 
     async def _may_take_over(self, candidate: Candidate) -> bool:
-        """Waits for the end of the reply in progress. False if `candidate` is not wanted any more."""
+        """Waits for the end of the reply in progress. False if `candidate` was given up."""
         while self.candidate is candidate and self.is_answering:
             self._ended.clear()
             await self._ended.wait()
         return self.candidate is candidate
 
     async def _next(self, failure: Failed | None) -> None:
-        """The engine is idle: it gets the prompt that waits or, after a failure, the user gets it back."""
+        """The engine is idle. Sends the prompt that waits; after a `failure`, the user gets it back."""
         if self.queued and failure is None:
             text, self.queued = self.queued, ""
             self.view.queue_changed()
@@ -307,8 +310,8 @@ class Session:
         await self.view.added(turn)
 
     def _ask(self, reply: Turn | None = None, replaced: Turn | None = None) -> None:
-        """Has the conversation answered. `reply`: the last turn, to go on with. `replaced`: the reply whose
-        place the new one is to take."""
+        """Asks the engine for a reply. `reply`: the last turn, which it continues. `replaced`: the earlier reply, which
+        comes back if there is no new one."""
         self._request = Generate(
             request_id=next(self._request_ids),
             prompt=Chat(messages=self.conversation.messages(), think=self.think),
@@ -324,7 +327,7 @@ class Session:
         gained = False
         async for event in _events(self.engine.generate(request)):
             if self._request is not request:
-                return  # no longer listened to
+                return  # the session ignores this reply now
             self.status.observe(event)
             self.watch(event)
             if isinstance(event, Token) and event.text:
@@ -349,7 +352,7 @@ class Session:
             reply.content += token.text
 
     async def _end(self, end: Finished | Failed, gained: bool, replaced: Turn | None) -> None:
-        """An answer has come to its end, one way or another."""
+        """A reply has ended. `gained`: it has text."""
         turn = self.reply or self.conversation.turns[-1]
         turn.streaming = False
         if gained:
@@ -371,11 +374,11 @@ class Session:
         await self._next(end if isinstance(end, Failed) else None)
 
     def _note(self, end: Finished | Failed) -> str:
-        """One line about how a reply ended and which key helps; "" if it came to its own end."""
+        """One line about how a reply ended, and which key helps; "" if it is complete."""
         return " · ".join(self._reason(end))
 
     def _reason(self, end: Finished | Failed) -> tuple[str, str] | tuple[()]:
-        """Why a reply is not complete, and which key helps; empty if it came to its own end."""
+        """Why a reply is not complete, and which key helps; empty if it is."""
         if isinstance(end, Failed):
             key = "Ctrl+N starts a new chat" if end.kind == "context" else "Ctrl+R tries again"
             return f"{WARNING} {_sentence(end)}", key
@@ -385,7 +388,7 @@ class Session:
             if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
                 return f"stopped at {end.predicted_n:,} tokens, as asked", "Ctrl+G goes on"
             length = self.status.snapshot().context_length
-            if not length or end.context_used < length - 1:  # a server's own limit; some leave one token free
+            if not length or end.context_used < length - 1:  # a limit of a server; some leave one token free
                 return f"cut at {end.predicted_n:,} tokens", "Ctrl+G goes on"
             return f"{WARNING} The context of {length:,} tokens is full", "Ctrl+N starts a new chat"
         return ()
@@ -401,7 +404,7 @@ def _sentence(failure: Failed) -> str:
 
 
 async def _events(stream: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """An engine's events. One that breaks its promise and raises must not take the conversation with it."""
+    """The events of an engine. If it raises, which it should not, the conversation goes on."""
     try:
         async for event in stream:
             yield event

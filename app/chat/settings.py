@@ -1,4 +1,4 @@
-"""What the user prefers (settings.toml, only read) and what orin-chat remembers (the last model, the theme)."""
+"""The user's settings (settings.toml, which is only read), and what one run stores for the next (last model, theme)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from presets.sampling import out_of_range
 
 
 class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True):
-    """`Sampling` as the file spells it: a key that does not exist is an error."""
+    """The table [sampling]: `Sampling`, but an unknown key is an error."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,14 +26,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     backend: str = "auto"
     context: int | None = None
     system: str = ""
-    llama_server: str = ""  # the program to compare with
-    keep_packed: bool = False  # weights as the CPU's kernels read them, on disk for the next start
-    models: dict[str, str] = {}  # names of the user's own, for files and addresses
+    llama_server: str = ""  # the program, or the address of a server, for comparisons
+    keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start
+    models: dict[str, str] = {}  # the user's own names of files and addresses
     sampling: SamplingSettings = SamplingSettings()
 
     @property
     def names(self) -> dict[str, str]:
-        """What models are called here: the built-in one, and the user's own names."""
+        """Names of models and what they stand for: the built-in model, and the user's own names."""
         return {GUIDE: str(guide_path()), **self.models}
 
 
@@ -42,9 +42,9 @@ def settings_path() -> Path:
 
 
 def load_settings(path: Path | None = None) -> Settings:
-    """The settings in `path` (None: `settings_path()`), or the defaults where there is no such file.
+    """The settings in `path` (None: `settings_path()`), or the defaults if there is no such file.
 
-    Raises UsageError, naming file and key, when it cannot be read or does not hold what it should.
+    Raises UsageError, which names the file and the key, if the file cannot be read or is not valid.
     """
     path = path or settings_path()
     try:
@@ -59,38 +59,38 @@ def load_settings(path: Path | None = None) -> Settings:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises UsageError, naming the option and its range, for a value that sampling cannot work with."""
+    """Raises UsageError, which names the option and its range, for a value out of its range."""
     if flaw := out_of_range(sampling):
         raise UsageError(f"{flaw}.")
 
 
-# --- what is remembered --------------------------------------------------------------------------------
+# --- from one run to the next -----------------------------------------------------------------------------
 
 
-def remembered(what: str) -> str:
-    """What `remember` was told last; "" when there is nothing."""
+def remembered(key: str) -> str:
+    """The value that `remember` stored last; "" if there is none."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return _remembered_path(what).read_text("utf-8").strip()
+        return _remembered_path(key).read_text("utf-8").strip()
     return ""
 
 
-def remember(what: str, value: str) -> None:
-    """Keeps `value`, a line, from one run to the next. A state folder that cannot be written is no reason to stop."""
+def remember(key: str, value: str) -> None:
+    """Stores one line. A state folder that cannot be written is ignored."""
     with contextlib.suppress(OSError, UnicodeEncodeError):
-        _remembered_path(what).parent.mkdir(parents=True, exist_ok=True)
-        _remembered_path(what).write_text(f"{value}\n", "utf-8")
+        _remembered_path(key).parent.mkdir(parents=True, exist_ok=True)
+        _remembered_path(key).write_text(f"{value}\n", "utf-8")
 
 
-def _remembered_path(what: str) -> Path:
-    return platformdirs.user_state_path("orin-chat", appauthor=False) / f"last-{what}"
+def _remembered_path(key: str) -> Path:
+    return platformdirs.user_state_path("orin-chat", appauthor=False) / f"last-{key}"
 
 
 def last_model() -> str:
-    """The path or the name of the model used last; "" when there is none."""
+    """The path or the name of the model used last; "" if there is none."""
     return remembered("model")
 
 
 def remember_model(name: str) -> None:
-    """Keeps a path or a name as the model used last; the built-in one by its name, since where it lies changes
-    with the installation."""
+    """Stores the path or the name of the model used last. The built-in model is stored by its name, since its path
+    changes with the installation."""
     remember("model", GUIDE if name == str(guide_path()) else name)

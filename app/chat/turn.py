@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.events import Message
+
 
 @dataclass(eq=False)
 class Turn:
@@ -21,3 +23,8 @@ class Turn:
     thinking_s: float | None = None
     note: str = ""
     message_id: int | None = None
+
+    @property
+    def message(self) -> Message:
+        """What a model is sent."""
+        return Message(role=self.role, content=self.content, thinking=self.thinking)

@@ -1,6 +1,6 @@
-"""The line mode: a chat without a full screen, for plain terminals, logs and scripts.
+"""The line mode: a chat without a full screen, for simple terminals, screen readers and scripts.
 
-A method of `LineChat` named `do_NAME` is the command /NAME; its docstring is its line of help.
+The method `do_NAME` of `LineChat` is the command /NAME. Its docstring is its line in /help.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 class LineReader(Protocol):
     async def read(self, draft: str) -> str:
-        """The next message or command; where it can be edited it begins as `draft`. Raises EOFError at the
-        end of the input and KeyboardInterrupt when the user gives the line up."""
+        """The next message or command; a terminal lets the user edit it, starting from `draft`. Raises EOFError at the
+        end of the input, and KeyboardInterrupt if the user presses Ctrl-C."""
         ...
 
 
 def commands() -> dict[str, str]:
-    """The commands by name, with their lines of help."""
+    """The help of each command, by name."""
     methods = {name: method for name, method in vars(LineChat).items() if name.startswith("do_")}
     return {name.removeprefix("do_"): method.__doc__ or "" for name, method in methods.items()}
 
 
 def completions() -> dict[str, Sequence[str]]:
-    """The commands by name, with the words that may follow them."""
+    """The words that may follow each command, by name."""
     return dict.fromkeys(commands(), ()) | {"set": SETTABLE, "think": ("on", "off")}
 
 
 class LineChat:
-    """Shows a session line by line: it is the session's `View`."""
+    """The `View` of a session on a terminal without a full screen, or in a file. It obeys the user's lines."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class LineChat:
         self._output = TextOutput(out, messages)
         self._past_chat = chat_id
         self._draft = ""  # what the next line begins with
-        self._tasks: list[asyncio.Task[None]] = []  # of the session
+        self._tasks: list[asyncio.Task[None]] = []  # what the session works on
         self._ready: Ready | None = None
         self._end: Finished | None = None  # of the last reply
         self._failure: Failed | None = None
@@ -84,8 +84,8 @@ class LineChat:
         self._next_save = 0.0
 
     async def run(self) -> int:
-        """Chats until the user leaves or SIGTERM comes, and returns the exit code. Raises UsageError if there is
-        no chat with the id that it was given."""
+        """Chats until the user leaves or SIGTERM arrives, and returns the exit code. Raises UsageError if there is no
+        chat `chat_id`."""
         try:
             return await run_until_signal(self._run(), signal.SIGTERM)
         finally:
@@ -103,7 +103,7 @@ class LineChat:
         while True:
             draft, self._draft = self._draft, ""
             try:
-                await self._take(await self._lines.read(draft))
+                await self._handle(await self._lines.read(draft))
             except EOFError:
                 return 0
             except KeyboardInterrupt:
@@ -111,8 +111,8 @@ class LineChat:
             except OrinError as error:
                 self._output.say(error.message, error.hint)
 
-    async def _take(self, text: str) -> None:
-        """Obeys a command, or sends a message to the model and waits for the reply."""
+    async def _handle(self, text: str) -> None:
+        """Runs a command, or sends a message and waits for the reply."""
         if text.startswith("/"):
             name, _, argument = text[1:].partition(" ")
             if name not in commands():
@@ -139,44 +139,46 @@ class LineChat:
         try:
             await run_until_signal(self._finish_tasks(), signal.SIGINT, stop=self.session.stop)
         finally:
-            self.session.save()  # SIGTERM may have cut the reply
+            self.session.save()  # SIGTERM may have ended the reply
 
     def _observe(self, event: Event) -> None:
         """Shows an event of the engine, and saves a reply while it grows."""
+        answers = self.session.is_answering  # else the session's notices have warnings and failures, too
         match event:
+            case Failed() if not answers:
+                self._failure = event
+                return
             case Ready():
                 self._ready = event
-                answering = self.session.is_answering  # else `notice` gets the warnings
-                self._output.show(event if answering else replace(event, warnings=()))
+                self._output.show(event if answers else replace(event, warnings=()))
                 self._print(describe(event))
-            case Failed() if not self.session.is_answering:
-                self._failure = event  # `notice` gets its sentences
-            case _:
-                self._output.show(event)
-        if isinstance(event, Finished):
-            self._end = event
-            self._print(f"[{self._figures(event)}]")
-        elif isinstance(event, Failed) and event.request_id is None and self.session.is_answering:
-            self._output.say("The next message starts the engine again.")
-        elif isinstance(event, Token) and time.monotonic() > self._next_save:
-            self.session.save()
-            self._next_save = time.monotonic() + SAVE_S
-
-    async def added(self, turn: Turn) -> None:
-        """The user has typed it, or `_observe` shows it."""
-
-    async def changed(self, turn: Turn) -> None:
-        """`_observe` has shown how the reply ended."""
-
-    async def cut(self, index: int) -> None:
-        """Lines that are printed stay."""
+                return
+        self._output.show(event)
+        match event:
+            case Finished():
+                self._end = event
+                self._print(f"[{self._figures(event)}]")
+            case Failed(request_id=None):
+                self._output.say("The next message starts the engine again.")
+            case Token() if time.monotonic() > self._next_save:
+                self.session.save()
+                self._next_save = time.monotonic() + SAVE_S
 
     async def opened(self) -> None:
         for turn in self.session.conversation.turns:
             self._print(f"> {turn.content}" if turn.role == "user" else turn.content)
 
+    async def added(self, turn: Turn) -> None:
+        """Nothing to show: the user typed it, or `_observe` prints its tokens."""
+
+    async def changed(self, turn: Turn) -> None:
+        """Nothing to show: `_observe` prints how a reply ends."""
+
+    async def cut(self, index: int) -> None:
+        """Nothing to show: printed lines stay."""
+
     def queue_changed(self) -> None:
-        """Nothing waits: a message is read when the reply before it has ended."""
+        """Nothing to show: each message waits for the reply before it."""
 
     def give_back(self, text: str) -> None:
         self._draft = text
@@ -199,7 +201,7 @@ class LineChat:
         await self.session.open(chat_id)
 
     def _last_prompt(self) -> int:
-        """Its index. Raises UsageError without one."""
+        """The index of the last turn of the user. Raises UsageError if there is none."""
         index = self.session.conversation.prompt_before()
         if index is None:
             raise UsageError("There is no message yet.")
@@ -264,8 +266,8 @@ class LineChat:
 
     async def do_model(self, _: str) -> None:
         """what is answering"""
-        runs = self._ready is not None and self.session.status.is_ready
-        self._print(describe(self._ready) if self._ready and runs else "The engine is not running.")
+        ready = self._ready if self.session.status.is_ready else None
+        self._print(describe(ready) if ready else "The engine is not running.")
 
     async def do_stats(self, _: str) -> None:
         """figures of the last reply"""

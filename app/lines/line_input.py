@@ -1,4 +1,4 @@
-"""Where the line mode's lines come from: an editable prompt on a terminal, or the lines of a file or pipe."""
+"""Where the line mode reads: an editable prompt on a terminal, or the lines of a file or pipe."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PROMPT = "> "
 
 
 class TerminalLines:
-    """A prompt with the history of earlier ones and completion of commands. Enter sends, Alt+Enter begins a
-    new line. `commands`: what /NAME may be, and the words that may follow it."""
+    """A prompt with a history and with completion of commands. Enter sends, Alt+Enter begins a new line. `commands`
+    maps the name of each command to the words that may follow it."""
 
-    def __init__(self, earlier: Iterable[str], commands: Mapping[str, Iterable[str]]) -> None:
+    def __init__(self, history: Iterable[str], commands: Mapping[str, Iterable[str]]) -> None:
         keys = KeyBindings()
         keys.add("enter")(_send)
         keys.add("escape", "enter")(_new_line)
-        self._history = InMemoryHistory(list(earlier))
-        # A dumb terminal takes no escape sequences; by itself, PromptSession would send one for the cursor.
+        self._history = InMemoryHistory(list(history))
+        # PromptSession sends an escape sequence for the cursor, which a dumb terminal would show.
         with create_app_session(output=PlainTextOutput(sys.stdout) if is_dumb_terminal() else None):
             self._session: PromptSession[str] = PromptSession(
                 PROMPT,
@@ -41,19 +41,19 @@ class TerminalLines:
             )
 
     async def read(self, draft: str) -> str:
-        if draft and is_dumb_terminal():  # where text that was not typed cannot be shown as typed
+        if draft and is_dumb_terminal():  # which cannot show a text to edit
             print(clean(draft))
             draft = ""
         try:
             return await self._session.prompt_async(default=draft)
         except KeyboardInterrupt:
             if text := self._session.default_buffer.text:
-                self._history.append_string(text)  # not lost: Up brings it back
+                self._history.append_string(text)  # Up brings it back
             raise
 
 
 class FileLines:
-    """Each line of `source` is a message or a command; `echo` shows it, so that all reads as a chat."""
+    """Each line of `source` is a message or a command. `echo` gets it, too, so that the output reads as a chat."""
 
     def __init__(self, source: TextIO, echo: TextIO) -> None:
         self._source = source
@@ -77,11 +77,11 @@ class CommandCompleter(Completer):
         text = document.text_before_cursor
         if not text.startswith("/"):
             return
-        name, space, word = text[1:].partition(" ")
-        typed = word if space else name
-        for choice in self._commands.get(name, ()) if space else self._commands:
-            if choice.startswith(typed):
-                yield Completion(choice, -len(typed))
+        name, space, argument = text[1:].partition(" ")
+        word, choices = (argument, self._commands.get(name, ())) if space else (name, self._commands)
+        for choice in choices:
+            if choice.startswith(word):
+                yield Completion(choice, -len(word))
 
 
 def _send(event: KeyPressEvent) -> None:
