@@ -20,7 +20,8 @@ def groups(frames: list[Frame], end_s: float) -> list[tuple[str, str | None, str
     """Each row: its text, and when it is visible."""
     root = ET.fromstring(animated_svg(frames, end_s, foreground="#ffffff", background="#000000"))
     found = []
-    for group in root.iter(f"{SVG}g"):
+    [rows] = root.findall(f"{SVG}g")
+    for group in rows:
         text, animate = group.find(f"{SVG}text"), group.find(f"{SVG}animate")
         times = None if animate is None else (animate.get("values"), animate.get("keyTimes"))
         found.append((text.text if text is not None else "", *(times or (None, None))))

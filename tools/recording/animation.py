@@ -44,15 +44,16 @@ def animated_svg(frames: Sequence[Frame], end_s: float, *, foreground: str, back
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}">',
         f"<style>text {{ font: {FONT_SIZE}px ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace; "
-        f"fill: {foreground}; white-space: pre; }}</style>",
+        "white-space: pre; }</style>",
         f'<rect width="100%" height="100%" rx="8" fill="{background}"/>',
+        f'<g fill="{foreground}">',  # of text without a colour of its own
     ]
     for y in range(rows):
         for first_s, last_s, strip in _intervals(frames, y, end_s):
             drawn = _row(strip, y)
             if drawn:
                 parts.append(f"<g>{_shown(first_s, last_s, end_s)}{drawn}</g>")
-    return "\n".join([*parts, "</svg>\n"])
+    return "\n".join([*parts, "</g>", "</svg>\n"])
 
 
 def _intervals(frames: Sequence[Frame], y: int, end_s: float) -> list[tuple[float, float, Strip]]:
