@@ -28,6 +28,7 @@ from engine.events import (
     Prefilling,
     Profile,
     Ready,
+    Request,
     Step,
     Token,
     command_decoder,
@@ -35,8 +36,6 @@ from engine.events import (
 from engine.logs import log_path, trim_log
 from engine.process import EngineProcess
 from engine.transport import FrameError, pack
-
-Request = Generate | Measure | Profile
 
 CANCEL_GRACE_S = 0.07  # the time in which the worker may end an answer itself; `Engine.stop` promises 100 ms
 

@@ -24,13 +24,13 @@ MESSAGE_CHARS = 500  # of a failure's message, and of its hint
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Frozen, keyword-only, tagged with its class name."""
+    """Base of all messages: frozen, keyword-only, and tagged with the class name (subclasses inherit the tag)."""
 
 
 # --- parts of a request --------------------------------------------------------------------------------
 
 
-class Message(_Record, frozen=True, kw_only=True, tag=True):
+class Message(_Record, frozen=True, kw_only=True):
     """One turn of a conversation. `thinking` is the model's reasoning before `content`, if there was any."""
 
     role: Role
@@ -38,26 +38,26 @@ class Message(_Record, frozen=True, kw_only=True, tag=True):
     thinking: str = ""
 
 
-class Chat(_Record, frozen=True, kw_only=True, tag=True):
+class Chat(_Record, frozen=True, kw_only=True):
     """A conversation, for the model's chat template. `think` False asks a thinking model not to think."""
 
     messages: tuple[Message, ...]
     think: bool = True
 
 
-class RawText(_Record, frozen=True, kw_only=True, tag=True):
+class RawText(_Record, frozen=True, kw_only=True):
     """Text for the model without a template. Special tokens in it are read as plain text."""
 
     text: str
 
 
-class TokenIds(_Record, frozen=True, kw_only=True, tag=True):
+class TokenIds(_Record, frozen=True, kw_only=True):
     """Token ids for the model, without a template or a tokenizer."""
 
     ids: tuple[int, ...]
 
 
-class Sampling(_Record, frozen=True, kw_only=True, tag=True):
+class Sampling(_Record, frozen=True, kw_only=True):
     """How a token is drawn. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 turn
     their step off. `seed` None takes a random seed; `Finished` reports it."""
 
@@ -70,7 +70,7 @@ class Sampling(_Record, frozen=True, kw_only=True, tag=True):
     seed: int | None = None
 
 
-class Matvec(_Record, frozen=True, kw_only=True, tag=True):
+class Matvec(_Record, frozen=True, kw_only=True):
     """How tinygrad's heuristic splits a matrix-vector product: its MV_BLOCKSIZE, MV_THREADS_PER_ROW and
     MV_ROWS_PER_THREAD."""
 
@@ -79,7 +79,7 @@ class Matvec(_Record, frozen=True, kw_only=True, tag=True):
     rows_per_thread: int = 4
 
 
-class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
+class EngineOptions(_Record, frozen=True, kw_only=True):
     """The options of an engine, fixed for the life of its process. `backend` is a tinygrad device ("CPU", "CUDA", "NV")
     or "auto". `context_length` is in tokens; None takes the model's own, as far as memory allows.
 
@@ -104,11 +104,11 @@ class EngineOptions(_Record, frozen=True, kw_only=True, tag=True):
 # --- commands ------------------------------------------------------------------------------------------
 
 
-class Load(_Record, frozen=True, kw_only=True, tag=True):
+class Load(_Record, frozen=True, kw_only=True):
     options: EngineOptions
 
 
-class Generate(_Record, frozen=True, kw_only=True, tag=True):
+class Generate(_Record, frozen=True, kw_only=True):
     """Answer `prompt`. `max_tokens` None: until the model stops or the context is full. `logprobs` N > 0 adds to each
     token its log-probability and the N most probable tokens, before sampling changes them. For measurements:
     `ignore_eos` continues after an end-of-turn token, and `fresh` computes the whole prompt, also the part that is in
@@ -123,34 +123,35 @@ class Generate(_Record, frozen=True, kw_only=True, tag=True):
     fresh: bool = False
 
 
-class Measure(_Record, frozen=True, kw_only=True, tag=True):
+class Measure(_Record, frozen=True, kw_only=True):
     """Measure what the figures of answers are compared with (see `Measured`). Waits for earlier requests."""
 
     request_id: int
 
 
-class Profile(_Record, frozen=True, kw_only=True, tag=True):
+class Profile(_Record, frozen=True, kw_only=True):
     """Time each kernel of a step by itself. Waits for earlier requests; a later one stops it."""
 
     request_id: int
     step: Step = "decode"
 
 
-class Cancel(_Record, frozen=True, kw_only=True, tag=True):
+class Cancel(_Record, frozen=True, kw_only=True):
     request_id: int
 
 
-class Shutdown(_Record, frozen=True, kw_only=True, tag=True):
+class Shutdown(_Record, frozen=True, kw_only=True):
     pass
 
 
-Command = Load | Generate | Measure | Profile | Cancel | Shutdown
+Request = Generate | Measure | Profile
+Command = Load | Request | Cancel | Shutdown
 
 
 # --- events --------------------------------------------------------------------------------------------
 
 
-class ModelInfo(_Record, frozen=True, kw_only=True, tag=True):
+class ModelInfo(_Record, frozen=True, kw_only=True):
     """The metadata of a model file. `quantization` is its file type ("Q4_K_M"), else the type that takes most bytes.
     `trained_context` is in tokens."""
 
@@ -163,12 +164,12 @@ class ModelInfo(_Record, frozen=True, kw_only=True, tag=True):
     thinks: bool
 
 
-class Loading(_Record, frozen=True, kw_only=True, tag=True):
+class Loading(_Record, frozen=True, kw_only=True):
     done_bytes: int
     total_bytes: int
 
 
-class Search(_Record, frozen=True, kw_only=True, tag=True):
+class Search(_Record, frozen=True, kw_only=True):
     """The search for the fastest kernel of a product; `what` names the product. Of about `total` candidates `tried`
     were timed, and `refused` of these failed or gave other results. A decode step took `before_us` at first and takes
     `after_us` with the best candidate, which is `choice`. `found`: the result is from an earlier run. `left_s` is the
@@ -185,7 +186,7 @@ class Search(_Record, frozen=True, kw_only=True, tag=True):
     found: bool = False
 
 
-class Warming(_Record, frozen=True, kw_only=True, tag=True):
+class Warming(_Record, frozen=True, kw_only=True):
     """Kernels are being prepared: `done` of about `total` (0: not known); in a search, products. `cached` of them come
     from an earlier run."""
 
@@ -195,7 +196,7 @@ class Warming(_Record, frozen=True, kw_only=True, tag=True):
     search: Search | None = None
 
 
-class Ready(_Record, frozen=True, kw_only=True, tag=True):
+class Ready(_Record, frozen=True, kw_only=True):
     """The engine can answer. `context_length` is in tokens, `load_ms` the time from the start of loading. `warnings`
     are sentences about unexpected things in the model. A decode step reads `weight_bytes_per_token`, and
     `kv_bytes_per_token` for each token before it (0: not known)."""
@@ -210,7 +211,7 @@ class Ready(_Record, frozen=True, kw_only=True, tag=True):
     kv_bytes_per_token: int = 0
 
 
-class Prefilling(_Record, frozen=True, kw_only=True, tag=True):
+class Prefilling(_Record, frozen=True, kw_only=True):
     """`done` of `total` prompt tokens are in the KV cache; `cached` of them are from earlier turns."""
 
     request_id: int
@@ -219,12 +220,12 @@ class Prefilling(_Record, frozen=True, kw_only=True, tag=True):
     cached: int
 
 
-class TopToken(_Record, frozen=True, kw_only=True, tag=True):
+class TopToken(_Record, frozen=True, kw_only=True):
     id: int
     logprob: float
 
 
-class Token(_Record, frozen=True, kw_only=True, tag=True):
+class Token(_Record, frozen=True, kw_only=True):
     """One token of the answer. `text` holds the characters that it completes; it is empty for a part of a character and
     for a special token. Log-probabilities are natural logarithms, from the logits before sampling. `at_ms` is the time
     since the engine began with the request (None: not known). `id` is -1 if a server does not send it."""
@@ -237,11 +238,11 @@ class Token(_Record, frozen=True, kw_only=True, tag=True):
     at_ms: float | None = None
 
 
-class Thinking(Token, frozen=True, kw_only=True, tag=True):
+class Thinking(Token, frozen=True, kw_only=True):
     """One token of the model's reasoning. The marks that open and close it are such tokens too, with empty `text`."""
 
 
-class Finished(_Record, frozen=True, kw_only=True, tag=True):
+class Finished(_Record, frozen=True, kw_only=True):
     """The end of an answer. `prompt_n` counts all prompt tokens, of which `cached_n` were in the KV cache;
     `predicted_n` counts the tokens of the answer, the end-of-turn token included. `prompt_ms` is the time to the first
     token, `predicted_ms` the time from the first token to the last (see `decode_rate`)."""
@@ -262,7 +263,7 @@ class Finished(_Record, frozen=True, kw_only=True, tag=True):
         return self.prompt_n + max(self.predicted_n - 1, 0)
 
 
-class Measured(_Record, frozen=True, kw_only=True, tag=True):
+class Measured(_Record, frozen=True, kw_only=True):
     """The answer to `Measure`. `copy_gbps` is the bandwidth of a copy in the device's memory, bytes read plus bytes
     written, in 10^9 bytes a second (on a CPU, of reading alone: see `engine.measure.bandwidth`). `kernels_per_token`
     counts the launches of a decode step. `device_bytes` is the device memory that the engine holds."""
@@ -273,7 +274,7 @@ class Measured(_Record, frozen=True, kw_only=True, tag=True):
     device_bytes: int
 
 
-class KernelTime(_Record, frozen=True, kw_only=True, tag=True):
+class KernelTime(_Record, frozen=True, kw_only=True):
     """All kernels of a step with the same name and role. `total_us` is the time of all `calls`, by the device's clock
     if it has one; `bytes` is what they must read and write. `source` is the source code, `options` are tinygrad's
     optimizations of the loops (both may be empty)."""
@@ -287,7 +288,7 @@ class KernelTime(_Record, frozen=True, kw_only=True, tag=True):
     options: tuple[str, ...] = ()
 
 
-class KernelProfile(_Record, frozen=True, kw_only=True, tag=True):
+class KernelProfile(_Record, frozen=True, kw_only=True):
     """The answer to `Profile`: a step of `tokens` tokens (1 in decode) at `position`, kernel by kernel. `wall_us` is
     the time of the whole step as it runs in an answer; what it exceeds the sum of the kernels by is gaps between
     launches. All times are medians of `rounds`."""
@@ -301,7 +302,7 @@ class KernelProfile(_Record, frozen=True, kw_only=True, tag=True):
     rounds: int
 
 
-class Counter(_Record, frozen=True, kw_only=True, tag=True):
+class Counter(_Record, frozen=True, kw_only=True):
     """One figure of the machine: a `value` in `unit`, with its `maximum` if that is known, or a `text`. If it has
     neither, `absent` says why. `parts` are its components in words (power rails, thermal zones)."""
 
@@ -314,7 +315,7 @@ class Counter(_Record, frozen=True, kw_only=True, tag=True):
     parts: tuple[str, ...] = ()
 
 
-class Failed(_Record, frozen=True, kw_only=True, tag=True):
+class Failed(_Record, frozen=True, kw_only=True):
     """A request failed. `request_id` None: the engine itself failed (it did not start, or it died)."""
 
     kind: FailureKind

@@ -39,18 +39,18 @@ from engine.events import (
     Measured,
     Profile,
     Ready,
+    Request,
     Shutdown,
     Token,
     command_decoder,
 )
 from engine.transport import Deframer, frame, pack
 
-MOST_RESTARTS = 8
+MAX_RESTARTS = 8
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
 _SEND_INTERVAL_S = 0.01
 
 Report = Callable[[Event], None]
-Request = Generate | Measure | Profile
 
 
 class Model(Protocol):
@@ -88,9 +88,8 @@ def serve(sock: socket.socket, load: Loader) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    atexit.register(
-        os._exit, 0
-    )  # runs last, because it is registered first; unloading all modules takes long
+    # Registered first, so it runs last: the interpreter would take long to unload all modules.
+    atexit.register(os._exit, 0)
     sock.set_inheritable(False)  # or a compiler process would keep the socket open after this one died
     global _server
     _server = _Server(sock)
@@ -115,7 +114,7 @@ class _Server:
 
     def restart(self) -> Never:
         self._restarting.acquire()  # never released: other threads that want a restart wait for this one
-        if self._restarts == MOST_RESTARTS or self._inbox.interruptible:
+        if self._restarts == MAX_RESTARTS or self._inbox.interruptible:
             _die()
         for child in multiprocessing.active_children():
             child.kill()

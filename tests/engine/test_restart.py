@@ -17,7 +17,7 @@ import os, socket, subprocess, sys, threading, time
 from engine import worker
 from engine.events import Warming
 from tests.synthetic import Behaviour, SyntheticModel
-worker.MOST_RESTARTS = 2
+worker.MAX_RESTARTS = 2
 marks, how, most = sys.argv[1:4]
 def load(options, report):
     assert options.model_path == "a model"
