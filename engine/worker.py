@@ -143,8 +143,7 @@ class _Server:
         try:
             model = load(options, self._outbox.put)
         except Exception as error:
-            self._outbox.put(Failed.from_error(error))  # before the traceback: the log's disk may be full
-            traceback.print_exception(error)
+            self._report_failure(error)
             return None
         gc.freeze()  # later garbage collections, in the middle of an answer, skip these objects
         gc.enable()
@@ -157,10 +156,14 @@ class _Server:
         try:
             model.warm_up(self._inbox.has_request)
         except Exception as error:
-            self._outbox.put(Failed.from_error(error))  # before the traceback: the log's disk may be full
-            traceback.print_exception(error)
+            self._report_failure(error)
             return False
         return True
+
+    def _report_failure(self, error: Exception) -> None:
+        """Reports why the engine ends. The log comes last, because its disk may be full."""
+        self._outbox.put(Failed.from_error(error))
+        traceback.print_exception(error)
 
     def _answer(self, model: Model, request: Request) -> None:
         end: Event
@@ -172,10 +175,9 @@ class _Server:
                     end = model.measure(request)
                 case Profile():
                     end = model.profile(request, self._inbox.has_request)
-        except PreemptedError as error:
-            end = Failed.from_error(error, request.request_id)
         except Exception as error:
-            _log_without_messages(error)
+            if not isinstance(error, PreemptedError):
+                _log_without_messages(error)
             end = Failed.from_error(error, request.request_id)
         self._inbox.forget(request.request_id)
         self._outbox.put(end)
@@ -288,28 +290,20 @@ class _Outbox:
             time.sleep(_SEND_INTERVAL_S)
 
 
-# --- failures ------------------------------------------------------------------------------------------
-
-
 def _log_without_messages(error: BaseException | None) -> None:
     """Prints the traceback and the type of each error in the chain, not its message: that may quote the prompt."""
     while error is not None:
-        print(
-            "".join(traceback.format_tb(error.__traceback__)), type(error).__name__, file=sys.stderr, sep=""
-        )
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        print(frames, type(error).__name__, file=sys.stderr, sep="")
         error = error.__cause__ or error.__context__
-
-
-# --- the end -------------------------------------------------------------------------------------------
 
 
 def _die() -> Never:
     """Ends this process and the compilers that it started, at once. (PR_SET_PDEATHSIG would end this process alone,
     before it could end its compilers.)"""
     if os.getpgrp() == os.getpid():
-        os.killpg(
-            0, signal.SIGTERM
-        )  # multiprocessing's resource tracker ignores it, to clean up after the others
+        # multiprocessing's resource tracker ignores SIGTERM, and cleans up after the other children.
+        os.killpg(0, signal.SIGTERM)
     os._exit(1)
 
 
