@@ -44,10 +44,10 @@ from engine.events import (
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
+from engine.formats.thinking import split_thinking
 from engine.measure.counters import Cpu
 from engine.measure.memory import gpu_used_bytes
 from engine.peers.llama_server import LlamaServer
-from engine.peers.server_engine import split_thinking
 from widgets.comparison_data import ComparisonData, Difference
 
 GREEDY = Sampling(temperature=0)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
 from enum import Enum, auto
+
+from msgspec.structs import asdict, replace
+
+from engine.events import Event, Finished, Thinking, Token
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -60,6 +65,26 @@ class ThinkSplitter:
             taken = taken.lstrip("\n")
             self._after_mark = not taken
         return taken
+
+
+async def split_thinking(
+    events: AsyncIterator[Event], splitter: ThinkSplitter | None
+) -> AsyncGenerator[Event, None]:
+    """The events of an answer, in which `splitter` has marked `Thinking` (None: they stay as they are). Text that the
+    splitter holds back at the end comes as one more token, with the id -1."""
+    request_id = 0
+    async for event in events:
+        if splitter and isinstance(event, Token) and not isinstance(event, Thinking):
+            request_id = event.request_id
+            thinking, text = splitter.feed(event.text)
+            event = (Thinking if thinking else Token)(**asdict(replace(event, text=text)))
+        elif splitter and isinstance(event, Finished):
+            if text := splitter.flush()[1]:
+                yield Token(request_id=event.request_id, id=-1, text=text)
+            splitter = None
+        yield event
+    if splitter and (text := splitter.flush()[1]):
+        yield Token(request_id=request_id, id=-1, text=text)
 
 
 def _overlap(text: str, mark: str) -> int:

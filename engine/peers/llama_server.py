@@ -36,11 +36,12 @@ from engine.events import (
 from engine.formats.gguf import GGUF, StringArray
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
+from engine.formats.thinking import split_thinking
 from engine.logs import log_path
 from engine.measure.memory import resident
 from engine.peers import http
 from engine.peers.llama_process import LlamaProcess, find_llama_server
-from engine.peers.server_engine import ServerEngine, chosen_seed, split_thinking
+from engine.peers.server_engine import ServerEngine, chosen_seed
 
 START_TIMEOUT_S = 600.0  # a large model from a slow disk may take minutes
 POLL_S = 0.05

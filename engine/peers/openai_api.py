@@ -26,9 +26,9 @@ from engine.events import (
     Token,
     TokenIds,
 )
-from engine.formats.thinking import ThinkSplitter
+from engine.formats.thinking import ThinkSplitter, split_thinking
 from engine.peers import http
-from engine.peers.server_engine import ServerEngine, chosen_seed, split_thinking
+from engine.peers.server_engine import ServerEngine, chosen_seed
 
 NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM"}  # by `owned_by`, which /models lists with a model
 # Sampling options beyond OpenAI's: our name, and the name that the server uses.

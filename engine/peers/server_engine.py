@@ -8,12 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
-from msgspec.structs import asdict, replace
 
 from engine.errors import BackendError, OrinError
 from engine.event_stream import AnswerStats, EventStream
-from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
-from engine.formats.thinking import ThinkSplitter
+from engine.events import Event, Failed, Finished, Generate, Ready, Sampling
 
 EXIT_WAIT_S = 0.3  # after an answer failed: by then a server that crashed has ended
 
@@ -165,29 +163,6 @@ async def _forward(events: AsyncGenerator[Event, None], stream: _Stream) -> None
         raise
     finally:
         await events.aclose()
-
-
-# --- for subclasses, and for the comparison ---
-
-
-async def split_thinking(
-    events: AsyncIterator[Event], splitter: ThinkSplitter | None
-) -> AsyncGenerator[Event, None]:
-    """The events of an answer, in which `splitter` has marked `Thinking` (None: they stay as they are). Text that the
-    splitter holds back at the end comes as one more token, with the id -1."""
-    request_id = 0
-    async for event in events:
-        if splitter and isinstance(event, Token) and not isinstance(event, Thinking):
-            request_id = event.request_id
-            thinking, text = splitter.feed(event.text)
-            event = (Thinking if thinking else Token)(**asdict(replace(event, text=text)))
-        elif splitter and isinstance(event, Finished):
-            if text := splitter.flush()[1]:
-                yield Token(request_id=event.request_id, id=-1, text=text)
-            splitter = None
-        yield event
-    if splitter and (text := splitter.flush()[1]):
-        yield Token(request_id=request_id, id=-1, text=text)
 
 
 def chosen_seed(sampling: Sampling) -> int:
