@@ -1,4 +1,4 @@
-"""`orin-chat doctor`: what this machine has for the engine, what it lacks, and what to do about it."""
+"""`orin-chat doctor`: what this machine has for the engine, what it lacks, and what to do about that."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _SIGNS: dict[State, tuple[str, str]] = {
     "fair": ("!", "yellow"),
     "bad": ("✗", "red"),
 }
-_IN_ASCII = str.maketrans("✓·✗→…µ", "+-x>.u")  # for terminals without Unicode, where all would be "?"
-# What the environment may say that a report may repeat: none of these holds a secret.
+_IN_ASCII = str.maketrans("✓·✗→…µ", "+-x>.u")  # for terminals without Unicode
+# The environment variables that a report names. None of them holds a secret.
 _VARIABLES = (
     "DEV", "CC", "PARALLEL", "BEAM", "JITBEAM", "MV_THREADS_PER_ROW", "MV_BLOCKSIZE", "MV_ROWS_PER_THREAD", "CUDA_PATH",
     "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LIBRARY_PATH", "LLAMA_SERVER", "TERM", "COLORTERM", "LANG",
@@ -51,7 +51,7 @@ Check = Callable[[str], CheckResult]
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written to a file: no prompts, no tokens, no names of people, folders of theirs, or machines."""
+    """What the doctor found. It holds no prompts, no tokens, and no names of people, home folders or machines."""
 
     orin_chat: str
     at: str
@@ -66,8 +66,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(arguments: Sequence[str], settings: Settings) -> int:
-    """Prints what was found; returns 0 where a chat is possible, on whatever backend. Raises UsageError."""
-    given = _parse(arguments)
+    """Prints the findings. Returns 0 if any backend works. Raises UsageError if the report cannot be written."""
+    args = _parse(arguments)
     out = Console(highlight=False, soft_wrap=False)
     report = examine_and_show(settings, out)
     out.print()
@@ -76,10 +76,10 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         out.print(f"A chat is possible, on {names}.", style="bold")
     else:
         out.print("No backend works: a chat is not possible until one does.", style="bold red")
-    if given.report:
-        write(report, given.report)
+    if args.report:
+        write(report, args.report)
         out.print(
-            f"The report is in {given.report}: look through it, then attach it to your issue.", markup=False
+            f"The report is in {args.report}: look through it, then attach it to your issue.", markup=False
         )
     return 0 if report.works else NOTHING_WORKS
 
@@ -90,25 +90,25 @@ def _parse(arguments: Sequence[str]) -> Any:
         description="What this machine has for the engine, and what to do about what it lacks.",
         epilog="exit codes: 0 a chat is possible, 1 no backend works",
     )
-    what = "also write it to FILE (JSON if it ends so), to be attached to an issue; it holds nothing private"
-    parser.add_argument("--report", type=Path, metavar="FILE", help=what)
+    help = "also write it to FILE (JSON if it ends so), to be attached to an issue; it holds nothing private"
+    parser.add_argument("--report", type=Path, metavar="FILE", help=help)
     return parser.parse_args(arguments)
 
 
 def examine_and_show(settings: Settings, out: Console) -> Report:
-    """As `examine`, printed as it is found."""
+    """Examines this machine and prints each section when it is complete."""
     status = out.status("")
 
-    def section(section: Section) -> None:
+    def on_section(section: Section) -> None:
         status.stop()
         show(section, out)
 
-    def trial(backend: str) -> None:
+    def on_trial(backend: str) -> None:
         status.update(f"trying {backend}")
         status.start()
 
     try:
-        return examine(settings, on_section=section, on_trial=trial)
+        return examine(settings, on_section=on_section, on_trial=on_trial)
     finally:
         status.stop()
 
@@ -121,20 +121,21 @@ def examine(
     on_section: Callable[[Section], None] = lambda section: None,
     on_trial: Callable[[str], None] = lambda backend: None,
 ) -> Report:
-    """Looks at everything, the backends last. What is found is told as soon as it is."""
+    """Examines the machine whose files lie under `root`. `on_section` gets each section, `on_trial` the name of each
+    backend before it is tried."""
     on_a_jetson = jetson.is_found(root)
     sections: list[Section] = []
 
-    def found(title: str, findings: list[Finding]) -> None:
+    def add(title: str, findings: list[Finding]) -> None:
         if findings:
             sections.append(Section(title=title, findings=findings))
             on_section(sections[-1])
 
-    found("Machine", host.examine(root))
-    ask = on_a_jetson and root == Path("/") and not backends.unusable_because("NV")
-    found("Jetson", [*jetson.examine(root), *([backend_checks.driver_check()] if ask else [])])
-    found("NVIDIA", nvidia.examine(root, jetson=on_a_jetson))
-    found("Around", list(_around(settings)))
+    add("Machine", host.examine(root))
+    drivers = on_a_jetson and root == Path("/") and not backends.unusable_because("NV")
+    add("Jetson", [*jetson.examine(root), *([backend_checks.driver_check()] if drivers else [])])
+    add("NVIDIA", nvidia.examine(root, jetson=on_a_jetson))
+    add("Environment", list(_environment(settings)))
     names, tried, findings = gpus(root), [], []
     for backend in backends.BACKENDS:
         if (reason := backend_checks.why_skipped(backend, names, jetson=on_a_jetson)) is not None:
@@ -143,7 +144,7 @@ def examine(
         on_trial(backend)
         tried.append(check(backend))
         findings.append(as_finding(tried[-1]))
-    found("Backends", findings)
+    add("Backends", findings)
     return Report(
         orin_chat=_version(),
         at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -160,10 +161,10 @@ def _version() -> str:
         return "checkout"
 
 
-# --- what lies around the engine -------------------------------------------------------------------------
+# --- the environment of the engine -----------------------------------------------------------------------
 
 
-def _around(settings: Settings) -> Iterator[Finding]:
+def _environment(settings: Settings) -> Iterator[Finding]:
     try:
         yield good("llama.cpp", find_llama_server(settings.llama_server or None))
     except BackendError as error:
@@ -182,7 +183,7 @@ def _around(settings: Settings) -> Iterator[Finding]:
 
 
 def _size(folder: Path) -> int:
-    """Of the files in it, links not followed (the hub's cache has each file under two names)."""
+    """The size of its files in bytes, without links: the hub's cache has each file under two names."""
     total = 0
     for i, path in enumerate(folder.rglob("*")):
         if i > _MANY_FILES:
@@ -207,7 +208,7 @@ def _terminal() -> Finding:
     return good("terminal", text)
 
 
-# --- shown and written -----------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------
 
 
 def show(section: Section, out: Console) -> None:
@@ -215,13 +216,13 @@ def show(section: Section, out: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column(min_width=12, max_width=24)
     table.add_column(overflow="fold")
-    spelled = {} if "utf" in out.encoding.lower() else _IN_ASCII
+    to_ascii = {} if "utf" in out.encoding.lower() else _IN_ASCII
     for finding in section.findings:
         sign, style = _SIGNS[finding.state]
-        text = Text(one_line(finding.text).translate(spelled))
+        text = Text(one_line(finding.text).translate(to_ascii))
         if finding.advice:
-            text.append(f"\n→ {one_line(finding.advice)}".translate(spelled), style="cyan")
-        table.add_row(Text(sign.translate(spelled), style=style), Text(one_line(finding.topic)), text)
+            text.append(f"\n→ {one_line(finding.advice)}".translate(to_ascii), style="cyan")
+        table.add_row(Text(sign.translate(to_ascii), style=style), Text(one_line(finding.topic)), text)
     out.print()
     out.print(Text(section.title, style="bold"))
     out.print(Padding(table, (0, 0, 0, 1)))
@@ -240,7 +241,7 @@ def as_plain_text(report: Report) -> str:
 
 
 def write(report: Report, path: Path) -> None:
-    """Raises UsageError where the file cannot be written."""
+    """Writes the report as JSON or as text. Raises UsageError."""
     if path.suffix == ".json":
         text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
     else:
@@ -249,7 +250,7 @@ def write(report: Report, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Writes what may name its user without these names. Raises UsageError."""
+    """Writes `text` without the names of the user and of the machine. Raises UsageError."""
     try:
         path.write_text(without_names(text), "utf-8")
     except OSError as error:
@@ -257,16 +258,16 @@ def write_text(text: str, path: Path) -> None:
 
 
 def without_names(text: str) -> str:
-    """`text` without what says whose machine this is: the home folder, the user, the host."""
+    """Replaces the home folder, the user's name and the host's name."""
     home = str(Path.home())
     if home != "/":
         text = text.replace(home, "~")
-    user = home.rpartition("/")[2]
-    for name, instead in (
+    user = Path(home).name
+    for name, placeholder in (
         (user, "<user>"),
         (os.environ.get("USER", ""), "<user>"),
         (socket.gethostname(), "<host>"),
     ):
         if len(name) > 1 and name not in ("root", "localhost"):
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", placeholder, text)
     return text

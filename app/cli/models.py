@@ -1,4 +1,4 @@
-"""`orin-chat models`, `pull`, `rm` and `show`: the models on this machine, and how they come and go."""
+"""`orin-chat models`, `pull`, `rm` and `show`: lists, downloads, deletes and describes models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from engine.model import file_summary, packed_weights_cache
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, as_count, one_line
 
-NOT_YET = "–"
+UNKNOWN = "–"
 KEY_CHARS, VALUE_CHARS = 44, 200
 
 
@@ -39,61 +39,50 @@ def run(command: str, meaning: str, arguments: Sequence[str], settings: Settings
     if command == "show":
         options.add_backend(parser.add_argument, "the device to measure")
     parser.add_argument("--json", action="store_true", help="write JSON")
-    given, own = parser.parse_args(arguments), settings.names
-    match command:
-        case "models":
-            return list_models(given, own, sys.stdout)
-        case "pull":
-            return pull(given, own, sys.stdout, sys.stderr)
-        case "rm":
-            return remove(given, own, sys.stdout, sys.stderr, sys.stdin)
-    return show(given, own, sys.stdout)
+    commands = {"models": list_models, "pull": pull, "rm": remove, "show": show}
+    commands[command](parser.parse_args(arguments), settings.names)
+    return 0
 
 
 # --- models --------------------------------------------------------------------------------------------
 
 
-def list_models(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
-    """Writes what is on this machine, and which names are known. Returns the exit code."""
-    here = on_this_machine(own)
-    if given.json:
-        write_json(out, [_as_json(entry) for entry in [*here, *not_here(here, own)]])
-        return 0
+def list_models(args: Namespace, own: Mapping[str, str]) -> None:
+    """Prints the models on this machine, and the names of others. `own`: the user's own names of models."""
+    local = on_this_machine(own)
+    if args.json:
+        write_json(sys.stdout, [_as_json(entry) for entry in [*local, *not_here(local, own)]])
+        return
     titles = ("NAME", "SIZE", "TYPE", "PARAMETERS", "CONTEXT", "LAST USED", "SPEED", "WHERE")
-    rows = [titles, *(_row(entry) for entry in here)]
+    rows = [titles, *(_row(entry) for entry in local)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip(), file=out)
-    for model in here:
-        if model.problem:
-            print(one_line(f"{model.name} cannot be used: {model.problem}"), file=out)
-    names = ", ".join(model.name for model in not_here(here, own))
-    print(f"\nNot here, but known: {names}.", file=out)
-    print("orin-chat pull NAME downloads one; so does hf.co/user/repository[:Q4_K_M].", file=out)
-    return 0
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for entry in local:
+        if entry.problem:
+            print(one_line(f"{entry.name} cannot be used: {entry.problem}"))
+    print(f"\nNot here, but known: {', '.join(entry.name for entry in not_here(local, own))}.")
+    print("orin-chat pull NAME downloads one; so does hf.co/user/repository[:Q4_K_M].")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    speed = f"{entry.tokens_per_s:.1f} tok/s" if entry.tokens_per_s else NOT_YET
-    home = str(Path.home())
-    where = str(entry.path)
+    home, path = str(Path.home()), str(entry.path)
     cells = (
         entry.name,
         as_bytes(entry.size_bytes),
-        entry.quantization or NOT_YET,
-        as_count(entry.parameters) if entry.parameters else NOT_YET,
-        f"{entry.context_length:,}" if entry.context_length else NOT_YET,
-        ago(entry.record.used_at) if entry.record else NOT_YET,
-        speed,
-        f"~{where.removeprefix(home)}" if where.startswith(f"{home}/") else where,
+        entry.quantization or UNKNOWN,
+        as_count(entry.parameters) if entry.parameters else UNKNOWN,
+        f"{entry.context_length:,}" if entry.context_length else UNKNOWN,
+        ago(entry.record.used_at) if entry.record else UNKNOWN,
+        f"{entry.tokens_per_s:.1f} tok/s" if entry.tokens_per_s else UNKNOWN,
+        f"~{path.removeprefix(home)}" if path.startswith(f"{home}/") else path,
     )
     return tuple(one_line(cell) for cell in cells)
 
 
-def ago(seconds: float) -> str:
-    """How long ago a moment was: just now, 5 minutes ago, 3 days ago."""
-    past = max(0.0, time.time() - seconds)
+def ago(time_s: float) -> str:
+    """How long ago a time was: just now, 5 minutes ago, 3 days ago. `time_s` in seconds since 1970."""
+    past = max(0.0, time.time() - time_s)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if count := int(past // length):
             return f"{count} {unit}{'s' if count > 1 else ''} ago"
@@ -103,94 +92,89 @@ def ago(seconds: float) -> str:
 # --- pull ----------------------------------------------------------------------------------------------
 
 
-def pull(given: Namespace, own: Mapping[str, str], out: TextIO, messages: TextIO) -> int:
-    """Downloads a model, or verifies and updates it, and says where it is."""
-    source, _ = source_of(given.model, own)
+def pull(args: Namespace, own: Mapping[str, str]) -> None:
+    """Downloads a model, or verifies and updates it, and prints its path."""
+    source, _ = source_of(args.model, own)
     if isinstance(source, Path):
         raise UsageError(f"{source} is a file: there is nothing to download.")
-    path = fetch(source, out if given.json else messages, as_json=given.json)
-    found = read_entry(source, path, own)
-    if given.json:
-        write_json(out, {"event": "finished", **_as_json(found)})
-    else:
-        facts = ", ".join((found.quantization, as_bytes(found.size_bytes)))
-        print(one_line(f"{found.name} is {path.name} ({facts}): {path}"), file=out)
-        if found.problem:
-            print(one_line(found.problem), file=messages)
-    return 0
+    path = fetch(source, sys.stdout if args.json else sys.stderr, as_json=args.json)
+    entry = read_entry(source, path, own)
+    if args.json:
+        write_json(sys.stdout, {"event": "finished", **_as_json(entry)})
+        return
+    print(
+        one_line(f"{entry.name} is {path.name} ({entry.quantization}, {as_bytes(entry.size_bytes)}): {path}")
+    )
+    if entry.problem:
+        print(one_line(entry.problem), file=sys.stderr)
 
 
 # --- rm ------------------------------------------------------------------------------------------------
 
 
-def remove(given: Namespace, own: Mapping[str, str], out: TextIO, messages: TextIO, stdin: TextIO) -> int:
-    """Deletes a downloaded model, after asking, and what is kept of its weights; of a file of the user's own, only
-    that."""
-    source, path = source_of(given.model, own)
+def remove(args: Namespace, own: Mapping[str, str]) -> None:
+    """Deletes a downloaded model and its packed weights, after a question. Of a user's own file, it deletes only the
+    packed weights."""
+    source, path = source_of(args.model, own)
     if source == guide_path():
         raise UsageError(f"{GUIDE} is built in: there is nothing to delete.")
     if isinstance(source, Path):
         if not (freed := packed_weights_cache.delete(source)):
             raise UsageError(f"{source} was not downloaded by a name.", "Delete the file itself.")
-        if given.json:
-            write_json(out, {"removed": [], "freed_bytes": freed})
+        if args.json:
+            write_json(sys.stdout, {"removed": [], "freed_bytes": freed})
         else:
-            print(f"Deleted its packed weights, {as_bytes(freed)} are free again. The file stays.", file=out)
-        return 0
+            print(f"Deleted its packed weights, {as_bytes(freed)} are free again. The file stays.")
+        return
     model = next((model for model in cache.installed() if model.path == path), None)
     if model is None:
-        raise ModelFileError(f"{given.model} is not on this machine.", "orin-chat models lists what is.")
-    if not given.yes:
-        if not stdin.isatty():
-            raise UsageError(
-                "It is not asked for without a terminal.", "Give --yes to delete it all the same."
-            )
-        print(
-            f"Delete {one_line(model.path.name)} ({as_bytes(model.size_bytes)})? [y/N] ",
-            end="",
-            file=messages,
-        )
-        messages.flush()
-        if stdin.readline().strip().lower() not in ("y", "yes"):
-            print("It stays.", file=messages)
-            return 0
+        raise ModelFileError(f"{args.model} is not on this machine.", "orin-chat models lists what is.")
+    name = one_line(model.path.name)
+    if not args.yes and not _is_confirmed(f"Delete {name} ({as_bytes(model.size_bytes)})? [y/N] "):
+        print("It stays.", file=sys.stderr)
+        return
     try:
         freed = packed_weights_cache.delete(model.path) + cache.remove(model)
     except OSError as error:
         raise ModelFileError(f"{model.path} cannot be deleted: {error.strerror}.") from error
-    if given.json:
-        write_json(out, {"removed": [str(path) for path in model.paths], "freed_bytes": freed})
-    else:
-        shared = (
-            "" if freed else " Its bytes are in a store that the hub shares: `hf cache prune` frees them."
-        )
-        print(f"Deleted {one_line(model.path.name)}, {as_bytes(freed)} are free again.{shared}", file=out)
-    return 0
+    if args.json:
+        write_json(sys.stdout, {"removed": [str(path) for path in model.paths], "freed_bytes": freed})
+        return
+    shared = "" if freed else " Its bytes are in a store that the hub shares: `hf cache prune` frees them."
+    print(f"Deleted {name}, {as_bytes(freed)} are free again.{shared}")
+
+
+def _is_confirmed(question: str) -> bool:
+    """Asks on the terminal. Raises UsageError without one."""
+    if not sys.stdin.isatty():
+        raise UsageError("There is no terminal to ask on.", "Give --yes to delete it without a question.")
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 # --- show ----------------------------------------------------------------------------------------------
 
 
-def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
-    """What a model's file says, and how fast it could be here at best."""
-    source, path = source_of(given.model, own)
+def show(args: Namespace, own: Mapping[str, str]) -> None:
+    """Prints what a model's file says, and the decode speed that this machine's memory allows."""
+    source, path = source_of(args.model, own)
     if path is None:
         raise ModelFileError(
             f"{source} is not on this machine.",
             "Check the path for a typing error." if isinstance(source, Path) else f"orin-chat pull {source}",
         )
-    found = read_entry(source, path, own)
+    entry = read_entry(source, path, own)
     with GGUF(path) as file:
         metadata = {key: _plain(value) for key, value in file.metadata.items()}
         types: dict[str, dict[str, int]] = {}
         for tensor in file.tensors.values():
-            counted = types.setdefault(tensor.type_name, {"tensors": 0, "bytes": 0})
-            counted["tensors"] += 1
-            counted["bytes"] += tensor.n_bytes
+            of_type = types.setdefault(tensor.type_name, {"tensors": 0, "bytes": 0})
+            of_type["tensors"] += 1
+            of_type["bytes"] += tensor.n_bytes
         bytes_per_token = file_summary.weight_bytes_per_token(file)
-    device, gbps, why_not = _copy_gbps(given.backend)
+    device, gbps, problem = _copy_gbps(args.backend)
     ceiling = gbps * 1e9 / bytes_per_token if gbps and bytes_per_token else None
-    if given.json:
+    if args.json:
         figures = {
             "tensors": types,
             "bytes_per_token": bytes_per_token,
@@ -198,44 +182,40 @@ def show(given: Namespace, own: Mapping[str, str], out: TextIO) -> int:
             "copy_gbps": gbps,
             "ceiling_tokens_per_s": ceiling,
         }
-        write_json(out, _as_json(found) | figures | {"metadata": metadata})
-        return 0
-    measured = f"{found.tokens_per_s:.1f} tokens/s" if found.tokens_per_s else NOT_YET
+        write_json(sys.stdout, _as_json(entry) | figures | {"metadata": metadata})
+        return
+    speed = f"{entry.tokens_per_s:.1f} tokens/s" if entry.tokens_per_s else UNKNOWN
+    on_backend = f" on {entry.record.backend}" if entry.record and entry.record.backend else ""
     rows = [
-        ("name", found.name),
+        ("name", entry.name),
         ("file", str(path)),
-        ("type", f"{found.quantization}, {as_bytes(found.size_bytes)}"),
-        ("architecture", found.architecture),
-        ("parameters", as_count(found.parameters)),
-        ("context", f"{found.context_length:,} tokens"),
-        *((f"tensors in {name}", _amount(counted)) for name, counted in types.items()),
+        ("type", f"{entry.quantization}, {as_bytes(entry.size_bytes)}"),
+        ("architecture", entry.architecture),
+        ("parameters", as_count(entry.parameters)),
+        ("context", f"{entry.context_length:,} tokens"),
+        *(
+            (f"tensors in {name}", f"{of_type['tensors']:,}, {as_bytes(of_type['bytes'])}")
+            for name, of_type in types.items()
+        ),
         ("a token reads", f"{as_bytes(bytes_per_token)} of weights"),
         *(
             ("packed weights", f"{as_bytes(cached.size_bytes)} in {cached.path}")
             for cached in packed_weights_cache.cached_files(path)
         ),
-        ("copy bandwidth", f"{gbps:.0f} GB/s on {device}" if gbps else f"not measured: {why_not}"),
-        ("ceiling", f"{ceiling:.0f} tokens/s: that bandwidth by those bytes" if ceiling else NOT_YET),
-        (
-            "last measured",
-            f"{measured} on {found.record.backend}" if found.record and found.record.backend else measured,
-        ),
-        *([("cannot be used", found.problem)] if found.problem else ()),
+        ("copy bandwidth", f"{gbps:.0f} GB/s on {device}" if gbps else f"not measured: {problem}"),
+        ("ceiling", f"{ceiling:.0f} tokens/s: that bandwidth by those bytes" if ceiling else UNKNOWN),
+        ("last measured", f"{speed}{on_backend}"),
+        *([("cannot be used", entry.problem)] if entry.problem else ()),
         ("", ""),
         *((key, str(value)) for key, value in metadata.items()),
     ]
     width = min(KEY_CHARS, max(len(one_line(key)) for key, _ in rows))
     for key, value in rows:
-        print(f"{one_line(key).ljust(width)}  {one_line(value)[:VALUE_CHARS]}".rstrip(), file=out)
-    return 0
-
-
-def _amount(counted: Mapping[str, int]) -> str:
-    return f"{counted['tensors']:,}, {as_bytes(counted['bytes'])}"
+        print(f"{one_line(key).ljust(width)}  {one_line(value)[:VALUE_CHARS]}".rstrip())
 
 
 def _plain(value: object) -> Any:
-    """A metadata value, lists by their length alone."""
+    """A metadata value for printing; of a list, its length."""
     if isinstance(value, np.ndarray):
         return f"[{value.size} of {value.dtype}]"
     if isinstance(value, StringArray | list):
@@ -244,7 +224,7 @@ def _plain(value: object) -> Any:
 
 
 def _copy_gbps(backend: str | None) -> tuple[str, float | None, str]:
-    """The device, its copy bandwidth in 10^9 bytes a second, and why that is not known where it is not."""
+    """The device, its copy bandwidth in 10^9 bytes/s (None: not known), and why it is not known."""
     try:
         from engine.backends import prepare
 
@@ -258,11 +238,8 @@ def _copy_gbps(backend: str | None) -> tuple[str, float | None, str]:
         return f"{device} ({device_name(device)})", copy_gbps(device), ""
     except OrinError as error:
         return "", None, str(error)
-    except Exception as error:  # whatever a driver does
+    except Exception as error:  # a driver may raise anything
         return "", None, one_line(f"{type(error).__name__}: {error}")
-
-
-# --- words ---------------------------------------------------------------------------------------------
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

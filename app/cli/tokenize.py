@@ -1,4 +1,4 @@
-"""`orin-chat tokenize`: a model file's tokenizer by itself, so that anyone can check it against another."""
+"""`orin-chat tokenize`: a model file's tokenizer by itself, to be compared with others."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     add(
         "--jsonl", action="store_true", help="one JSON string a line on standard input, one object a line out"
     )
-    given = parser.parse_args(arguments)
-    if given.jsonl and given.text is not None:
+    args = parser.parse_args(arguments)
+    if args.jsonl and args.text is not None:
         raise UsageError("--jsonl reads standard input and takes no TEXT.")
     return tokenize(
-        str(model_path(given.model, settings)),
-        given.text,
-        special=given.special,
-        as_json=given.json,
-        jsonl=given.jsonl,
+        str(model_path(args.model, settings)),
+        args.text,
+        special=args.special,
+        as_json=args.json,
+        jsonl=args.jsonl,
         stdin=sys.stdin,
         stdout=sys.stdout,
     )
@@ -46,16 +46,15 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 def tokenize(
     model: str, text: str | None, *, special: bool, as_json: bool, jsonl: bool, stdin: TextIO, stdout: TextIO
 ) -> int:
-    """Writes the tokens of `text` (None: of all of stdin) and returns the exit code.
+    """Writes the tokens of `text` (None: of stdin), a line each, and returns the exit code. The file needs no weights.
 
-    With `as_json` one object, {"ids": [int], "pieces": [str]}; otherwise a line a token. With `jsonl` stdin
-    has a JSON string in each line, and each is answered with such an object in a line, or with {"error": str}
-    if it is no JSON string: then the exit code is 2. `special` makes names of special tokens in the text
-    these tokens. Nothing is added: no BOS, no EOS, no template. A piece that is only a part of a character
-    shows as U+FFFD. The file needs no weights. Raises ModelFileError.
+    `as_json` writes one object, {"ids": [int], "pieces": [str]}. `jsonl` reads a JSON string from each line of stdin
+    and writes such an object for each, or {"error": str} if the line is no JSON string; then the exit code is 2.
+    `special`: names of special tokens in the text become these tokens. Nothing is added to the text: no BOS, no EOS,
+    no chat template. A piece that is part of a character shows as U+FFFD. Raises ModelFileError.
     """
     for stream, errors in ((stdin, "replace"), (stdout, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):  # bytes that are not text must not end it
+        if isinstance(stream, io.TextIOWrapper):  # bytes that are not text are no error
             stream.reconfigure(errors=errors)
     with GGUF(model) as gguf:
         tokenizer = Tokenizer(gguf)
@@ -69,20 +68,20 @@ def tokenize(
         for line in stdin:
             try:
                 value = json.loads(line)
-                answer = (
+                result = (
                     tokens(value) if isinstance(value, str) else {"error": "This line is no JSON string."}
                 )
             except (ValueError, RecursionError):
-                answer = {"error": "This line is not JSON."}
-            if "error" in answer:
+                result = {"error": "This line is not JSON."}
+            if "error" in result:
                 exit_code = 2
-            print(json.dumps(answer), file=stdout, flush=True)
+            print(json.dumps(result), file=stdout, flush=True)
         return exit_code
 
-    found = tokens(stdin.read() if text is None else text)
+    result = tokens(stdin.read() if text is None else text)
     if as_json:
-        print(json.dumps(found), file=stdout)
+        print(json.dumps(result), file=stdout)
     else:
-        for id, piece in zip(found["ids"], found["pieces"], strict=True):
+        for id, piece in zip(result["ids"], result["pieces"], strict=True):
             print(f"{id:>8}  {json.dumps(piece, ensure_ascii=not piece.isprintable())}", file=stdout)
     return 0

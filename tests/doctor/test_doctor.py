@@ -51,7 +51,7 @@ def test_a_jetson_in_order_needs_nothing_but_clocks(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.doctor.jetson.ctypes.util.find_library", lambda name: "libatomic.so.1")
     report, found = examined(machines.jetson(tmp_path))
     assert [trial.backend for trial in report.trials] == ["CPU", "CUDA", "NV"] and report.works
-    assert [s.title for s in report.sections] == ["Machine", "Jetson", "NVIDIA", "Around", "Backends"]
+    assert [s.title for s in report.sections] == ["Machine", "Jetson", "NVIDIA", "Environment", "Backends"]
     assert found["board"].text == "NVIDIA Jetson AGX Orin Developer Kit"
     assert found["L4T"].state == "good" and "r36.4.4" in found["L4T"].text
     assert found["/dev/nvmap"].state == found["/dev/nvgpu/igpu0/ctrl"].state == "good"
@@ -129,7 +129,7 @@ def test_nv_is_never_tried_on_hopper(tmp_path):
 def test_a_bare_machine_has_its_cpu(tmp_path):
     report, found = examined(machines.bare(tmp_path, free_kb=900_000))
     assert [trial.backend for trial in report.trials] == ["CPU"] and report.works
-    assert [s.title for s in report.sections] == ["Machine", "Around", "Backends"]
+    assert [s.title for s in report.sections] == ["Machine", "Environment", "Backends"]
     assert found["CUDA"].state == found["NV"].state == "note"
     assert found["memory"].state == "fair" and "0.9 of 65.5 GB free" in found["memory"].text
 
