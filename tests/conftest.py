@@ -38,14 +38,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 LONGEST = (
     "model/test_transformer.py",
     "kernels/gpu/test_compilation.py",
-    "kernels/gpu/test_gpu.py",
+    "kernels/gpu/test_numbers.py",
     "model/test_cpu_steps.py",
     "app/bench/test_board.py",
     "driver/test_decode.py",
     "kernels/gpu/test_alignment.py",
     "formats/test_quantization.py",
     "fixes/test_search_trials.py",
-    "driver/test_kernels.py",
     "kernels/cpu/test_arm.py",
     "kernels/cpu/test_product.py",
 )

@@ -119,7 +119,7 @@ def _parameters(parameters: list[str]) -> tuple[str, str, int]:
 
 def _machine_code(source: str) -> tuple[bytes, int]:
     """Code that runs wherever it lies, and its entry."""
-    options = ["-std=c++20", "-O1", "-fPIC", "-ffreestanding", "-nostdlib", "-fno-exceptions", "-fno-rtti"]
+    options = ["-std=c++20", "-O0", "-fPIC", "-ffreestanding", "-nostdlib", "-fno-exceptions", "-fno-rtti"]
     options += ["-fno-builtin", "-fno-math-errno", "-fno-asynchronous-unwind-tables", "-fno-stack-protector"]
     options += ["-fno-ident", "-march=native" if os.uname().machine == "x86_64" else "-mcpu=native", "-w"]
     options += ["-fno-jump-tables", "-fvisibility=hidden", "-ffp-contract=on"]

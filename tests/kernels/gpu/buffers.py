@@ -1,0 +1,95 @@
+"""Matrices, buffers and launches for the checks of GPU kernels, and what numpy expects of them."""
+
+import functools
+
+import gguf
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from engine.formats.quantization import QUANTIZED
+from engine.kernels.gpu.packing import UNIT, Packing, permuted_size, prescale, units_of
+from engine.kernels.gpu.repack import Layout, Rows, repack
+from engine.kernels.launch import Launches
+
+FLOATS = {0: np.float32, 1: np.float16}
+PACKED_ROWS, PACKED_COLS = 64, 256
+rng = np.random.default_rng()
+
+
+def begin() -> None:
+    """Every check begins with the same random numbers, and packs its matrices on the device itself."""
+    rng.bit_generator.state = np.random.default_rng(0).bit_generator.state
+    _packed.cache_clear()
+
+
+def random_matrix(ggml_type, rows, cols):
+    """(bytes as a file holds them, the weights as float32)"""
+    if ggml_type in FLOATS:
+        w = rng.standard_normal((rows, cols)).astype(FLOATS[ggml_type])
+        return w.view(np.uint8).reshape(-1), w.astype(np.float32)
+    format = QUANTIZED[ggml_type]
+    blocks = rng.integers(0, 256, (rows * cols // format.block, format.block_bytes), dtype=np.uint8)
+    halves = rng.uniform(0.01, 0.02, (len(blocks), 2)).astype(np.float16).view(np.uint8)
+    at = 208 if format.name == "Q6_K" else 0
+    width = 4 if "m" in format.scales else 2
+    blocks[:, at : at + width] = halves[:, :width]
+    weights = gguf.dequantize(blocks.reshape(rows, -1), gguf.GGMLQuantizationType(ggml_type))
+    return blocks.reshape(-1), weights.astype(np.float32)
+
+
+def packed(ggml_type, rows, cols=PACKED_COLS):
+    """(planes, weights as float32) of a matrix. One of PACKED_COLS is the first rows of a larger one, so that kernels
+    that pack are compiled once for all checks: each plane holds row after row."""
+    if cols != PACKED_COLS:
+        return _packed(ggml_type, rows, cols)
+    planes, weights = _packed(ggml_type, PACKED_ROWS, PACKED_COLS)
+    return [buffer(plane.numpy()[: plane.numel() * rows // PACKED_ROWS]) for plane in planes], weights[:rows]
+
+
+@functools.cache
+def _packed(ggml_type, rows, cols):
+    raw, weights = random_matrix(ggml_type, rows, cols)
+    layout = Layout(Packing(ggml_type), (Rows(rows),), cols)
+    planes = layout.empty()
+    repack(layout, [raw], planes)
+    return planes, weights
+
+
+def buffer(values):
+    return Tensor(np.ascontiguousarray(values).reshape(-1)).realize()
+
+
+def zeros(n, dtype=dtypes.float32):
+    return Tensor.zeros(n, dtype=dtype).contiguous().realize()
+
+
+def run(kernel, *buffers):
+    launches = Launches()
+    launches.add(kernel, *buffers)
+    launches.captured()()
+
+
+def places(cols):
+    e = np.arange(cols)
+    return (e % UNIT // 4 * units_of(cols) + e // UNIT) * 4 + e % 4
+
+
+def laid_out(x, packing):
+    out = np.zeros(permuted_size(x.size), np.float32)
+    out[places(x.size)] = x * factors(packing, x.size)
+    return buffer(out)
+
+
+def factors(packing, n):
+    return np.tile(prescale(packing.scaling), units_of(n))[:n]
+
+
+def close(got, wanted, tolerance=2e-6):
+    error = np.linalg.norm(np.asarray(got, np.float64) - wanted) / np.linalg.norm(wanted)
+    assert error < tolerance, error
+
+
+def prompt_index(index, *sizes):
+    """An index function of kernels as an array over its arguments."""
+    grid = np.meshgrid(*(np.arange(n) for n in sizes), indexing="ij")
+    return index(*grid)

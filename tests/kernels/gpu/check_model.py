@@ -1,0 +1,74 @@
+"""Whole steps of a small model: decode steps that run, and a prefill step that is only looked at."""
+
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from engine.events import Sampling
+from engine.formats.gguf import GGUF
+from engine.kernels.gpu.sample import Shortlist
+from engine.measure import profile
+from engine.model.config import ModelConfig
+from engine.model.fused import FusedRunner
+from engine.model.fused.device_sampler import DeviceSampler
+from engine.model.fused.packed_model import PackedModel
+from engine.model.model_runner import SamplingRunner
+from engine.model.weights import Weights
+from tests import generated_model
+from tests.reference import Reference, divergence
+
+
+def model():
+    """Whole decode steps, one of them launched ahead of being asked for and then not wanted, one that draws."""
+    shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
+    tokens = [3, 77]
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen2", quant="F32", **shape)
+        file, wanted = GGUF(path), Reference(path).logits(tokens)
+    runner = FusedRunner(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 32)
+    runner._sampler = DeviceSampler(
+        Shortlist(wanted.shape[1], 16, (16, 4, 1)), 32
+    )  # emulation takes its time
+    runner.decode(tokens[0], 0, run_ahead=True)
+    assert isinstance(runner, SamplingRunner)
+    assert runner.prepare_sampling(Sampling(top_k=1), tokens, np.zeros(1))
+    assert runner.decode_and_sample(tokens[1], 1) == wanted[1].argmax()
+    assert divergence(wanted[1], runner.logits()) < 1e-6
+
+
+def profiled_prefill():
+    """What the kernels of a prompt are for and must move, of 8 tokens after 24."""
+    heads, tokens, position, padded = 2, 8, 24, 64
+    shape = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": heads, "ffn": 64}
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen3", quant="F16", **shape)
+        file = GGUF(path)
+    config = ModelConfig.from_gguf(file)
+    with (
+        mock.patch.object(FusedRunner, "_compile"),
+        mock.patch.object(PackedModel, "fill"),
+    ):  # nothing is to run
+        runner = FusedRunner(Weights(file, config, lambda _: None), 32)
+    kernels = runner._prefill.step(padded).compiled().src
+    replay = profile.Replay(kernels, runner._uses(), tokens, run=lambda: None)
+    told = {}
+    for call, role in zip(replay.calls, profile.roles_of(replay.calls, replay.uses), strict=True):
+        name = profile._name(call).split("_")[1]
+        told[name] = role, profile._bytes(replay, call, role, position)
+    assert {name: role for name, (role, _) in told.items()} == {
+        "embed": "embedding",
+        "norm": "norm",
+        "qkv0": "QKV projection",
+        "rotate": "attention",
+        "tile": "attention",
+        "attend": "attention",
+        "o": "attention output",
+        "gate": "FFN gate+up",
+        "down": "FFN down",
+    }
+    row = heads * config.head_dim * 2  # bytes of a token's keys, or values
+    assert told["tile"][1] == 4 * row * (position + tokens) + 8, told
+    queries = 2 * padded * config.heads * config.head_dim * 2  # and what comes of them
+    assert told["attend"][1] == queries + 2 * row * (position + tokens) + 8, told

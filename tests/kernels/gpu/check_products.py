@@ -1,0 +1,195 @@
+"""Products with matrices of every type, for one token and for a prompt, and what is fused with them."""
+
+import numpy as np
+from tinygrad import dtypes
+
+from engine.formats.quantization import QUANTIZED
+from engine.kernels.gpu.attention import SLACK, Heads, attention, split_for
+from engine.kernels.gpu.flash_attention import flash_attention, flash_split
+from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
+from engine.kernels.gpu.matvec import Best, GateUp, Residual, Schedule, Stack, Store, matvec
+from engine.kernels.gpu.packing import Packing, permuted_size, prescale
+from engine.kernels.gpu.prefill import attend_prompt, cut_for
+from engine.kernels.gpu.schedules import matvec_schedule
+from engine.kernels.gpu.token import embed, next_token
+from tests.kernels.gpu.buffers import (
+    FLOATS,
+    buffer,
+    close,
+    laid_out,
+    packed,
+    places,
+    prompt_index,
+    rng,
+    run,
+    zeros,
+)
+
+
+def formats():
+    """Every type: most in a shape that fits its schedule, some with threads, rows and columns left over."""
+    ragged = {6: (3, 96), 14: (3, 256), 1: (3, 72)}
+    for ggml_type in (*QUANTIZED, *FLOATS):
+        rows, cols = ragged.get(ggml_type, (4, 256))
+        schedule = Schedule(3, 1, 2) if ggml_type in ragged else Schedule(4, 2, 1)
+        packing = Packing(ggml_type)
+        planes, weights = packed(ggml_type, rows, cols)
+        assert [(p.numel(), p.dtype) for p in planes] == packing.shapes(rows, cols)
+        x, out = rng.standard_normal(cols).astype(np.float32), zeros(rows)
+        run(matvec(Stack.of(packing, rows, cols), schedule, Store(), "t"), out, laid_out(x, packing), *planes)
+        close(out.numpy(), weights.astype(np.float64) @ x)
+
+
+def epilogues():
+    """What products are followed by, and what they are preceded by."""
+    packing, cols, rows, eps = Packing(8), 256, 64, 1e-5
+    planes, weights = packed(8, rows, cols)
+    x = rng.standard_normal(cols).astype(np.float32)
+    y = weights.astype(np.float64) @ x
+    squares = rng.uniform(0, 9, 5).astype(np.float32)
+    normed = y / np.sqrt(squares.sum() / cols + eps)
+    schedule, vector = Schedule(2, 4, 2), laid_out(x, packing)
+
+    out, bias = zeros(rows), rng.standard_normal(rows).astype(np.float32)
+    kernel = matvec(Stack.of(packing, rows, cols), schedule, Store(True), "t", 5, eps)
+    run(kernel, out, vector, buffer(squares), buffer(bias), *planes)
+    close(out.numpy(), normed + bias)
+
+    stream, weight = (
+        rng.standard_normal(rows).astype(np.float32),
+        rng.standard_normal(rows).astype(np.float32),
+    )
+    h, sums, following = buffer(stream.copy()), zeros(8), zeros(permuted_size(rows))
+    run(
+        matvec(Stack.of(packing, rows, cols), schedule, Residual(), "t"),
+        h,
+        sums,
+        following,
+        vector,
+        buffer(weight),
+        *planes,
+    )
+    close(h.numpy(), stream + y)
+    close(sums.numpy().sum(), ((stream + y) ** 2).sum())
+    close(following.numpy()[places(rows)], (stream + y) * weight)
+
+    activated, scale = zeros(permuted_size(rows // 2)), prescale(6)
+    run(
+        matvec(Stack.of(packing, rows, cols), schedule, GateUp(), "t"),
+        activated,
+        vector,
+        buffer(scale),
+        *planes,
+    )
+    gate, up = y[0::2], y[1::2]
+    close(activated.numpy()[places(rows // 2)] / scale[: rows // 2], gate / (1 + np.exp(-gate)) * up)
+
+    logits, best, best_row = zeros(rows), zeros(8), zeros(8, dtypes.int32)
+    run(matvec(Stack.of(packing, rows, cols), schedule, Best(), "t"), logits, best, best_row, vector, *planes)
+    close(logits.numpy(), y)
+    state, history = buffer(np.array([0, 2], np.int32)), zeros(4, dtypes.int32)
+    run(next_token(8, 4, 32), state, history, best, best_row)
+    assert state.numpy().tolist() == [y.argmax(), 3] and history.numpy()[2] == y.argmax()
+
+
+def mixtures():
+    """Matrices of several types in one product: whole blocks and not, of one scaling and of two, one loop or more."""
+    cols = 256
+    x = rng.standard_normal(cols).astype(np.float32)
+    for kinds, schedule in (
+        (((12, 8), (14, 4)), Schedule(4, 2, 2)),
+        (((14, 3), (12, 6), (8, 2)), Schedule(2, 2, 2)),
+        (((1, 5), (2, 4)), Schedule(4, 2, 1)),
+    ):
+        stack = Stack(tuple((Packing(t), rows) for t, rows in kinds), cols)
+        matrices = [packed(t, rows, cols) for t, rows in kinds]
+        vectors = [laid_out(x, next(p for p, _ in stack.matrices if p.scaling == s)) for s in stack.scalings]
+        planes = [plane for own, _ in matrices for plane in own]
+        y = np.concatenate([weights.astype(np.float64) @ x for _, weights in matrices])
+        logits, n = zeros(stack.rows), stack.n_blocks(schedule)
+        best, best_row = zeros(n), zeros(n, dtypes.int32)
+        run(matvec(stack, schedule, Best(), "t"), logits, best, best_row, *vectors, *planes)
+        close(logits.numpy(), y)
+        assert best_row.numpy()[best.numpy().argmax()] == y.argmax()
+
+
+def embedding():
+    """A row of each kind of packing begins the stream; the angles of its position come along."""
+    for ggml_type in (6, 12, 14, 1):
+        packing, vocab, cols, half, context = Packing(ggml_type), 3, 256, 4, 8
+        planes, weights = packed(ggml_type, vocab, cols)
+        weight = rng.standard_normal(cols).astype(np.float32)
+        tables = [rng.standard_normal((context, half)).astype(np.float32) for _ in range(2)]
+        h, parts, following, angles = (
+            zeros(cols),
+            buffer(np.ones(6, np.float32)),
+            zeros(cols),
+            zeros(2 * half),
+        )
+        state = buffer(np.array([2, 5], np.int32))
+        kernel = embed(packing, vocab, cols, 6, 1, context, half)
+        run(kernel, h, parts, following, angles, state, *map(buffer, tables), buffer(weight), *planes)
+        close(h.numpy(), weights[2], 2e-5)
+        close(parts.numpy().sum(), (weights[2].astype(np.float64) ** 2).sum(), 2e-5)
+        close(following.numpy()[places(cols)], weights[2] * weight, 2e-5)
+        assert np.array_equal(angles.numpy(), np.concatenate([t[5] for t in tables]))
+
+
+def prefill_products():
+    """Tensor-core products of types whose quarters differ, cut and whole, fewer tokens than the tile."""
+    tokens, n = 16, 11
+    for ggml_type, rows, cols in ((8, 24, 256), (6, 16, 256), (12, 16, 256), (14, 16, 256), (0, 16, 64)):
+        packing = Packing(ggml_type)
+        planes, weights = packed(ggml_type, rows, cols)
+        scale = 4 / np.abs(weights).max()  # so that no product is beyond half precision
+        x = (rng.standard_normal((tokens, cols)) * scale).astype(np.float16)
+        fragments = np.zeros(fragments_size(tokens, cols), np.float16)
+        fragments[prompt_index(lambda m, e, cols=cols: fragment_index(m, e, cols), tokens, cols)] = x
+        prompt = buffer(np.array([0, n], np.int32))
+        wanted = x[:n].astype(np.float64) @ weights.T.astype(np.float64)
+        parts = 2 if cols > 64 else 1
+        out = zeros(parts * tokens * rows)
+        kernel = matmul(packing, tokens, rows, cols, Tiles(1, 1, 1, 2, parts), False, "t")
+        run(kernel, out, buffer(fragments), prompt, *planes)
+        close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
+        out = zeros(fragments_size(tokens, rows // 2), dtypes.float16)
+        kernel = matmul(packing, tokens, rows, cols, Tiles(1, 2, 1, 1, 1), True, "t")
+        run(kernel, out, buffer(fragments), prompt, *planes)
+        place = prompt_index(lambda m, e, rows=rows: fragment_index(m, e, rows // 2), n, rows // 2)
+        gate, up = wanted[:, 0::2], wanted[:, 1::2]
+        close(out.numpy()[place], gate / (1 + np.exp(-gate)) * up, 2e-3)
+
+
+def rule():
+    """Any shape has a schedule, and any attention a cut whose blocks have room in shared memory."""
+    for query, kv, dim in (
+        (32, 8, 64),
+        (16, 8, 128),
+        (14, 2, 64),
+        (28, 4, 128),
+        (64, 8, 128),
+        (8, 1, 256),
+        (9, 3, 64),
+    ):
+        heads = Heads(query, kv, dim, SLACK, None)
+        for tokens in (64, 512):
+            cut = cut_for(heads, tokens)
+            assert cut.shared_bytes(dim) <= 48 << 10, (heads, cut)
+            attend_prompt(heads, tokens, cut)
+        for sms, limit in ((n, limit) for n in (8, 16, 132) for limit in (256, 8192, 131072)):
+            split = flash_split(heads, limit, 256, sms)
+            assert split.shared_bytes(dim) < 46 << 10 and heads.shared_by % split.group == 0, (heads, split)
+            flash_attention(heads, split)
+            attention(heads, split_for(heads, limit, 256, sms))
+    for rows, cols in (
+        (1, 32),
+        (3, 64),
+        (896, 896),
+        (4864, 896),
+        (151936, 896),
+        (2048, 8192),
+        (4096, 14336),
+        (5, 4096),
+    ):
+        schedule = matvec_schedule(Stack.of(Packing(8), rows, cols), "sm_00")
+        assert schedule.fits() and schedule.block_rows % 2 == 0

@@ -1,0 +1,73 @@
+"""Tokens drawn by kernels, against the sampler of the host."""
+
+import numpy as np
+from tinygrad import dtypes
+
+from engine.events import Sampling
+from engine.kernels.gpu.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
+from engine.model.sampling import Sampler
+from tests.kernels.gpu.buffers import buffer, close, rng, run, zeros
+
+
+def drawn_tokens(sampling, logits, previous, numbers, shortlist, context=16):
+    """The tokens that kernels draw with each of `numbers`, and the logits that they sort."""
+    position, vocab = len(previous) - 1, shortlist.vocab
+    said = np.zeros(context + 1, np.int32)
+    said[: len(previous)] = previous
+    tokens, settings, left = buffer(said), buffer(settings_of(sampling)), buffer(logits)
+    if sampling.repeat_penalty != 1:
+        state = buffer(np.array([0, position], np.int32))
+        run(penalize(vocab, context, 8), left, settings, state, tokens)
+    values, ids = zeros(shortlist.entries(0)), []
+    run(leaders(shortlist), values, left)
+    for level in range(len(shortlist.spans)):
+        n, source = shortlist.entries(level + 1), [left] if level + 1 < len(shortlist.spans) else []
+        outs = zeros(n), zeros(n, dtypes.int32)
+        run(ranked(shortlist, level), *outs, values, *ids, *source)
+        values, ids = outs[0], [outs[1]]
+    drawn = []
+    for number in numbers:
+        by_position = np.zeros(context, np.float32)
+        by_position[position] = number
+        state, history = buffer(np.array([0, position], np.int32)), zeros(context, dtypes.int32)
+        run(draw(shortlist, context), state, history, tokens, values, *ids, settings, buffer(by_position))
+        token = int(history.numpy()[position])
+        assert state.numpy().tolist() == [token, position + 1] and tokens.numpy()[position + 1] == token
+        drawn.append(token)
+    return drawn, left.numpy()
+
+
+def sampling():
+    """Tokens drawn by kernels are the host's: numbers on either side of each boundary between two tokens tell that
+    the same ones are kept with the same probabilities, to 1e-4."""
+    vocab = 150
+    logits = np.round(rng.standard_normal(vocab) * 3, 1).astype(np.float32)  # some are alike
+    order = np.argsort(-logits, kind="stable")
+    logits[-1] = logits[order[0]] + 0.2  # where the last group is not whole
+    shortlist = Shortlist(vocab, 16, (4, 2, 1))
+    previous = [int(order[0]), 9, 7, int(order[1]), int(order[0]), int(order[40])]
+    off = {"top_p": 1.0, "min_p": 0.0}
+    for settings in (
+        {"top_k": 6},
+        {"top_k": 16, "temperature": 1.7, **off},
+        {"top_k": 12, "top_p": 0.8, "min_p": 0.0, "temperature": 0.4},
+        {"top_k": 12, "top_p": 1.0, "min_p": 0.1, "temperature": 1.0},
+        {"top_k": 5, "repeat_penalty": 1.8, "repeat_last_n": 4, **off},
+        {"temperature": 0.0, "repeat_penalty": 1.3},
+    ):
+        wanted = Sampling(**settings)
+        assert shortlist.suffices(wanted)
+        if wanted.temperature == 0:
+            got, _ = drawn_tokens(wanted, logits, previous, [0.3], shortlist)
+            assert got == [Sampler(wanted).sample(logits, previous)]
+            continue
+        ids, masses = Sampler(wanted).candidates(logits, previous)
+        edges = np.concatenate([[0], np.cumsum(masses) / masses.sum()])
+        wide = np.flatnonzero(np.diff(edges) > 3e-4)
+        wide = wide[:2].tolist() + wide[2:][-2:].tolist()
+        numbers = [x for i in wide for x in (edges[i] + 1e-4, edges[i + 1] - 1e-4)] + [1 - 2**-24]
+        got, penalized = drawn_tokens(wanted, logits, previous, numbers, shortlist)
+        assert got == [ids[i] for i in wide for _ in (0, 1)] + [ids[-1]], (settings, got, ids)
+        close(penalized, Sampler(wanted)._penalized(logits, previous))
+    for beyond in ({"top_k": 0}, {"top_k": 17}, {"repeat_penalty": 1.1, "repeat_last_n": 5000}):
+        assert not shortlist.suffices(Sampling(**beyond))

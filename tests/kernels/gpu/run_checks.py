@@ -1,0 +1,71 @@
+"""Runs checks of GPU kernels and prints a line for each, in JSON: {"check": name, "error": traceback or ""}.
+
+    DEV=TEGRA+NV python -m tests.kernels.gpu.run_checks CHECK...            compiled C on the simulated board, with the
+                                                                          warps of a block in both orders
+    DEV=PYTHON::sm_90 python -m tests.kernels.gpu.run_checks CHECK...       tinygrad's emulator, which needs no compiler
+
+One process runs them all: they share the kernels that pack matrices. It is none of pytest's, since a process has one
+default device.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+from tinygrad import Device
+
+
+@contextlib.contextmanager
+def simulated_board() -> Iterator[None]:
+    """Raises AssertionError where the simulated GPU has met a fault, or where memory is left."""
+    from engine.kernels.gpu.device import multiprocessors
+    from engine.tegra import device
+    from tests.driver.kernel import MULTIPROCESSORS
+    from tests.driver.simulate import simulated
+
+    device.install()
+    with simulated() as kernel:
+        assert multiprocessors() == MULTIPROCESSORS
+        yield
+        fault = kernel.gpus[0].fault
+        Device["NV"].finalize()
+        assert not fault and not kernel.leaks()
+
+
+def orders_of_warps() -> Iterator[None]:
+    """Once with the first warp of a block ahead of the others, once with the last."""
+    from tests.driver import program
+
+    for program.backwards in (False, True):
+        yield
+
+
+def run(check: Callable[[], None], is_on_board: bool) -> str:
+    """The traceback of a check that fails, "" where it does not."""
+    from tests.kernels.gpu.buffers import begin
+
+    try:
+        for _ in orders_of_warps() if is_on_board else [None]:
+            begin()
+            check()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def main(*names: str) -> None:
+    is_on_board = os.environ["DEV"].endswith("NV")
+    with simulated_board() if is_on_board else contextlib.nullcontext():
+        from tests.kernels.gpu import check_attention, check_model, check_products, check_sampling
+
+        modules = (check_attention, check_model, check_products, check_sampling)
+        for name in names:
+            check = next(getattr(module, name) for module in modules if hasattr(module, name))
+            print(json.dumps({"check": name, "error": run(check, is_on_board)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
