@@ -92,7 +92,7 @@ class Recording:
         """By the list of presets; a prompt that is sent meanwhile is answered by the engine of before."""
         app = self.app
         assert app.setup is not None
-        listings = [listing.name for listing in app.setup.listings()]
+        listings = [listing.entry.name for listing in app.setup.listings()]
         await self.pilot.press("f8", "home", *["down"] * listings.index(preset))
         await self.pilot.pause(0.2)
         self.picture(f"{preset}-chosen")

@@ -1,11 +1,10 @@
-"""The full-screen chat: what its keys do."""
+"""The full-screen chat: its layout and what its keys do."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Unpack
 
 from textual import on, work
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.events import Event, Key, Resize, TextSelected
@@ -29,9 +28,10 @@ from app.screens.chats import ChatsScreen
 from app.screens.clipboard import copy_by_tmux, is_in_tmux
 from app.screens.dashboard import Dashboard
 from app.screens.edit_page import EditPage
+from app.screens.engine_actions import EngineActions
 from app.screens.engine_setup import EngineSetup
+from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
-from app.screens.switching import Switching
 from app.screens.system_prompt import SystemScreen
 from engine.client import Engine
 from engine.events import Counter
@@ -41,32 +41,21 @@ from widgets.markdown.parser import code_blocks
 from widgets.text import clean
 from widgets.transcript import Transcript
 
-OVER_PROMPT = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
-"""Actions whose keys mean something else in a box of text: there, and in no other screen, they come first."""
-FIRST = (*OVER_PROMPT, "quit")
-"""Actions whose keys come before those of what has the focus. Quitting does on every page."""
+CHAT_ONLY = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
+"""Actions with keys that mean something else in a text box. In the chat they have priority; on a page they are off."""
+PRIORITY = (*CHAT_ONLY, "quit")
+"""Actions with keys that the focused widget does not get."""
 WIDE_WIDTH = 110
-"""Wider ones have room for the dashboard beside the chat; on others a key shows it in the chat's place."""
+"""A terminal of this width shows the dashboard beside the chat, a narrower one in its place."""
 SAVE_S = 1.0
-"""How much of a reply a crash may cost."""
-FRAME_S = 0.2 if "SSH_CONNECTION" in os.environ else 0.1
-"""Text is drawn this often: faster than anyone reads, seldom enough for a slow line."""
-MAX_SHARE = 0.2
-"""Of a core, for drawing. Where a frame costs more than this leaves room for, there are fewer of them,
-but at least one in MAX_FRAME_S."""
-MAX_FRAME_S = 1.0
-TICK_S = FRAME_S / 4
-AFTER_KEY_S, TYPING_S, MAX_TYPING_FRAME_S = 0.03, 0.2, 0.5
-"""While someone types, a frame is drawn soon after a key is on the screen, so that the next key need not wait for
-one: not before and not long after, but within MAX_TYPING_FRAME_S."""
+"""A crash loses at most this much of a reply."""
 
 
-class ChatApp(App[None]):
-    """A conversation with an engine, saved in a history.
+class ChatApp(EngineActions):
+    """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
-    `chat_id` opens a past chat, `initial_prompt` is sent as soon as the engine is ready. `theme` is one of
-    Textual's; others are passed over. `clock` gives the seconds for whatever is timed on the screen. The engine is
-    started when the application is, and closed with it.
+    `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready. `theme` is the name of one of
+    Textual's themes; an unknown one is ignored. `clock` gives the seconds for everything that the screen times.
     """
 
     TITLE = "orin-chat"
@@ -91,7 +80,7 @@ class ChatApp(App[None]):
     """
     BINDINGS = [  # noqa: RUF012 (declared so by Textual)
         *(
-            Binding(action.key, action.name, action.title, show=False, priority=action.name in FIRST)
+            Binding(action.key, action.name, action.title, show=False, priority=action.name in PRIORITY)
             for action in ACTIONS
         ),
         Binding("pageup", "scroll(-1)", show=False, priority=True),
@@ -119,6 +108,11 @@ class ChatApp(App[None]):
         self.history = history
         self.setup = setup
         self.column = ChatColumn(clock)
+        self.prompt, self.transcript, self.notice = (
+            self.column.prompt,
+            self.column.transcript,
+            self.column.notice,
+        )
         self.session = Session(
             engine,
             history,
@@ -129,15 +123,14 @@ class ChatApp(App[None]):
         )
         self.column.attach(self.session)
         self.dashboard = Dashboard(self.session, setup, read_counters)
-        self.notice = self.column.notice
-        self.switching = Switching(self, self.session, setup, self.notice, self.dashboard.show_presets)
         self._first_theme = theme
         self._open_first = chat_id
         self._send_first = initial_prompt
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
-        self._frame_at = self._frame_cpu = self._save_at = self._key_at = 0.0
-        self._draft = ""
-        self._is_prompt_seen = True
+        self._pacer = FramePacer()
+        self._save_at = 0.0
+        self._saved_draft = ""
+        self._is_prompt_visible = True
         self._has_dashboard_drawn = False
         self.animation_level = "none"
 
@@ -148,10 +141,9 @@ class ChatApp(App[None]):
         yield self.column.status_line
 
     async def on_mount(self) -> None:
-        self.page = self.screen  # another may be on top of it later
+        self.page = self.screen  # `screen` may be another one later
         if self._first_theme in self.available_themes:
             self.theme = self._first_theme
-        self.prompt, self.transcript = self.column.prompt, self.column.transcript
         self.prompt.focus()
         self.column.welcome.remarks = {GUIDE: ("a small model that is built in", "Ctrl+L has larger ones")}
         self._read_history()
@@ -161,8 +153,8 @@ class ChatApp(App[None]):
         self.session.start()
         if self._send_first:
             await self.session.send(self._send_first)
-        gc.freeze()  # looking through all there is, for what is not needed any more, takes longer than a key may
-        self.set_interval(TICK_S, self._frame)
+        gc.freeze()  # a collection that visits all the objects made so far would delay a key
+        self.set_interval(TICK_S, self._tick)
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no signals outside the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
 
@@ -172,7 +164,7 @@ class ChatApp(App[None]):
         await self.session.close()
 
     def _read_history(self) -> None:
-        """Earlier prompts, a draft left behind, a reply that was interrupted, or that there is no history."""
+        """Takes earlier prompts and the draft of a crashed chat from the history, and offers its interrupted reply."""
         try:
             self.prompt.remember(self.history.prompts())
             self.prompt.put(self.history.take_draft())
@@ -186,52 +178,46 @@ class ChatApp(App[None]):
 
     # --- drawing and saving -----------------------------------------------------------------------------
 
-    async def _frame(self) -> None:
-        now, cpu = time.monotonic(), time.thread_time()
-        since = now - self._frame_at
-        if since < max(FRAME_S - TICK_S / 2, min(MAX_FRAME_S, (cpu - self._frame_cpu) / MAX_SHARE)):
+    def _tick(self) -> None:
+        if not self._pacer.is_due():
             return
-        is_next_key_near = not AFTER_KEY_S < now - self._key_at < AFTER_KEY_S + 2 * TICK_S
-        if now - self._key_at < TYPING_S and is_next_key_near and since < MAX_TYPING_FRAME_S:
-            return
-        self._frame_at, self._frame_cpu = now, cpu
-        self._focus_what_is_seen()
-        self.switching.tell_of_download()
-        # One of them a frame, or a key would have to wait for both.
+        self._focus_visible()
+        self.report_download()
+        # A frame draws one of the two, since a key waits until the frame is drawn.
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
         if not self._has_dashboard_drawn:
-            await self.column.draw()
-        if now >= self._save_at:
+            self.column.draw()
+        if (now := time.monotonic()) >= self._save_at:
             self._save_at = now + SAVE_S
             if self.session.reply is not None and self.column.problem is None:
                 self.session.save()
             self._save_draft()
 
-    def _focus_what_is_seen(self) -> None:
-        """What is typed is for the prompt when that comes in sight, and never for what went out of it."""
-        focused, was_seen = self.page.focused, self._is_prompt_seen
-        self._is_prompt_seen = bool(self.prompt.size)
-        if focused is None or not focused.size or self._is_prompt_seen > was_seen:
-            seen = (widget for widget in (self.prompt, self.dashboard.table) if widget.size)
-            self.page.set_focus(next(seen, None))
+    def _focus_visible(self) -> None:
+        """Focuses the prompt when it becomes visible, and never leaves the focus on something that is not visible."""
+        focused, was_visible = self.page.focused, self._is_prompt_visible
+        self._is_prompt_visible = bool(self.prompt.size)
+        if focused is None or not focused.size or self._is_prompt_visible > was_visible:
+            visible = (widget for widget in (self.prompt, self.dashboard.table) if widget.size)
+            self.page.set_focus(next(visible, None))
 
     async def on_event(self, event: Event) -> None:
         if isinstance(event, Key):
-            self._key_at = time.monotonic()
+            self._pacer.key_pressed()
         await super().on_event(event)
 
     def on_key(self, event: Key) -> None:
-        """What is typed where it means nothing is for the prompt."""
-        is_elsewhere = self.screen is self.page and self.page.focused is not self.prompt and self.prompt.size
-        if is_elsewhere and event.is_printable and event.key not in self.active_bindings:
+        """Types into the prompt what no other widget has a use for."""
+        is_outside = self.screen is self.page and self.page.focused is not self.prompt and self.prompt.size
+        if is_outside and event.is_printable and event.key not in self.active_bindings:
             self.prompt.focus()
             self.prompt.insert(event.character or "")
 
     def _save_draft(self) -> None:
         draft = "\n".join(text for text in (self.session.queued, self.prompt.text) if text.strip())
-        if draft != self._draft:
-            self._draft = draft
-            with contextlib.suppress(HistoryError):  # the conversation's own saving says what is wrong
+        if draft != self._saved_draft:
+            self._saved_draft = draft
+            with contextlib.suppress(HistoryError):  # saving the conversation reports the problem
                 self.history.save_draft(draft)
 
     # --- the reply --------------------------------------------------------------------------------------
@@ -240,7 +226,7 @@ class ChatApp(App[None]):
         self.column.edit()
 
     def action_stop(self) -> None:
-        """What is nearest: a whole pane, the editing, the reply, an engine on its way, a prompt that waits."""
+        """Ends the first of these: a pane on the whole screen, editing, the reply, a switch of engines, the queue."""
         if self.dashboard.whole is not None:
             self._show_whole(None)
         elif self.column.editing is not None:
@@ -257,7 +243,7 @@ class ChatApp(App[None]):
 
     @on(ComparisonPane.Again)
     async def action_regenerate(self) -> None:
-        if self.session.conversation.turns and not self._refuse_while_busy():
+        if self.session.conversation.turns and not self.column.refuse_while_busy():
             self.notice("")
             await self.session.regenerate()
 
@@ -270,15 +256,9 @@ class ChatApp(App[None]):
             self.notice("There is no reply to go on with yet")
         elif turns[-1].role == "user":
             await self.action_regenerate()
-        elif not self._refuse_while_busy():
+        elif not self.column.refuse_while_busy():
             self.notice("")
             await self.session.go_on()
-
-    def _refuse_while_busy(self) -> bool:
-        if self.session.is_busy:
-            answering = self.session.is_answering
-            self.notice("Esc stops the reply first" if answering else "The engine is still starting")
-        return self.session.is_busy
 
     def action_toggle_thinking(self) -> None:
         self.transcript.unfolded = not self.transcript.unfolded
@@ -305,8 +285,8 @@ class ChatApp(App[None]):
         system = await self.push_screen_wait(SystemScreen(self.session.conversation.system))
         if system is not None and system != self.session.conversation.system:
             self.session.set_system(system)
-            new, none = "The new system prompt holds from the next prompt on", "There is no system prompt now"
-            self.notice(new if system else none)
+            changed = "The new system prompt holds from the next prompt on"
+            self.notice(changed if system else "There is no system prompt now")
 
     def action_export(self) -> None:
         conversation = self.session.conversation
@@ -331,7 +311,7 @@ class ChatApp(App[None]):
         is_shown = self.dashboard.display and self.dashboard.size.width > 0
         self.page.set_class(not is_shown, "-with-dashboard")
         self.page.set_class(is_shown and self.size.width >= WIDE_WIDTH, "-without-dashboard")
-        self._show_way_back()
+        self._show_back_keys()
         if is_shown or self.size.width >= WIDE_WIDTH:
             self.prompt.focus()
 
@@ -341,67 +321,53 @@ class ChatApp(App[None]):
 
     def on_resize(self, event: Resize) -> None:
         if event.size.width < TINY_WIDTH and self.dashboard.whole is not None:
-            self._show_whole(None)  # there is room for the chat alone
-        self.call_after_refresh(self._show_way_back)
+            self._show_whole(None)  # there is only room for the chat
+        self.call_after_refresh(self._show_back_keys)
 
     def _show_whole(self, pane: Widget | None) -> None:
-        """Gives `pane` of the dashboard the screen; None: the chat is back."""
+        """Shows `pane` of the dashboard on the whole screen, or the chat again (None)."""
         self.page.set_class(pane is not None, "-whole-pane")
         self.dashboard.zoom(pane)
         if pane is None:
             self.prompt.focus()
-        self._show_way_back()
+        self._show_back_keys()
 
-    def _show_way_back(self) -> None:
-        """The keys that bring the chat back, where panes have its place."""
+    def _show_back_keys(self) -> None:
+        """Names the keys that bring the chat back, while panes take its place."""
         if self.dashboard.whole is not None:
             keys = "F9 next pane  Esc back"
         else:
             is_instead = self.size.width < WIDE_WIDTH and self.page.has_class("-with-dashboard")
             keys = "F9 whole pane  F5 back" if is_instead else ""
-        self.column.way_back = keys
+        self.column.back_keys = keys
         if keys and not self.column.activity.is_warning:
-            self.notice("")  # which would have their place
+            self.notice("")  # a notice would hide them
         self.column.show_status()
 
-    # --- other engines ----------------------------------------------------------------------------------
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        if action in OVER_PROMPT and isinstance(self.screen, ModalScreen):
+        if action in CHAT_ONLY and isinstance(self.screen, ModalScreen):
             return False
         return super().check_action(action, parameters)
 
-    def action_next_backend(self) -> None:
-        self.switching.next_backend()
-
-    def action_next_beam(self) -> None:
-        self.switching.next_beam()
-
-    @work(group="presets", exclusive=True)
-    async def action_presets(self) -> None:
-        await self.switching.choose_preset()
-
-    @work(group="models", exclusive=True)
-    async def action_models(self) -> None:
-        await self.switching.choose_model()
+    # --- the comparison ---------------------------------------------------------------------------------
 
     def action_compare(self) -> None:
         self.page.remove_class("-with-dashboard")
         self._show_whole(None)
-        self.switching.compare()
+        self.toggle_comparison()
         self._show_comparison()
 
     def _show_comparison(self) -> None:
-        """In the chat's place and, where that is not asked for by its key, in that of the dashboard."""
+        """A comparison takes the place of the chat, and of the dashboard until the user asks for that."""
         self.column.show_status()
-        self.page.set_class(self.switching.is_comparing, "-comparing")
+        self.page.set_class(self.is_comparing, "-comparing")
 
     @on(ComparisonPane.ModeChanged)
-    def answer_together(self) -> None:
-        self.switching.answer_together()
+    def _comparison_mode(self) -> None:
+        self.toggle_together()
 
     @on(ComparisonPane.Closed)
-    def leave_comparison(self) -> None:
+    def _leave_comparison(self) -> None:
         if self.session.is_answering:
             self.action_stop()
         else:
@@ -430,26 +396,26 @@ class ChatApp(App[None]):
             self.run_worker(copy_by_tmux(text))
 
     @on(TextSelected)
-    def copy_selection(self) -> None:
+    def _copy_selection(self) -> None:
         text = self.screen.get_selected_text()
         if text and text.strip():
             self._copy(text, "the selection")
 
     @on(Transcript.LinkClicked)
-    def copy_link(self, event: Transcript.LinkClicked) -> None:
+    def _copy_link(self, event: Transcript.LinkClicked) -> None:
         self._copy(event.address, f"the link {event.address}")
 
     # --- the rest ---------------------------------------------------------------------------------------
 
     def action_help_quit(self) -> None:
-        """Ctrl+C with nothing selected: what people want of it in a terminal is that it stops."""
+        """Textual calls this for Ctrl+C without a selection. In a terminal that key stops what runs."""
         if self.session.is_answering:
             self.action_stop()
         else:
             self.notice("Ctrl+Q quits")
 
     async def action_quit(self) -> None:
-        """Leaves; a page with edits that are not saved comes to the front first, and asks."""
+        """Quits, unless a page has edits that are not saved: it comes to the front and asks."""
         for page in reversed(self.screen_stack):
             if isinstance(page, EditPage) and not page.may_be_lost("Ctrl+Q"):
                 while self.screen is not page:
@@ -461,16 +427,16 @@ class ChatApp(App[None]):
         self.push_screen(HelpScreen())
 
     def action_scroll(self, pages: int) -> None:
-        if self.switching.is_comparing:
+        if self.is_comparing:
             self.column.comparison.scroll_pages(pages)
             return
         lines = max(1, self.transcript.size.height - 2)
         self.transcript.scroll_relative(y=pages * lines, animate=False)
 
-    async def action_scroll_to_start(self) -> None:
+    def action_scroll_to_start(self) -> None:
         self.transcript.to_start()
 
-    async def action_scroll_to_end(self) -> None:
+    def action_scroll_to_end(self) -> None:
         self.transcript.to_end()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

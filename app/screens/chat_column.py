@@ -1,8 +1,8 @@
-"""The column of the conversation: what the screen shows of a session, from the transcript to the prompt."""
+"""The column of the conversation, from the transcript to the prompt: shows a session."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from textual import on
 from textual.app import ComposeResult
@@ -20,7 +20,7 @@ from widgets.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
 from widgets.prompt import Prompt
 from widgets.status_line import StatusLine
-from widgets.text import one_line
+from widgets.text import longest_fitting, one_line
 from widgets.transcript import Transcript
 from widgets.welcome import Welcome
 
@@ -30,19 +30,20 @@ PLACEHOLDERS = (
     "Ask anything",
 )
 EDITING = (
-    "editing · Enter sends it in place of the old one and what follows · F2 the one before · Esc leaves it",
-    "editing · Enter replaces it and what follows · F2 the one before · Esc",
+    "editing · Enter replaces this prompt and all after it · F2 edits the one before · Esc leaves it",
+    "editing · Enter replaces it and all after it · F2 the one before · Esc",
     "editing · Enter replaces · F2 the one before · Esc",
     "editing · Esc leaves it",
 )
 TINY_WIDTH = 40
-"""Narrower terminals show the chat and the prompt only."""
+"""A narrower terminal shows only the conversation and the prompt."""
 NOTICE_S = 5.0
+_BOX = 8  # cells of the prompt's box that a text in it or in its border cannot use
 
 
 class ChatColumn(Vertical):
-    """The `View` of a session, which is given to it by `attach`. What grows is looked at in `draw`. The
-    `status_line` is for the foot of the screen: whoever puts the column there puts that too."""
+    """The `View` of the session that `attach` sets. `draw` shows what has grown since the last frame. The `status_line`
+    belongs at the foot of the screen, so the application composes it."""
 
     DEFAULT_CSS = """
     ChatColumn { width: 1fr; }
@@ -55,37 +56,33 @@ class ChatColumn(Vertical):
     ChatColumn #queued.-waiting { display: block; }
     ChatColumn Prompt { margin: 0 1; }
     """
+    session: Session
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(id="chat")
         self.clock = clock
         self.problem: HistoryError | None = None  # why the conversation is not saved
-        self.editing: int | None = None  # index of the turn that the prompt box replaces
-        self._set_aside = ""  # what was in the box before
-        self.way_back = ""  # which keys bring the chat back, while panes have its place
+        self.editing: int | None = None  # the index of the turn that the prompt replaces
+        self.back_keys = ""  # the keys that bring the chat back, while panes take its place
+        self._draft = ""  # what the prompt held before the editing
         self._notice_until = 0.0
         self._title = ""
-        # Made here: `query_one` looks into the screen on top, which may be another by then.
+        # Made here, since `query_one` searches the screen on top, which may be another one.
         self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), ComparisonPane()
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
-        self.waiting = Static(id="queued", markup=False)
+        self.queued = Static(id="queued", markup=False)
         self.status_line = StatusLine()
 
     def attach(self, session: Session) -> None:
         self.session = session
 
     def compose(self) -> ComposeResult:
-        yield self.welcome
-        yield self.transcript
-        yield self.comparison
-        yield self.activity
-        yield self.waiting
-        yield self.prompt
+        yield from (self.welcome, self.transcript, self.comparison, self.activity, self.queued, self.prompt)
 
     def on_resize(self, event: Resize) -> None:
-        self.prompt.placeholder = _fitting(PLACEHOLDERS, event.size.width)
+        self.prompt.placeholder = longest_fitting(PLACEHOLDERS, event.size.width - _BOX)
 
-    # --- what the session tells (app.session.View) ------------------------------------------------------
+    # --- what the session reports (app.chat.session.View) -----------------------------------------------
 
     async def added(self, turn: Turn) -> None:
         self.transcript.add(turn)
@@ -102,28 +99,28 @@ class ChatColumn(Vertical):
 
     async def opened(self) -> None:
         self.end_editing()
-        if isinstance(engine := self.session.engine, EnginePair):
-            engine.forget()
+        if isinstance(pair := self.session.engine, EnginePair):
+            pair.forget()
         self.transcript.show(self.session.conversation.turns)
         self.show_status()
 
     def queue_changed(self) -> None:
-        first = f"⏎ next: {one_line(self.session.queued)}"
-        shown = Content(first).truncate(max(20, self.app.size.width - 24), ellipsis=True)
-        self.waiting.update(shown.append(Content.styled("  F2 takes it back", "$foreground 60%")))
-        self.waiting.set_class(bool(self.session.queued), "-waiting")
+        text = Content(f"⏎ next: {one_line(self.session.queued)}")
+        text = text.truncate(max(20, self.app.size.width - 24), ellipsis=True)
+        self.queued.update(text + Content.styled("  F2 takes it back", "$foreground 60%"))
+        self.queued.set_class(bool(self.session.queued), "-waiting")
 
     def give_back(self, text: str) -> None:
         self.prompt.put(text)
 
     def notice(self, text: str, *, warning: bool = False, seconds: float | None = None) -> None:
-        """Says something in the line above the prompt, for `seconds`; warnings stay until the next thing."""
+        """Shows a line above the prompt for `seconds`. A warning stays until the next notice."""
         self.activity.notice, self.activity.is_warning = text, warning
-        stays = seconds or (0.0 if warning else NOTICE_S)
-        self._notice_until = self.clock() + stays if text and stays else 0.0
+        duration_s = seconds or (0.0 if warning else NOTICE_S)
+        self._notice_until = self.clock() + duration_s if text and duration_s else 0.0
 
     def problem_changed(self, problem: HistoryError | None) -> None:
-        """Says it once; the status line keeps two words of it in sight."""
+        """Shows the problem once, and two words in the status line for as long as it lasts."""
         if problem is not None and self.problem is None:
             self.notice(str(problem), warning=True, seconds=10)
         self.problem = problem
@@ -131,8 +128,7 @@ class ChatColumn(Vertical):
 
     # --- drawing ----------------------------------------------------------------------------------------
 
-    async def draw(self) -> None:
-        """Shows what has grown since the last time."""
+    def draw(self) -> None:
         if (reply := self.session.reply) is not None:
             self.transcript.sync(reply)
         if self._notice_until and self.clock() >= self._notice_until:
@@ -140,27 +136,26 @@ class ChatColumn(Vertical):
         self.show_status()
 
     def show_status(self) -> None:
-        session = self.session
-        status = session.status.snapshot()
+        session, status = self.session, self.session.status.snapshot()
         self.activity.status = self.welcome.status = self.status_line.status = status
+        pair = session.engine if isinstance(session.engine, EnginePair) else None
         self.set_class(not session.conversation.turns, "-empty")
-        self.set_class(isinstance(session.engine, EnginePair), "-comparing")
-        if isinstance(session.engine, EnginePair):
-            self.comparison.data = session.engine.view()
+        self.set_class(pair is not None, "-comparing")
+        if pair is not None:
+            self.comparison.data = pair.view()
+        is_working = status.phase in (Phase.PREFILLING, Phase.GENERATING)
+        self.activity.activity = pair.doing if pair and is_working else ""
         is_idle = status.phase in (Phase.READY, Phase.GONE)
-        stops = "Esc stops" if session.is_answering else ""
-        is_at_work = status.phase in (Phase.PREFILLING, Phase.GENERATING)
-        two = session.engine if is_at_work and isinstance(session.engine, EnginePair) else None
-        self.activity.activity = two.doing if two else ""
-        self.activity.hint = self.way_back or ("F1 keys  Ctrl+P commands" if is_idle else stops)
+        keys = "F1 keys  Ctrl+P commands" if is_idle else "Esc stops" if session.is_answering else ""
+        self.activity.hint = self.back_keys or keys
         if (candidate := session.candidate) is not None and not session.is_answering:
-            doing = status_text(candidate.status.snapshot())
-            self.notice(f"{candidate.name}: {doing} · Esc gives it up", seconds=2)
+            progress = status_text(candidate.status.snapshot())
+            self.notice(f"{candidate.name}: {progress} · Esc gives it up", seconds=2)
         self._show_title()
 
     def _show_title(self) -> None:
-        """In the prompt's border: that it edits or, where there is no room elsewhere, the activity."""
-        title = _fitting(EDITING, self.size.width) if self.editing is not None else ""
+        """The border of the prompt says that it edits; on a tiny terminal, it says what the activity line would."""
+        title = longest_fitting(EDITING, self.size.width - _BOX) if self.editing is not None else ""
         if self.app.size.width < TINY_WIDTH:
             title = title or self.activity.notice or self.activity.text
         if title != self._title:
@@ -168,6 +163,14 @@ class ChatColumn(Vertical):
             self.prompt.border_title = Content(title)
 
     # --- prompts ----------------------------------------------------------------------------------------
+
+    def refuse_while_busy(self) -> bool:
+        """Whether the engine starts or answers; says so."""
+        if self.session.is_answering:
+            self.notice("Esc stops the reply first")
+        elif self.session.is_busy:
+            self.notice("The engine is still starting")
+        return self.session.is_busy
 
     @on(Prompt.Submitted)
     async def submit(self, event: Prompt.Submitted) -> None:
@@ -180,7 +183,7 @@ class ChatColumn(Vertical):
         await self.session.send(event.text, in_place_of=index)
 
     def edit(self) -> None:
-        """Brings the last prompt back into the box or, where that is there, the one before."""
+        """Puts the last prompt into the box or, if it is there already, the one before it."""
         index = self.session.conversation.prompt_before(self.editing)
         if self.session.queued:
             self.session.take_back()
@@ -192,23 +195,18 @@ class ChatColumn(Vertical):
             self.notice("Esc stops the reply; then F2 edits the prompt")
         else:
             if self.editing is None:
-                self._set_aside = self.prompt.text
+                self._draft = self.prompt.text
             self.editing = index
             self.prompt.put(self.session.conversation.turns[index].content)
             self.prompt.add_class("-editing")
             self._show_title()
 
     def leave_editing(self) -> None:
-        """What was in the box before is there again."""
+        """Puts back what the box held before."""
         self.end_editing()
-        self.prompt.put(self._set_aside)
+        self.prompt.put(self._draft)
 
     def end_editing(self) -> None:
         self.editing = None
         self.prompt.remove_class("-editing")
         self._show_title()
-
-
-def _fitting(texts: Sequence[str], width: int) -> str:
-    """The longest that a box of this width has room for; texts get shorter."""
-    return next((text for text in texts if len(text) <= width - 8), texts[-1])

@@ -90,8 +90,8 @@ class Dashboard(Vertical):
         if isinstance(event, Ready):
             self._best, self._wanted = None, ["decode"]
             if self.setup is not None:
-                self.setup.started(event.backend)
-                self.show_presets()
+                self.setup.engine_ready(event.backend)
+                self.show_preset()
         elif isinstance(event, Finished):
             self._wanted = ["decode", *(step for step in self._wanted if step != "decode")]
             self._note_speed(event)
@@ -102,17 +102,17 @@ class Dashboard(Vertical):
         decode, prefill = decode_rate(end.predicted_n, end.predicted_ms), None
         if end.prompt_n - end.cached_n >= MIN_TOKENS and end.predicted_n:
             prefill = prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
-        self.setup.note_speed(decode if end.predicted_n >= MIN_TOKENS else None, prefill)
-        self.show_presets()
+        self.setup.record_speed(decode if end.predicted_n >= MIN_TOKENS else None, prefill)
+        self.show_preset()
 
-    def show_presets(self) -> None:
+    def show_preset(self) -> None:
         if self.setup is not None and self.is_mounted:
-            self.preset_bar.data = self.setup.view()
+            self.preset_bar.data = self.setup.bar()
 
     async def _examine(self) -> None:
         if self.setup is not None:
-            await asyncio.to_thread(self.setup.examine)
-            self.show_presets()
+            await asyncio.to_thread(self.setup.check_backends)
+            self.show_preset()
 
     # --- drawing ----------------------------------------------------------------------------------------
 

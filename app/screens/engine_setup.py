@@ -1,4 +1,4 @@
-"""How the engine is set up: the preset in use, and what else this machine and this model can have."""
+"""The configuration of the engine in use, and the presets, backends and models that it can be replaced by."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from app.chat import speed_history
 from app.chat.configuration import configure
 from app.chat.settings import Settings
-from app.chat.speed_history import recording_engine
+from app.chat.speed_history import preset_speeds, record_run, recording_engine
 from engine.backends import BACKENDS, unusable_because
 from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
@@ -28,22 +27,20 @@ ORDER = ("NV", "CUDA", "CPU")
 
 @dataclass(frozen=True)
 class PresetListing:
-    """A preset to choose. `problem` says why it cannot be had, "" where it can."""
+    """A preset in the list. `problem` says why it does not work here, "" if it does. `speeds` are its last speeds."""
 
-    name: str
-    title: str
-    path: Path
-    built_in: bool
+    entry: Entry
     is_active: bool
     problem: str
     speeds: str
 
+    @property
+    def title(self) -> str:
+        return self.entry.preset.title if self.entry.preset else ""
+
 
 class EngineSetup:
-    """`options` are what the engine in use was started with, under the preset `name` ("" for none). `settings` and
-    `command_line` (see `configure`) hold for other presets, too. `llama_server` is what to compare with (a program,
-    or the address of one that runs and wants `api_key`; "": the one that is found). `make` makes an engine of options
-    and starts nothing."""
+    """The engine in use was started with `options`, under the preset `name` ("": none)."""
 
     def __init__(
         self,
@@ -55,36 +52,42 @@ class EngineSetup:
         llama_server: str = "",
         api_key: str = "",
         make: Callable[[EngineOptions], Engine] = recording_engine,
-        flaw: Callable[[str], str] = unusable_because,
+        unusable_because: Callable[[str], str] = unusable_because,
     ) -> None:
+        """`settings` and `command_line` (see `configure`) also hold for other presets. `llama_server` is the program to
+        compare with, or the address of a running one with its `api_key`; "" looks for the program. `make` makes an
+        engine and does not start it. `unusable_because` says why a backend does not work here, "" if it does."""
         self.options, self.name = options, name
         self.models = settings.names
-        self.backend = ""  # the one in use, as the engine told
+        self.backend = ""  # as the engine reported it
         self._settings, self._command_line = settings, command_line
         self._llama_server, self._api_key = llama_server, api_key
-        self._make, self._flaw = make, flaw
-        self._flaws: dict[str, str] = {}
+        self._make, self._unusable_because = make, unusable_because
+        self._problems: dict[str, str] = {}  # by backend, once they are checked
 
     @property
     def model_path(self) -> Path:
         return Path(self.options.model_path)
 
-    def examine(self) -> None:
-        """Finds out which backends work here. Takes up to a second, and may be called in a thread."""
-        self._flaws = {backend: self._flaw(backend) for backend in BACKENDS}
+    def check_backends(self) -> None:
+        """Finds out which backends work here. Takes up to a second; may be called in a thread."""
+        self._problems = {backend: self._unusable_because(backend) for backend in BACKENDS}
 
-    def engine(self, name: str) -> tuple[Engine, EngineOptions, Sampling]:
-        """An engine under a preset, what it is started with, and the sampling it asks for. Raises UsageError."""
-        if problem := self._problem(found := find(name)):
-            raise UsageError(f"{name} cannot be had here: {problem}.")
+    # --- other engines ----------------------------------------------------------------------------------
+
+    def with_preset(self, name: str) -> tuple[Engine, EngineOptions, Sampling]:
+        """An engine for the same model under a preset, its options, and the sampling. Raises UsageError."""
+        preset = find(name)
+        if problem := self._problem(preset):
+            raise UsageError(f"{name} does not work here: {problem}.")
+        model_path = self.options.model_path
         options, sampling = configure(
-            self.options.model_path, self._settings, found, self._command_line, chosen_in_chat=True
+            model_path, self._settings, preset, self._command_line, chosen_in_chat=True
         )
         return self._make(options), options, sampling
 
     def with_model(self, path: Path, trained_context: int = 0) -> tuple[Engine, EngineOptions]:
-        """An engine set up as this one for another model, and what it is started with. A context that is
-        longer than the model was trained for (0: not known) is as long as that."""
+        """An engine for another model, and its options. The context is at most `trained_context` (0: not known)."""
         length = self.options.context_length
         if length and trained_context:
             length = min(length, trained_context)
@@ -92,104 +95,89 @@ class EngineSetup:
         return self._make(options), options
 
     def compare(self, ours: Engine, *, together: bool = False) -> ComparisonEngine:
-        """`ours` (of `make`) and llama.cpp, as one engine."""
+        """`ours` (an engine of `make`) and llama.cpp as one engine."""
         from app.comparison.comparison_engine import compare_with_llama_server  # imports an HTTP client
 
         assert isinstance(ours, LocalEngine)
         return compare_with_llama_server(ours, self._llama_server, api_key=self._api_key, together=together)
 
-    def started(self, backend: str) -> None:
-        """The engine in use runs on `backend`. Without a preset it is set up as the one called after that."""
+    def engine_ready(self, backend: str) -> None:
+        """The engine in use runs on `backend`. If no preset was chosen, and the options are those of the preset that is
+        called like the backend, that preset is in use."""
         self.backend = backend
-        usual = configure(self.options.model_path, self._settings).engine
-        plain = replace(self.options, backend=usual.backend, context_length=usual.context_length)
-        if not self.name and plain == usual and backend.lower() in entries():
+        default = configure(self.options.model_path, self._settings).engine
+        options = replace(self.options, backend=default.backend, context_length=default.context_length)
+        if not self.name and options == default and backend.lower() in entries():
             self.name = backend.lower()
 
     def adopt(self, name: str, options: EngineOptions) -> None:
-        """The engine in use is another one now."""
+        """Another engine is in use now."""
         self.name, self.options = name, options
 
-    def note_speed(self, decode: float | None, prefill: float | None) -> None:
+    def record_speed(self, decode: float | None, prefill: float | None) -> None:
+        """Records the speeds of an answer, in tokens/s, under the preset in use."""
         if self.name:
-            speed_history.record_run(self.model_path, self.name, decode=decode, prefill=prefill)
+            record_run(self.model_path, self.name, decode=decode, prefill=prefill)
 
-    # --- what there is to choose ------------------------------------------------------------------------
+    # --- presets ----------------------------------------------------------------------------------------
 
     def listings(self) -> list[PresetListing]:
-        known = speed_history.preset_speeds(self.model_path)
-        return [self._offer(entry, str(known.get(entry.name, ""))) for entry in entries().values()]
+        speeds = preset_speeds(self.model_path)
+        return [
+            PresetListing(
+                entry,
+                entry.name == self.name,
+                entry.problem or self._problem(entry.preset),
+                str(speeds.get(entry.name, "")),
+            )
+            for entry in entries().values()
+        ]
 
-    def _offer(self, entry: Entry, speeds: str) -> PresetListing:
-        preset = entry.preset
-        return PresetListing(
-            name=entry.name,
-            title=preset.title if preset else "",
-            path=entry.path,
-            built_in=entry.built_in,
-            is_active=entry.name == self.name,
-            problem=entry.problem if preset is None else self._problem(preset),
-            speeds=speeds,
-        )
-
-    def view(self) -> PresetBarData:
-        width = _search_width(self._current)
-        widths = sorted(
-            {_search_width(preset) for preset in self._of_backend(self._backend).values()} | {width}
-        )
-        found = speed_history.preset_speeds(self.model_path).get(self.name) if self.name else None
+    def bar(self) -> PresetBarData:
+        widths = {preset.search_width for preset in self._presets_of(self._backend).values()} | {self._width}
+        speeds = preset_speeds(self.model_path).get(self.name) if self.name else None
         return PresetBarData(
             name=self.name,
             backends=tuple(
-                BarOption(backend, backend == self._backend, self._flaws.get(backend, ""))
-                for backend in ORDER
+                BarOption(name, name == self._backend, self._problems.get(name, "")) for name in ORDER
             ),
-            beams=tuple(BarOption(str(n), n == width) for n in widths),
-            speeds=found.summaries if found else (),
+            beams=tuple(BarOption(str(width), width == self._width) for width in sorted(widths)),
+            speeds=speeds.summaries if speeds else (),
         )
 
     def next_backend(self) -> str:
         """The preset of the next backend that works here, in the order NV, CUDA, CPU. Raises UsageError."""
-        start = ORDER.index(self._backend) if self._backend in ORDER else -1
-        for step in range(1, len(ORDER)):
-            backend = ORDER[(start + step) % len(ORDER)]
-            if self._flaws.get(backend):
-                continue
-            presets = self._of_backend(backend)
-            if found := min(presets, key=lambda name: (_search_width(presets[name]), name), default=None):
-                return found
-        reasons = "; ".join(f"{backend}: {why}" for backend, why in self._flaws.items() if why)
+        start = ORDER.index(self._backend) + 1 if self._backend in ORDER else 0
+        for backend in (*ORDER[start:], *ORDER[:start]):
+            presets = self._presets_of(backend)
+            if backend != self._backend and presets and not self._problems.get(backend):
+                return min(presets, key=lambda name: (presets[name].search_width, name))
+        reasons = "; ".join(f"{backend}: {problem}" for backend, problem in self._problems.items() if problem)
         raise UsageError("No other backend works here.", f"{reasons}." if reasons else "")
 
     def next_beam(self) -> str:
-        """The preset of this backend with the next width of the search. Raises UsageError."""
-        presets = self._of_backend(self._backend)
-        names = sorted(presets, key=lambda name: (_search_width(presets[name]), name))
-        widths = {_search_width(preset): name for name, preset in reversed([(n, presets[n]) for n in names])}
-        wider = [n for n in sorted(widths) if n > _search_width(self._current)]
-        if len(widths) < 2:
-            raise UsageError(
-                f"There is no preset that searches on {self._backend or 'this backend'}.", "F8 makes one."
-            )
-        return widths[wider[0] if wider else min(widths)]
+        """The preset of this backend with the next search width. Raises UsageError."""
+        presets = self._presets_of(self._backend)
+        by_width = {presets[name].search_width: name for name in sorted(presets, reverse=True)}
+        if len(by_width) < 2:
+            backend = self._backend or "this backend"
+            raise UsageError(f"There is no preset that searches on {backend}.", "F8 makes one.")
+        wider = [width for width in by_width if width > self._width]
+        return by_width[min(wider or by_width)]
 
     @property
     def _backend(self) -> str:
-        named = self.options.backend.upper()
-        return named if named in ORDER else self.backend.partition(":")[0].upper()
+        chosen = self.options.backend.upper()
+        return chosen if chosen in ORDER else self.backend.partition(":")[0].upper()
 
     @property
-    def _current(self) -> Preset | None:
+    def _width(self) -> int:
         entry = entries().get(self.name)
-        return entry.preset if entry else None
+        return entry.preset.search_width if entry and entry.preset else 0
 
-    def _of_backend(self, backend: str) -> dict[str, Preset]:
-        found = ((entry.name, entry.preset) for entry in entries().values())
-        return {name: preset for name, preset in found if preset and preset.backend == backend}
+    def _presets_of(self, backend: str) -> dict[str, Preset]:
+        presets = ((entry.name, entry.preset) for entry in entries().values())
+        return {name: preset for name, preset in presets if preset and preset.backend == backend}
 
-    def _problem(self, preset: Preset) -> str:
-        return self._flaws.get(preset.backend, "")
-
-
-def _search_width(preset: Preset | None) -> int:
-    return 0 if preset is None else preset.search_width
+    def _problem(self, preset: Preset | None) -> str:
+        return self._problems.get(preset.backend, "") if preset else ""

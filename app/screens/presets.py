@@ -30,48 +30,45 @@ class PresetsScreen(ListPage[PresetListing, str | None]):
 
     def find(self, text: str) -> list[PresetListing]:
         words = text.lower().split()
-        listings = self.setup.listings()
-        return [p for p in listings if all(word in f"{p.name} {p.title}".lower() for word in words)]
+        found = ((f"{preset.entry.name} {preset.title}".lower(), preset) for preset in self.setup.listings())
+        return [preset for name, preset in found if all(word in name for word in words)]
 
     def line(self, preset: PresetListing) -> Content:
-        """The name and the title; below, the speeds or why it cannot be used."""
-        name_style, title_style = (
-            ("$foreground 65% strike", "$foreground 65%") if preset.problem else ("bold", "$foreground 80%")
-        )
-        owner = "" if preset.built_in else "  your own"
-        second = f"not available: {preset.problem}" if preset.problem else preset.speeds or "not measured yet"
+        """The name and the title; below, the speeds or why it does not work."""
+        owner = "" if preset.entry.built_in else "  your own"
+        speeds = f"not available: {preset.problem}" if preset.problem else preset.speeds or "not measured yet"
         return Content.assemble(
             "▸ " if preset.is_active else "  ",
-            (one_line(preset.name), name_style),
-            (f"  {one_line(preset.title)}{owner}", title_style),
+            (one_line(preset.entry.name), "$foreground 65% strike" if preset.problem else "bold"),
+            (f"  {one_line(preset.title)}{owner}", f"$foreground {65 if preset.problem else 80}%"),
             "\n",
-            (f"    {one_line(second)}", "$foreground 65%"),
+            (f"    {one_line(speeds)}", "$foreground 65%"),
         )
 
     def key(self, preset: PresetListing) -> str:
-        return preset.name
+        return preset.entry.name
 
     def is_in_use(self, preset: PresetListing) -> bool:
         return preset.is_active
 
     def choose(self, preset: PresetListing) -> None:
-        self.dismiss(preset.name)
+        self.dismiss(preset.entry.name)
 
     def action_edit(self) -> None:
         if (preset := self.highlighted) is not None:
-            editor = PresetEditor(preset.name, _text(preset.path))
-            self.app.push_screen(editor, lambda saved: self.show_entries(saved))
+            editor = PresetEditor(preset.entry.name, _text(preset.entry.path))
+            self.app.push_screen(editor, self.show_entries)
 
     def delete(self, preset: PresetListing) -> None:
-        if preset.built_in:
-            self.say(f"{preset.name} comes with orin-chat; presets of your own can be deleted.")
+        if preset.entry.built_in:
+            self.say(f"{preset.entry.name} comes with orin-chat; presets of your own can be deleted.")
         else:
-            question = f"Delete your own {preset.name} for good? y deletes, any other key keeps it"
+            question = f"Delete your own {preset.entry.name} for good? y deletes, any other key keeps it"
             self.ask(question, lambda: self._delete(preset))
 
     def _delete(self, preset: PresetListing) -> None:
         try:
-            delete(preset.name)
+            delete(preset.entry.name)
         except UsageError as error:
             self.say(str(error))
         self.show_entries()

@@ -16,7 +16,7 @@ from textual.widgets import TextArea
 
 from app.chat.history import History
 from app.comparison.comparison_engine import ComparisonEngine
-from app.screens import chat_app
+from app.screens import frame_pacer
 from app.screens.chat_app import WIDE_WIDTH, ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.client import Engine
@@ -91,11 +91,11 @@ class Scene:
             EngineOptions(model_path="/models/qwen3.gguf", backend="CUDA"),
             "cuda",
             make=lambda _: MeasuredEngine(),
-            flaw=lambda backend: flaws.get(backend, ""),
+            unusable_because=lambda backend: flaws.get(backend, ""),
         )
         if self.peer is not None:
             setup.compare = beside(self.peer())  # type: ignore[method-assign]
-        setup.note_speed = lambda decode, prefill: None  # type: ignore[method-assign]
+        setup.record_speed = lambda decode, prefill: None  # type: ignore[method-assign]
         app = ChatApp(
             engine,
             history,
@@ -143,7 +143,7 @@ async def settled(pilot: Pilot[None]) -> None:
     """Waits until the screen has been the same for some frames, however slow the machine is."""
     seen, frames = None, 0
     while frames < 4:
-        await pilot.pause(chat_app.FRAME_S / 2)
+        await pilot.pause(frame_pacer.FRAME_S / 2)
         before, seen = seen, drawn(pilot.app)
         frames = frames + 1 if seen == before else 0
 

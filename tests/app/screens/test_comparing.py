@@ -124,7 +124,7 @@ async def test_the_activity_says_which_of_the_two_is_waited_for():
 async def test_speeds_of_two_at_once_are_no_evidence_of_a_preset():
     async with chat(MeasuredEngine(reply("One. " * 60)), FakeEngine()) as (app, pilot):
         noted = []
-        app.setup.note_speed = lambda decode, prefill: noted.append((decode, prefill))
+        app.setup.record_speed = lambda decode, prefill: noted.append((decode, prefill))
         await pilot.press("f10")
         await say(app, pilot, "in turn")
         [(decode, prefill)] = noted
@@ -184,7 +184,7 @@ async def test_another_preset_is_compared_too():
         await sees(pilot, "The next prompt")
         before = app.session.engine
         before.together = True
-        app.switching._to_preset(app.setup, lambda: "safe")
+        app.switch_preset(lambda _: "safe")
         await until(lambda: app.session.engine is not before)
         assert isinstance(app.session.engine, ComparisonEngine) and app.session.engine.together
         await until(lambda: ours.closed and peers[0].closed and not peers[1].closed)

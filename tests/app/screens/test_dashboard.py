@@ -40,7 +40,7 @@ async def dashboard(engine, *others, flaws=None, size=(140, 44), backend="CUDA",
 
     setup = EngineSetup(
         EngineOptions(model_path="m.gguf", backend=backend), name, make=make,
-        flaw=lambda backend: (flaws or {}).get(backend, ""),
+        unusable_because=lambda backend: (flaws or {}).get(backend, ""),
     )  # fmt: skip
     app = ChatApp(
         engine,
@@ -53,7 +53,7 @@ async def dashboard(engine, *others, flaws=None, size=(140, 44), backend="CUDA",
     async with app.run_test(size=size) as pilot:
         app.prompt.cursor_blink = False
         await sees(pilot, "ready")
-        await until(lambda: setup._flaws)
+        await until(lambda: setup._problems)
         yield app, pilot, made
 
 
@@ -228,7 +228,7 @@ async def test_no_edit_of_a_preset_is_lost_by_one_key(tmp_path):
         assert "Of last week" in mine.read_text()
         await pilot.press("ctrl+s")
         await sees(pilot, "mine  Mine  your own")
-        assert mine.read_text() == text and app.screen.highlighted.name == "mine"
+        assert mine.read_text() == text and app.screen.highlighted.entry.name == "mine"
         await pilot.press("f2")
         await sees(pilot, "Ctrl+S saves · Esc closes")
         app.screen.query_one("TextArea").text = "nonsense"
@@ -256,7 +256,7 @@ async def test_a_preset_of_ones_own_is_deleted_after_a_question(tmp_path):
         await sees(pilot, "Ctrl+S saves · Esc closes")
         await pilot.press("escape")
         await sees(pilot, "safe  Mine  your own")
-        assert app.screen.highlighted.name == "safe", "where it was"
+        assert app.screen.highlighted.entry.name == "safe", "where it was"
         await pilot.press("delete")
         await sees(pilot, "Delete your own safe for good? y deletes, any other key keeps it")
         await pilot.press("delete")  # is an answer
@@ -358,7 +358,7 @@ async def test_a_terminal_that_gets_too_small_for_a_whole_pane_shows_the_chat():
 )
 def test_without_a_preset_it_is_that_of_the_backend_if_it_is_set_up_alike(options, backend, name):
     setup = EngineSetup(EngineOptions(model_path="m", **options))
-    setup.started(backend)
+    setup.engine_ready(backend)
     assert setup.name == name
 
 
@@ -366,9 +366,9 @@ def test_packed_weights_in_the_settings_are_no_other_preset_and_stay_with_the_ne
     settings, made = Settings(keep_packed=True), []
     options = configure("m", settings).engine
     setup = EngineSetup(options, settings=settings, make=lambda options: made.append(options))
-    setup.started("CPU")
+    setup.engine_ready("CPU")
     assert setup.name == "cpu"
-    setup.engine("safe")
+    setup.with_preset("safe")
     assert made[0].keep_packed and made[0].context_length == 2048
 
 
@@ -436,16 +436,16 @@ async def test_a_frame_draws_the_chat_or_the_dashboard_and_neither_twice_running
         drawn = []
         chat, panes = app.column.draw, app.dashboard.draw
 
-        async def draw_chat():
+        def draw_chat():
             drawn.append("chat")
-            await chat()
+            chat()
 
         def draw_panes():
             drew = panes()
             drawn.extend(["panes"] * drew)
             return drew
 
-        monkeypatch.setattr(app.switching, "tell_of_download", lambda: drawn.append("frame"))
+        monkeypatch.setattr(app, "report_download", lambda: drawn.append("frame"))
         monkeypatch.setattr(app.column, "draw", draw_chat)
         monkeypatch.setattr(app.dashboard, "draw", draw_panes)
         app.prompt.insert("Hi")

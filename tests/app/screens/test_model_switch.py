@@ -60,7 +60,10 @@ def setup(first):
 
         options = EngineOptions(model_path=str(first), backend="CPU", context_length=context)
         setup = EngineSetup(
-            options, make=make, flaw=lambda backend: "", settings=Settings(models={"one": str(first)})
+            options,
+            make=make,
+            unusable_because=lambda backend: "",
+            settings=Settings(models={"one": str(first)}),
         )
         setup.made = made
         return setup

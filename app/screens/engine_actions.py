@@ -1,0 +1,165 @@
+"""The actions that replace the engine while the conversation stays: another preset, another model, a comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from textual import work
+from textual.app import App
+
+from app.chat.session import Session
+from app.chat.settings import remember_model
+from app.comparison.engine_pair import EnginePair
+from app.screens.chat_column import ChatColumn
+from app.screens.dashboard import Dashboard
+from app.screens.engine_setup import EngineSetup
+from app.screens.presets import PresetsScreen
+from engine.client import Engine
+from engine.errors import OrinError, UsageError
+from engine.events import Chat
+from widgets.text import one_line
+
+if TYPE_CHECKING:
+    from app.chat.downloading import Download
+
+
+class EngineActions(App[None]):
+    """A part of `ChatApp`. `setup` is None for an engine that has no presets and models here."""
+
+    session: Session
+    setup: EngineSetup | None
+    column: ChatColumn
+    dashboard: Dashboard
+    _download: Download | None = None  # of a model; it goes on when the page of models is closed
+
+    # --- presets ----------------------------------------------------------------------------------------
+
+    def action_next_backend(self) -> None:
+        self.switch_preset(EngineSetup.next_backend)
+
+    def action_next_beam(self) -> None:
+        self.switch_preset(EngineSetup.next_beam)
+
+    @work(group="presets", exclusive=True)
+    async def action_presets(self) -> None:
+        if self.setup is None:
+            self.column.notice("This engine has no presets")
+        elif name := await self.push_screen_wait(PresetsScreen(self.setup)):
+            self.switch_preset(lambda _: name)
+
+    def switch_preset(self, choose: Callable[[EngineSetup], str]) -> None:
+        """Switches to the preset whose name `choose` returns."""
+        if (setup := self.setup) is None:
+            self.column.notice("This engine has no presets")
+            return
+        try:
+            name = choose(setup)
+            engine, options, sampling = setup.with_preset(name)
+        except UsageError as error:
+            self.column.notice(str(error), warning=True)
+            return
+
+        def adopt() -> None:
+            setup.adopt(name, options)
+            self.session.sampling = sampling
+            self.dashboard.show_preset()
+
+        self.session.switch(self._compared_as_now(setup, engine), name, adopt)
+
+    # --- models -----------------------------------------------------------------------------------------
+
+    @work(group="models", exclusive=True)
+    async def action_models(self) -> None:
+        if (setup := self.setup) is None:
+            self.column.notice("This engine has no other models")
+            return
+        from app.screens.models import ModelsScreen  # imports numpy
+
+        backend = setup.options.backend
+        screen = ModelsScreen(setup.models, setup.model_path, backend=backend, download=self._download)
+        model = await self.push_screen_wait(screen)
+        self._download = screen.download
+        if model is None or (path := model.path) is None or path == setup.model_path:
+            return
+        engine, options = setup.with_model(path, model.context_length)
+
+        def adopt() -> None:
+            setup.adopt(setup.name, options)
+            remember_model(str(path) if isinstance(model.source, Path) else model.name)
+            self.dashboard.show_preset()
+            self.run_worker(self._count_tokens(setup, path), group="count", exclusive=True)
+
+        self.session.switch(self._compared_as_now(setup, engine), one_line(model.name), adopt)
+
+    async def _count_tokens(self, setup: EngineSetup, model: Path) -> None:
+        """Shows how much of the context the conversation takes with the tokenizer and template of another model."""
+        session = self.session
+        if not session.conversation.turns:
+            return
+        from engine.formats.prompt import tokens_in
+
+        prompt = Chat(messages=session.conversation.messages(), think=session.think)
+        with contextlib.suppress(OrinError):  # the next prompt will show the error
+            tokens = await asyncio.to_thread(tokens_in, prompt, model)
+            if not session.is_busy and setup.model_path == model:
+                session.status.new_conversation(context_used=tokens)
+
+    def report_download(self) -> None:
+        """Says once that a download has ended, if no page is open."""
+        download = self._download
+        if download is not None and download.is_over and len(self.screen_stack) == 1:
+            self._download = None
+            if download.error is not None:
+                self.column.notice(f"{download.name}: {download.error}", warning=True)
+            elif download.path is not None:
+                self.column.notice(f"{download.name} is here · Ctrl+L chooses it", seconds=60)
+
+    # --- comparison -------------------------------------------------------------------------------------
+
+    @property
+    def is_comparing(self) -> bool:
+        return isinstance(self.session.engine, EnginePair)
+
+    def toggle_comparison(self) -> None:
+        """Begins or ends the comparison with llama.cpp."""
+        session, engine, notice = self.session, self.session.engine, self.column.notice
+        if self.column.refuse_while_busy():
+            return
+        if session.candidate is not None:
+            notice(f"Esc gives up {session.candidate.name} first")
+        elif isinstance(engine, EnginePair):
+            session.engine = engine.ours
+            notice("llama.cpp is closed; orin-chat goes on")
+            self.run_worker(_release(engine))
+        elif self.setup is None:
+            notice("Only an engine of orin-chat's own can be compared with llama.cpp")
+        else:
+            session.engine = comparison = self.setup.compare(engine)
+            notice("Both answer from the next prompt on · F10 leaves the comparison", seconds=15)
+            if session.status.is_ready:  # else the next prompt starts both
+                self.run_worker(_start(comparison))
+
+    def toggle_together(self) -> None:
+        """Lets the engines of a comparison answer at the same time, or again in turn."""
+        if isinstance(pair := self.session.engine, EnginePair):
+            pair.together = not pair.together
+            order = "together" if pair.together else "in turn"
+            self.column.notice(f"From the next prompt on they answer {order}")
+
+    def _compared_as_now(self, setup: EngineSetup, engine: Engine) -> Engine:
+        """`engine`, in a comparison if the one in use is in one."""
+        pair = self.session.engine
+        return setup.compare(engine, together=pair.together) if isinstance(pair, EnginePair) else engine
+
+
+async def _start(comparison: Engine) -> None:
+    async for _ in comparison.start():
+        pass
+
+
+async def _release(pair: EnginePair) -> None:
+    await pair.release()
