@@ -1,4 +1,4 @@
-"""Child processes: how modules of this program are run as one, how one is ended with its own children, how it ended."""
+"""Child processes: runs this program's modules, ends a child together with its children, and names how it ended."""
 
 from __future__ import annotations
 

@@ -181,8 +181,7 @@ class LocalEngine:
     # --- streams ---------------------------------------------------------------------------------------
 
     def _open(self, request: Request | None) -> _Stream:
-        # Requests get new ids on the socket. So a late event of an answer that was cut short finds no stream, whatever
-        # ids the callers use.
+        # Requests get new ids on the socket, so that a late event of an answer that was cut short finds no stream.
         stream = _Stream(next(self._serials), request, self._ready.load_ms if self._ready else 0.0)
         self._streams[stream.serial] = stream
         return stream

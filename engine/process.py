@@ -91,7 +91,7 @@ class EngineProcess(asyncio.Protocol):
         self._kill_leader()
 
     async def wait_ended(self) -> None:
-        """Returns when the process has ended and its children have been told to."""
+        """Returns when the process has ended and its children have been sent SIGTERM."""
         await asyncio.shield(self._reaper)
 
     async def close(self) -> None:
