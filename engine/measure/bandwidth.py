@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tinygrad import Device, Tensor, dtypes
 
 from engine.kernels.gpu.copying import PIECE, copying
-from engine.kernels.launch import Launches
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 
 DEVICE_BYTES = 256 << 20  # beyond the caches of the largest devices (50 MB of L2 on an H100)
 HOST_BYTES = 128 << 20
@@ -35,10 +35,10 @@ def _kernel_copy_gbps(device: str) -> float:
     size = DEVICE_BYTES // 4 // PIECE * PIECE
     source = Tensor.ones(size, dtype=dtypes.float32, device=device).contiguous().realize()
     target = Tensor.empty(size, dtype=dtypes.float32, device=device).contiguous().realize()
-    launches = Launches()
+    sequence = KernelSequence()
     for _ in range(COPIES):
-        launches.add(copying(size), target, source)
-    copies = launches.captured()
+        sequence.add(copying(size), target, source)
+    copies = sequence.capture()
 
     def copy() -> None:
         copies()

@@ -4,14 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from engine import disk_cache
 from engine.disk_cache import DiskCache
-from engine.kernels.launch import described
 from tests.paths import ROOT
 
 
@@ -102,34 +100,3 @@ def test_processes_may_write_at_once(folder):
     ]
     assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [(b"", 0)] * 3
     assert len(files(folder)) == 5
-
-
-# --- what a kernel is known by ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    rows: int
-    cols: tuple[int, ...]
-
-
-def factory(shape, name=None):
-    inner = lambda x: x + shape.rows
-
-    def kernel(a):
-        return inner(a), name
-
-    return kernel
-
-
-def test_a_kernel_is_known_by_what_it_was_made_of():
-    known = described(factory(Shape(3, (4,)), "t"))
-    assert known == described(factory(Shape(3, (4,)), "t"))
-    others = [factory(Shape(3, (5,)), "t"), factory(Shape(2, (4,)), "t"), factory(Shape(3, (4,)), "u")]
-    assert len({known, *map(described, others)}) == 4
-
-
-@pytest.mark.parametrize("value", [object(), {1: 2}, Shape, lambda x=1: x])
-def test_what_cannot_be_told_is_refused(value):
-    with pytest.raises(TypeError):
-        described((value,))

@@ -25,14 +25,14 @@ COPY = """
 import numpy as np
 from tinygrad import Tensor
 from engine.kernels.gpu.copying import PIECE, copying
-from engine.kernels.launch import Launches
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.measure import bandwidth
 
 source = Tensor(np.arange(2 * PIECE, dtype=np.float32)).realize()
 target = Tensor(np.zeros(2 * PIECE, np.float32)).realize()
-launches = Launches()
-launches.add(copying(2 * PIECE), target, source)
-launches.captured()()
+sequence = KernelSequence()
+sequence.add(copying(2 * PIECE), target, source)
+sequence.capture()()
 assert (target.numpy() == source.numpy()).all()
 bandwidth.DEVICE_BYTES, bandwidth.COPIES, bandwidth.ROUNDS = 4 * PIECE, 1, 1
 assert 0 < bandwidth._kernel_copy_gbps("PYTHON") < 5000

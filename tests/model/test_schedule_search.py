@@ -37,7 +37,7 @@ class FakeRunner:
 
     def step(self):
         chosen = tuple(product.schedule for product in self.products)
-        return SimpleNamespace(linear=None, captured=lambda: chosen)
+        return SimpleNamespace(linear=None, capture=lambda: chosen)
 
     def answer(self, run):
         if any(map(self.faults, run)):

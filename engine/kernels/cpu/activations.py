@@ -14,10 +14,10 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, even_share
 from engine.kernels.cpu.step_state import TILES
 from engine.kernels.cpu.weight_layout import PAIRS, UNIT, WeightLayout
-from engine.kernels.launch import Kernel
 
 # The largest quantized activation. With tiles of tokens, 8-bit scales are multiplied into 6-bit weights (Q6_K), and the
 # sum of 32 products must fit 32 bits: 32 * 128 * 16383 * 32 < 2**31.

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.kernel_builder import F32, Index, KernelBuilder
 from engine.kernels.cpu.rope import Heads
 from engine.kernels.cpu.step_state import POSITION, n_tokens
-from engine.kernels.launch import Kernel
 
 _MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in registers
 _MASKED = -1e30

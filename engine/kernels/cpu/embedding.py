@@ -6,10 +6,10 @@ import functools
 
 from tinygrad import UOp
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.kernel_builder import KernelBuilder, even_share
 from engine.kernels.cpu.step_state import n_tokens
 from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
-from engine.kernels.launch import Kernel
 
 
 @functools.cache

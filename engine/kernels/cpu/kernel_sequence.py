@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from tinygrad import Tensor, UOp
 from tinygrad.engine.realize import get_runtime
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.thread_pool import KernelTypes, ThreadPool
-from engine.kernels.launch import Kernel
 
 
 class KernelSequence:

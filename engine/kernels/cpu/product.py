@@ -16,11 +16,11 @@ import functools
 
 from tinygrad import UOp
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.activations import Activations, buffer_names
 from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, even_share
 from engine.kernels.cpu.step_state import TILES
 from engine.kernels.cpu.weight_layout import PAIRS, UNIT, WeightLayout, as_float
-from engine.kernels.launch import Kernel
 
 MAX_TILES = 8
 _PAIRS_A_STEP = 2  # of columns, in the loop over tiles of tokens

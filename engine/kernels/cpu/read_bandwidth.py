@@ -8,11 +8,11 @@ import time
 from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import Ops
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import F32, KernelBuilder, even_share, register_lanes
 from engine.kernels.cpu.kernel_sequence import KernelSequence
 from engine.kernels.cpu.thread_pool import default_pool
-from engine.kernels.launch import Kernel
 
 _STREAMS = 8  # independent vector loads in flight
 _PART_BYTES = 1 << 20

@@ -8,10 +8,10 @@ from math import gcd
 
 from tinygrad import UOp
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.activations import sum_of_squares
 from engine.kernels.cpu.kernel_builder import F16, Index, KernelBuilder, even_share
 from engine.kernels.cpu.step_state import POSITION, n_tokens
-from engine.kernels.launch import Kernel
 
 
 @dataclass(frozen=True)

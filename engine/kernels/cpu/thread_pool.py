@@ -24,6 +24,7 @@ from tinygrad.uop.ops import KernelInfo, Ops
 
 from engine.devices.cpus import worker_cpus
 from engine.fixes import cpu_vectors
+from engine.kernels.compilation import Kernel, compile_calls, program_or_graph
 from engine.kernels.cpu.thread_program import (
     BUFFERS,
     CALL_WORDS,
@@ -38,7 +39,6 @@ from engine.kernels.cpu.thread_program import (
     nothing,
     thread_program,
 )
-from engine.kernels.launch import Kernel, compiled, known_or_made
 
 KernelTypes = tuple[Kernel, tuple[DType, ...]]
 """A kernel's function, and the types of its buffers."""
@@ -94,7 +94,7 @@ class ThreadPool:
         """The programs of kernels for buffers of these types. New ones are compiled at the same time."""
         new = [key for key in dict.fromkeys(kernels) if key not in self._programs]
         if new:
-            graphs = [known_or_made(key, functools.partial(_graph, *key)) for key in new]
+            graphs = [program_or_graph(key, functools.partial(_graph, *key)) for key in new]
             self._programs.update(zip(new, _compiled(graphs), strict=True))
         for key in new:
             info, types = self._programs[key].arg, key[1]
@@ -168,11 +168,11 @@ def _load(*programs: tuple[Callable[..., UOp], *tuple[int, ...]]) -> list[CPUPro
         body = function(*arguments)
         return body.sink(arg=KernelInfo(function.__name__), tag=1)  # the tag: no optimization by tinygrad
 
-    graphs = [known_or_made(program, functools.partial(build, *program)) for program in programs]
+    graphs = [program_or_graph(program, functools.partial(build, *program)) for program in programs]
     return [CPUProgram(Device["CPU"], program.to_elf()) for program in _compiled(graphs)]
 
 
 def _compiled(graphs: Sequence[UOp]) -> list[UOp]:
     placeholder = UOp.new_buffer("CPU", 1, dtypes.uint8)  # tinygrad compiles calls, and these need a buffer
     calls = tuple(graph.call(placeholder) for graph in graphs)
-    return [call.src[0] for call in compiled(UOp(Ops.LINEAR, src=calls)).src]
+    return [call.src[0] for call in compile_calls(UOp(Ops.LINEAR, src=calls)).src]

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.formats.quantization import Format
+from engine.kernels.compilation import Kernel
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import U16, Index, KernelBuilder, even_share, shift_left, shift_right
 from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
-from engine.kernels.launch import Kernel
 
 BitPosition = tuple[Index, Index]  # a byte of a block, and the lowest bit in it
 

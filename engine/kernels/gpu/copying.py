@@ -6,8 +6,8 @@ import functools
 
 from tinygrad import UOp
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import at, finish, load
-from engine.kernels.launch import Kernel
 
 THREADS = 256
 _EACH = 4  # float32s of a load: 16 bytes, the most that a thread can ask for at once

@@ -16,8 +16,8 @@ from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
 from engine.formats.rope_order import half_split
+from engine.kernels.compilation import call_of, compile_calls, fingerprint, program_or_graph
 from engine.kernels.gpu.packing import Packing
-from engine.kernels.launch import called, compiled, described, known_or_made
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Plan:
         sizes = [rows.count * layout.row_bytes for rows in layout.rows]
         self.sources = [Buffer(Device.DEFAULT, n, dtypes.uint8).allocate() for n in sizes]
         scheduled = functools.cache(lambda: _Scheduled(layout))
-        key = source_digest(), described(layout)
+        key = source_digest(), fingerprint(layout)
         wiring: _Wiring | None = disk_cache().get("repacking", key)
         if wiring is None:
             wiring = scheduled().wiring
@@ -86,7 +86,7 @@ class _Plan:
         self._planes = layout.packing.shapes(layout.n_rows, layout.cols)
         self._between = [Tensor.empty(n, dtype=dtype).uop.base for n, dtype in wiring.between]
         self._kernels = [
-            (known_or_made(("repack", layout, i), lambda i=i: scheduled().graphs[i]), places)  # type: ignore[misc]
+            (program_or_graph(("repack", layout, i), lambda i=i: scheduled().graphs[i]), places)  # type: ignore[misc]
             for i, places in enumerate(wiring.places)
         ]
 
@@ -95,12 +95,12 @@ class _Plan:
         return self._calls([Tensor.empty(n, dtype=dtype).uop.base for n, dtype in self._planes])
 
     def run(self, planes: Sequence[UOp]) -> None:
-        run_linear(compiled(self._calls(planes)), jit=True)
+        run_linear(compile_calls(self._calls(planes)), jit=True)
 
     def _calls(self, planes: Sequence[UOp]) -> UOp:
         buffers = [*planes, *map(UOp.from_buffer, self.sources), *self._between]
         return UOp(
-            Ops.LINEAR, src=tuple(called(k, [buffers[i] for i in places]) for k, places in self._kernels)
+            Ops.LINEAR, src=tuple(call_of(k, [buffers[i] for i in places]) for k, places in self._kernels)
         )
 
 

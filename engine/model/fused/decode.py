@@ -14,11 +14,11 @@ from tinygrad import Tensor, dtypes
 from engine.kernels.gpu.attention import Heads, Split, attention, combine, split_for
 from engine.kernels.gpu.device import multiprocessors, tensor_cores
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import zeros
 from engine.kernels.gpu.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
 from engine.kernels.gpu.packing import QUARTER, UNIT, permuted_size
 from engine.kernels.gpu.token import embed, next_token
-from engine.kernels.launch import Launches
 from engine.model.fused.device_sampler import DeviceSampler
 from engine.model.fused.packed_model import Layer, PackedModel, Product
 from engine.model.fused.prescales import Floats, Prescales
@@ -74,10 +74,10 @@ class Decode:
         history: Tensor,
         drawing: DeviceSampler | None = None,
         penalizes: bool = False,
-    ) -> Launches:
+    ) -> KernelSequence:
         """The kernels of a step whose attention is cut as `split` says. It leaves the next token in `state`, and in
         `history` at the position: the most probable one, or one that `drawing` draws."""
-        model, step = self._model, Launches()
+        model, step = self._model, KernelSequence()
         stream = self._embed(step)
         for i, layer in enumerate(model.layers):
             bias = [] if layer.bias is None else [layer.bias]
@@ -98,7 +98,7 @@ class Decode:
             drawing.add_to(step, self.logits, self.state, history, penalizes)
         return step
 
-    def _embed(self, step: Launches) -> Stream:
+    def _embed(self, step: KernelSequence) -> Stream:
         model, config = self._model, self._model.config
         first = model.layers[0]
         stream = self._stream(max(first.down.n_blocks, UNIT // QUARTER), first.qkv, 0)
@@ -116,7 +116,7 @@ class Decode:
         step.add(kernel, *outs, self.state, *self._tables, *norms, *model.embedding.planes)
         return stream
 
-    def _gate_and_up(self, step: Launches, layer: Layer, stream: Stream) -> None:
+    def _gate_and_up(self, step: KernelSequence, layer: Layer, stream: Stream) -> None:
         prescale = self._scales.of(layer.down.only.packing)
         if len(layer.gate_up.matrices) == 1:
             self._normed(step, layer.gate_up, stream, GateUp(), [self._activated], [prescale], "gate_up")
@@ -124,7 +124,7 @@ class Decode:
         self._normed(step, layer.gate_up, stream, Store(), [self._gate_up], [], "gate_up")
         step.add(activate(self._model.config.ffn), self._activated, self._gate_up, prescale)
 
-    def _attention(self, step: Launches, layer: Layer, split: Split | FlashSplit) -> None:
+    def _attention(self, step: KernelSequence, layer: Layer, split: Split | FlashSplit) -> None:
         norms = [] if layer.head_norms is None else [layer.head_norms]
         prescale = self._scales.of(layer.o.only.packing)
         ins = [layer.keys, layer.values, self._rows, self._angles, self.state, *norms]
@@ -138,7 +138,7 @@ class Decode:
 
     def _normed(
         self,
-        step: Launches,
+        step: KernelSequence,
         product: Product,
         stream: Stream,
         epilogue: Epilogue,
@@ -153,7 +153,7 @@ class Decode:
 
     def _residual(
         self,
-        step: Launches,
+        step: KernelSequence,
         product: Product,
         x: Tensor,
         following: Product,

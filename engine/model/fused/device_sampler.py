@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.events import Sampling
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import send, zeros
 from engine.kernels.gpu.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
-from engine.kernels.launch import Launches
 
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
@@ -43,7 +43,9 @@ class DeviceSampler:
         send(self._numbers, by_position)
         return True
 
-    def add_to(self, step: Launches, logits: Tensor, state: Tensor, history: Tensor, penalizes: bool) -> None:
+    def add_to(
+        self, step: KernelSequence, logits: Tensor, state: Tensor, history: Tensor, penalizes: bool
+    ) -> None:
         """Kernels that end a decode step as `engine.kernels.gpu.token.next_token` does."""
         shortlist, context = self._shortlist, self._context
         if penalizes:

@@ -7,6 +7,7 @@ from tinygrad.dtype import DType
 
 from engine.kernels.gpu.attention import Heads
 from engine.kernels.gpu.device import multiprocessors
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import zeros
 from engine.kernels.gpu.matmul import fragments_size, matmul, tiles_for
 from engine.kernels.gpu.prefill import (
@@ -18,7 +19,6 @@ from engine.kernels.gpu.prefill import (
     rotate_prompt,
     tile_prompt,
 )
-from engine.kernels.launch import Launches
 from engine.model.fused.packed_model import Matrix, PackedModel
 from engine.model.fused.prescales import Floats, Prescales
 
@@ -34,9 +34,9 @@ class Prefill:
         self.prompt, self.ids = zeros(2, dtypes.int32), zeros(chunk, dtypes.int32)
         self._scratch: dict[tuple[str, int], Tensor] = {}
 
-    def step(self, tokens: int) -> Launches:
+    def step(self, tokens: int) -> KernelSequence:
         """For up to `tokens` tokens; the last layer's keys and values are all that is wanted of it."""
-        model, config, step, heads = self._model, self._model.config, Launches(), self._heads
+        model, config, step, heads = self._model, self._model.config, KernelSequence(), self._heads
         dim, q_rows = config.dim, config.heads * config.head_dim
         h, x = self._buffer("h", tokens * dim), self._buffer("x", fragments_size(tokens, dim), dtypes.float16)
         queries = self._buffer("queries", tokens * q_rows, dtypes.float16)

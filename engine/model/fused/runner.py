@@ -17,12 +17,13 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from engine.errors import UsageError
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
+from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.attention import SLACK, Heads
 from engine.kernels.gpu.device import capability
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import Mailbox, send, sent, zeros
 from engine.kernels.gpu.repack import repacking
 from engine.kernels.gpu.sample import Shortlist
-from engine.kernels.launch import Launches, compile_all
 from engine.measure.profile import Replay, Use
 from engine.model.fused import schedule_search
 from engine.model.fused.decode import Decode
@@ -123,9 +124,9 @@ class FusedRunner:
             Device[Device.DEFAULT].synchronize()
             send(self._decode.state, np.asarray([0, position], np.int32))
 
-        launches = self._decode_step(self._limit(position), draws=False, penalizes=False)
+        sequence = self._decode_step(self._limit(position), draws=False, penalizes=False)
         run = lambda: self._launch(position, draws=False)
-        return Replay(launches.compiled().src, self._uses(), 1, run, reset=reset)
+        return Replay(sequence.compile().src, self._uses(), 1, run, reset=reset)
 
     def _replay_prefill(self, position: int) -> Replay:
         if not self._tensor_cores:
@@ -137,7 +138,7 @@ class FusedRunner:
             send(self._prefill.prompt, np.asarray([position, count], np.int32))
             send(self._prefill.ids, np.zeros(size, np.int32))
 
-        calls = self._prefill.step(size).compiled().src
+        calls = self._prefill.step(size).compile().src
         return Replay(calls, self._uses(), count, lambda: self._launch_prefill(size), reset=reset)
 
     # ---- the search for schedules ----
@@ -207,16 +208,16 @@ class FusedRunner:
         self._mailbox.expect(position)
         which = self._limit(position), draws, draws and self._sampler.penalizes
         if which not in self._graphs:
-            self._graphs[which] = self._decode_step(*which).captured()
+            self._graphs[which] = self._decode_step(*which).capture()
         self._graphs[which]()
 
-    def _decode_step(self, limit: int, draws: bool, penalizes: bool) -> Launches:
+    def _decode_step(self, limit: int, draws: bool, penalizes: bool) -> KernelSequence:
         drawing = self._sampler if draws else None
         return self._decode.step(self._decode.split(limit), self._mailbox.tensor, drawing, penalizes)
 
     def _launch_prefill(self, size: int) -> None:
         if size not in self._prefills:
-            self._prefills[size] = self._prefill.step(size).captured()
+            self._prefills[size] = self._prefill.step(size).capture()
         self._prefills[size]()
 
     # ---- what is what ----

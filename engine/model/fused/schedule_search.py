@@ -18,9 +18,10 @@ from tinygrad import Device
 from engine.candidate_trial import CandidateFailedError, device_works, has_failed, trial
 from engine.disk_cache import disk_cache
 from engine.events import Search
+from engine.kernels.compilation import compile_all
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.matvec import Schedule, Stack
 from engine.kernels.gpu.schedules import candidates, note_searched, searched
-from engine.kernels.launch import Launches, compile_all
 from engine.model.fused.packed_model import Product
 from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
@@ -37,7 +38,7 @@ class Bench:
     the logits after a few tokens of a step that is captured; `seconds` what it takes, one after the other."""
 
     products: list[Product]
-    step: Callable[[], Launches]
+    step: Callable[[], KernelSequence]
     answer: Callable[[Callable[[], None]], Logits]
     seconds: Callable[[Callable[[], None]], float]
 
@@ -61,7 +62,7 @@ def search(bench: Bench, width: int, seconds: float, report: SearchReport, again
     if not todo:
         return
     deadline = time.monotonic() + seconds
-    wanted = bench.answer(bench.step().captured())
+    wanted = bench.answer(bench.step().capture())
     todo.sort(key=lambda alike: -alike[0].stack.n_bytes * len(alike))
     for i, alike in enumerate(todo):
         one = _OneShape(bench, alike, wanted)
@@ -85,7 +86,7 @@ class _OneShape:
         self._first = products[0]
         self._tried = self._refused = 0
         self._total = 0
-        self._before = self._after = bench.seconds(bench.step().captured())
+        self._before = self._after = bench.seconds(bench.step().capture())
 
     def run(self, most: int, deadline: float) -> Iterator[None]:
         """Sets the best schedule among `most`, the one that is set included, as far as time allows. A turn for each
@@ -115,14 +116,14 @@ class _OneShape:
                 break
         self._adopt(sorted(timed, key=lambda found: found[0])[:2])
 
-    def _try(self, schedule: Schedule, step: Launches) -> float | None:
+    def _try(self, schedule: Schedule, step: KernelSequence) -> float | None:
         """Seconds of a step, None if it does not give the results that it should."""
         try:
             with (
                 trial(disk_cache(), self._key(schedule), _TRIAL_S, lambda: device_works(Device.DEFAULT)),
                 self._set(schedule),
             ):
-                run = step.captured()
+                run = step.capture()
                 if not agree(self._bench.answer(run), self._wanted):
                     raise ValueError("other logits")
                 return self._bench.seconds(run)
@@ -132,9 +133,9 @@ class _OneShape:
     def _adopt(self, best: list[tuple[float, Schedule]]) -> None:
         """Takes the best if it is better than what is set, timed in turns with it."""
         for _, schedule in best:
-            now = self._bench.step().captured()
+            now = self._bench.step().capture()
             with self._set(schedule):
-                then = self._bench.step().captured()
+                then = self._bench.step().capture()
             turns = [(self._bench.seconds(now), self._bench.seconds(then)) for _ in range(3)]
             old, new = (float(np.median(times)) for times in zip(*turns, strict=True))
             if new < old * (1 - _GAIN) and agree(self._bench.answer(then), self._wanted):

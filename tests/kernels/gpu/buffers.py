@@ -7,9 +7,9 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from engine.formats.quantization import QUANTIZED
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.packing import UNIT, Packing, permuted_size, prescale, units_of
 from engine.kernels.gpu.repack import Layout, Rows, repack
-from engine.kernels.launch import Launches
 
 FLOATS = {0: np.float32, 1: np.float16}
 PACKED_ROWS, PACKED_COLS = 64, 256
@@ -64,9 +64,9 @@ def zeros(n, dtype=dtypes.float32):
 
 
 def run(kernel, *buffers):
-    launches = Launches()
-    launches.add(kernel, *buffers)
-    launches.captured()()
+    sequence = KernelSequence()
+    sequence.add(kernel, *buffers)
+    sequence.capture()()
 
 
 def places(cols):

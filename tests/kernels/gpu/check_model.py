@@ -51,7 +51,7 @@ def profiled_prefill():
         mock.patch.object(PackedModel, "fill"),
     ):  # nothing is to run
         runner = FusedRunner(Weights(file, config, lambda _: None), 32)
-    kernels = runner._prefill.step(padded).compiled().src
+    kernels = runner._prefill.step(padded).compile().src
     replay = profile.Replay(kernels, runner._uses(), tokens, run=lambda: None)
     told = {}
     for call, role in zip(replay.calls, profile.roles_of(replay.calls, replay.uses), strict=True):

@@ -13,7 +13,8 @@ from tinygrad import UOp, dtypes
 from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 from engine.fixes import program_cache
-from engine.kernels.launch import Launches, compile_all
+from engine.kernels.compilation import compile_all
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import sent
 from engine.kernels.gpu.uops import at, f32, finish, load
 program_cache.apply()
@@ -30,7 +31,7 @@ def scale(n, factor):
 
 x, y, z = (sent(np.arange(8, dtype=np.float32)) for _ in range(3))
 def sequence():
-    step = Launches()
+    step = KernelSequence()
     for _ in range(2):
         step.add(scale(8, 2.0), y, x)
         step.add(scale(8, 3.0), z, y)
@@ -38,7 +39,7 @@ def sequence():
 steps = sequence(), sequence()
 compile_all([step.linear for step in steps])
 for step in (*steps, sequence()):
-    step.captured()()
+    step.capture()()
 assert all(call.src[0].op is Ops.PROGRAM for call in sequence().calls)
 assert (z.numpy() == np.arange(8) * 6).all()
 print(len(built), len(compiled))

@@ -1,0 +1,92 @@
+"""Compiles kernels, several at once, and reuses the programs that earlier runs left in the disk cache.
+
+Building a kernel's graph, and computing the digest by which tinygrad identifies its program, takes Python longer than
+everything else in the start of a model whose programs are cached. So a program is also identified by what its graph
+follows from: the function that builds it, the function's arguments, and the source. Then its graph is not built again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from types import FunctionType
+
+from tinygrad import Device, UOp
+from tinygrad.codegen import to_program_key
+from tinygrad.dtype import DType
+from tinygrad.engine import realize
+from tinygrad.uop.ops import Ops
+
+from engine.disk_cache import disk_cache, source_digest
+
+Kernel = Callable[..., UOp]
+"""A function that takes placeholders of buffers and returns a kernel's graph."""
+
+_programs: dict[UOp, UOp] = {}  # the programs of the graphs that this process has compiled
+_cache_keys: dict[UOp, str] = {}  # graphs to compile, and the keys of their programs in the disk cache
+
+
+def call_of(kernel: UOp, buffers: Sequence[UOp]) -> UOp:
+    """A call of a kernel's graph, or of its program if it is compiled, with buffers."""
+    # `kernel.call` checks for open loops, and would reject a compiled kernel for its loops.
+    call = UOp(Ops.SINK).call(*buffers)
+    return call.replace(src=(_programs.get(kernel, kernel), *call.src[1:]))
+
+
+def compile_calls(linear: UOp) -> UOp:
+    """A LINEAR of calls with programs in place of graphs."""
+    compile_all([linear])
+    calls = ((call, call.src[0]) for call in linear.src)
+    return linear.replace(src=tuple(c.replace(src=(_programs.get(ast, ast), *c.src[1:])) for c, ast in calls))
+
+
+def compile_all(linears: Sequence[UOp]) -> None:
+    """Compiles the kernels of several LINEARs at once, so that tinygrad's compiler processes share the work."""
+    todo = {call.src[0]: call for linear in linears for call in linear.src if call.src[0] not in _programs}
+    graphs = [graph for graph in todo if graph.op is Ops.SINK]
+    if not graphs:
+        return
+    # The largest come first, or all processes would wait for the last of them.
+    graphs.sort(key=lambda graph: len(graph.toposort()), reverse=True)
+    compiled = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(todo[graph] for graph in graphs)))
+    for graph, call in zip(graphs, compiled.src, strict=True):
+        _programs[graph] = call.src[0]
+        if key := _cache_keys.pop(graph, ""):
+            disk_cache().put("kernels", key, to_program_key(graph, Device[Device.DEFAULT].renderer))
+
+
+def program_or_graph(description: tuple[object, ...], build: Callable[[], UOp]) -> UOp:
+    """The cached program of the kernel with this `description` (see `fingerprint`); without one the graph that `build`
+    returns, to be compiled."""
+    try:
+        target = str(Device[Device.DEFAULT].renderer.target)
+        cache_key = repr((source_digest(), target, fingerprint(description)))
+    except TypeError:
+        cache_key = ""
+    if cache_key and (program_key := disk_cache().get("kernels", cache_key)):
+        program = realize.to_program_cache.get(program_key)
+        if program is not None:
+            return program
+    graph = build()
+    if cache_key:
+        _cache_keys[graph] = cache_key
+    return graph
+
+
+def fingerprint(value: object) -> str:
+    """A text that identifies a value, and for a function all that its result depends on beside its arguments: where it
+    is defined, and the values that it captured from an outer function. Raises TypeError for other types of values."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | DType):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(fingerprint, value))})"
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        captured = (f"{name}={fingerprint(cell.cell_contents)}" for name, cell in cells)
+        if value.__defaults__ or value.__kwdefaults__:
+            raise TypeError("a function with default arguments has no fingerprint")
+        return f"{value.__module__}.{value.__qualname__}({', '.join(captured)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = (f"{field.name}={fingerprint(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(parts)})"
+    raise TypeError(f"a {type(value).__name__} has no fingerprint")

@@ -1,0 +1,53 @@
+"""A sequence of GPU kernels over fixed buffers, launched as one graph of the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from tinygrad import Device, Tensor, UOp
+from tinygrad.dtype import DType
+from tinygrad.engine import realize
+from tinygrad.engine.jit import graph_split_rewrite
+from tinygrad.uop.ops import Ops
+
+from engine.kernels.compilation import Kernel, call_of, compile_calls, program_or_graph
+
+
+class KernelSequence:
+    """Kernels in the order in which they are added. tinygrad does not schedule them: each one is a kernel already, each
+    tensor is an allocated buffer, and values that change between two sequence are in these buffers."""
+
+    def __init__(self) -> None:
+        self.calls: list[UOp] = []
+
+    def add(self, kernel: Kernel, *buffers: Tensor) -> None:
+        """`kernel` is called with a placeholder for each buffer; the same function always means the same kernel. The
+        buffers are realized, whole tensors, and the kernel uses every one of them."""
+        shapes = tuple((int(b.numel()), b.dtype) for b in buffers)
+        self.calls.append(call_of(_program(kernel, shapes), [b.uop.base for b in buffers]))
+
+    @property
+    def linear(self) -> UOp:
+        """The calls as a LINEAR."""
+        return UOp(Ops.LINEAR, src=tuple(self.calls))
+
+    def compile(self) -> UOp:
+        """Compiles the kernels that are not compiled yet: the LINEAR, with programs in place of graphs."""
+        return compile_calls(self.linear)
+
+    def capture(self) -> Callable[[], None]:
+        """Compiles the sequence and makes a graph of it. The result launches the graph and does not wait for it."""
+        linear = self.compile()
+        if Device[Device.DEFAULT].graph is not None:
+            linear = graph_split_rewrite(linear, max_batch_size=0)
+        return functools.partial(realize.run_linear, linear, jit=True)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+
+@functools.cache
+def _program(kernel: Kernel, shapes: tuple[tuple[int, DType], ...]) -> UOp:
+    placeholders = (UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes))
+    return program_or_graph((kernel, shapes), lambda: kernel(*placeholders))
