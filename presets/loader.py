@@ -1,12 +1,12 @@
-"""Presets: how an engine is set up, under a name. Built-in ones lie beside this file, the user's own in the
-folder of the configuration; a user's takes the place of a built-in one of the same name.
+"""Reads, checks and saves presets. A preset is a TOML file that says how an engine is set up. Built-in presets lie
+beside this file. The user's presets lie in the configuration folder and replace built-in ones of the same name.
 
-    title = "CUDA, quantized kernels, searched 2 wide"    # what is shown
+    title = "CUDA, quantized kernels, searched 2 wide"
     backend = "CUDA"          # auto, CPU, CUDA, NV
-    kernels = "fused"         # fused (quantized kernels of our own), graph (tensor graphs that tinygrad compiles),
+    kernels = "fused"         # fused (our quantized kernels), graph (tensor graphs that tinygrad compiles),
                               # auto (fused)
-    jitbeam = 2               # width of the search for kernels, 0 to 16; beam is another name of this key.
-                              # fused: for how our products are cut, on a GPU; graph: tinygrad's own search
+    jitbeam = 2               # width of the search for kernels, 0 to 16; this key may also be written beam.
+                              # fused: our search for schedules, on a GPU; graph: tinygrad's search
     context = 8192            # tokens
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"
     block_size = 4
@@ -39,7 +39,7 @@ _Width = Annotated[int, Meta(ge=0, le=16)]
 
 
 class PresetMatvec(Matvec, frozen=True, kw_only=True, tag="Matvec", forbid_unknown_fields=True):
-    """`Matvec` as the file spells it: a key that does not exist is an error."""
+    """The table [matvec]: `Matvec`, but an unknown key is an error."""
 
 
 class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,8 +59,8 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A preset that there is. `preset` is None where its file cannot be used, and `problem` says why."""
+class PresetFile:
+    """`preset` is None if the file cannot be used, and `problem` says why."""
 
     name: str
     path: Path
@@ -72,46 +72,44 @@ class Entry:
         return self.path.parent == BUILT_IN
 
 
-def own_folder() -> Path:
+def user_folder() -> Path:
     return platformdirs.user_config_path("orin-chat", appauthor=False) / "presets"
 
 
-def entries() -> dict[str, Entry]:
-    """All presets by name: the built-in ones in the order of their names, then the user's own."""
-    found: dict[str, Entry] = {}
-    for folder in (BUILT_IN, own_folder()):
+def preset_files() -> dict[str, PresetFile]:
+    """All presets by name: the built-in ones, then the user's, each in the order of their names."""
+    files: dict[str, PresetFile] = {}
+    for folder in (BUILT_IN, user_folder()):
         for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem):
             try:
-                found[path.stem] = Entry(path.stem, path, read(path))
+                files[path.stem] = PresetFile(path.stem, path, read(path))
             except (OSError, ValueError) as error:
-                found[path.stem] = Entry(path.stem, path, None, _reason(error))
-    return found
+                files[path.stem] = PresetFile(path.stem, path, None, _reason(error))
+    return files
 
 
-def find(name: str) -> Preset:
-    """The preset of a name. Raises UsageError where there is none, or its file cannot be used."""
-    known = entries()
-    if (entry := known.get(name)) is None:
-        raise UsageError(f"There is no preset {name!r}.", f"Choose one of {', '.join(known)}.")
-    if entry.preset is None:
+def find_preset(name: str) -> Preset:
+    """Raises UsageError if there is no such preset, or its file cannot be used."""
+    files = preset_files()
+    if (file := files.get(name)) is None:
+        raise UsageError(f"There is no preset {name!r}.", f"Choose one of {', '.join(files)}.")
+    if file.preset is None:
         raise UsageError(
-            f"The preset {entry.path} cannot be used: {entry.problem}.",
-            "Mend the file, or choose another preset.",
+            f"The preset {file.path} cannot be used: {file.problem}.",
+            "Correct the file, or choose another preset.",
         )
-    return entry.preset
+    return file.preset
 
 
 def read(path: Path) -> Preset:
-    """Raises OSError, or ValueError that names the key, for a file that does not hold a preset."""
+    """Raises OSError, or ValueError that names the key if the file is no preset."""
     return parse(path.read_text("utf-8"))
 
 
 def parse(text: str) -> Preset:
-    """Raises ValueError (as msgspec's errors are), naming the key, for a text that is not a preset."""
+    """Raises ValueError that names the key if `text` is no preset. (The errors of msgspec are ValueErrors.)"""
     fields = msgspec.toml.decode(text)
-    if (
-        fields.get("kv") == "f16"
-    ):  # older presets name the type of the KV cache; there is no other to choose yet
+    if fields.get("kv") == "f16":  # a key of older presets; engines have this one type of KV cache
         del fields["kv"]
     preset = msgspec.convert(fields, Preset)
     if flaw := out_of_range(preset.sampling):
@@ -120,13 +118,13 @@ def parse(text: str) -> Preset:
 
 
 def save(name: str, text: str) -> Path:
-    """Keeps `text` as the user's own preset `name` and returns its file. Raises UsageError for a name or a
-    text that is none, or a folder that cannot be written."""
+    """Writes the user's preset `name` and returns its file. Raises UsageError if `name` or `text` is not valid, or the
+    folder cannot be written."""
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} is no name for a preset.", "Take small letters, digits, dots and dashes, 40 at most."
         )
-    path = own_folder() / f"{name}.toml"
+    path = user_folder() / f"{name}.toml"
     try:
         parse(text)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,20 +135,20 @@ def save(name: str, text: str) -> Path:
 
 
 def delete(name: str) -> None:
-    """Removes the user's own preset `name`; a built-in one that it stood in for is back. Raises UsageError."""
+    """Deletes the user's preset `name`. A built-in preset of that name is used again. Raises UsageError."""
     try:
-        (own_folder() / f"{name}.toml").unlink()
+        (user_folder() / f"{name}.toml").unlink()
     except OSError as error:
         raise UsageError(f"The preset {name} is not deleted: {_reason(error)}.") from error
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """What is wrong, without a full stop, and of a key that there is none of, which there are."""
+    """What is wrong, without a full stop. If a key is unknown, lists the keys."""
     if isinstance(error, OSError):
         return f"{error.strerror} ({error.filename})"
     if unknown := _UNKNOWN.search(str(error)):
         table = unknown["table"] or ""
         keys = {"sampling": PresetSampling, "matvec": PresetMatvec}.get(table, Preset).__struct_fields__
-        where = f"[{table}] has" if table else "there are"
-        return f"there is no key {unknown['key']}; {where} {', '.join(keys)}"
+        listed = f"[{table}] has" if table else "there are"
+        return f"there is no key {unknown['key']}; {listed} {', '.join(keys)}"
     return str(error).rstrip(".")

@@ -23,7 +23,7 @@ from app.chat.speed_history import recording_engine
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.events import Sampling
-from presets.loader import find
+from presets.loader import find_preset
 from widgets.text import as_bytes
 
 REPLY_S = 4.0
@@ -139,7 +139,7 @@ async def record(
     wait_s: float,
 ) -> None:
     settings = Settings(context=context)
-    options = configure(model, settings, find(names[0])).engine
+    options = configure(model, settings, find_preset(names[0])).engine
     setup = EngineSetup(options, names[0], settings=settings, make=recording_engine)
     app = ChatApp(
         recording_engine(options),

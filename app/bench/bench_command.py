@@ -30,7 +30,7 @@ from engine.events import EngineOptions, Failed
 from engine.formats.gguf import GGUF, StringArray
 from engine.peers.llama_process import find_llama_server
 from engine.peers.llama_server import LlamaServer
-from presets.loader import find
+from presets.loader import find_preset
 from widgets.text import one_line
 
 REGRESSION = 1
@@ -106,7 +106,9 @@ def _setups(args: Namespace, settings: Settings) -> Iterator[tuple[str, EngineOp
         for preset in args.preset or [""]:
             searched = "" if args.beam is None else f"beam{args.beam}"
             command_line = {"backend": args.backend, "search_width": args.beam}
-            chosen = configure(path, preset=find(preset) if preset else None, command_line=command_line)
+            chosen = configure(
+                path, preset=find_preset(preset) if preset else None, command_line=command_line
+            )
             yield f"{preset} {searched}".strip(), chosen.engine
 
 

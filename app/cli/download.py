@@ -20,12 +20,12 @@ from engine.model import file_summary
 from widgets.text import clean
 
 
-def obtain(name: str, own: Mapping[str, str], messages: TextIO, *, quiet: bool = False) -> Path:
+def obtain(name: str, aliases: Mapping[str, str], messages: TextIO, *, quiet: bool = False) -> Path:
     """The file of the model `name`, downloaded if it is not on this machine. Names the file on `messages`; if `quiet`,
-    only after a download. A path is returned as it is, even if there is no file. `own`: the user's own names.
+    only after a download. A path is returned as it is, even if there is no file. `aliases`: see `Settings.names`.
 
     Raises UsageError and ModelFileError."""
-    source = parse(name, own)
+    source = parse(name, aliases)
     if isinstance(source, Path):
         return source
     path = cache.find(source)

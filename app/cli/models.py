@@ -47,11 +47,11 @@ def run(command: str, meaning: str, arguments: Sequence[str], settings: Settings
 # --- models --------------------------------------------------------------------------------------------
 
 
-def list_models(args: Namespace, own: Mapping[str, str]) -> None:
-    """Prints the models on this machine, and the names of others. `own`: the user's own names of models."""
-    local = on_this_machine(own)
+def list_models(args: Namespace, aliases: Mapping[str, str]) -> None:
+    """Prints the models on this machine, and the names of others. `aliases`: see `Settings.names`."""
+    local = on_this_machine(aliases)
     if args.json:
-        write_json(sys.stdout, [_as_json(entry) for entry in [*local, *not_here(local, own)]])
+        write_json(sys.stdout, [_as_json(entry) for entry in [*local, *not_here(local, aliases)]])
         return
     titles = ("NAME", "SIZE", "TYPE", "PARAMETERS", "CONTEXT", "LAST USED", "SPEED", "WHERE")
     rows = [titles, *(_row(entry) for entry in local)]
@@ -61,7 +61,7 @@ def list_models(args: Namespace, own: Mapping[str, str]) -> None:
     for entry in local:
         if entry.problem:
             print(one_line(f"{entry.name} cannot be used: {entry.problem}"))
-    print(f"\nNot here, but known: {', '.join(entry.name for entry in not_here(local, own))}.")
+    print(f"\nNot here, but known: {', '.join(entry.name for entry in not_here(local, aliases))}.")
     print("orin-chat pull NAME downloads one; so does hf.co/user/repository[:Q4_K_M].")
 
 
@@ -92,13 +92,13 @@ def ago(time_s: float) -> str:
 # --- pull ----------------------------------------------------------------------------------------------
 
 
-def pull(args: Namespace, own: Mapping[str, str]) -> None:
+def pull(args: Namespace, aliases: Mapping[str, str]) -> None:
     """Downloads a model, or verifies and updates it, and prints its path."""
-    source, _ = source_of(args.model, own)
+    source, _ = source_of(args.model, aliases)
     if isinstance(source, Path):
         raise UsageError(f"{source} is a file: there is nothing to download.")
     path = fetch(source, sys.stdout if args.json else sys.stderr, as_json=args.json)
-    entry = read_entry(source, path, own)
+    entry = read_entry(source, path, aliases)
     if args.json:
         write_json(sys.stdout, {"event": "finished", **_as_json(entry)})
         return
@@ -112,10 +112,10 @@ def pull(args: Namespace, own: Mapping[str, str]) -> None:
 # --- rm ------------------------------------------------------------------------------------------------
 
 
-def remove(args: Namespace, own: Mapping[str, str]) -> None:
+def remove(args: Namespace, aliases: Mapping[str, str]) -> None:
     """Deletes a downloaded model and its packed weights, after a question. Of a user's own file, it deletes only the
     packed weights."""
-    source, path = source_of(args.model, own)
+    source, path = source_of(args.model, aliases)
     if source == guide_path():
         raise UsageError(f"{GUIDE} is built in: there is nothing to delete.")
     if isinstance(source, Path):
@@ -155,15 +155,15 @@ def _is_confirmed(question: str) -> bool:
 # --- show ----------------------------------------------------------------------------------------------
 
 
-def show(args: Namespace, own: Mapping[str, str]) -> None:
+def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     """Prints what a model's file says, and the decode speed that this machine's memory allows."""
-    source, path = source_of(args.model, own)
+    source, path = source_of(args.model, aliases)
     if path is None:
         raise ModelFileError(
             f"{source} is not on this machine.",
             "Check the path for a typing error." if isinstance(source, Path) else f"orin-chat pull {source}",
         )
-    entry = read_entry(source, path, own)
+    entry = read_entry(source, path, aliases)
     with GGUF(path) as file:
         metadata = {key: _plain(value) for key, value in file.metadata.items()}
         types: dict[str, dict[str, int]] = {}

@@ -177,10 +177,10 @@ def configuration(args: argparse.Namespace, settings: Settings) -> Configuration
 
     from app.chat.configuration import configure
     from app.cli.model_file import model_path, remember
-    from presets.loader import find
+    from presets.loader import find_preset
 
     name = preset_name(args, settings)
-    chosen = configure("", settings, find(name) if name else None, command_line(args))
+    chosen = configure("", settings, find_preset(name) if name else None, command_line(args))
     if args.engine is not None:
         return chosen
     try:

@@ -16,7 +16,7 @@ from engine.backends import BACKENDS, unusable_because
 from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
 from engine.events import EngineOptions, Sampling
-from presets.loader import Entry, Preset, entries, find
+from presets.loader import Preset, PresetFile, find_preset, preset_files
 from widgets.preset_bar import BarOption, PresetBarData
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ ORDER = ("NV", "CUDA", "CPU")
 class PresetListing:
     """A preset in the list. `problem` says why it does not work here, "" if it does. `speeds` are its last speeds."""
 
-    entry: Entry
+    entry: PresetFile
     is_active: bool
     problem: str
     speeds: str
@@ -77,7 +77,7 @@ class EngineSetup:
 
     def with_preset(self, name: str) -> tuple[Engine, EngineOptions, Sampling]:
         """An engine for the same model under a preset, its options, and the sampling. Raises UsageError."""
-        preset = find(name)
+        preset = find_preset(name)
         if problem := self._problem(preset):
             raise UsageError(f"{name} does not work here: {problem}.")
         model_path = self.options.model_path
@@ -107,7 +107,7 @@ class EngineSetup:
         self.backend = backend
         default = configure(self.options.model_path, self._settings).engine
         options = replace(self.options, backend=default.backend, context_length=default.context_length)
-        if not self.name and options == default and backend.lower() in entries():
+        if not self.name and options == default and backend.lower() in preset_files():
             self.name = backend.lower()
 
     def adopt(self, name: str, options: EngineOptions) -> None:
@@ -130,7 +130,7 @@ class EngineSetup:
                 entry.problem or self._problem(entry.preset),
                 str(speeds.get(entry.name, "")),
             )
-            for entry in entries().values()
+            for entry in preset_files().values()
         ]
 
     def bar(self) -> PresetBarData:
@@ -172,11 +172,11 @@ class EngineSetup:
 
     @property
     def _width(self) -> int:
-        entry = entries().get(self.name)
+        entry = preset_files().get(self.name)
         return entry.preset.search_width if entry and entry.preset else 0
 
     def _presets_of(self, backend: str) -> dict[str, Preset]:
-        presets = ((entry.name, entry.preset) for entry in entries().values())
+        presets = ((entry.name, entry.preset) for entry in preset_files().values())
         return {name: preset for name, preset in presets if preset and preset.backend == backend}
 
     def _problem(self, preset: Preset | None) -> str:

@@ -8,7 +8,7 @@ from textual.widgets import Input, TextArea
 from app.screens.edit_page import EditPage
 from app.screens.page import Frame
 from engine.errors import UsageError
-from presets.loader import entries, save
+from presets.loader import preset_files, save
 from widgets.ordered_input import OrderedInput, OrderedTextArea
 
 KEYS = "Ctrl+S saves · Esc closes · Tab to the name"
@@ -34,7 +34,7 @@ class PresetEditor(EditPage):
 
     def action_save(self) -> None:
         name, text = self.edited
-        existing = entries().get(name)
+        existing = preset_files().get(name)
         replaces_another = existing is not None and not existing.built_in and name != self.preset_name
         question = f"There is a preset {name} of your own. Ctrl+S again replaces it."
         if replaces_another and not self.is_sure(f"replace {name}", question):

@@ -13,13 +13,13 @@ CONTEXT = Settings(context=4096)
 
 @pytest.fixture(autouse=True)
 def own(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "own_folder", lambda: tmp_path / "presets")
+    monkeypatch.setattr(loader, "user_folder", lambda: tmp_path / "presets")
     (tmp_path / "presets").mkdir()
     return tmp_path / "presets"
 
 
 def test_the_built_in_ones_are_there_and_sound():
-    found = loader.entries()
+    found = loader.preset_files()
     names = "cpu cuda cuda-beam2 cuda-beam4 graph nv nv-jitbeam2 nv-jitbeam4 safe"
     assert set(names.split()) == set(found)
     assert all(
@@ -28,10 +28,10 @@ def test_the_built_in_ones_are_there_and_sound():
 
 
 def test_a_width_of_the_search_is_all_that_its_key_changes():
-    for entry in loader.entries().values():
+    for entry in loader.preset_files().values():
         searched = configure("m.gguf", CONTEXT, entry.preset).engine
         if searched.search_width:
-            plain = configure("m.gguf", CONTEXT, loader.find(searched.backend.lower())).engine
+            plain = configure("m.gguf", CONTEXT, loader.find_preset(searched.backend.lower())).engine
             assert replace(searched, search_width=0) == replace(plain, search_width=0)
 
 
@@ -40,15 +40,15 @@ def test_a_preset_becomes_options(own):
         'title = "Mine"\nbackend = "CUDA"\nkernels = "graph"\nbeam = 3\ncontext = 512\n'
         "[matvec]\nthreads_per_row = 16\n[sampling]\ntemperature = 0\n"
     )
-    preset = loader.find("mine")
+    preset = loader.find_preset("mine")
     engine, sampling = configure("m.gguf", Settings(context=4096, sampling=SamplingSettings(seed=7)), preset)
     assert engine == EngineOptions(
         model_path="m.gguf", backend="CUDA", kernels="graph", search_width=3, context_length=512,
         matvec=Matvec(threads_per_row=16),
     )  # fmt: skip
     assert sampling == Sampling(temperature=0, seed=7)
-    assert configure("m", CONTEXT, loader.find("safe")).engine.context_length == 2048
-    assert configure("m", CONTEXT, loader.find("cpu")).engine.context_length == 4096
+    assert configure("m", CONTEXT, loader.find_preset("safe")).engine.context_length == 2048
+    assert configure("m", CONTEXT, loader.find_preset("cpu")).engine.context_length == 4096
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_the_width_of_the_search_has_two_names_and_an_old_key_is_read_over(line)
 
 def test_the_users_own_wins(own):
     (own / "cuda.toml").write_text('title = "Mine"\nbackend = "CPU"\n')
-    assert loader.find("cuda").title == "Mine"
-    assert not loader.entries()["cuda"].built_in
+    assert loader.find_preset("cuda").title == "Mine"
+    assert not loader.preset_files()["cuda"].built_in
 
 
 @pytest.mark.parametrize(
@@ -84,30 +84,33 @@ def test_the_users_own_wins(own):
 def test_a_bad_file_is_named_with_its_key_and_spoils_no_other(own, text, says):
     (own / "bad.toml").write_text(text)
     with pytest.raises(UsageError) as error:
-        loader.find("bad")
+        loader.find_preset("bad")
     assert says in str(error.value) and "bad.toml" in str(error.value)
-    assert loader.entries()["bad"].preset is None
-    assert says in loader.entries()["bad"].problem and "bad.toml" not in loader.entries()["bad"].problem
-    assert loader.find("cpu")
+    assert loader.preset_files()["bad"].preset is None
+    assert (
+        says in loader.preset_files()["bad"].problem
+        and "bad.toml" not in loader.preset_files()["bad"].problem
+    )
+    assert loader.find_preset("cpu")
 
 
 def test_bytes_that_are_no_text(own):
     (own / "bad.toml").write_bytes(b"\xff\xfe")
-    assert "utf-8" in loader.entries()["bad"].problem
+    assert "utf-8" in loader.preset_files()["bad"].problem
 
 
 def test_a_name_that_is_not_there():
     with pytest.raises(UsageError, match="cuda-beam2"):
-        loader.find("fast")
+        loader.find_preset("fast")
 
 
 def test_saving(own):
     path = loader.save("mine", 'title = "Mine"\n')
-    assert loader.find("mine").title == "Mine" and path.parent == own
+    assert loader.find_preset("mine").title == "Mine" and path.parent == own
     for name, text in (("../x", 'title = "x"'), ("mine", "title = 3")):
         with pytest.raises(UsageError):
             loader.save(name, text)
-    assert loader.find("mine").title == "Mine"
+    assert loader.find_preset("mine").title == "Mine"
 
 
 def test_a_folder_that_cannot_be_written_is_named(own):
@@ -122,7 +125,7 @@ def test_a_folder_that_cannot_be_written_is_named(own):
 def test_deleting_brings_back_the_built_in_one(own):
     loader.save("cpu", 'title = "Mine"\n')
     loader.delete("cpu")
-    assert loader.find("cpu").title == "CPU" and loader.entries()["cpu"].built_in
+    assert loader.find_preset("cpu").title == "CPU" and loader.preset_files()["cpu"].built_in
     with pytest.raises(UsageError):
         loader.delete("cpu")
 

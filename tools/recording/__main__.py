@@ -26,7 +26,7 @@ from app.screens.engine_setup import EngineSetup
 from engine.client import LocalEngine
 from engine.events import Sampling
 from presets import guide_path
-from presets.loader import find
+from presets.loader import find_preset
 from tools.recording.animation import Frame, animated_svg, without_waits
 
 FRAME_S = 0.1
@@ -78,7 +78,7 @@ async def record(
     model: str, presets: list[str], size: tuple[int, int], questions: list[str]
 ) -> tuple[list[Frame], ChatApp]:
     settings = Settings()
-    options = configure(model, settings, find(presets[0])).engine
+    options = configure(model, settings, find_preset(presets[0])).engine
     setup = EngineSetup(options, presets[0], settings=settings, make=LocalEngine)
     app = ChatApp(LocalEngine(options), History(":memory:"), setup=setup, sampling=Sampling(temperature=0))
     async with app.run_test(size=size) as pilot:

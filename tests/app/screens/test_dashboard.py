@@ -26,7 +26,7 @@ NO_DRIVER = Failed(kind="backend", message="There is no driver.", hint="Choose C
 
 @pytest.fixture(autouse=True)
 def own_presets(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "own_folder", lambda: tmp_path / "presets")
+    monkeypatch.setattr(loader, "user_folder", lambda: tmp_path / "presets")
     monkeypatch.setattr(speed_history, "_path", lambda: tmp_path / "evidence.json")
 
 
