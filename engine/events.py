@@ -210,6 +210,16 @@ class Ready(_Record, frozen=True, kw_only=True):
     weight_bytes_per_token: int = 0
     kv_bytes_per_token: int = 0
 
+    @property
+    def is_on_cpu(self) -> bool:
+        return self.backend.startswith("CPU")
+
+    def bytes_per_token(self, position: float) -> float:
+        """What a decode step reads after `position` tokens; 0 if the engine does not know its weights."""
+        return (
+            self.weight_bytes_per_token and self.weight_bytes_per_token + position * self.kv_bytes_per_token
+        )
+
 
 class Prefilling(_Record, frozen=True, kw_only=True):
     """`done` of `total` prompt tokens are in the KV cache; `cached` of them are from earlier turns."""

@@ -74,14 +74,6 @@ class Sample:
         ]
 
 
-class BenchmarkError(Exception):
-    """An engine failed while it was measured."""
-
-    def __init__(self, failed: Failed) -> None:
-        super().__init__(failed.message)
-        self.failed = failed
-
-
 @dataclass
 class MeasuredEngine:
     """An engine and what was measured of it. `failed` says why there is no more."""
@@ -114,11 +106,10 @@ class MeasuredEngine:
             measured := await self.engine.measure(), Measured
         ):
             self.measured = measured
-            if not self.ready.backend.startswith("CPU"):
+            if not self.ready.is_on_cpu:
                 self.device_bytes = measured.device_bytes
 
-    async def answer(self, ids: tuple[int, ...], max_tokens: int, *, fresh: bool) -> Sample:
-        """Raises BenchmarkError."""
+    async def answer(self, ids: tuple[int, ...], max_tokens: int, *, fresh: bool) -> Sample | Failed:
         request = Generate(
             request_id=1,
             prompt=TokenIds(ids=ids),
@@ -134,7 +125,7 @@ class MeasuredEngine:
             elif isinstance(event, Finished):
                 return Sample(event, times_ms)
             elif isinstance(event, Failed):
-                raise BenchmarkError(event)
+                return event
         raise AssertionError("an engine's stream ends with Finished or Failed")
 
 
@@ -207,13 +198,11 @@ class Benchmark:
             number = f"{repetition} of {self.repetitions}" if repetition else "warm-up"
             self._on_step(f"{case.name}, {number}: {engine.name}", self._done)
             self._done += 1
-            try:
-                sample = await engine.answer(prompt, case.n_gen + 1, fresh=not case.n_depth)
-            except BenchmarkError as error:
-                engine.failed = error.failed
-            else:
-                if repetition:
-                    engine.samples.setdefault(case, []).append(sample)
+            sample = await engine.answer(prompt, case.n_gen + 1, fresh=not case.n_depth)
+            if isinstance(sample, Failed):
+                engine.failed = sample
+            elif repetition:
+                engine.samples.setdefault(case, []).append(sample)
 
     def _ids(self, n: int) -> tuple[int, ...]:
         return tuple(self._random.integers(0, self._vocab_size, n).tolist())
@@ -250,7 +239,7 @@ class Benchmark:
         result = Result(
             build_commit=_build(engine),
             cpu_info=device_name("CPU"),
-            gpu_info="" if model.backend.startswith("CPU") else model.device_name,
+            gpu_info="" if model.is_on_cpu else model.device_name,
             backends=model.backend,
             model_filename=self.options.model_path,
             model_type=f"{model.model.architecture} {model.model.quantization}",
@@ -273,8 +262,7 @@ class Benchmark:
         if not case.n_gen:
             return replace(result, first_token_ms=statistics.median(times_ms))
         # Both engines read the same file, and a KV cache of 16 bits a number.
-        mean_position = case.n_depth + case.n_gen / 2
-        n_bytes = round(model.weight_bytes_per_token + model.kv_bytes_per_token * mean_position)
+        n_bytes = round(model.bytes_per_token(case.n_depth + case.n_gen / 2))
         gbps = n_bytes * result.median_ts / 1e9
         intervals_ms = [ms for sample in samples for ms in sample.intervals_ms]
         p50, p90, p99 = np.percentile(intervals_ms, (50, 90, 99)).tolist() if intervals_ms else (None,) * 3

@@ -239,14 +239,11 @@ class ComparisonEngine:
         difference = self._difference
         if differs and difference is None:
             difference = Difference(same + 1, left.tokens[same].text, right.tokens[same].text)
-        bytes_per_token = (
-            (left.ready.weight_bytes_per_token, left.ready.kv_bytes_per_token) if left.ready else (0, 0)
-        )
         left.pid, right.pid = self.ours.pid, self._peer.pid if self._peer else None
         shown = same if differs else None
         return ComparisonData(
-            left=left.view(shown, bytes_per_token),
-            right=right.view(shown, bytes_per_token),
+            left=left.view(shown, left.ready),
+            right=right.view(shown, left.ready),
             asked=self._asked,
             together=self._asked_together,
             complete=self._is_complete,
@@ -268,7 +265,7 @@ class ComparisonEngine:
     async def _start_peer(self, ready: Ready) -> None:
         if isinstance(measured := await self.ours.measure(), Measured):
             self._left.copy_gbps = self._right.copy_gbps = measured.copy_gbps
-            self._left.device_bytes = 0 if ready.backend.startswith("CPU") else measured.device_bytes
+            self._left.device_bytes = 0 if ready.is_on_cpu else measured.device_bytes
         used_before = gpu_used_bytes()
         if self._peer is None:
             try:

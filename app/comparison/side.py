@@ -93,13 +93,11 @@ class Side:
                 if event.request_id is None:
                     self.ready = None
 
-    def view(self, same: int | None, bytes_per_token: tuple[int, int]) -> EngineAnswer:
-        """`same`: how many tokens both engines have in common (None: all so far). `bytes_per_token`: what a decode step
-        reads of the weights, and of the KV cache for each token before."""
+    def view(self, same: int | None, model: Ready | None) -> EngineAnswer:
+        """`same`: how many tokens both engines have in common (None: all so far). `model`: the `Ready` of ours."""
         decode, first_token_s, prefill = self._rates()
-        weight_bytes, kv_bytes = bytes_per_token
         mean_position = self._prompt_tokens + len(self.tokens) / 2
-        gbps = (weight_bytes + kv_bytes * mean_position) * (decode or 0) / 1e9
+        gbps = model.bytes_per_token(mean_position) * (decode or 0) / 1e9 if model else 0.0
         if memory := resident(self.pid):
             self._peak_bytes = memory.peak + self.device_bytes
         about = (self.ready.backend, self.ready.device_name) if self.ready else ()

@@ -90,9 +90,7 @@ class PerformanceObserver:
 
     def bytes_per_token(self, position: int) -> int:
         """What a decode step there must read, 0 where the engine does not tell."""
-        if self.ready is None or not self.ready.weight_bytes_per_token:
-            return 0
-        return self.ready.weight_bytes_per_token + position * self.ready.kv_bytes_per_token
+        return round(self.ready.bytes_per_token(position)) if self.ready else 0
 
     @property
     def decode_rates(self) -> list[float]:
@@ -113,7 +111,7 @@ class PerformanceObserver:
 
     @property
     def _is_on_cpu(self) -> bool:
-        return self.ready is not None and self.ready.backend.startswith("CPU")
+        return self.ready is not None and self.ready.is_on_cpu
 
     def bearing(self, counters: Sequence[Counter]) -> tuple[Counter, ...]:
         """Those that bear on the engine's speed: of one on the CPU, the counters of a graphics card do not. (On a
