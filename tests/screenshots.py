@@ -77,7 +77,7 @@ async def picture_of_model(model: str, name: str, keys: tuple[str, ...]) -> str:
             await pilot.pause(0.5)
             return _svg(app)
         await pilot.press(*keys)
-        if app.dashboard.is_seen:
+        if app.dashboard.is_visible:
             await _until(pilot, lambda: app.dashboard.performance.kernels.decode is not None)
         await pilot.pause(1.5)  # the machine's counters
         return _svg(app)

@@ -55,14 +55,14 @@ async def test_a_key_opens_it_and_closes_it_and_the_conversation_goes_on():
         await say(app, pilot, "first")
         await pilot.press("f10")
         await sees(pilot, "The next prompt is answered by both.")
-        assert not app.dashboard.is_seen and app.focused is app.prompt
+        assert not app.dashboard.is_visible and app.focused is app.prompt
         await say(app, pilot, "second")
         await sees(pilot, "Zwei.")
         await sees(pilot, "decode")
         await pilot.press("f10")
         await until(lambda: peer.closed and app.session.engine is ours)
         await sees(pilot, "Two.")
-        assert app.dashboard.is_seen and not ours.closed
+        assert app.dashboard.is_visible and not ours.closed
         await say(app, pilot, "third")
         assert contents(app) == ["first", "One.", "second", "Two.", "third", "Three."]
         assert [role for role, _ in ours.prompts()[-1]] == ["user", "assistant"] * 2 + ["user"]

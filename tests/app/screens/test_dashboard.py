@@ -73,7 +73,7 @@ async def test_an_idle_engine_is_measured_once_and_after_each_reply():
 
 async def test_an_engine_that_does_not_measure_itself_says_so():
     async with dashboard(FakeEngine()) as (_, pilot, _):
-        await sees(pilot, "fake does not tell of its kernels")
+        await sees(pilot, "fake cannot measure its kernels")
 
 
 async def test_a_profile_that_gave_way_is_asked_for_again():
@@ -376,10 +376,10 @@ async def test_what_is_not_seen_costs_nothing():
     engine = MeasuredEngine()
     async with dashboard(engine) as (app, pilot, _):
         await pilot.press("f5")
-        await until(lambda: not app.dashboard.is_seen)
-        app.dashboard._read = lambda: pytest.fail("the counters are read")
+        await until(lambda: not app.dashboard.is_visible)
+        app.dashboard._read_counters = lambda: pytest.fail("the counters are read")
         engine.profiles.clear()
-        app.dashboard._wanted = ["decode"]
+        app.dashboard.profiler._steps = ["decode"]
         await asyncio.sleep(0.3)
         assert engine.profiles == []
 

@@ -35,7 +35,7 @@ async def test_it_prints_all_panes():
 
 async def test_an_engine_that_does_not_measure_itself():
     code, out, _ = await once(FakeEngine(reply("word " * 80)))
-    assert code == 0 and "fake does not tell of its kernels." in out and "100 tok/s" in out
+    assert code == 0 and "fake cannot measure its kernels." in out and "100 tok/s" in out
 
 
 async def test_an_engine_that_does_not_start():

@@ -223,10 +223,10 @@ def test_a_history_that_cannot_be_written_stops_nothing(remembered):
 
 def test_the_counters_of_a_card_say_nothing_of_an_engine_on_the_cpu(performance):
     counters = (Counter(name="memory activity", value=3.0), Counter(name="CPU load", value=90.0))
-    assert performance.bearing(counters) == counters
+    assert performance.relevant(counters) == counters
     assert performance.throughput(counters).memory == "memory 3 % busy, measured"
     assert performance.throughput(counters).measured == "copy"
     performance.observe(replace(READY, backend="CPU"))
-    assert performance.bearing(counters) == counters[1:]
+    assert performance.relevant(counters) == counters[1:]
     assert performance.throughput(counters).memory == "memory: not available: no counter here"
     assert performance.throughput(counters).measured == "reading"

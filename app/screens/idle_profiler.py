@@ -1,0 +1,73 @@
+"""Has the engine measure itself while it is idle: its copy bandwidth, then its kernels."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from app.chat.session import Session
+from app.screens.performance import PerformanceObserver
+from engine.client import Measurable
+from engine.events import Failed, Step
+
+IDLE_S = 0.7
+"""How long the engine must be idle before it measures itself."""
+
+
+class IdleProfiler:
+    """Gives the results to `performance`."""
+
+    def __init__(self, session: Session, performance: PerformanceObserver) -> None:
+        self._session, self._performance = session, performance
+        self._needs_bandwidth = False
+        self._steps: list[Step] = []  # to be profiled, the next one first
+        self._task: asyncio.Task[None] | None = None
+        self._idle_since: float | None = None
+
+    def engine_ready(self) -> None:
+        self._needs_bandwidth, self._steps = True, ["decode"]
+
+    def reply_finished(self) -> None:
+        """A decode step takes longer now, since the context is longer."""
+        self._steps = ["decode", *(step for step in self._steps if step != "decode")]
+
+    def request(self, step: Step) -> None:
+        self._steps.append(step)
+        self._performance.note("measured as soon as the engine is idle")
+
+    def measure_if_idle(self, *, with_kernels: bool) -> None:
+        """Starts the next measurement, if the engine has been idle for `IDLE_S`. Call it again and again."""
+        now, session, engine = time.monotonic(), self._session, self._session.engine
+        if session.is_busy or not session.status.is_ready or session.candidate is not None:
+            self._idle_since = None
+            return
+        self._idle_since = now if self._idle_since is None else self._idle_since
+        if now - self._idle_since < IDLE_S or (self._task and not self._task.done()):
+            return
+        if not isinstance(engine, Measurable):
+            if self._steps:
+                self._steps.clear()
+                self._performance.note(f"{engine.name} cannot measure its kernels")
+        elif self._needs_bandwidth:
+            self._needs_bandwidth = False
+            self._task = asyncio.ensure_future(self._measure_bandwidth(engine))
+        elif self._steps and with_kernels:
+            self._task = asyncio.ensure_future(self._profile(engine, self._steps[0]))
+
+    async def _measure_bandwidth(self, engine: Measurable) -> None:
+        measured = await engine.measure()
+        if self._is_in_use(engine):
+            self._performance.observe(measured)
+
+    async def _profile(self, engine: Measurable, step: Step) -> None:
+        profile = await engine.profile(step)
+        if not self._is_in_use(engine) or self._session.is_busy:
+            return  # a prompt interrupted it; `step` is still in the list
+        self._steps = [other for other in self._steps if other != step]
+        if isinstance(profile, Failed):
+            self._performance.note(f"{step}: {profile.message}")
+        else:
+            self._performance.observe(profile)
+
+    def _is_in_use(self, engine: object) -> bool:
+        return engine is self._session.engine
