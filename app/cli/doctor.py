@@ -170,7 +170,7 @@ def _environment(settings: Settings) -> Iterator[Finding]:
     except BackendError as error:
         yield note("llama.cpp", "no llama-server: nothing to compare with", error.hint)
     cache = platformdirs.user_cache_path("orin-chat", appauthor=False)
-    for topic, folder in (("models", hub_folder()), ("our cache", cache)):
+    for topic, folder in (("models", hub_folder()), ("cache", cache)):
         yield note(topic, f"{as_bytes(_size(folder))} in {folder}")
     free = shutil.disk_usage(_existing(cache)).free
     space = f"{as_bytes(free)} free where the caches are"
@@ -199,7 +199,7 @@ def _existing(folder: Path) -> Path:
 
 def _terminal() -> Finding:
     if not sys.stdout.isatty():
-        return note("terminal", "none: the output goes elsewhere")
+        return note("terminal", "none: the output is not a terminal")
     size, colors = shutil.get_terminal_size(), Console().color_system or "no colours"
     encoding = (sys.stdout.encoding or "ascii").upper()
     text = f"{size.columns}x{size.lines}, {colors}, {encoding}"

@@ -132,11 +132,17 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     no_screen = args.plain or args.once
     alone = args.one_shot or no_screen or args.engine
     for refused, sentence in (
-        (by_ids and (templated or args.raw or args.prompt), "--prompt-ids are the whole prompt."),
-        (args.raw and templated, "--raw leaves no place for --system or --no-think."),
-        (args.logprobs and not args.json, "--logprobs are written with --json alone."),
+        (
+            by_ids and (templated or args.raw or args.prompt),
+            "--prompt-ids takes no other prompt, and no chat template.",
+        ),
+        (args.raw and templated, "--raw takes no chat template, so no --system or --no-think."),
+        (args.logprobs and not args.json, "--logprobs needs --json."),
         (args.resume and args.chat is not None, "--continue and --chat exclude each other."),
-        (args.once and (args.plain or asked_of_chat), "--once is no chat: it measures and leaves."),
+        (
+            args.once and (args.plain or asked_of_chat),
+            "--once measures and ends: it takes no PROMPT and no option of a chat.",
+        ),
         (args.one_shot and args.plain, "--plain is a chat and takes no PROMPT."),
         (args.one_shot and resumed, "--continue and --chat are for a chat and take no PROMPT."),
         (for_programs and not args.one_shot, "--raw, --json and --ignore-eos need a PROMPT."),
@@ -238,7 +244,7 @@ def _read_stdin() -> str:
     if len(data) > STDIN_LIMIT_BYTES:
         limit = f"{STDIN_LIMIT_BYTES >> 20} MiB"
         raise UsageError(
-            f"Standard input holds more than {limit}, which no context does.", "Give a part of it."
+            f"Standard input is longer than {limit}. No context holds that much.", "Give a part of it."
         )
     return data.decode("utf-8", "replace")
 

@@ -118,7 +118,8 @@ class LineChat:
             if name not in commands():
                 self._draft = " " + text
                 raise UsageError(
-                    f"There is no command /{name}; /help lists them.", "A message may begin with a space."
+                    f"There is no command /{name}; /help lists them.",
+                    "To send it as a message, put a space before it.",
                 )
             await getattr(self, f"do_{name}")(argument.strip())
         elif text.strip():
@@ -235,7 +236,7 @@ class LineChat:
     async def do_open(self, number: str) -> None:
         """NUMBER: go on with a past chat"""
         if not (number.isascii() and number.isdigit()):
-            raise UsageError("/open is followed by the number of a chat.", "/chats lists them.")
+            raise UsageError("/open needs the number of a chat.", "/chats lists them.")
         await self._open(int(number))
 
     async def do_regenerate(self, _: str) -> None:
@@ -251,7 +252,7 @@ class LineChat:
     async def do_save(self, name: str) -> None:
         """FILE: write the chat as Markdown"""
         if not name:
-            raise UsageError("/save is followed by the name of a file.")
+            raise UsageError("/save needs the name of a file.")
         path = Path(name).expanduser()
         model = self._ready.model.name if self._ready else ""
         conversation = self.session.conversation
@@ -283,7 +284,7 @@ class LineChat:
     async def do_think(self, choice: str) -> None:
         """on|off: whether a thinking model should think"""
         if choice not in ("on", "off"):
-            raise UsageError("/think is followed by on or off.")
+            raise UsageError("/think needs on or off.")
         self.session.think = choice == "on"
 
     async def do_set(self, argument: str) -> None:
@@ -297,7 +298,7 @@ class LineChat:
 
     def _set(self, name: str, text: str) -> None:
         if name not in SETTABLE:
-            raise UsageError(f"There is no option {name}.", f"There are {', '.join(SETTABLE)}.")
+            raise UsageError(f"There is no option {name}.", f"The options are {', '.join(SETTABLE)}.")
         value = "null" if text == "none" else text
         try:
             if name == "max_tokens":
