@@ -37,12 +37,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 # Files that take longest, in the order in which they start: then all processes end at about the same time.
 LONGEST = (
     "model/test_transformer.py",
-    "kernels/gpu/test_compilation.py",
+    "kernels/gpu/test_rendered.py",
     "kernels/gpu/test_numbers.py",
     "model/test_cpu_steps.py",
     "app/bench/test_board.py",
     "driver/test_decode.py",
-    "kernels/gpu/test_alignment.py",
     "formats/test_quantization.py",
     "fixes/test_search_trials.py",
     "kernels/cpu/test_arm.py",

@@ -1,41 +1,23 @@
-"""That no vector load or store of a model's steps has an address whose alignment is not proven: `DEV=NULL:NVCC:sm_87
-python -m tests.kernels.gpu.alignment PATH QUANT...`, PATH being fused or graph. It is a process of its own, since
-a process has one default device; the NULL device runs nothing.
+"""Proves that no vector load or store has an address whose alignment is unknown. A GPU has no unaligned ones, and the
+blocks of quantized types have sizes like 210 bytes.
 
-Proven twice, each time from the index alone, by the largest power of two that is known to divide it: in tinygrad's
-UOps before they become source, and in the PTX that the compiler made of C or (DEV=NULL:PTX:sm_87) tinygrad wrote
-itself, where addresses are sums of registers. Both start from buffers that begin at multiples of 256 bytes; that
-those of a model do is checked as well.
+Each proof starts from the index alone, by the largest power of two that is known to divide it: in tinygrad's UOps
+before they become source, and in PTX, which CUDA's compiler makes of C or tinygrad writes itself, where addresses are
+sums of registers. Both take for granted that buffers begin at multiples of BASE_BYTES, which `rendered` checks.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from math import gcd
-from pathlib import Path
-from typing import Any
 
-from tinygrad import Device, codegen
-from tinygrad.device import Buffer
 from tinygrad.dtype import AddrSpace
-from tinygrad.runtime.support import compiler_cuda
 from tinygrad.uop.ops import Ops, UOp
 
-from engine.formats.gguf import GGUF
-from engine.model.config import ModelConfig
-from engine.model.fused import FusedRunner
-from engine.model.graph_runner import GraphRunner
-from engine.model.model_runner import ModelRunner
-from engine.model.weights import Weights
-from tests import generated_model
-
-BASE = 256  # what buffers of CUDA and NV begin at multiples of
-ANY = 1 << 40  # divides zero
+BASE_BYTES = 256  # what buffers of CUDA and NV begin at multiples of
+ANY = 1 << 40  # zero is a multiple of any power of two
 
 
 def divisor(index: UOp, known: dict[UOp, int]) -> int:
@@ -203,7 +185,7 @@ class Registers:
     def _divides(self, op: str, arguments: list[str]) -> int:
         """A power of two that divides what an instruction makes."""
         if op.startswith("ld.param") and op.endswith("64"):
-            return BASE
+            return BASE_BYTES
         name = op.partition(".")[0]
         if (linear := self._linear(op, arguments)) is not None:
             return gcd(*(times * self._of_symbol(symbol) for symbol, times in linear.items()), ANY)
@@ -228,73 +210,3 @@ def _times(value: Sum, n: int) -> Sum:
 
 def _plus(a: Sum, b: Sum) -> Sum:
     return {symbol: a.get(symbol, 0) + b.get(symbol, 0) for symbol in a | b}
-
-
-def ptx(sources: list[str]) -> list[str]:
-    """What CUDA's compiler makes of kernels, each by itself. Raises CalledProcessError."""
-    head = "\n".join(dict.fromkeys(line for s in sources for line in s.splitlines() if line.startswith("#")))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernels.cu"
-        named = [
-            re.sub(r"(__launch_bounds__\([^)]*\)) \w+\(", rf"\1 k{i}(", s) for i, s in enumerate(sources)
-        ]
-        bodies = (f"namespace n{i} {{\n{re.sub(r'(?m)^#.*', '', s)}\n}}" for i, s in enumerate(named))
-        file.write_text(head + "\n" + "\n".join(bodies))
-        command = [
-            "nvcc",
-            f"-arch={Device[Device.DEFAULT].renderer.target.arch}",
-            "-ptx",
-            str(file),
-            "-o",
-            "-",
-        ]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
-    return text.split(".entry")[1:]
-
-
-# --- a model's steps -------------------------------------------------------------------------------------
-
-
-PATHS: dict[str, Callable[[Weights, int], ModelRunner]] = {"fused": FusedRunner, "graph": GraphRunner}
-
-
-def load_and_step(path: str, quant: str) -> None:
-    """Loads a small model whose matrices are of one type, and runs its two steps."""
-    shape = {"layers": 1, "dim": 256, "heads": 4, "kv_heads": 4, "ffn": 256}
-    with tempfile.TemporaryDirectory() as folder:
-        gguf = GGUF(
-            generated_model.write(Path(folder) / "m.gguf", architecture="qwen3", quant=quant, **shape)
-        )
-    runner = PATHS[path](Weights(gguf, ModelConfig.from_gguf(gguf), lambda _: None), 600)
-    runner.prefill([1] * 20, 0)
-    for position in (0, 300):
-        runner.decode(1, position)
-
-
-def main(path: str, quants: list[str]) -> None:
-    """Prints for each type: kernels that no type before had, vector accesses in their UOps, wide ones in their PTX.
-    Raises AssertionError where one of them is not proven to be aligned."""
-    stock, made = codegen.do_to_program, []
-    codegen.do_to_program = lambda *arguments: made.append(stock(*arguments)) or made[-1]
-    stock_buffer = Buffer.__init__
-
-    def buffer(self: Buffer, *arguments: Any, **options: Any) -> None:
-        stock_buffer(self, *arguments, **options)
-        assert self.offset % BASE == 0, f"a buffer begins at byte {self.offset} of another"
-
-    Buffer.__init__ = buffer  # type: ignore[method-assign]
-    compiler_cuda.NVPTXCompiler = compiler_cuda.PTXCompiler  # which needs no library
-    for compiler in (compiler_cuda.NVCCCompiler, compiler_cuda.PTXCompiler):
-        compiler.compile_cached = lambda self, source: b"nothing"  # type: ignore[method-assign]
-    in_c = "PTX" not in type(Device[Device.DEFAULT].renderer).__name__
-    for quant in quants:
-        made.clear()
-        load_and_step(path, quant)
-        vectors = sum(map(prove_uops, made))
-        sources = [str(program.src[2].arg) for program in made]
-        wide = sum(map(prove_ptx, ptx(sources) if in_c else sources))
-        print(quant, len(made), vectors, wide, flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

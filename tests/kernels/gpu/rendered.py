@@ -1,77 +1,127 @@
-"""Writes the CUDA source of every kernel that a model on an NVIDIA GPU takes into one file, and their names.
+"""Renders every kernel that a small model takes on an NVIDIA GPU, and proves the alignment of its vector accesses.
 
-    DEV=NULL:NVCC:sm_87 python -m tests.kernels.gpu.rendered FILE
+    DEV=NULL:NVCC:sm_87 python -m tests.kernels.gpu.rendered PATH FOLDER TYPE...
 
-tinygrad's NULL device stands in for the GPU: it renders kernels, and runs none.
+PATH is fused or graph, a TYPE is one of quantization, as in Q6_K. For each type the source goes to FOLDER/TYPE, and a
+line is printed: the type, how many kernels there are, and how many vector accesses. tinygrad's NULL device stands in
+for the GPU: it renders kernels and runs none.
 """
+
+from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tinygrad import Device, UOp, dtypes
+from tinygrad import Device, UOp, codegen, dtypes
 from tinygrad.codegen import to_program
-from tinygrad.runtime.support.compiler_cuda import NVCCCompiler
+from tinygrad.device import Buffer
+from tinygrad.dtype import DType
+from tinygrad.runtime.support import compiler_cuda
 
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu.matmul import fragments_size
-from engine.kernels.gpu.matvec import Stack, Store, activate, matvec
+from engine.kernels.gpu.matvec import Kernel, Stack, Store, activate, matvec
 from engine.kernels.gpu.packing import UNIT, Packing, permuted_size
 from engine.kernels.gpu.prefill import activate_prompt
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.model.config import ModelConfig
 from engine.model.fused import FusedRunner
+from engine.model.graph_runner import GraphRunner
+from engine.model.model_runner import ModelRunner
 from engine.model.weights import Weights
 from tests import generated_model
+from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
 
-sources: list[str] = []
 F, H = dtypes.float32, dtypes.float16
+CONTEXT = 600  # prompts in chunks of both sizes, decode near the start and deep in the context
+PATHS: dict[str, Callable[[Weights, int], ModelRunner]] = {"fused": FusedRunner, "graph": GraphRunner}
 
 
-def keep(_, source):
-    sources.append(source)
-    return b"a program"
-
-
-def model(folder, **shape):
-    """All that a model compiles when it is loaded: packing, decode of short and long contexts, drawing, prefill."""
-    path = generated_model.write(folder / "model.gguf", layers=3, heads=4, kv_heads=2, **shape)
-    file = GGUF(path)
-    FusedRunner(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 600)
-
-
-def kernel(body, *buffers):
-    placeholders = [UOp.placeholder((n,), dtype, slot=k) for k, (n, dtype) in enumerate(buffers)]
-    to_program(body(*placeholders), Device[Device.DEFAULT].renderer)
-
-
-def joined():
-    """One file of all sources: each in a namespace of its own, what they include before them."""
-    parts, heads = [], {}
-    for i, source in enumerate(dict.fromkeys(sources)):
-        lines = source.splitlines()
-        heads.update((line, None) for line in lines if line.startswith("#include"))
-        text = "\n".join(line for line in lines if not line.startswith("#include"))
-        parts.append(f"namespace k{i} {{\n{text}\n}}")
-    undefined = "\n#undef INFINITY\n#undef NAN\n"
-    return "\n".join(heads) + undefined + "\n".join(parts).replace('extern "C" __global__', "__global__")
-
-
-if __name__ == "__main__":
-    NVCCCompiler.compile = keep
+def run_model(path: str, quant: str, layers: int) -> None:
+    """Loads a model whose matrices are of one type, and runs its two steps. A prompt's last layer ends with keys and
+    values: with one layer a prompt has no attention."""
+    shape = {"layers": layers, "dim": 256, "heads": 4, "kv_heads": 2, "ffn": 256}
     with tempfile.TemporaryDirectory() as folder:
-        model(Path(folder), architecture="qwen3", quant="Q6_K", dim=256, ffn=256)
-    # what only models of mixed types, or with biases, take
+        file = GGUF(
+            generated_model.write(Path(folder) / "m.gguf", architecture="qwen3", quant=quant, **shape)
+        )
+    runner = PATHS[path](Weights(file, ModelConfig.from_gguf(file), lambda _: None), CONTEXT)
+    runner.prefill([1] * 20, 0)
+    for position in (0, 300):
+        runner.decode(1, position)
+
+
+def render(kernel: Kernel, *buffers: tuple[int, DType]) -> None:
+    placeholders = [UOp.placeholder((n,), dtype, slot=k) for k, (n, dtype) in enumerate(buffers)]
+    to_program(kernel(*placeholders), Device[Device.DEFAULT].renderer)
+
+
+def render_other_products() -> None:
+    """What only models with biases, or with matrices of several types, take."""
     for ggml_type in (8, 12, 13):
         p, rows, cols = Packing(ggml_type), 512, 2048
         stack = Stack.of(p, rows, cols)
-        body = matvec(stack, matvec_schedule(stack), Store(True), "biased", 64, 1e-5)
-        kernel(body, (rows, F), (permuted_size(cols), F), (64, F), (rows, F), *p.shapes(rows, cols))
+        kernel = matvec(stack, matvec_schedule(stack), Store(True), "biased", 64, 1e-5)
+        render(kernel, (rows, F), (permuted_size(cols), F), (64, F), (rows, F), *p.shapes(rows, cols))
     stack = Stack(((Packing(12), 256), (Packing(14), 128)), 2048)
-    body = matvec(stack, matvec_schedule(stack), Store(), "mixed", 64, 1e-5)
+    kernel = matvec(stack, matvec_schedule(stack), Store(), "mixed", 64, 1e-5)
     planes = [shape for p, n in stack.matrices for shape in p.shapes(n, 2048)]
-    kernel(body, (384, F), *[(permuted_size(2048), F)] * 2, (64, F), *planes)
-    kernel(activate(512), (permuted_size(512), F), (1024, F), (UNIT, F))
+    render(kernel, (384, F), *[(permuted_size(2048), F)] * 2, (64, F), *planes)
+    render(activate(512), (permuted_size(512), F), (1024, F), (UNIT, F))
     halves = (fragments_size(64, 512), H), (64 * 512 * 2, F), (64 * 512 * 2, F)
-    kernel(activate_prompt(64, 512, (2, 2)), *halves)
-    Path(sys.argv[1]).write_text(joined())
+    render(activate_prompt(64, 512, (2, 2)), *halves)
+
+
+def joined(sources: list[str]) -> str:
+    """One file of CUDA C: each kernel in a namespace of its own, what they include before them."""
+    includes: dict[str, None] = {}
+    spaces = []
+    for i, source in enumerate(dict.fromkeys(sources)):
+        lines = source.splitlines()
+        includes.update((line, None) for line in lines if line.startswith("#include"))
+        text = "\n".join(line for line in lines if not line.startswith("#include"))
+        spaces.append(f"namespace k{i} {{\n{text}\n}}")
+    body = "\n".join(spaces).replace('extern "C" __global__', "__global__")
+    return "\n".join([*includes, "#undef INFINITY", "#undef NAN", body])
+
+
+def check_where_buffers_begin() -> None:
+    """From now on, a buffer that does not begin at a multiple of BASE_BYTES raises AssertionError."""
+    stock = Buffer.__init__
+
+    def begin(self: Buffer, *arguments: Any, **options: Any) -> None:
+        stock(self, *arguments, **options)
+        assert self.offset % BASE_BYTES == 0, f"a buffer begins at byte {self.offset} of another"
+
+    Buffer.__init__ = begin  # type: ignore[method-assign]
+
+
+def compile_nothing() -> None:
+    compiler_cuda.NVPTXCompiler = compiler_cuda.PTXCompiler  # which needs no library
+    for compiler in (compiler_cuda.NVCCCompiler, compiler_cuda.PTXCompiler):
+        compiler.compile_cached = lambda self, source: b"nothing"  # type: ignore[method-assign]
+
+
+def main(path: str, folder: str, *quants: str) -> None:
+    """Raises AssertionError where the address of a vector access is not proven to be aligned."""
+    stock, programs = codegen.do_to_program, list[UOp]()
+    codegen.do_to_program = lambda *arguments: programs.append(stock(*arguments)) or programs[-1]
+    check_where_buffers_begin()
+    compile_nothing()
+    is_ptx = "PTX" in type(Device[Device.DEFAULT].renderer).__name__
+    for quant in quants:
+        programs.clear()
+        run_model(path, quant, layers=1 if is_ptx else 2)
+        if not is_ptx and path == "fused" and quant == quants[0]:
+            render_other_products()
+        vectors = sum(map(prove_uops, programs))
+        sources = [str(program.src[2].arg) for program in programs]
+        Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined(sources))
+        print(quant, len(programs), vectors, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
