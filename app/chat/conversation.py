@@ -10,6 +10,7 @@ from engine.errors import UsageError
 from engine.events import Message
 
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"
+UNANSWERED = "interrupted before there was a reply · Ctrl+G answers it"
 
 
 def require_chat(history: History, chat_id: int) -> None:
@@ -45,7 +46,7 @@ class Conversation:
         self.turns: list[Turn] = []
         self.problem: HistoryError | None = None
         self._stored_system = ""
-        self._stored: tuple[int | None, Message, bool] | None = None  # the last turn, as the history has it
+        self._stored: dict[int, tuple[Message, bool]] = {}  # by message id: what the history has
         self._cut_off = False  # the history still has messages after the last turn
         if chat_id is not None:
             self._read(chat_id)
@@ -60,9 +61,10 @@ class Conversation:
             turn = Turn(
                 message.role, message.content, message.thinking, stored.finished, message_id=stored.id
             )
-            turn.note = "" if stored.finished else INTERRUPTED
+            if not stored.finished:
+                turn.note = INTERRUPTED if turn.role == "assistant" else UNANSWERED
             self.turns.append(turn)
-            self._stored = _state(turn)
+            self._stored[stored.id] = turn.message, turn.finished
 
     @property
     def last_reply(self) -> Turn | None:
@@ -132,12 +134,9 @@ class Conversation:
                     self.history.truncate(self.chat_id, before or 0)
                     self._cut_off = False
                 turn.message_id = self.history.append(self.chat_id, turn.message, turn.finished)
-        last = self.turns[-1]
-        if last.role == "assistant" and last.message_id is not None and _state(last) != self._stored:
-            self.history.update(last.message_id, last.content, last.thinking, last.finished)
-        self._stored = _state(last)
-
-
-def _state(turn: Turn) -> tuple[int | None, Message, bool]:
-    """What the history stores of a turn."""
-    return turn.message_id, turn.message, turn.finished
+                self._stored[turn.message_id] = turn.message, turn.finished
+        for turn in self.turns[-2:]:  # the reply in progress, and the prompt that it answers
+            state = turn.message, turn.finished
+            if turn.message_id is not None and self._stored[turn.message_id] != state:
+                self.history.update(turn.message_id, turn.content, turn.thinking, turn.finished)
+                self._stored[turn.message_id] = state

@@ -79,8 +79,8 @@ class StoredMessage(msgspec.Struct, frozen=True):
 
 class ChatSummary(msgspec.Struct, frozen=True):
     """One line of the list of chats. `updated` in seconds since 1970. `excerpt` is text around what was
-    searched for, or how the last message begins. `interrupted`: the last message is a reply that nobody is
-    writing any more and that did not come to its end."""
+    searched for, or how the last message begins. `interrupted`: the process that waited for a reply to
+    the last message, or received it, ended before the reply did."""
 
     id: int
     title: str
@@ -243,7 +243,7 @@ class History:
                 updated=updated,
                 message_count=count,
                 excerpt=" ".join((excerpt or "").split())[:200],
-                interrupted=role == "assistant" and not finished and not _is_alive(writer),
+                interrupted=not finished and not _is_alive(writer),
             )
             for id, title, model, updated, count, excerpt, role, finished, writer, first_prompt in rows
         ]

@@ -246,7 +246,7 @@ class Session:
         self._is_starting = False
         if failure is not None:
             self.view.notice(_sentence(failure), warning=True)
-        await self._next(failure)
+        await self._next(may_send=failure is None)
 
     async def _switch(self, candidate: Candidate, adopted: Callable[[], None]) -> None:
         end = await self._start_candidate(candidate)
@@ -274,7 +274,7 @@ class Session:
         self.watch(end)
         adopted()
         self.view.notice(". ".join([candidate.welcome, *end.warnings]), warning=bool(end.warnings))
-        await self._next(None)
+        await self._next(may_send=True)
         await old_engine.close()
 
     async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
@@ -292,9 +292,9 @@ class Session:
             await self._ended.wait()
         return self.candidate is candidate
 
-    async def _next(self, failure: Failed | None) -> None:
-        """The engine is idle. Sends the prompt that waits; after a `failure`, the user gets it back."""
-        if self.queued and failure is None:
+    async def _next(self, *, may_send: bool) -> None:
+        """The engine is idle. Sends the prompt that waits; after a failure or a stop, the user gets it back."""
+        if self.queued and may_send:
             text, self.queued = self.queued, ""
             self.view.queue_changed()
             await self._send(text)
@@ -302,7 +302,7 @@ class Session:
             self.take_back()
 
     async def _send(self, text: str) -> None:
-        turn = Turn("user", text)
+        turn = Turn("user", text, finished=False)  # until a reply begins, or its request ends
         self.view.notice("")
         self.conversation.add(turn)
         self.save()
@@ -340,6 +340,7 @@ class Session:
     async def _receive(self, token: Token) -> None:
         reply = self.reply
         if reply is None:
+            self.conversation.turns[-1].finished = True
             reply = self.reply = Turn("assistant", finished=False, streaming=True)
             self.conversation.add(reply)
             await self.view.added(reply)
@@ -364,14 +365,14 @@ class Session:
             reason, *_ = self._reason(end) or (EMPTY,)
             self.view.notice(f"{reason}; the earlier reply stays", warning=True)
         else:
-            turn.finished = turn.finished or isinstance(end, Finished)
+            turn.finished = turn.finished or turn.role == "user" or isinstance(end, Finished)
             empty = f"{EMPTY} · Ctrl+R tries again" if turn.role == "user" else NOTHING_TO_ADD
             turn.note = self._note(end) or empty
         self._request = self.reply = None
         self.save()
         await self.view.changed(turn)
         self._ended.set()
-        await self._next(end if isinstance(end, Failed) else None)
+        await self._next(may_send=isinstance(end, Finished) and end.reason != "cancelled")
 
     def _note(self, end: Finished | Failed) -> str:
         """One line about how a reply ended, and which key helps; "" if it is complete."""

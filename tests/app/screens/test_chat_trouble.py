@@ -8,7 +8,7 @@ import re
 import pytest
 
 from app.chat.history import History
-from engine.events import Failed, Message, Token
+from engine.events import Failed, Message, Prefilling, Token
 from tests import synthetic
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, READY, STARTED, TOO_LONG, FakeEngine, reply, tokens
@@ -136,6 +136,38 @@ async def test_an_interrupted_reply_is_resumed(history):
     assert stored(history, chat_id)[-1] == ("assistant", "One, two, three", True)
 
 
+async def test_a_prompt_that_was_being_read_at_a_crash_is_offered_again(history):
+    async with chat(FakeEngine([PROGRESS, None]), history, initial_prompt="Long one") as user:
+        await user.sees("reading the prompt")
+        chat_id = history.chats()[0].id
+        assert stored(history, chat_id) == [("user", "Long one", False)]
+    history._db.execute("UPDATE messages SET writer = 999999999")  # as after a crash
+    async with chat(FakeEngine(reply("Yes.")), history) as user:
+        await user.sees("The reply in “Long one” was interrupted · Ctrl+G opens it")
+        await user.idle()
+        await user.press("ctrl+g")
+        await user.sees("interrupted before there was a reply · Ctrl+G answers it")
+        await user.press("ctrl+g")
+        await user.sees("Yes.")
+        await user.idle()
+    assert stored(history, chat_id) == [("user", "Long one", True), ("assistant", "Yes.", True)]
+    async with chat(FakeEngine(), history) as user:
+        await user.idle()
+        assert "interrupted" not in user.screen()
+
+
+async def test_esc_gives_the_prompt_that_waits_back(history):
+    engine = FakeEngine([*tokens("So far"), None], reply("Never."))
+    async with chat(engine, history, initial_prompt="One") as user:
+        await user.sees("So far")
+        await user.say("Two")
+        await user.sees("⏎ next: Two")
+        await user.press("escape")
+        await user.idle()
+        assert user.app.prompt.text == "Two" and len(engine.requests) == 1
+        assert user.turns() == [("user", "One"), ("assistant", "So far")]
+
+
 async def test_a_reply_is_saved_while_it_streams(history, monkeypatch):
     monkeypatch.setattr("app.screens.chat_app.SAVE_S", 0.05)
     engine = FakeEngine([*tokens("So far"), None])
@@ -158,6 +190,7 @@ async def test_leaving_in_mid_reply_saves_it_as_interrupted(history):
 
 # --- untrusted text --------------------------------------------------------------------------------------
 
+PROGRESS = Prefilling(request_id=0, done=10, total=1000, cached=0)
 HOSTILE = "[bold red]markup[/] \x1b]0;title\x07\x1b[2Jcleared \u202egnp.exe &#x202e;x <b>html</b> ![i](http://x/y.png)"
 
 
