@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from textual.geometry import Size
 
 from engine.events import Counter
 from widgets.pane import Line, Pane
 from widgets.plot import bar
-from widgets.text import one_line
+from widgets.text import longest_fitting, one_line
 
-_NAME, _VALUE, _BAR = 16, 19, 8  # cells of the columns
+_NAME, _VALUE, _BAR = 16, 19, 8  # cells of the columns, one counter a line
+_GAP = 2  # cells between two counters of a line
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,13 @@ class MachineState:
 
 
 class MachinePanel(Pane[MachineState]):
-    """Is as high as its lines are many."""
+    """Is as high as its short lines are many. With the whole screen, it shows one counter a line."""
 
     BORDER_TITLE = "machine"
 
     def draw(self, data: MachineState, width: int, height: int) -> list[Line]:
-        return lines(data, width)
+        in_full = lines(data, width)
+        return in_full if len(in_full) <= height else short_lines(data, width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         return _height(self.data, width)
@@ -40,15 +43,70 @@ class MachinePanel(Pane[MachineState]):
 
 
 def _height(state: MachineState | None, width: int) -> int:
-    return 0 if state is None else len(lines(state, width))
+    return 0 if state is None else len(short_lines(state, width))
 
 
 def lines(state: MachineState, width: int) -> list[Line]:
-    """Counters that are absent come last: a low pane does not show them."""
+    """One counter a line. Counters that are absent come last: a low pane does not show them."""
     present = [_line(counter, width) for counter in state.counters if not counter.absent]
     absent = [line for counter in state.counters if counter.absent for line in _absent(counter, width)]
-    slowdown = textwrap.wrap(f"⚠ {one_line(state.slowdown)}", max(8, width)) if state.slowdown else []
-    return [*([(line, "warning")] for line in slowdown), *present, *absent]
+    return [*_slowdown(state, width), *present, *absent]
+
+
+def short_lines(state: MachineState, width: int) -> list[Line]:
+    """Two counters a line, and all that are absent in the last one. As `lines` where two columns are too narrow."""
+    column = (width - _GAP) // 2
+    present = [counter for counter in state.counters if not counter.absent]
+    cells = [_cell(counter, column) for counter in present]
+    if any(sum(len(text) for text, _ in cell) > column for cell in cells):
+        return lines(state, width)
+    half = (len(cells) + 1) // 2
+    rows: list[Line] = [
+        [*left, (" " * _GAP, ""), *right]
+        for left, right in zip_longest(cells[:half], cells[half:], fillvalue=[])
+    ]
+    absent = [counter for counter in state.counters if counter.absent]
+    if absent:
+        names = ", ".join(one_line(counter.name) for counter in absent)
+        reasons = ", ".join(f"{one_line(counter.name)} ({one_line(counter.absent)})" for counter in absent)
+        rows.append(
+            [(longest_fitting([f"not available: {reasons}", f"not available: {names}"], width), "dim")]
+        )
+    return [*_slowdown(state, width), *rows]
+
+
+def _slowdown(state: MachineState, width: int) -> list[Line]:
+    sentence = f"⚠ {one_line(state.slowdown)}" if state.slowdown else ""
+    return [[(line, "warning")] for line in textwrap.wrap(sentence, max(8, width))]
+
+
+def _cell(counter: Counter, width: int) -> Line:
+    """The name at the left and the value at the right of `width` cells, as long as there is room for."""
+    full_name = one_line(counter.name)
+    names = [full_name, full_name.replace("memory ", "mem. ").replace(" memory", " mem.")]
+    pairs = [(name, value) for value in _values(counter) for name in names]
+    name, value = next((pair for pair in pairs if sum(map(len, pair)) < width), pairs[-1])
+    room = max(1, width - len(name) - 1)
+    if counter.value is None and len(value) > room:
+        value = f"{value[: room - 1]}…"
+    return [(name, "dim"), (f" {value:>{room}}", "")]
+
+
+def _values(counter: Counter) -> list[str]:
+    """The value in ever fewer cells."""
+    if counter.value is None:
+        return [one_line(counter.text)]
+    value, unit = _number(counter.value, counter.unit), counter.unit
+    texts = [f"{value} {unit}", f"{value}{unit}"]
+    if unit == "MHz" and counter.value >= 1000:
+        texts.append(f"{counter.value / 1e3:.1f}GHz")
+    if counter.maximum and unit != "%":
+        maximum = _number(counter.maximum, unit)
+        shared = [f"{value} of {maximum} {unit}", f"{value}/{maximum} {unit}"]
+        if unit == "MHz" and counter.value >= 1000:
+            shared.append(f"{counter.value / 1e3:.2f}/{counter.maximum / 1e3:.2f} GHz")
+        texts = [*shared, *texts]
+    return texts
 
 
 def _line(counter: Counter, width: int) -> Line:

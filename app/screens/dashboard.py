@@ -35,8 +35,8 @@ class Dashboard(Vertical):
 
     DEFAULT_CSS = """
     Dashboard { width: 1fr; }
-    Dashboard ThroughputGraph { height: 3fr; min-height: 6; }
-    Dashboard KernelTable { height: 4fr; min-height: 9; }
+    Dashboard ThroughputGraph { height: 2fr; min-height: 6; }
+    Dashboard KernelTable { height: 1fr; min-height: 11; }
     Dashboard MachinePanel { height: auto; max-height: 13; }
     Dashboard.-zoomed > * { display: none; }
     Dashboard.-zoomed > .-whole { display: block; height: 1fr; max-height: 100%; }
