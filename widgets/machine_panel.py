@@ -60,11 +60,9 @@ def short_lines(state: MachineState, width: int) -> list[Line]:
     cells = [_cell(counter, column) for counter in present]
     if any(sum(len(text) for text, _ in cell) > column for cell in cells):
         return lines(state, width)
-    half = (len(cells) + 1) // 2
-    rows: list[Line] = [
-        [*left, (" " * _GAP, ""), *right]
-        for left, right in zip_longest(cells[:half], cells[half:], fillvalue=[])
-    ]
+    half, none = (len(cells) + 1) // 2, Line()
+    pairs = zip_longest(cells[:half], cells[half:], fillvalue=none)
+    rows: list[Line] = [[*left, (" " * _GAP, ""), *right] for left, right in pairs]
     absent = [counter for counter in state.counters if counter.absent]
     if absent:
         names = ", ".join(one_line(counter.name) for counter in absent)
