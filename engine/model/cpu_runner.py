@@ -1,4 +1,4 @@
-"""Decode and prefill of a model on a CPU: kernels of our own, all cores on each.
+"""Prefill and decode of a model on a CPU, with kernels that all cores share.
 
     embed · (quantize · qkv · rotate · attend · quantize · o · quantize · gate+up · quantize · down) for each layer ·
     quantize · head
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from engine.events import Step
@@ -34,6 +34,7 @@ from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
 from engine.kernels.cpu.weight_repacking import repack
 from engine.measure.profile import Replay, Use
 from engine.model import packed_weights_cache
+from engine.model.buffer_uses import BufferUses
 from engine.model.packed_weights_cache import PackedReader
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
@@ -54,7 +55,8 @@ class Matrix:
 
 @dataclass
 class Layer:
-    """The norms' weights are attention's and the feed-forward's; `head_norms` those of queries and keys."""
+    """The weights and the cache of a layer. `norms`: those before attention and before the feed-forward layer;
+    `head_norms`: those of queries and keys, or empty."""
 
     norms: tuple[Tensor, Tensor]
     qkv: list[Matrix]
@@ -69,7 +71,7 @@ class Layer:
 
 
 class CPURunner:
-    """The protocol `ModelRunner` on a CPU."""
+    """Implements `ModelRunner`. One captured step serves chunks of any length."""
 
     precompiled = False
 
@@ -78,7 +80,7 @@ class CPURunner:
         self._config = config = weights.config
         self._lanes = register_lanes()
         self.max_chunk = MAX_TILES * self._lanes
-        self.chunk_sizes: tuple[int, ...] = (1,)  # one step serves every length
+        self.chunk_sizes: tuple[int, ...] = (1,)
         self.decode_depths: tuple[int, ...] = (0,)
         self._known_sizes: dict[tuple[int, ...], Tensor] = {}
         self._pool = default_pool()
@@ -90,8 +92,7 @@ class CPURunner:
             layer.keys, layer.values = (
                 memory.zeros(self._heads.cache_size, dtypes.float16, sparse=True) for _ in range(2)
             )
-        angles = np.arange(length)[:, None] * config.rope_frequencies
-        self._cos, self._sin = (memory.array(f(angles), dtypes.float32) for f in (np.cos, np.sin))
+        self._cos, self._sin = (memory.array(table, dtypes.float32) for table in config.rope_tables(length))
         self._mask = memory.array(mask(self._lanes), dtypes.float32)
         self._state, self._tokens = (
             memory.zeros(SIZE, dtypes.int32),
@@ -99,7 +100,7 @@ class CPURunner:
         )
         self._state_view, self._tokens_view = memory.view(self._state), memory.view(self._tokens)
         self._scratch: dict[tuple[str, int], Tensor] = {}
-        self._nothing = memory.zeros(
+        self._zeros = memory.zeros(
             max(self._head.rows + self._lanes, config.ffn, self._heads.rows), dtypes.float32
         )
         self._logits = memory.zeros(self._head.layout.groups(config.vocab) * self._lanes, dtypes.float32)
@@ -131,78 +132,71 @@ class CPURunner:
     def _set_state(self, position: int, tokens: int) -> None:
         self._state_view[POSITION], self._state_view[TILES] = position, ceil(tokens / self._lanes)
 
-    def _uses(self) -> dict[UOp, Use]:
-        """What the buffers of the weights and the cache are for."""
-        uses: dict[UOp, Use] = {}
-
-        def note(use: Use, *tensors: Tensor | None) -> None:
-            uses.update((tensor.uop.base, use) for tensor in tensors if tensor is not None)
-
-        note(Use("output head"), self._head.stream)
-        note(Use("embedding", "token", self._config.vocab), self._embedding.stream)
-        note(Use("attention", "token", self._heads.length), self._cos, self._sin)
-        note(Use("norm"), self._output_norm)
-        # Longer than any one product, or any context but the whole, makes use of:
-        note(Use("norm", "token", self._nothing.numel()), self._nothing)
+    def _uses(self) -> BufferUses:
+        """The uses of the weights, the cache and the scratch buffers."""
+        uses, length = BufferUses(), self._heads.length
+        uses.add(Use("output head"), self._head.stream)
+        uses.add(Use("embedding", "token", self._config.vocab), self._embedding.stream)
+        uses.add(Use("attention", "token", length), self._cos, self._sin)
+        uses.add(Use("norm"), self._output_norm)
+        # A kernel touches only as much of these two as its product, or the context, is long.
+        uses.add(Use("norm", "token", self._zeros.numel()), self._zeros)
         scores = [buffer for (name, _), buffer in self._scratch.items() if name == "scores"]
-        note(Use("attention", "context", self._heads.length), *scores)
+        uses.add(Use("attention", "context", length), *scores)
         for layer in self._layers:
-            note(Use("QKV projection"), layer.bias, *(matrix.stream for matrix in layer.qkv))
-            note(Use("attention", "context", self._heads.length), layer.keys, layer.values)
-            note(Use("attention output"), layer.o.stream)
-            note(Use("FFN gate+up"), layer.gate.stream, layer.up.stream)
-            note(Use("FFN down"), layer.down.stream)
-            note(Use("norm"), *layer.norms, *layer.head_norms)
+            uses.add(Use("QKV projection"), layer.bias, *(matrix.stream for matrix in layer.qkv))
+            uses.add(Use("attention", "context", length), layer.keys, layer.values)
+            uses.add(Use("attention output"), layer.o.stream)
+            uses.add(Use("FFN gate+up"), layer.gate.stream, layer.up.stream)
+            uses.add(Use("FFN down"), layer.down.stream)
+            uses.add(Use("norm"), *layer.norms, *layer.head_norms)
         return uses
 
     # --- weights ---------------------------------------------------------------------------------------
 
     def _load(self, weights: Weights, keep_packed: bool) -> tuple[list[Layer], Matrix, Matrix, Tensor]:
+        """The layers, the embedding, the output head (the same matrix if it is tied), and the output norm's weight.
+        Raises ModelFileError."""
         config = self._config
-        kept = PackedReader(weights.file, self._lanes) if keep_packed else None
+        cache = PackedReader(weights.file, self._lanes) if keep_packed else None
         streams: dict[str, Tensor] = {}
-        packed_here = False
+        repacked = False
         dim, ffn = config.dim, config.ffn
-        q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        query_size, kv_size = config.query_size, config.kv_size
 
         def matrix(
             name: str, rows: int, cols: int, first: int = 0, out_rows: int = 0, added: bool = False
         ) -> Matrix:
-            raw, ggml_type, interleaved = weights.stored_bytes(f"{name}.weight", rows, cols)
+            """`first`, `out_rows` and `added` as in `shape_of`."""
+            ggml_type, interleaved = weights.matrix_type(f"{name}.weight", rows, cols)
+            raw = weights.matrix_bytes(f"{name}.weight", rows, cols)
             source_rows = np.arange(rows, dtype=np.int32)
             if interleaved:
                 source_rows = half_split(source_rows, config.head_dim)
             layout = WeightLayout(ggml_type, self._lanes)
             shape = self._sizes(*shape_of(rows, cols, layout, added, first, out_rows))
             stream = memory.zeros(layout.size(rows, cols), layout.dtype)
-            if not (kept and kept.read(name, memory.view(stream).view(np.uint8))):
-                nonlocal packed_here
-                packed_here = True
+            if not (cache and cache.read(name, memory.view(stream).view(np.uint8))):
+                nonlocal repacked
+                repacked = True
                 repack(self._pool, raw, layout, source_rows, cols, stream)
-                weights.file.tensors[f"{name}.weight"].release()
+                weights.release(f"{name}.weight")
             streams[name] = stream
             return Matrix(layout, rows, cols, shape, stream)
 
         def vector(name: str, n: int) -> Tensor:
-            return memory.array(weights.floats(name, n), dtypes.float32)
+            return memory.array(weights.vector(name, n), dtypes.float32)
 
-        def has(name: str) -> bool:
-            return name in weights.file.tensors
-
-        def bias(parts: list[tuple[str, int]]) -> Tensor:
-            values = [weights.floats(name, n) if has(name) else np.zeros(n, np.float32) for name, n in parts]
-            return memory.array(np.concatenate(values), dtypes.float32)
-
-        # The largest first, while there is nothing else in memory but what it is made of.
+        # The largest matrices first, because repacking needs memory for both forms.
         embedding = matrix("token_embd", config.vocab, dim)
-        head = matrix("output", config.vocab, dim) if has("output.weight") else embedding
+        head = matrix("output", config.vocab, dim) if "output.weight" in weights else embedding
         layers = []
         for i in range(config.layers):
             prefix = f"blk.{i}."
-            sizes = {"q": q_rows, "k": kv_rows, "v": kv_rows}
-            firsts = {"q": 0, "k": q_rows, "v": q_rows + kv_rows}
-            biases = [(f"{prefix}attn_{x}.bias", n) for x, n in sizes.items()]
-            norms = [f"{prefix}attn_{x}_norm.weight" for x in "qk"]
+            sizes = {"q": query_size, "k": kv_size, "v": kv_size}
+            firsts = {"q": 0, "k": query_size, "v": query_size + kv_size}
+            bias = weights.joined_vectors([(f"{prefix}attn_{x}.bias", n) for x, n in sizes.items()], 0.0)
+            head_norms = [f"{prefix}attn_{x}_norm.weight" for x in "qk"]
             layers.append(
                 Layer(
                     norms=(
@@ -210,20 +204,20 @@ class CPURunner:
                         vector(f"{prefix}ffn_norm.weight", dim),
                     ),
                     qkv=[
-                        matrix(f"{prefix}attn_{x}", n, dim, firsts[x], q_rows + 2 * kv_rows)
+                        matrix(f"{prefix}attn_{x}", n, dim, firsts[x], query_size + 2 * kv_size)
                         for x, n in sizes.items()
                     ],
-                    bias=bias(biases) if any(has(name) for name, _ in biases) else None,
-                    head_norms=[vector(name, config.head_dim) for name in norms if has(name)],
-                    o=matrix(f"{prefix}attn_output", dim, q_rows, added=True),
+                    bias=None if bias is None else memory.array(bias, dtypes.float32),
+                    head_norms=[vector(name, config.head_dim) for name in head_norms if name in weights],
+                    o=matrix(f"{prefix}attn_output", dim, query_size, added=True),
                     gate=matrix(f"{prefix}ffn_gate", ffn, dim),
                     up=matrix(f"{prefix}ffn_up", ffn, dim),
                     down=matrix(f"{prefix}ffn_down", dim, ffn, added=True),
                 )
             )
-        if kept is not None:
-            kept.close()
-        if keep_packed and packed_here:
+        if cache is not None:
+            cache.close()
+        if keep_packed and repacked:
             packed_weights_cache.write(
                 weights.file,
                 self._lanes,
@@ -234,10 +228,10 @@ class CPURunner:
     # --- a step ----------------------------------------------------------------------------------------
 
     def _step(self, tile: int) -> KernelSequence:
-        """Decode of one token, with its logits, if `tile` is 1; otherwise prefill of as many tiles as the state
-        says."""
+        """The kernels of a step: if `tile` is 1, decode of one token, with logits; else prefill of as many tiles of
+        tokens as the state says."""
         config, heads, threads, lanes = self._config, self._heads, self._pool.count, self._lanes
-        dim, ffn, q_rows = config.dim, config.ffn, config.heads * config.head_dim
+        dim, ffn, query_size = config.dim, config.ffn, config.query_size
         tokens = 1 if tile == 1 else self.max_chunk
         step = KernelSequence(self._pool)
         add = step.add
@@ -281,7 +275,7 @@ class CPURunner:
             concurrent: bool = False,
         ) -> None:
             read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
-            added = self._nothing if added is None else added
+            added = self._zeros if added is None else added  # the kernel always reads one
             kernel = product(matrix.layout, tile, span_of(matrix.cols) if tile > 1 else 1)
             parts = self._n_parts(matrix)
             buffers = matrix.shape, *state, *read, added, matrix.stream
@@ -290,7 +284,7 @@ class CPURunner:
         x, y = buffer("x", tokens * dim), buffer("y", tokens * dim)
         rows, queries, attended = (
             buffer(name, tokens * n)
-            for name, n in (("rows", heads.rows), ("queries", q_rows), ("attended", q_rows))
+            for name, n in (("rows", heads.rows), ("queries", query_size), ("attended", query_size))
         )
         gate, up = buffer("gate", tokens * ffn), buffer("up", tokens * ffn)
         scores = buffer("scores", scratch_size(heads, threads, tile))

@@ -68,7 +68,7 @@ class TextModel:
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.result()
         self.context_length = _context_length(options, config)
-        total = sum(tensor.n_bytes for tensor in file.tensors.values())
+        total = file_summary.weight_bytes(file)
         weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         program_cache.apply()

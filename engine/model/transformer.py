@@ -1,114 +1,129 @@
-"""The transformer's forward pass: llama, qwen2 and qwen3, as tinygrad tensors.
+"""The transformer's forward pass as tensor graphs: llama, qwen2 and qwen3.
 
-They are one architecture. Where a file holds biases (qwen2) or query and key norms (qwen3) they are applied.
-There is one sequence, so activations are (tokens, features), float32.
+These are one architecture: biases (qwen2) and norms of queries and keys (qwen3) are applied if the file has them.
+There is one sequence, so activations are float32 (tokens, features).
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
-from engine.events import KernelRole
+from engine.formats.rope_order import half_split
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.profile import Use
+from engine.model.buffer_uses import BufferUses
 from engine.model.kv_cache import KVCache
 from engine.model.weights import Weights
 
 
+def _load_matrix(weights: Weights, name: str, rows: int, cols: int) -> QuantizedMatrix:
+    ggml_type, interleaved = weights.matrix_type(name, rows, cols)
+    raw = Tensor(weights.matrix_bytes(name, rows, cols))
+    if interleaved:
+        raw = half_split(raw.reshape(rows, -1), weights.config.head_dim).flatten()
+    return QuantizedMatrix(raw, ggml_type, rows, cols).realize()
+
+
+def _load_vector(weights: Weights, name: str, size: int) -> Tensor:
+    return Tensor(weights.vector(name, size)).realize()
+
+
 class Layer:
+    """The weights of a layer. Raises ModelFileError."""
+
     def __init__(self, weights: Weights, index: int) -> None:
         config, prefix = weights.config, f"blk.{index}."
-        q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        dim, ffn, query_size, kv_size = config.dim, config.ffn, config.query_size, config.kv_size
 
         def matrix(name: str, rows: int, cols: int) -> QuantizedMatrix:
-            return weights.matrix(f"{prefix}{name}.weight", rows, cols)
+            return _load_matrix(weights, f"{prefix}{name}.weight", rows, cols)
 
-        def vector(name: str, size: int) -> Tensor | None:
-            return weights.vector(f"{prefix}{name}", size)
+        def optional_vector(name: str, size: int) -> Tensor | None:
+            return _load_vector(weights, prefix + name, size) if prefix + name in weights else None
 
-        self.attn_norm = weights.required_vector(f"{prefix}attn_norm.weight", config.dim)
-        self.q, self.q_bias = matrix("attn_q", q_rows, config.dim), vector("attn_q.bias", q_rows)
-        self.k, self.k_bias = matrix("attn_k", kv_rows, config.dim), vector("attn_k.bias", kv_rows)
-        self.v, self.v_bias = matrix("attn_v", kv_rows, config.dim), vector("attn_v.bias", kv_rows)
-        self.q_norm = vector("attn_q_norm.weight", config.head_dim)
-        self.k_norm = vector("attn_k_norm.weight", config.head_dim)
-        self.o = matrix("attn_output", config.dim, q_rows)
-        self.ffn_norm = weights.required_vector(f"{prefix}ffn_norm.weight", config.dim)
-        self.gate, self.up = (
-            matrix("ffn_gate", config.ffn, config.dim),
-            matrix("ffn_up", config.ffn, config.dim),
-        )
-        self.down = matrix("ffn_down", config.dim, config.ffn)
+        self.attn_norm = _load_vector(weights, f"{prefix}attn_norm.weight", dim)
+        self.q, self.q_bias = matrix("attn_q", query_size, dim), optional_vector("attn_q.bias", query_size)
+        self.k, self.k_bias = matrix("attn_k", kv_size, dim), optional_vector("attn_k.bias", kv_size)
+        self.v, self.v_bias = matrix("attn_v", kv_size, dim), optional_vector("attn_v.bias", kv_size)
+        self.q_norm = optional_vector("attn_q_norm.weight", config.head_dim)
+        self.k_norm = optional_vector("attn_k_norm.weight", config.head_dim)
+        self.o = matrix("attn_output", dim, query_size)
+        self.ffn_norm = _load_vector(weights, f"{prefix}ffn_norm.weight", dim)
+        self.gate, self.up = matrix("ffn_gate", ffn, dim), matrix("ffn_up", ffn, dim)
+        self.down = matrix("ffn_down", dim, ffn)
 
 
 class Transformer:
+    """A model's weights, and its forward pass over tokens that continue those in `cache`."""
+
     def __init__(self, weights: Weights, cache: KVCache) -> None:
+        """Raises ModelFileError."""
         config = self.config = weights.config
         self.cache = cache
         self.layers = [Layer(weights, i) for i in range(config.layers)]
-        self.embedding = weights.matrix("token_embd.weight", config.vocab, config.dim)
-        self.output_norm = weights.required_vector("output_norm.weight", config.dim)
-        tied = "output.weight" not in weights.file.tensors
-        self.output = self.embedding if tied else weights.matrix("output.weight", config.vocab, config.dim)
-        angles = np.arange(cache.length)[:, None] * config.rope_frequencies
-        self.cos, self.sin = (Tensor(f(angles).astype(np.float32)).realize() for f in (np.cos, np.sin))
+        self.embedding = _load_matrix(weights, "token_embd.weight", config.vocab, config.dim)
+        self.output_norm = _load_vector(weights, "output_norm.weight", config.dim)
+        self.output = self.embedding
+        if "output.weight" in weights:
+            self.output = _load_matrix(weights, "output.weight", config.vocab, config.dim)
+        self.cos, self.sin = (Tensor(table).realize() for table in config.rope_tables(cache.length))
 
     def __call__(self, tokens: Tensor, position: UOp | int) -> Tensor:
-        """Runs `tokens` (int32, (n,)) at `position` and the n - 1 after it, stores their keys and values in
-        the cache, and gives the last layer's normed output: float32 (n, dim)."""
+        """Runs `tokens`, int32 (n,), at `position` and the n - 1 positions after it. Stores their keys and values in
+        the cache and returns the normed output of the last layer, float32 (n, dim)."""
         return self._norm(self._layers(tokens, position)[0], self.output_norm)
 
     def store(self, tokens: Tensor, position: UOp | int) -> Tensor:
-        """As a call, but only for the keys and values: realize what it returns, the last layer's cache."""
+        """Runs tokens for their keys and values only. They are stored when the returned tensor, the cache of the last
+        layer, is realized."""
         return self._layers(tokens, position)[1]
 
     def _layers(self, tokens: Tensor, position: UOp | int) -> tuple[Tensor, Tensor]:
         x, stored = self.embedding.take(tokens), self.cache.layers[-1]
         n = tokens.shape[0]
-        mask = Tensor.full((n, position + n), float("-inf")).triu(position + 1)  # no token sees a later one
+        mask = Tensor.full((n, position + n), float("-inf")).triu(position + 1)  # causal
         for layer, kv in zip(self.layers, self.cache.layers, strict=True):
             attended, stored = self._attention(layer, self._norm(x, layer.attn_norm), kv, position, mask)
             x = x + attended
             h = self._norm(x, layer.ffn_norm)
             gated = layer.gate.product(h).silu() * layer.up.product(h)
             x = (x + layer.down.product(gated)).contiguous()
-            x.realize()  # layer by layer: tinygrad schedules the first and finds the others alike
+            x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
         return x, stored
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (n, dim) -> (n, vocab)."""
         return self.output.product(hidden)
 
-    def uses(self) -> dict[UOp, Use]:
-        """What the buffers of the weights and the cache are for."""
-        uses: dict[UOp, Use] = {}
+    def uses(self) -> BufferUses:
+        """The uses of the weights and of the cache."""
+        uses = BufferUses()
 
-        def note(role: KernelRole, *holders: QuantizedMatrix | Tensor | None, **touched: Any) -> None:
-            for holder in holders:
-                tensors = holder.planes.values() if isinstance(holder, QuantizedMatrix) else [holder]
-                uses.update((t.uop.base, Use(role, **touched)) for t in tensors if t is not None)
+        def add_matrices(use: Use, *matrices: QuantizedMatrix) -> None:
+            uses.add(use, *(plane for matrix in matrices for plane in matrix.planes.values()))
 
-        note("output head", self.output)
-        note("embedding", self.embedding, touched="token", rows=self.config.vocab)
-        note("norm", self.output_norm)
-        note("attention", self.cos, self.sin, touched="token", rows=self.cache.length)
-        note("attention", *self.cache.layers, touched="context", rows=self.cache.length)
+        add_matrices(Use("output head"), self.output)
+        add_matrices(Use("embedding", "token", self.config.vocab), self.embedding)
+        uses.add(Use("norm"), self.output_norm)
+        uses.add(Use("attention", "token", self.cache.length), self.cos, self.sin)
+        uses.add(Use("attention", "context", self.cache.length), *self.cache.layers)
         for layer in self.layers:
-            note("QKV projection", layer.q, layer.q_bias, layer.k, layer.k_bias, layer.v, layer.v_bias)
-            note("attention output", layer.o)
-            note("FFN gate+up", layer.gate, layer.up)
-            note("FFN down", layer.down)
-            note("norm", layer.attn_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
+            add_matrices(Use("QKV projection"), layer.q, layer.k, layer.v)
+            uses.add(Use("QKV projection"), layer.q_bias, layer.k_bias, layer.v_bias)
+            add_matrices(Use("attention output"), layer.o)
+            add_matrices(Use("FFN gate+up"), layer.gate, layer.up)
+            add_matrices(Use("FFN down"), layer.down)
+            uses.add(Use("norm"), layer.attn_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
         return uses
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm over the last axis."""
         return (x * ((x * x).mean(-1, keepdim=True) + self.config.norm_eps).rsqrt() * weight).contiguous()
 
     def _rope(self, x: Tensor, position: UOp | int) -> Tensor:
-        """Rotates element i of a head with element i + head_dim/2. x: (heads, n, head_dim)."""
+        """Rotary position embedding of x (heads, n, head_dim): rotates element i with element i + head_dim / 2."""
         n = x.shape[1]
         cos, sin = (table[position : position + n].unsqueeze(0) for table in (self.cos, self.sin))
         a, b = x.chunk(2, dim=-1)
@@ -117,16 +132,18 @@ class Transformer:
     def _attention(
         self, layer: Layer, x: Tensor, kv: Tensor, position: UOp | int, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """The output projection of attention over x (n, dim), which is normed, and the layer's cache with the new keys
+        and values stored."""
         c, n = self.config, cast(int, x.shape[0])
 
-        def heads_of(matrix: QuantizedMatrix, bias: Tensor | None, heads: int) -> Tensor:
+        def project(matrix: QuantizedMatrix, bias: Tensor | None, heads: int) -> Tensor:
             y = matrix.product(x)
             return (y if bias is None else y + bias).reshape(n, heads, c.head_dim).transpose(0, 1)
 
         q, k, v = (
-            heads_of(layer.q, layer.q_bias, c.heads),
-            heads_of(layer.k, layer.k_bias, c.kv_heads),
-            heads_of(layer.v, layer.v_bias, c.kv_heads),
+            project(layer.q, layer.q_bias, c.heads),
+            project(layer.k, layer.k_bias, c.kv_heads),
+            project(layer.v, layer.v_bias, c.kv_heads),
         )
         if layer.q_norm is not None:
             q = self._norm(q, layer.q_norm)

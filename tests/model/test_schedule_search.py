@@ -32,20 +32,22 @@ class FakeRunner:
         self.timed, self.is_well = [], True
 
     @property
-    def bench(self):
-        return schedule_search.Bench(self.products, self.step, self.answer, self.seconds)
+    def target(self):
+        return schedule_search.SearchTarget(
+            self.products, self.build_step, self.check_logits, self.step_seconds
+        )
 
-    def step(self):
+    def build_step(self):
         chosen = tuple(product.schedule for product in self.products)
         return SimpleNamespace(linear=None, capture=lambda: chosen)
 
-    def answer(self, run):
+    def check_logits(self, run):
         if any(map(self.faults, run)):
             self.is_well = False
             raise RuntimeError("CUDA Error 700, an illegal memory access was encountered")
         return next((a for a in map(self.answers, run) if a is not RIGHT), RIGHT)
 
-    def seconds(self, run):
+    def step_seconds(self, run):
         self.timed.append(run)
         return 1e-3 * (1 + sum(distance(schedule) for schedule in run))
 
@@ -75,7 +77,7 @@ def cache(tmp_path, monkeypatch):
 def run(runner, width=16, seconds=60.0):
     told = []
     schedule_search.device_works = lambda device: runner.is_well  # restored by `cache`
-    schedule_search.search(runner.bench, width, seconds, lambda *said: told.append(said))
+    schedule_search.search(runner.target, width, seconds, lambda *said: told.append(said))
     return told
 
 
@@ -140,8 +142,8 @@ def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypat
 
 def test_it_ends_when_its_time_is_up():
     runner = FakeRunner(*(product(rows=1024 * n) for n in range(1, 5)))
-    slow = runner.seconds
-    runner.seconds = lambda run: time.sleep(0.01) or slow(run)
+    slow = runner.step_seconds
+    runner.step_seconds = lambda run: time.sleep(0.01) or slow(run)
     told = run(runner, seconds=0.5)
     assert told[-1][:2] == (4, 4)
     tried = {said[3].what: said[3].tried for said in told}
@@ -171,7 +173,7 @@ class Searchable:
 
     def search(self, width, seconds, report, again=False):
         tinygrad.engine.realize.tqdm(total=9).update(3)  # candidates are compiled
-        report(1, 2, 1, schedule_search._told(product(), found=True))
+        report(1, 2, 1, schedule_search.search_event(product(), found=True))
         self.asked.append((width, seconds, again))
 
 

@@ -1,4 +1,4 @@
-"""The fused path for NVIDIA GPUs: quantized products as kernels of our own, a decode step of five a layer."""
+"""The runner for NVIDIA GPUs: kernels written for quantized matrices, five of them for a layer of a decode step."""
 
 from engine.model.fused.runner import FusedRunner
 

@@ -1,14 +1,16 @@
-"""A decode step as kernels:
+"""The kernels of a decode step:
 
     embed . (qkv . attention . o . gate+up . down) for each layer . head . next token
 
-All that changes from token to token (the token, its position, keys and values) lies in device memory.
+Everything that changes from step to step (the token, its position, keys and values) is in device memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.kernels.gpu.attention import Heads, Split, attention, combine, split_for
@@ -21,15 +23,16 @@ from engine.kernels.gpu.packing import QUARTER, UNIT, permuted_size
 from engine.kernels.gpu.token import embed, next_token
 from engine.model.fused.device_sampler import DeviceSampler
 from engine.model.fused.packed_model import Layer, PackedModel, Product
-from engine.model.fused.prescales import Floats, Prescales
+from engine.model.fused.prescales import Prescales
 
-_SHORT, _MEDIUM = 256, 8192  # tokens that a block takes all of, and that are cut first
+# Tokens: up to the first number one thread block does the attention of a head; to the second, one captured step serves.
+_SHORT, _MEDIUM = 256, 8192
 
 
 @dataclass
-class Stream:
-    """The residual stream as a producer leaves it: see `Residual`. `inputs` are by the scaling they are for, as
-    `Stack.scalings`."""
+class ResidualStream:
+    """The residual stream as the kernel before leaves it (`matvec.Residual`): `h`, partial sums of its squares, and the
+    normed input of the next product for each of its scalings (`Stack.scalings`)."""
 
     h: Tensor
     parts: Tensor
@@ -37,68 +40,79 @@ class Stream:
     inputs: dict[int, Tensor]
 
 
-class Decode:
-    """`step` gives the kernels of a step. It runs the token and position of `state`, int32, and leaves `logits`."""
+class DecodeKernels:
+    """Builds the kernels of decode steps. A step reads `state`, int32 (token, position), and writes `logits`."""
 
     def __init__(
-        self, model: PackedModel, heads: Heads, scales: Prescales, tables: tuple[Tensor, Tensor], context: int
+        self,
+        model: PackedModel,
+        heads: Heads,
+        prescales: Prescales,
+        rope_tables: tuple[Tensor, Tensor],
+        context: int,
     ) -> None:
         config = model.config
-        self._model, self._heads, self._scales = model, heads, scales
-        self._tables, self._context = tables, context
-        self._tensor_cores = tensor_cores() and config.head_dim % 16 == 0
-        q_rows = config.heads * config.head_dim
+        self._model, self._heads, self._prescales = model, heads, prescales
+        self._rope_tables, self._context = rope_tables, context
+        self.uses_tensor_cores = tensor_cores() and config.head_dim % 16 == 0
         self.state = zeros(2, dtypes.int32)
         self.logits = zeros(config.vocab)
         self._h = zeros(config.dim)
-        self._rows = zeros(q_rows + 2 * config.kv_heads * config.head_dim)
+        self._qkv = zeros(config.query_size + 2 * config.kv_size)
         self._angles = zeros(config.head_dim)
-        self._attended, self._activated = zeros(permuted_size(q_rows)), zeros(permuted_size(config.ffn))
+        self._attended, self._activated = (
+            zeros(permuted_size(config.query_size)),
+            zeros(permuted_size(config.ffn)),
+        )
         self._gate_up = zeros(2 * config.ffn)
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[int, Tensor] = {}
-        self.limits = [_SHORT]
-        while self.limits[-1] < context:
-            self.limits.append(_MEDIUM if self.limits[-1] < _MEDIUM else self.limits[-1] * 4)
-        most = max(self.split(limit).splits for limit in self.limits)
-        self.partial = zeros(most * q_rows), zeros(most * config.heads * 2)
+        self.context_limits = [_SHORT]
+        while self.context_limits[-1] < context:
+            self.context_limits.append(
+                _MEDIUM if self.context_limits[-1] < _MEDIUM else self.context_limits[-1] * 4
+            )
+        splits = max(self.split(limit).splits for limit in self.context_limits)
+        self.attention_parts = zeros(splits * config.query_size), zeros(splits * config.heads * 2)
 
     def split(self, limit: int) -> Split | FlashSplit:
-        """How attention to up to `limit` tokens is cut."""
-        rule = flash_split if self._tensor_cores else split_for
-        return rule(self._heads, limit, _SHORT, multiprocessors())
+        """How attention over up to `limit` tokens is split into thread blocks."""
+        choose = flash_split if self.uses_tensor_cores else split_for
+        return choose(self._heads, limit, _SHORT, multiprocessors())
 
     def step(
         self,
         split: Split | FlashSplit,
         history: Tensor,
-        drawing: DeviceSampler | None = None,
+        sampler: DeviceSampler | None = None,
         penalizes: bool = False,
     ) -> KernelSequence:
-        """The kernels of a step whose attention is cut as `split` says. It leaves the next token in `state`, and in
-        `history` at the position: the most probable one, or one that `drawing` draws."""
+        """The kernels of a step whose attention is split by `split`. It writes the next token to `state`, and to
+        `history` at the position: the most probable token, or the one that `sampler` chooses."""
         model, step = self._model, KernelSequence()
         stream = self._embed(step)
         for i, layer in enumerate(model.layers):
             bias = [] if layer.bias is None else [layer.bias]
-            self._normed(step, layer.qkv, stream, Store(bool(bias)), [self._rows], bias, "qkv")
+            self._multiply_normed(step, layer.qkv, stream, Store(bool(bias)), [self._qkv], bias, "qkv")
             self._attention(step, layer, split)
-            stream = self._residual(step, layer.o, self._attended, layer.gate_up, layer.norms[1], 1, "o")
+            stream = self._add_to_residual(
+                step, layer.o, self._attended, layer.gate_up, layer.norms[1], 1, "o"
+            )
             self._gate_and_up(step, layer, stream)
             last = i + 1 == len(model.layers)
             following = model.head if last else model.layers[i + 1].qkv
             norm = model.output_norm if last else model.layers[i + 1].norms[0]
-            stream = self._residual(step, layer.down, self._activated, following, norm, 0, "down")
+            stream = self._add_to_residual(step, layer.down, self._activated, following, norm, 0, "down")
         blocks = model.head.n_blocks
         best = zeros(blocks), zeros(blocks, dtypes.int32)
-        self._normed(step, model.head, stream, Best(), [self.logits, *best], [], "head")
-        if drawing is None:
+        self._multiply_normed(step, model.head, stream, Best(), [self.logits, *best], [], "head")
+        if sampler is None:
             step.add(next_token(blocks, self._context), self.state, history, *best)
         else:
-            drawing.add_to(step, self.logits, self.state, history, penalizes)
+            sampler.add_to(step, self.logits, self.state, history, penalizes)
         return step
 
-    def _embed(self, step: KernelSequence) -> Stream:
+    def _embed(self, step: KernelSequence) -> ResidualStream:
         model, config = self._model, self._model.config
         first = model.layers[0]
         stream = self._stream(max(first.down.n_blocks, UNIT // QUARTER), first.qkv, 0)
@@ -111,69 +125,74 @@ class Decode:
             self._context,
             config.head_dim // 2,
         )
-        norms = [self._scales.norm(first.norms[0], scaling) for scaling in stream.inputs]
+        norms = [self._prescales.norm_weight(first.norms[0], scaling) for scaling in stream.inputs]
         outs = stream.h, stream.parts, *stream.inputs.values(), self._angles
-        step.add(kernel, *outs, self.state, *self._tables, *norms, *model.embedding.planes)
+        step.add(kernel, *outs, self.state, *self._rope_tables, *norms, *model.embedding.planes)
         return stream
 
-    def _gate_and_up(self, step: KernelSequence, layer: Layer, stream: Stream) -> None:
-        prescale = self._scales.of(layer.down.only.packing)
+    def _gate_and_up(self, step: KernelSequence, layer: Layer, stream: ResidualStream) -> None:
+        prescale = self._prescales.of(layer.down.only.packing)
         if len(layer.gate_up.matrices) == 1:
-            self._normed(step, layer.gate_up, stream, GateUp(), [self._activated], [prescale], "gate_up")
+            self._multiply_normed(
+                step, layer.gate_up, stream, GateUp(), [self._activated], [prescale], "gate_up"
+            )
             return
-        self._normed(step, layer.gate_up, stream, Store(), [self._gate_up], [], "gate_up")
+        self._multiply_normed(step, layer.gate_up, stream, Store(), [self._gate_up], [], "gate_up")
         step.add(activate(self._model.config.ffn), self._activated, self._gate_up, prescale)
 
     def _attention(self, step: KernelSequence, layer: Layer, split: Split | FlashSplit) -> None:
         norms = [] if layer.head_norms is None else [layer.head_norms]
-        prescale = self._scales.of(layer.o.only.packing)
-        ins = [layer.keys, layer.values, self._rows, self._angles, self.state, *norms]
+        prescale = self._prescales.of(layer.o.only.packing)
+        ins = [layer.keys, layer.values, self._qkv, self._angles, self.state, *norms]
         flash = isinstance(split, FlashSplit)
         kernel = flash_attention(self._heads, split) if flash else attention(self._heads, split)
         if split.splits == 1:
             step.add(kernel, self._attended, *ins, prescale)
             return
-        step.add(kernel, *self.partial, *ins)
-        step.add(combine(self._heads, split.splits), self._attended, *self.partial, prescale)
+        step.add(kernel, *self.attention_parts, *ins)
+        step.add(combine(self._heads, split.splits), self._attended, *self.attention_parts, prescale)
 
-    def _normed(
+    def _multiply_normed(
         self,
         step: KernelSequence,
         product: Product,
-        stream: Stream,
+        stream: ResidualStream,
         epilogue: Epilogue,
         outs: list[Tensor],
         ins: list[Tensor],
         name: str,
     ) -> None:
-        """A product with the normed stream."""
+        """Adds a product of the normed residual stream."""
         eps = self._model.config.norm_eps
         kernel = matvec(product.stack, product.schedule, epilogue, name, stream.n_parts, eps)
         step.add(kernel, *outs, *stream.inputs.values(), stream.parts, *ins, *product.planes)
 
-    def _residual(
+    def _add_to_residual(
         self,
         step: KernelSequence,
         product: Product,
         x: Tensor,
         following: Product,
-        norm: Floats,
-        which: int,
+        norm: NDArray[np.float32],
+        parity: int,
         name: str,
-    ) -> Stream:
-        """A product that the residual stream takes up, before `norm` and the product `following`."""
-        stream = self._stream(product.n_blocks, following, which)
+    ) -> ResidualStream:
+        """Adds a product of `x` that is added to the residual stream, before `norm` and the product `following`."""
+        stream = self._stream(product.n_blocks, following, parity)
         kernel = matvec(product.stack, product.schedule, Residual(len(stream.inputs)), name)
-        norms = [self._scales.norm(norm, scaling) for scaling in stream.inputs]
+        norms = [self._prescales.norm_weight(norm, scaling) for scaling in stream.inputs]
         step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), x, *norms, *product.planes)
         return stream
 
-    def _stream(self, n_parts: int, following: Product, which: int) -> Stream:
-        """Producers take turns with two arrays of parts, since a kernel may read one while it fills the other."""
+    def _stream(self, n_parts: int, following: Product, parity: int) -> ResidualStream:
+        """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums, because
+        a kernel may read one while it writes the other."""
         scalings = following.stack.scalings
         for s in scalings:
             if s not in self._inputs:
                 self._inputs[s] = zeros(permuted_size(self._model.config.dim))
         if n_parts not in self._parts:
             self._parts[n_parts] = zeros(n_parts), zeros(n_parts)
-        return Stream(self._h, self._parts[n_parts][which], n_parts, {s: self._inputs[s] for s in scalings})
+        return ResidualStream(
+            self._h, self._parts[n_parts][parity], n_parts, {s: self._inputs[s] for s in scalings}
+        )

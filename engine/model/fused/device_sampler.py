@@ -1,4 +1,4 @@
-"""The end of a decode step that draws its token: kernels of `engine.kernels.gpu.sample`, and what they draw by."""
+"""The end of a decode step that samples its token, with the kernels of `engine.kernels.gpu.sample`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
 
 class DeviceSampler:
-    """Draws by the settings, the tokens so far and the numbers in [0, 1) of `prepare`."""
+    """Holds what sampling depends on, on the device: the settings, the tokens so far, and a random number for each
+    position. `penalizes`: whether the settings have a repetition penalty."""
 
     def __init__(self, shortlist: Shortlist, context: int) -> None:
         self._shortlist, self._context = shortlist, context
-        self._settings, self._numbers = zeros(settings_of(Sampling()).size), zeros(context)
+        self._settings, self._uniforms = zeros(settings_of(Sampling()).size), zeros(context)
         self._tokens = zeros(context + 1, dtypes.int32)
         levels = range(len(shortlist.spans) + 1)
         self._values = [zeros(shortlist.entries(level)) for level in levels]
@@ -29,24 +30,24 @@ class DeviceSampler:
         self.penalizes = False
 
     def prepare(self, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]) -> bool:
-        """As `SamplingRunner.prepare`; the device must not be at work."""
+        """As `SamplingRunner.prepare_sampling`; no step may be running."""
         if not self._shortlist.suffices(sampling):
             return False
         self.penalizes = sampling.repeat_penalty != 1
         send(self._settings, settings_of(sampling))
-        said = np.zeros(self._context + 1, np.int32)
-        said[: len(tokens)] = tokens
-        send(self._tokens, said)
+        padded = np.zeros(self._context + 1, np.int32)
+        padded[: len(tokens)] = tokens
+        send(self._tokens, padded)
         by_position = np.zeros(self._context, np.float32)
-        there = by_position[len(tokens) - 1 :]
-        there[: len(uniforms)] = np.minimum(uniforms[: there.size], _BELOW_ONE)
-        send(self._numbers, by_position)
+        positions = slice(len(tokens) - 1, len(tokens) - 1 + len(uniforms))
+        by_position[positions] = np.minimum(uniforms[: by_position[positions].size], _BELOW_ONE)
+        send(self._uniforms, by_position)
         return True
 
     def add_to(
         self, step: KernelSequence, logits: Tensor, state: Tensor, history: Tensor, penalizes: bool
     ) -> None:
-        """Kernels that end a decode step as `engine.kernels.gpu.token.next_token` does."""
+        """Adds the kernels that end a decode step, in place of `engine.kernels.gpu.token.next_token`."""
         shortlist, context = self._shortlist, self._context
         if penalizes:
             kernel = penalize(shortlist.vocab, context)
@@ -58,7 +59,6 @@ class DeviceSampler:
             source = [logits] if level < last else []
             outs = self._values[level + 1], self._ids[level + 1]
             step.add(ranked(shortlist, level), *outs, self._values[level], *ids, *source)
-        sorted_ = self._values[-1], self._ids[-1]
-        step.add(
-            draw(shortlist, context), state, history, self._tokens, *sorted_, self._settings, self._numbers
-        )
+        ranked_tokens = self._values[-1], self._ids[-1]
+        buffers = state, history, self._tokens, *ranked_tokens, self._settings, self._uniforms
+        step.add(draw(shortlist, context), *buffers)

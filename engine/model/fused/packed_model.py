@@ -1,4 +1,4 @@
-"""A model's matrices as kernels read them: packed on the device, those of one input made one product."""
+"""A model's matrices as kernels read them: packed on the device, with matrices of the same input in one product."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 
 from engine.kernels.gpu.mailbox import sent
@@ -15,13 +16,12 @@ from engine.kernels.gpu.packing import Packing
 from engine.kernels.gpu.repack import Layout, Rows, forget_plans, repack
 from engine.kernels.gpu.schedules import schedule_here
 from engine.model.config import ModelConfig
-from engine.model.fused.prescales import Floats
 from engine.model.weights import Weights
 
 
 @dataclass
 class Matrix:
-    """A packed matrix of `tensors`."""
+    """A packed matrix. Its rows come from `tensors`: (name, rows) of each."""
 
     tensors: Sequence[tuple[str, int]]
     layout: Layout
@@ -44,8 +44,8 @@ class Matrix:
 
 @dataclass
 class Product:
-    """Matrices of one input, and the schedule of decode's product with all of them. `name` is that of the first
-    tensor."""
+    """Matrices that multiply the same input, and the schedule of the kernel that decode multiplies them with. `name`:
+    that of the first tensor, without the layer."""
 
     matrices: Sequence[Matrix]
 
@@ -58,24 +58,28 @@ class Product:
 
     @property
     def only(self) -> Matrix:
-        """The matrix of a product of one."""
+        """The matrix of a product that has one."""
         (matrix,) = self.matrices
         return matrix
 
     @property
     def n_blocks(self) -> int:
+        """Thread blocks of the kernel."""
         return self.stack.n_blocks(self.schedule)
 
 
 @dataclass
 class Layer:
+    """The weights and the cache of a layer. `gate_up` is one matrix with alternating rows if both have the same type.
+    `norms`: those before attention and before the feed-forward layer; `head_norms`: those of queries and keys."""
+
     qkv: Product
     bias: Tensor | None
     head_norms: Tensor | None
     o: Product
-    gate_up: Product  # one matrix where both have a type, rows in turn
+    gate_up: Product
     down: Product
-    norms: tuple[Floats, Floats]  # attention's, feed-forward's
+    norms: tuple[NDArray[np.float32], NDArray[np.float32]]
     keys: Tensor = field(init=False)
     values: Tensor = field(init=False)
 
@@ -86,15 +90,16 @@ class Layer:
 
 @dataclass
 class PackedModel:
+    """All weights of a model. A tied output head is the same object as the embedding."""
+
     config: ModelConfig
     layers: list[Layer]
     embedding: Product
     head: Product
-    output_norm: Floats
+    output_norm: NDArray[np.float32]
 
     @property
     def products(self) -> list[Product]:
-        """Each once: a tied head is the embedding."""
         heads = [self.head] if self.head is self.embedding else [self.embedding, self.head]
         return [product for layer in self.layers for product in layer.products] + heads
 
@@ -103,64 +108,60 @@ class PackedModel:
         return [matrix for product in self.products for matrix in product.matrices]
 
     def fill(self, weights: Weights) -> None:
-        """Packs the matrices' bytes. Raises ModelFileError."""
+        """Copies the matrices to the device and packs them there. Raises ModelFileError."""
         for matrix in self.matrices:
-            cols = matrix.cols
-            sources = [weights.stored_bytes(name, rows, cols)[0] for name, rows in matrix.tensors]
+            sources = [weights.matrix_bytes(name, rows, matrix.cols) for name, rows in matrix.tensors]
             repack(matrix.layout, sources, matrix.planes)
-            Device[Device.DEFAULT].synchronize()  # so that the host's copies are freed
+            Device[Device.DEFAULT].synchronize()  # frees the host's copies
             for name, _ in matrix.tensors:
-                weights.file.tensors[name].release()
+                weights.release(name)
         forget_plans()
 
 
 def allocate(weights: Weights) -> PackedModel:
-    """A file's matrices, with room for them on the device, still to be filled. Raises ModelFileError."""
+    """A model with device memory for its matrices, to be filled by `PackedModel.fill`. Raises ModelFileError."""
     config, dim = weights.config, weights.config.dim
-    layers = [_layer(weights, f"blk.{i}.{{}}.weight".format, i) for i in range(config.layers)]
-    embedding = _product(weights, [("token_embd.weight", config.vocab)], dim)
-    tied = "output.weight" not in weights.file.tensors
-    head = embedding if tied else _product(weights, [("output.weight", config.vocab)], dim)
-    return PackedModel(config, layers, embedding, head, weights.floats("output_norm.weight", dim))
+    layers = [_layer(weights, f"blk.{i}.{{}}".format) for i in range(config.layers)]
+    embedding = head = _product(weights, [("token_embd.weight", config.vocab)], dim)
+    if "output.weight" in weights:
+        head = _product(weights, [("output.weight", config.vocab)], dim)
+    return PackedModel(config, layers, embedding, head, weights.vector("output_norm.weight", dim))
 
 
-def _layer(weights: Weights, name: Callable[[str], str], i: int) -> Layer:
+def _layer(weights: Weights, name: Callable[[str], str]) -> Layer:
     config = weights.config
     dim, ffn = config.dim, config.ffn
-    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    qkv = [(name("attn_q"), q_rows), (name("attn_k"), kv_rows), (name("attn_v"), kv_rows)]
-    biases = [(f"blk.{i}.attn_{x}.bias", rows) for x, (_, rows) in zip("qkv", qkv, strict=True)]
-    head_norms = [(name(f"attn_{x}_norm"), config.head_dim) for x in "qk"]
-    gate_up = [(name("ffn_gate"), ffn), (name("ffn_up"), ffn)]
-    same = weights.type_of(gate_up[0][0]) == weights.type_of(gate_up[1][0])
+    sizes = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+    qkv = [(name(f"attn_{x}.weight"), size) for x, size in sizes.items()]
+    biases = weights.joined_vectors([(name(f"attn_{x}.bias"), size) for x, size in sizes.items()], 0.0)
+    head_norms = [(name(f"attn_{x}_norm.weight"), config.head_dim) for x in "qk"]
+    head_norm_weights = weights.joined_vectors(head_norms, 1.0)
+    gate_up = [(name("ffn_gate.weight"), ffn), (name("ffn_up.weight"), ffn)]
+    gate_type, up_type = (weights.matrix_type(tensor, rows, dim) for tensor, rows in gate_up)
     return Layer(
         qkv=_product(weights, qkv, dim),
-        bias=_joined(weights, biases, 0.0),
-        head_norms=_joined(weights, head_norms, 1.0),
-        o=_product(weights, [(name("attn_output"), dim)], q_rows),
-        gate_up=_product(weights, gate_up, dim, in_turn=same),
-        down=_product(weights, [(name("ffn_down"), dim)], ffn),
-        norms=(weights.floats(name("attn_norm"), dim), weights.floats(name("ffn_norm"), dim)),
+        bias=None if biases is None else sent(biases),
+        head_norms=None if head_norm_weights is None else sent(head_norm_weights),
+        o=_product(weights, [(name("attn_output.weight"), dim)], config.query_size),
+        gate_up=_product(weights, gate_up, dim, alternate=gate_type == up_type),
+        down=_product(weights, [(name("ffn_down.weight"), dim)], ffn),
+        norms=(weights.vector(name("attn_norm.weight"), dim), weights.vector(name("ffn_norm.weight"), dim)),
     )
 
 
-def _product(weights: Weights, names: Sequence[tuple[str, int]], cols: int, in_turn: bool = False) -> Product:
-    """Of the matrices (name, rows), one after the other or, those of a type, their rows in turn: neighbours of a
-    type become one."""
+def _product(
+    weights: Weights, tensors: Sequence[tuple[str, int]], cols: int, alternate: bool = False
+) -> Product:
+    """The product of the matrices (name, rows), which follow each other. Neighbours of the same type become one
+    matrix; with `alternate` their rows alternate."""
     matrices = []
-    for _, run in groupby(names, key=lambda item: weights.type_of(item[0])):
-        tensors, kinds = list(run), []
-        for name, rows in tensors:
-            ggml_type, interleaved = weights.kind(name, rows, cols)
-            kinds.append(Rows(rows, weights.config.head_dim if interleaved else 0))
-        matrices.append(Matrix(tensors, Layout(Packing(ggml_type), tuple(kinds), cols, in_turn)))
+    for ggml_type, group in groupby(
+        tensors, lambda tensor: weights.matrix_type(tensor[0], tensor[1], cols)[0]
+    ):
+        same_type = list(group)
+        rows = []
+        for name, n in same_type:
+            _, interleaved = weights.matrix_type(name, n, cols)
+            rows.append(Rows(n, weights.config.head_dim if interleaved else 0))
+        matrices.append(Matrix(same_type, Layout(Packing(ggml_type), tuple(rows), cols, alternate)))
     return Product(matrices)
-
-
-def _joined(weights: Weights, names: Sequence[tuple[str, int]], missing: float) -> Tensor | None:
-    """Vectors one after the other; None where there is none of them."""
-    there = weights.file.tensors
-    if not any(name in there for name, _ in names):
-        return None
-    parts = [weights.floats(name, n) if name in there else np.full(n, missing) for name, n in names]
-    return sent(np.concatenate(parts).astype(np.float32))

@@ -1,7 +1,9 @@
-"""Prefill of up to a chunk of tokens as kernels: products on tensor cores, and what lies between them."""
+"""The kernels of a prefill step: products on tensor cores, and norms, rotation and attention between them."""
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
@@ -20,46 +22,51 @@ from engine.kernels.gpu.prefill import (
     tile_prompt,
 )
 from engine.model.fused.packed_model import Matrix, PackedModel
-from engine.model.fused.prescales import Floats, Prescales
+from engine.model.fused.prescales import Prescales
 
 
-class Prefill:
-    """`step` gives the kernels of a step. What a prompt is lies in `prompt` (its position, how many tokens it has)
-    and `ids`, int32."""
+class PrefillKernels:
+    """Builds the kernels of prefill steps. A step reads its chunk of the prompt from `prompt`, int32 (position, number
+    of tokens), and `ids`, int32 (chunk,)."""
 
     def __init__(
-        self, model: PackedModel, heads: Heads, scales: Prescales, tables: tuple[Tensor, Tensor], chunk: int
+        self,
+        model: PackedModel,
+        heads: Heads,
+        prescales: Prescales,
+        rope_tables: tuple[Tensor, Tensor],
+        chunk: int,
     ) -> None:
-        self._model, self._heads, self._scales, self._tables = model, heads, scales, tables
+        self._model, self._heads, self._prescales, self._rope_tables = model, heads, prescales, rope_tables
         self.prompt, self.ids = zeros(2, dtypes.int32), zeros(chunk, dtypes.int32)
         self._scratch: dict[tuple[str, int], Tensor] = {}
 
     def step(self, tokens: int) -> KernelSequence:
-        """For up to `tokens` tokens; the last layer's keys and values are all that is wanted of it."""
+        """The kernels for up to `tokens` tokens. Of the last layer they compute only keys and values."""
         model, config, step, heads = self._model, self._model.config, KernelSequence(), self._heads
-        dim, q_rows = config.dim, config.heads * config.head_dim
+        dim, query_size = config.dim, config.query_size
         h, x = self._buffer("h", tokens * dim), self._buffer("x", fragments_size(tokens, dim), dtypes.float16)
-        queries = self._buffer("queries", tokens * q_rows, dtypes.float16)
-        attended = self._buffer("attended", fragments_size(tokens, q_rows), dtypes.float16)
+        queries = self._buffer("queries", tokens * query_size, dtypes.float16)
+        attended = self._buffer("attended", fragments_size(tokens, query_size), dtypes.float16)
         activated = self._buffer("activated", fragments_size(tokens, config.ffn), dtypes.float16)
         embed = embed_prompt(model.embedding.only.packing, tokens, config.vocab, dim)
         step.add(embed, h, self.ids, *model.embedding.planes)
 
         def product(part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
-            """Sums of a product, and how many they are."""
+            """Adds a product; returns its partial sums, and their number."""
             tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), False)
             out = self._buffer(name, tiles.parts * tokens * part.rows)
             kernel = matmul(part.packing, tokens, part.rows, part.cols, tiles, False, name)
             step.add(kernel, out, x, self.prompt, *part.planes)
             return out, tiles.parts
 
-        added: list[tuple[Tensor, int]] = []  # what the stream has yet to take up
+        pending: list[tuple[Tensor, int]] = []  # partial sums that the next norm adds to the residual stream
 
-        def norm(weight: Floats) -> None:
-            sums, parts = ([added[0][0]], added[0][1]) if added else ([], 0)
+        def norm(weight: NDArray[np.float32]) -> None:
+            sums, parts = ([pending[0][0]], pending[0][1]) if pending else ([], 0)
             kernel = norm_prompt(tokens, dim, parts, config.norm_eps)
-            step.add(kernel, x, h, *sums, self._scales.norm(weight, 0))
-            added.clear()
+            step.add(kernel, x, h, *sums, self._prescales.norm_weight(weight, 0))
+            pending.clear()
 
         for layer in model.layers:
             norm(layer.norms[0])
@@ -68,13 +75,15 @@ class Prefill:
             sizes, counts = tuple(p.rows for p in layer.qkv.matrices), tuple(n for _, n in runs)
             rotate = rotate_prompt(heads, tokens, counts, sizes, layer.bias is not None)
             sums = [t for t, _ in runs]
-            step.add(rotate, queries, layer.keys, layer.values, *sums, *self._tables, self.prompt, *extra)
+            step.add(
+                rotate, queries, layer.keys, layer.values, *sums, *self._rope_tables, self.prompt, *extra
+            )
             if layer is model.layers[-1]:
                 break
             attend = attend_prompt(heads, tokens, cut_for(heads, tokens))
             step.add(tile_prompt(heads, multiprocessors()), *self.past, layer.keys, layer.values, self.prompt)
             step.add(attend, attended, queries, *self.past, self.prompt)
-            added.append(product(layer.o.only, attended, "o"))
+            pending.append(product(layer.o.only, attended, "o"))
             norm(layer.norms[1])
             if len(layer.gate_up.matrices) == 1:
                 part = layer.gate_up.only
@@ -85,16 +94,16 @@ class Prefill:
                 runs = [product(p, x, f"gate_up{i}") for i, p in enumerate(layer.gate_up.matrices)]
                 (gate, a), (up, b) = runs
                 step.add(activate_prompt(tokens, config.ffn, (a, b)), activated, gate, up)
-            added.append(product(layer.down.only, activated, "down"))
+            pending.append(product(layer.down.only, activated, "down"))
         return step
 
     @property
     def past(self) -> list[Tensor]:
-        """Keys and values of a layer's tokens so far, as attention reads them: float16, as large as its cache."""
+        """A layer's keys and values in the tiles that attention reads: float16, as large as the layer's cache."""
         return [self._buffer(name, self._heads.cache_size, dtypes.float16) for name in ("keys", "values")]
 
     def _buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
-        """Scratch memory, the same for all layers."""
+        """Scratch memory that all layers share."""
         if (name, n) not in self._scratch:
             self._scratch[name, n] = zeros(n, dtype)
         return self._scratch[name, n]

@@ -1,8 +1,6 @@
-"""Device memory that steps work in, and the vectors that products want their inputs multiplied by."""
+"""The factors by which products want their input vectors multiplied, on the device."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,27 +9,25 @@ from tinygrad import Tensor
 from engine.kernels.gpu.mailbox import sent
 from engine.kernels.gpu.packing import UNIT, Packing, prescale
 
-Floats = NDArray[np.float32]
 
-
-@dataclass
 class Prescales:
-    """Prescales of packings, and norms' weights times them: each is put on the device once."""
+    """Prescales of packings (`kernels.gpu.packing.prescale`) and norms' weights multiplied by them. Each is copied to
+    the device once."""
 
-    norms: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _prescales: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.norms: dict[tuple[int, int], Tensor] = {}
+        self._by_scaling: dict[int, Tensor] = {}
 
     def of(self, packing: Packing) -> Tensor:
-        if packing.scaling not in self._prescales:
-            self._prescales[packing.scaling] = sent(np.asarray(prescale(packing.scaling), np.float32))
-        return self._prescales[packing.scaling]
+        """The prescale of the input of a product, float32 (UNIT,)."""
+        if packing.scaling not in self._by_scaling:
+            self._by_scaling[packing.scaling] = sent(prescale(packing.scaling))
+        return self._by_scaling[packing.scaling]
 
-    def norm(self, weight: Floats, scaling: int) -> Tensor:
-        """A norm's weight times the prescale of the product that follows."""
-        key = (id(weight), scaling)
+    def norm_weight(self, weight: NDArray[np.float32], scaling: int) -> Tensor:
+        """A norm's weight times the prescale of the product that follows the norm, float32 (weight.size,)."""
+        key = id(weight), scaling
         if key not in self.norms:
             units = -(-weight.size // UNIT)
-            self.norms[key] = sent(
-                (weight * np.tile(prescale(scaling), units)[: weight.size]).astype(np.float32)
-            )
+            self.norms[key] = sent(weight * np.tile(prescale(scaling), units)[: weight.size])
         return self.norms[key]

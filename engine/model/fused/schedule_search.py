@@ -1,7 +1,7 @@
-"""The search for the schedules that make a decode step fastest, one product of the model after the other.
+"""Searches the schedules of products that make a decode step fastest, one product after another.
 
-Candidates are timed in whole steps, since what is fastest alone is not always fastest among its neighbours, and a
-candidate counts only if the step's logits stay what they were. What is found holds for this device, and is kept.
+Candidates are timed in whole steps, because the kernel that is fastest by itself is not always the fastest among its
+neighbours. A candidate counts only if the step's logits stay the same. The result is stored for this device.
 """
 
 from __future__ import annotations
@@ -26,156 +26,164 @@ from engine.model.fused.packed_model import Product
 from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
 
-_CANDIDATES_A_WIDTH = 12  # of each product
-_TRIAL_S = 20.0  # for a candidate that takes longer than this to compute and to time, something is wrong
-_TOLERANCE = 2e-3  # of the largest logit: the order of sums changes, and keys and values are half precision
-_GAIN = 0.003  # of a step's time, below which a candidate is not worth it
+_CANDIDATES_PER_WIDTH = 12  # for each shape
+_TRIAL_S = 20.0  # a candidate that takes longer than this to run and to time hangs
+_TOLERANCE = (
+    2e-3  # of the largest logit: sums are added in another order, and keys and values are half precision
+)
+_MIN_GAIN = 0.003  # of a step's time: a smaller gain may be noise
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What the search needs of a model's steps. `step` gives the kernels of a step as schedules are now; `answer`
-    the logits after a few tokens of a step that is captured; `seconds` what it takes, one after the other."""
+class SearchTarget:
+    """The decode step that is searched. `build_step` makes its kernels with the schedules that are set. The other two
+    take a captured step: `check_logits` returns the logits after a few tokens, `step_seconds` the time of a step."""
 
     products: list[Product]
-    step: Callable[[], KernelSequence]
-    answer: Callable[[Callable[[], None]], Logits]
-    seconds: Callable[[Callable[[], None]], float]
+    build_step: Callable[[], KernelSequence]
+    check_logits: Callable[[Callable[[], None]], Logits]
+    step_seconds: Callable[[Callable[[], None]], float]
 
 
-def search(bench: Bench, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
-    """Sets the schedules of all products. `report(done, total, cached, search)` is called as it goes: how many
-    shapes are done, of how many, how many were known, and the one at hand. Nothing is searched that was searched
-    before as widely, unless `again`."""
+def search(
+    target: SearchTarget, width: int, seconds: float, report: SearchReport, again: bool = False
+) -> None:
+    """Finds and sets the schedules of all products, in `seconds` at most. `width` sets the number of candidates. Shapes
+    that were searched before with this width are skipped, unless `again`. `report` gets the progress after each
+    candidate."""
     shapes: dict[Stack, list[Product]] = {}
-    for product in bench.products:
+    for product in target.products:
         shapes.setdefault(product.stack, []).append(product)
-    todo = []
-    for stack, alike in shapes.items():
-        known = searched(stack)
-        if again or known is None or known[1] < width:
-            todo.append(alike)
-    cached = len(shapes) - len(todo)
-    for alike in shapes.values():
-        if alike not in todo:
-            report(cached, len(shapes), cached, _told(alike[0], found=True))
+    todo: list[list[Product]] = []
+    known: list[list[Product]] = []
+    for stack, products in shapes.items():
+        earlier = searched(stack)
+        (todo if again or earlier is None or earlier[1] < width else known).append(products)
+    cached = len(known)
+    for products in known:
+        report(cached, len(shapes), cached, search_event(products[0], found=True))
     if not todo:
         return
     deadline = time.monotonic() + seconds
-    wanted = bench.answer(bench.step().capture())
-    todo.sort(key=lambda alike: -alike[0].stack.n_bytes * len(alike))
-    for i, alike in enumerate(todo):
-        one = _OneShape(bench, alike, wanted)
+    expected = target.check_logits(target.build_step().capture())
+    todo.sort(key=lambda products: -products[0].stack.n_bytes * len(products))
+    for i, products in enumerate(todo):
+        shape = _ShapeSearch(target, products, expected)
 
-        def tell(done: int, one: _OneShape = one) -> None:
-            report(cached + done, len(shapes), cached, one.told(max(0.0, deadline - time.monotonic())))
+        def progress(done: int, shape: _ShapeSearch = shape) -> None:
+            report(cached + done, len(shapes), cached, shape.event(max(0.0, deadline - time.monotonic())))
 
-        tell(i)
-        share = (deadline - time.monotonic()) / (len(todo) - i)
-        for _ in one.run(_CANDIDATES_A_WIDTH * width, time.monotonic() + share):
-            tell(i)
-        note_searched(alike[0].stack, alike[0].schedule, width)
-        tell(i + 1)
+        progress(i)
+        share_s = (deadline - time.monotonic()) / (len(todo) - i)
+        for _ in shape.run(_CANDIDATES_PER_WIDTH * width, time.monotonic() + share_s):
+            progress(i)
+        note_searched(products[0].stack, products[0].schedule, width)
+        progress(i + 1)
 
 
-class _OneShape:
+class _ShapeSearch:
     """The search for the products of one shape, which share a schedule."""
 
-    def __init__(self, bench: Bench, products: list[Product], wanted: Logits) -> None:
-        self._bench, self._products, self._wanted = bench, products, wanted
+    def __init__(self, target: SearchTarget, products: list[Product], expected: Logits) -> None:
+        self._target, self._products, self._expected = target, products, expected
         self._first = products[0]
-        self._tried = self._refused = 0
-        self._total = 0
-        self._before = self._after = bench.seconds(bench.step().capture())
+        self._tried = self._refused = self._total = 0
+        self._seconds_before = self._seconds_after = target.step_seconds(target.build_step().capture())
 
-    def run(self, most: int, deadline: float) -> Iterator[None]:
-        """Sets the best schedule among `most`, the one that is set included, as far as time allows. A turn for each
-        candidate."""
-        stack, current = self._first.stack, self._first.schedule
-        untried = candidates(stack.rows, stack.cols, current)
-        todo = [s for s in untried if not has_failed(disk_cache(), self._key(s))][:most]
+    def run(self, max_candidates: int, deadline: float) -> Iterator[None]:
+        """Tries candidates until `deadline`, yields after each, and sets the best schedule at the end."""
+        stack = self._first.stack
+        schedules = candidates(stack.rows, stack.cols, self._first.schedule)
+        todo = [s for s in schedules if not has_failed(disk_cache(), self._key(s))][:max_candidates]
         self._total = len(todo)
         timed: list[tuple[float, Schedule]] = []
-        batch = max(4, int(os.environ.get("PARALLEL", "0")))
-        for start in range(0, len(todo), batch):
-            steps = []
-            for schedule in todo[start : start + batch]:
-                with self._set(schedule):
-                    steps.append((schedule, self._bench.step()))
-            compile_all([step.linear for _, step in steps])
-            for schedule, step in steps:
-                self._tried += 1
-                if (taken := self._try(schedule, step)) is None:
-                    self._refused += 1
-                else:
-                    timed.append((taken, schedule))
-                yield
-                if time.monotonic() > deadline:
-                    break
+        for schedule, step in self._compiled(todo):
+            self._tried += 1
+            if (seconds := self._try(schedule, step)) is None:
+                self._refused += 1
+            else:
+                timed.append((seconds, schedule))
+            yield
             if time.monotonic() > deadline:
                 break
-        self._adopt(sorted(timed, key=lambda found: found[0])[:2])
+        self._adopt([schedule for _, schedule in sorted(timed, key=lambda pair: pair[0])[:2]])
+
+    def _compiled(self, schedules: list[Schedule]) -> Iterator[tuple[Schedule, KernelSequence]]:
+        """A step for each schedule, compiled. Several are compiled at once."""
+        batch = max(4, int(os.environ.get("PARALLEL", "0")))
+        for start in range(0, len(schedules), batch):
+            steps = []
+            for schedule in schedules[start : start + batch]:
+                with self._using(schedule):
+                    steps.append((schedule, self._target.build_step()))
+            compile_all([step.linear for _, step in steps])
+            yield from steps
 
     def _try(self, schedule: Schedule, step: KernelSequence) -> float | None:
-        """Seconds of a step, None if it does not give the results that it should."""
+        """The seconds of a step; None if it fails or computes other logits."""
         try:
             with (
                 trial(disk_cache(), self._key(schedule), _TRIAL_S, lambda: device_works(Device.DEFAULT)),
-                self._set(schedule),
+                self._using(schedule),
             ):
                 run = step.capture()
-                if not agree(self._bench.answer(run), self._wanted):
+                if not logits_agree(self._target.check_logits(run), self._expected):
                     raise ValueError("other logits")
-                return self._bench.seconds(run)
+                return self._target.step_seconds(run)
         except CandidateFailedError:
             return None
 
-    def _adopt(self, best: list[tuple[float, Schedule]]) -> None:
-        """Takes the best if it is better than what is set, timed in turns with it."""
-        for _, schedule in best:
-            now = self._bench.step().capture()
-            with self._set(schedule):
-                then = self._bench.step().capture()
-            turns = [(self._bench.seconds(now), self._bench.seconds(then)) for _ in range(3)]
-            old, new = (float(np.median(times)) for times in zip(*turns, strict=True))
-            if new < old * (1 - _GAIN) and agree(self._bench.answer(then), self._wanted):
-                self._after = self._before * new / old
-                for product in self._products:
-                    product.schedule = schedule
+    def _adopt(self, best: list[Schedule]) -> None:
+        """Sets the first of `best` that is faster than the current schedule when both are timed in turns."""
+        for schedule in best:
+            current = self._target.build_step().capture()
+            with self._using(schedule):
+                candidate = self._target.build_step().capture()
+            turns = [
+                (self._target.step_seconds(current), self._target.step_seconds(candidate)) for _ in range(3)
+            ]
+            old, new = (float(np.median(seconds)) for seconds in zip(*turns, strict=True))
+            if new < old * (1 - _MIN_GAIN) and logits_agree(
+                self._target.check_logits(candidate), self._expected
+            ):
+                self._seconds_after = self._seconds_before * new / old
+                self._set(schedule)
                 return
 
-    @contextmanager
-    def _set(self, schedule: Schedule) -> Iterator[None]:
-        before = self._first.schedule
+    def _set(self, schedule: Schedule) -> None:
         for product in self._products:
             product.schedule = schedule
+
+    @contextmanager
+    def _using(self, schedule: Schedule) -> Iterator[None]:
+        current = self._first.schedule
+        self._set(schedule)
         try:
             yield
         finally:
-            for product in self._products:
-                product.schedule = before
+            self._set(current)
 
     def _key(self, schedule: Schedule) -> tuple[object, ...]:
         return self._first.stack.name, schedule
 
-    def told(self, left: float) -> Search:
-        return _told(
+    def event(self, left_s: float) -> Search:
+        return search_event(
             self._first,
             tried=self._tried,
             total=self._total,
             refused=self._refused,
-            before_us=self._before * 1e6,
-            after_us=self._after * 1e6,
-            left_s=left,
+            before_us=self._seconds_before * 1e6,
+            after_us=self._seconds_after * 1e6,
+            left_s=left_s,
         )
 
 
-def agree(logits: Logits, wanted: Logits) -> bool:
-    """Whether two steps computed the same, but for rounding."""
-    return bool(np.abs(logits - wanted).max() <= _TOLERANCE * np.abs(wanted).max())
+def logits_agree(logits: Logits, expected: Logits) -> bool:
+    """Whether two steps computed the same, except for rounding."""
+    return bool(np.abs(logits - expected).max() <= _TOLERANCE * np.abs(expected).max())
 
 
-def _told(
+def search_event(
     product: Product,
     *,
     tried: int = 0,
@@ -186,6 +194,7 @@ def _told(
     left_s: float = 0.0,
     found: bool = False,
 ) -> Search:
+    """The `Search` event for a product with its current schedule."""
     s = product.schedule
     held = f", {s.blocks} blocks held" if s.blocks else ""
     return Search(

@@ -1,0 +1,14 @@
+"""Which buffer of a model is used for what, so that a profile can tell the roles of kernels."""
+
+from __future__ import annotations
+
+from tinygrad import Tensor, UOp
+
+from engine.measure.profile import Use
+
+
+class BufferUses(dict[UOp, Use]):
+    """Buffer -> its use."""
+
+    def add(self, use: Use, *tensors: Tensor | None) -> None:
+        self.update((tensor.uop.base, use) for tensor in tensors if tensor is not None)
