@@ -68,12 +68,17 @@ class FigureRow(NamedTuple):
 
 
 def figure_rows(data: ComparisonData) -> list[FigureRow]:
+    """The figures of both engines. They have no ratios while there is a reason to distrust them (`data.remark`)."""
     left, right = data.left, data.right
-    first_token = _ratio(right.first_token_s, left.first_token_s)
+
+    def ratio(a: float | None, b: float | None) -> float | None:
+        return a / b if a and b and not data.remark else None
+
+    first_token = ratio(right.first_token_s, left.first_token_s)
     return [
         FigureRow(_seconds(left.first_token_s), "first token", first_token, _seconds(right.first_token_s)),
-        FigureRow(_rate(left.prefill), "prefill", _ratio(left.prefill, right.prefill), _rate(right.prefill)),
-        FigureRow(_rate(left.decode), "decode", _ratio(left.decode, right.decode), _rate(right.decode)),
+        FigureRow(_rate(left.prefill), "prefill", ratio(left.prefill, right.prefill), _rate(right.prefill)),
+        FigureRow(_rate(left.decode), "decode", ratio(left.decode, right.decode), _rate(right.decode)),
         FigureRow(_bandwidth(left), "modelled GB/s", None, _bandwidth(right)),
         FigureRow(_memory(left), "memory", None, _memory(right)),
     ]
@@ -89,7 +94,7 @@ def ratio_text(ratio: float | None) -> str:
 def conditions(data: ComparisonData) -> str:
     """How the engines were asked, after any reason to distrust the figures."""
     how = f"{'together: they share the memory' if data.together else 'in turn'} · greedy"
-    return f"⚠ {one_line(data.remark)} · {how}" if data.remark else how
+    return f"⚠ {one_line(data.remark)}: no ratios · {how}" if data.remark else how
 
 
 def text_comparison(data: ComparisonData) -> str:
@@ -125,10 +130,6 @@ def _quoted(text: str) -> str:
     """A token's text with visible white space."""
     visible = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
     return f"“{visible}”" if visible else "a token without text"
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a and b else None
 
 
 def _seconds(value: float | None) -> str:

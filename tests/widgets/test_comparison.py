@@ -106,10 +106,11 @@ async def test_the_figures_of_a_tie():
 
 
 @pytest.mark.parametrize("width", [120, 60])
-async def test_what_speaks_against_the_figures_stands_below_them(width):
+async def test_figures_taken_beside_other_programs_have_no_ratios(width):
     view = replace(DONE, remark="other programs take 43 % of the CPU")
     async with showing(view, (width, 30)) as (pane, _):
-        assert line_with(pane, "⚠").startswith("⚠ other programs take 43 % of the CPU · in turn · greedy")
+        assert line_with(pane, "⚠").startswith("⚠ other programs take 43 % of the CPU: no ratios · in tu")
+        assert "×" not in line_with(pane, "decode") and "tok/s" in line_with(pane, "decode")
 
 
 async def test_nothing_is_known_at_first():
