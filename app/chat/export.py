@@ -1,4 +1,4 @@
-"""A conversation as a Markdown document."""
+"""Writes a conversation as a Markdown document."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ExportError(OrinError):
 
 
 def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
-    """The document: a heading, then each message under who said it. Thinking is folded in a `<details>`."""
-    names = {"system": "System", "user": "You", "assistant": one_line(model) or "Assistant"}
+    """A heading for the chat and for each message, under its author. Thinking is folded in a `<details>`."""
+    authors = {"system": "System", "user": "You", "assistant": one_line(model) or "Assistant"}
     parts = [f"# {one_line(title)}"]
     for message in messages:
-        parts.append(f"## {names[message.role]}")
+        parts.append(f"## {authors[message.role]}")
         if thinking := clean(message.thinking).strip():
             parts.append(f"<details><summary>Thinking</summary>\n\n{thinking}\n\n</details>")
         parts.append(clean(message.content).strip())
@@ -28,7 +28,7 @@ def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there yet, whole or not at all. Raises OSError, FileExistsError among them."""
+    """Writes a new file, whole or not at all. Raises OSError, FileExistsError if there is such a file."""
     with path.open("x", encoding="utf-8", errors="replace") as file:
         try:
             file.write(text)
@@ -39,7 +39,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def write_new_file(folder: Path, title: str, text: str) -> Path:
-    """Writes `text` to a new file in `folder` named after `title`; never over another. Raises ExportError."""
+    """Writes a new file in `folder`, named after `title`, with a number if there is one. Raises ExportError."""
     name = "-".join(re.findall(r"\w+", one_line(title).lower()))[:50].strip("-") or "chat"
     for number in range(1, 1000):
         path = folder / f"{name}{'' if number == 1 else f'-{number}'}.md"

@@ -1,4 +1,4 @@
-"""From an engine's events to what the screen says of it. No screen and no engine here: events and a clock."""
+"""Turns an engine's events into its status for the screen. It needs no screen and no engine, only a clock."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from engine.events import (
 )
 from widgets.engine_status import EngineStatus, Phase
 
-_LEAST_S, _LEAST = 0.5, 4
-"""So long and so many (of kernels, tokens, bytes) before it is said how long the rest takes."""
+_MIN_S, _MIN_DONE = 0.5, 4
+"""The time and the progress (in kernels, tokens, bytes) that an estimate of the time left needs."""
 
 
 class StatusObserver:
@@ -30,45 +30,46 @@ class StatusObserver:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._status = EngineStatus(context_used=0)
-        self._since = clock()  # when the current phase began, or the request while it is answered
-        self._from = 0  # `done` at that time
-        self._told, self._step = self._since, 0  # when `done` last grew, and by how much
-        self._first_token: float | None = None  # seconds, by the engine's clock if it tells
-        self._last_token = 0.0
-        self._search_left_s = self._search_told = 0.0  # time left, and when that was said
+        self._since = clock()  # the beginning of the phase, or of the request
+        self._done_at_start = 0
+        self._progress_at, self._last_step = self._since, 0  # when `done` last grew, and by how much
+        self._first_token_s: float | None = None  # by the engine's clock if the tokens have times
+        self._last_token_s = 0.0
+        self._search_left_s = self._search_at = 0.0  # the time left for a search, and when the engine said so
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine has said that it can answer and has not failed since."""
+        """Whether the engine can answer."""
         return self._status.phase in (Phase.READY, Phase.PREFILLING, Phase.GENERATING, Phase.STOPPING)
 
     def snapshot(self) -> EngineStatus:
-        """The status now: rates and times left are of this moment."""
-        status, elapsed = self._status, self._clock() - self._since
+        """The status at this moment, with the current speed and time left."""
+        status, elapsed_s = self._status, self._clock() - self._since
         if status.phase in (Phase.READY, Phase.GONE):
             return status
-        if status.phase is Phase.GENERATING and self._first_token is not None:
-            rate = decode_rate(status.tokens, (self._last_token - self._first_token) * 1e3)
-            return replace(status, elapsed_s=elapsed, tokens_per_s=rate or None)
-        if status.searching:  # has a time of its own to end at
-            remains = max(0.0, self._search_left_s - (self._clock() - self._search_told))
-            return replace(status, elapsed_s=elapsed, seconds_left=remains or None)
-        return replace(status, elapsed_s=elapsed, seconds_left=self._seconds_left(elapsed))
+        if status.phase is Phase.GENERATING and self._first_token_s is not None:
+            speed = decode_rate(status.tokens, (self._last_token_s - self._first_token_s) * 1e3)
+            return replace(status, elapsed_s=elapsed_s, tokens_per_s=speed or None)
+        if status.searching:  # a search has a time limit
+            left_s: float | None = max(0.0, self._search_left_s - (self._clock() - self._search_at)) or None
+        else:
+            left_s = self._seconds_left(elapsed_s)
+        return replace(status, elapsed_s=elapsed_s, seconds_left=left_s)
 
-    def _seconds_left(self, elapsed: float) -> float | None:
-        """What is left takes as long as what was done did on average. Until more is done, that becomes less by what
-        the next step should take, and no more: a kernel whose search takes long (BEAM) does not make it grow."""
-        status, gained = self._status, self._status.done - self._from
-        if status.done >= status.total or gained < _LEAST or elapsed <= _LEAST_S:
+    def _seconds_left(self, elapsed_s: float) -> float | None:
+        """Assumes that the rest takes as long per unit as what is done. Between two steps the time falls by at most
+        that of one step, so that a single slow kernel (BEAM) does not make it grow."""
+        status, progress = self._status, self._status.done - self._done_at_start
+        if status.done >= status.total or progress < _MIN_DONE or elapsed_s <= _MIN_S:
             return None
-        each = (self._told - self._since) / gained
-        waited = self._since + elapsed - self._told
-        return max(0.0, each * (status.total - status.done) - min(waited, each * self._step))
+        unit_s = (self._progress_at - self._since) / progress
+        waited_s = self._since + elapsed_s - self._progress_at
+        return max(0.0, unit_s * (status.total - status.done) - min(waited_s, unit_s * self._last_step))
 
     def request(self) -> None:
-        """A request is on its way to the engine."""
+        """A request is sent to the engine."""
         self._enter(Phase.PREFILLING if self.is_ready else Phase.STARTING)
-        self._first_token = None
+        self._first_token_s = None
         self._status = replace(self._status, tokens=0, tokens_per_s=None, first_token_s=None)
 
     def stopping(self) -> None:
@@ -83,7 +84,7 @@ class StatusObserver:
                 self._progress(Phase.LOADING, done, total)
             case Warming(search=search):
                 self._progress(Phase.WARMING, event.done, event.total)
-                self._searched(search, event.cached)
+                self._search(search, event.cached)
             case Ready(model=model):
                 self._enter(Phase.READY)
                 self._status = replace(
@@ -98,58 +99,55 @@ class StatusObserver:
             case Prefilling(done=done, total=total, cached=cached):
                 self._progress(Phase.PREFILLING, done, total, start=cached)
                 self._status = replace(self._status, context_used=done)
-            case Token():  # and Thinking, which is one
+            case Token():
                 self._token(event)
             case Finished():
-                self._phase(Phase.READY)
                 self._status = replace(
                     self._status,
+                    phase=Phase.READY,
                     tokens=event.predicted_n,
                     tokens_per_s=decode_rate(event.predicted_n, event.predicted_ms) or None,
                     first_token_s=event.prompt_ms / 1e3,
                     context_used=event.context_used,
                 )
-            case Failed(request_id=request_id):
-                self._status = self.snapshot()  # the speed it had until then
-                self._phase(Phase.GONE if request_id is None else Phase.READY)
+            case Failed(request_id=request_id):  # keeps the speed until then
+                self._status = replace(
+                    self.snapshot(), phase=Phase.GONE if request_id is None else Phase.READY
+                )
 
     def _token(self, token: Token) -> None:
-        now, status = self._clock(), self._status
-        self._last_token = now if token.at_ms is None else token.at_ms / 1e3
-        if self._first_token is None:
-            self._first_token = self._last_token
-            status = replace(
-                status, first_token_s=self._last_token - (self._since if token.at_ms is None else 0.0)
-            )
-        used = status.context_used
-        if used is not None and status.tokens:  # the token before this one has been read
-            used += 1
-        self._status = replace(status, tokens=status.tokens + 1, context_used=used)
-        self._phase(Phase.GENERATING)
+        status = self._status
+        self._last_token_s = self._clock() if token.at_ms is None else token.at_ms / 1e3
+        if self._first_token_s is None:
+            self._first_token_s = self._last_token_s
+            start_s = self._since if token.at_ms is None else 0.0
+            status = replace(status, first_token_s=self._last_token_s - start_s)
+        if (
+            status.context_used is not None and status.tokens
+        ):  # the token before this one is in the KV cache now
+            status = replace(status, context_used=status.context_used + 1)
+        phase = Phase.STOPPING if status.phase is Phase.STOPPING else Phase.GENERATING
+        self._status = replace(status, phase=phase, tokens=status.tokens + 1)
 
-    def _searched(self, search: Search | None, cached: int) -> None:
-        if (search is None) != (not self._status.searching):  # what is counted is another thing now
+    def _search(self, search: Search | None, cached: int) -> None:
+        if (search is None) == bool(self._status.searching):  # kernels are counted now, or products
             self._begin(self._status.done)
-        self._search_left_s, self._search_told = search.left_s if search else 0.0, self._clock()
+        self._search_left_s, self._search_at = search.left_s if search else 0.0, self._clock()
         self._status = replace(self._status, cached=cached, searching=search.what if search else "")
 
     def _progress(self, phase: Phase, done: int, total: int, start: int = 0) -> None:
         if self._status.phase not in (phase, Phase.STOPPING):
             self._enter(phase)
         if self._status.total == 0:
-            self._from = start
+            self._done_at_start = start
         if done > self._status.done:
-            self._told, self._step = self._clock(), done - self._status.done
+            self._progress_at, self._last_step = self._clock(), done - self._status.done
         self._status = replace(self._status, done=done, total=total)
 
     def _enter(self, phase: Phase) -> None:
-        self._begin()
+        self._begin(0)
         self._status = replace(self._status, phase=phase, done=0, total=0, cached=0, searching="")
 
-    def _begin(self, done: int = 0) -> None:
-        self._since = self._told = self._clock()
-        self._from, self._step = done, 0
-
-    def _phase(self, phase: Phase) -> None:
-        if not (self._status.phase is Phase.STOPPING and phase is Phase.GENERATING):
-            self._status = replace(self._status, phase=phase)
+    def _begin(self, done: int) -> None:
+        self._since = self._progress_at = self._clock()
+        self._done_at_start, self._last_step = done, 0

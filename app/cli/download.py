@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from app.chat.downloading import describe
+from app.chat.download import progress_text
 from app.cli.progress import StatusLine, say
 from engine.catalog import cache
 from engine.catalog.downloads import download
@@ -44,7 +44,7 @@ def fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = False
             fields = {name: getattr(progress, name) for name in progress.__dataclass_fields__}
             write_json(messages, {"event": "progress", **fields})
         else:
-            line.show(describe(progress))
+            line.show(progress_text(progress))
 
     if not as_json:
         say(messages, f"Downloading {source}.")

@@ -24,7 +24,7 @@ from engine.events import Chat
 from widgets.text import one_line
 
 if TYPE_CHECKING:
-    from app.chat.downloading import Download
+    from app.chat.download import Download
 
 
 class EngineActions(App[None]):

@@ -11,7 +11,7 @@ from textual.content import Content
 from textual.fuzzy import FuzzySearch
 from textual.widgets import OptionList, Static
 
-from app.chat.downloading import Download, describe
+from app.chat.download import Download, progress_text
 from app.chat.model_list import Entry, not_here, on_this_machine, read_entry
 from app.screens.list_page import ListPage, show_line
 from app.screens.page import Frame
@@ -189,7 +189,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
     def _watch_download(self) -> None:
         if (download := self.download) is None:
             return
-        progress = f"{describe(download.progress)} · Delete stops it, Esc lets it go on"
+        progress = f"{progress_text(download.progress)} · Delete stops it, Esc lets it go on"
         show_line(self._download_line, "" if download.is_over else progress)
         if not download.is_over:
             return

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.chat.history import MIGRATIONS, History, HistoryError
+from app.chat.history import History, HistoryError
+from app.chat.history_database import MIGRATIONS
 from engine.events import Message
 
 
@@ -182,19 +183,20 @@ CRASH = """
 
 def test_a_killed_process_leaves_its_reply_marked_as_interrupted(history):
     subprocess.run([sys.executable, "-c", textwrap.dedent(CRASH), history.path], check=False)
-    [chat] = history.unfinished()
+    [chat] = history.chats()
+    assert chat.interrupted
     assert chat.title == "Why?"
     assert contents(history, chat.id) == ["Why?", "Because of"]
     assert history.take_draft() == "half a thou"
     assert history.take_draft() == ""
     history.update(history.messages(chat.id)[-1].id, "Because of you.", finished=True)
-    assert history.unfinished() == []
+    assert not history.chats()[0].interrupted
 
 
 def test_a_reply_in_progress_is_not_interrupted(history):
     chat_id = history.new_chat("m")
     history.append(chat_id, assistant("so f"), finished=False)
-    assert history.unfinished() == []
+    assert not history.chats()[0].interrupted
 
 
 def test_a_draft_of_a_living_process_is_its_own(history):
@@ -236,7 +238,7 @@ def test_a_new_file_that_another_process_is_writing_is_waited_for(tmp_path, monk
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("CREATE TABLE theirs (x)")
     other.execute("BEGIN IMMEDIATE")
-    monkeypatch.setattr("app.chat.history.time.sleep", lambda _: other.execute("COMMIT"))
+    monkeypatch.setattr("app.chat.history_database.time.sleep", lambda _: other.execute("COMMIT"))
     history = History(path)
     assert history.new_chat("m")
     history.close()
@@ -313,7 +315,7 @@ def test_each_migration_is_applied_once(tmp_path, monkeypatch):
     history.append(history.new_chat("m"), user("old"))
     history.close()
     monkeypatch.setattr(
-        "app.chat.history.MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE chats ADD COLUMN preset TEXT",))
+        "app.chat.history_database.MIGRATIONS", (*MIGRATIONS, ("ALTER TABLE chats ADD COLUMN preset TEXT",))
     )
     for _ in range(2):
         again = History(path)
@@ -324,7 +326,7 @@ def test_each_migration_is_applied_once(tmp_path, monkeypatch):
 
 
 def test_a_migration_that_fails_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("app.chat.history.MIGRATIONS", (("CREATE TABLE a (x)", "nonsense"),))
+    monkeypatch.setattr("app.chat.history_database.MIGRATIONS", (("CREATE TABLE a (x)", "nonsense"),))
     with pytest.raises(HistoryError):
         History(tmp_path / "h.sqlite3")
     assert sqlite3.connect(tmp_path / "h.sqlite3").execute(

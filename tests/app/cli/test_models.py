@@ -10,7 +10,7 @@ import pytest
 
 import engine.client
 from app.chat import speed_history
-from app.chat.downloading import Download, describe
+from app.chat.download import Download, progress_text
 from app.chat.model_list import not_here, on_this_machine
 from app.chat.settings import last_model
 from app.cli import models
@@ -393,9 +393,9 @@ def test_a_download_in_the_background_tells_its_error(fake_hub):
 
 
 def test_progress_in_words():
-    assert describe(Progress("m.gguf", 0, 0, note="asking the hub")) == "m.gguf: asking the hub"
+    assert progress_text(Progress("m.gguf", 0, 0, note="asking the hub")) == "m.gguf: asking the hub"
     assert (
-        describe(Progress("m.gguf", 312_000_000, 636_000_000, 41_200_000.0))
+        progress_text(Progress("m.gguf", 312_000_000, 636_000_000, 41_200_000.0))
         == "m.gguf: 312 MB of 636 MB, 49%, 41.2 MB/s, 7.9 s left"
     )
-    assert describe(Progress("m.gguf", 5_000_000, 0, 1e6)) == "m.gguf: 5.00 MB, 1.00 MB/s"
+    assert progress_text(Progress("m.gguf", 5_000_000, 0, 1e6)) == "m.gguf: 5.00 MB, 1.00 MB/s"

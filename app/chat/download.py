@@ -1,4 +1,4 @@
-"""A download as a user sees it: in words, and beside whatever else goes on."""
+"""Downloads a model while the chat goes on, and says how far it is."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from engine.errors import OrinError
 from widgets.text import as_bytes, as_duration, one_line
 
 
-def describe(progress: Progress) -> str:
+def progress_text(progress: Progress) -> str:
     """model-Q8_0.gguf: 312 MB of 636 MB, 49 %, 41.2 MB/s, 8 s left."""
     done, total = progress.done_bytes, progress.total_bytes
     amount = f"{as_bytes(done)} of {as_bytes(total)}, {done / total:.0%}" if total else as_bytes(done)
-    rate, left = progress.bytes_per_s, progress.seconds_left
+    speed, left = progress.bytes_per_s, progress.seconds_left
     parts = (
         progress.note,
         amount if done or total else "",
-        f"{as_bytes(round(rate))}/s" if rate else "",
+        f"{as_bytes(round(speed))}/s" if speed else "",
         f"{as_duration(left)} left" if left is not None else "",
     )
     return one_line(f"{progress.file}: {', '.join(part for part in parts if part)}")
 
 
 class Download:
-    """A download in a thread of its own, which does not keep the program from ending: what arrived until then
-    is kept. `progress` is how far it is. When it `is_over`, `path` is set, or `error`, or neither: it was
-    stopped."""
+    """A download in a daemon thread: the program may end before it, and the part that has arrived is kept. When it
+    `is_over`, `path` or `error` is set, or neither if it was stopped."""
 
     def __init__(self, name: str, source: HubModel | WebFile) -> None:
-        """`name` is what the user knows it by."""
+        """`name` is for the user."""
         self.name, self.source = name, source
         self.progress = Progress(str(source), 0, 0)
         self.path: Path | None = None
@@ -42,7 +41,7 @@ class Download:
         threading.Thread(target=self._run, name="download", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends it soon; what has arrived is kept."""
+        """Ends it soon; the part that has arrived is kept."""
         self._stop.set()
 
     def _run(self) -> None:

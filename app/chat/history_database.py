@@ -1,0 +1,163 @@
+"""The SQLite file of the chat history: its schema, how it is opened, and its errors in words.
+
+Several processes may use the file at once, with a write-ahead log, short transactions and a busy timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.errors import OrinError
+
+BUSY_TIMEOUT_MS = 2000
+
+# The statements of each version of the schema. `PRAGMA user_version` counts the versions applied.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE chats (
+            id INTEGER PRIMARY KEY,
+            title TEXT,                             -- NULL: the first line of the first prompt
+            model TEXT NOT NULL,
+            created REAL NOT NULL,                  -- seconds since 1970
+            updated REAL NOT NULL)""",
+        "CREATE INDEX chats_updated ON chats (updated)",
+        """CREATE TABLE messages (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,   -- also the order within a chat
+            chat_id INTEGER NOT NULL REFERENCES chats (id) ON DELETE CASCADE,
+            role TEXT NOT NULL,
+            content TEXT NOT NULL,
+            thinking TEXT NOT NULL,
+            finished INTEGER NOT NULL,
+            writer INTEGER NOT NULL)                -- id of the process that wrote it last""",
+        "CREATE INDEX messages_chat ON messages (chat_id)",
+        """CREATE VIRTUAL TABLE messages_text USING fts5
+            (content, content='messages', content_rowid='id', tokenize='unicode61 remove_diacritics 2')""",
+        """CREATE TRIGGER messages_insert AFTER INSERT ON messages BEGIN
+            INSERT INTO messages_text (rowid, content) VALUES (new.id, new.content); END""",
+        """CREATE TRIGGER messages_delete AFTER DELETE ON messages BEGIN
+            INSERT INTO messages_text (messages_text, rowid, content)
+                VALUES ('delete', old.id, old.content); END""",
+        """CREATE TRIGGER messages_update AFTER UPDATE OF content ON messages BEGIN
+            INSERT INTO messages_text (messages_text, rowid, content)
+                VALUES ('delete', old.id, old.content);
+            INSERT INTO messages_text (rowid, content) VALUES (new.id, new.content); END""",
+        "CREATE TABLE drafts (writer INTEGER PRIMARY KEY, text TEXT NOT NULL)",
+    ),
+)
+_NOT_SAVED = "until then chats are not saved."
+_PROBLEMS = (  # a part of SQLite's message, what it means, and a hint
+    ("not a database", "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"),
+    ("malformed", "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"),
+    ("readonly", "cannot be written", f"Check its permissions; {_NOT_SAVED}"),
+    ("unable to open", "cannot be opened", f"Check its permissions; {_NOT_SAVED}"),
+    ("full", "cannot grow because the disk is full", "Free some space; the chat is saved again after that."),
+    ("locked", "is locked by another process", "The next message tries again."),
+)
+
+
+class HistoryError(OrinError):
+    """The chat history cannot be read or written. A chat can go on without it."""
+
+
+class HistoryDatabase:
+    """Every method raises HistoryError if the file cannot be used."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Opens `path`, or creates it for this user only. ":memory:" keeps nothing."""
+        self.path = str(path)
+        if self.path != ":memory:":
+            _create_private(Path(self.path))
+        with self._guard():
+            # Autocommit: each method is one statement or one explicit transaction.
+            self._db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_MS / 1e3, isolation_level=None)
+            self._write_ahead()
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA foreign_keys = ON")
+            self._migrate()
+
+    def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
+    def _run(self, sql: str, *parameters: Any) -> list[Any]:
+        with self._guard():
+            return self._db.execute(sql, parameters).fetchall()
+
+    def _insert(self, sql: str, *parameters: Any) -> int:
+        """Returns the id of the new row."""
+        with self._guard():
+            row_id = self._db.execute(sql, parameters).lastrowid
+        assert row_id is not None
+        return row_id
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._guard():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back already
+                    self._db.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Turns SQLite's errors into a HistoryError."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            problem = next((p for p in _PROBLEMS if p[0] in str(error)), None)
+            if problem is not None:
+                raise HistoryError(f"The chat history {self.path} {problem[1]}.", problem[2]) from error
+            message = f"The chat history {self.path} cannot be used: {error}."
+            raise HistoryError(message, "Chats are not saved while that lasts.") from error
+
+    def _write_ahead(self) -> None:
+        """Turns on the write-ahead log. Some network file systems refuse, and the history works without it. The busy
+        timeout does not hold for this statement, and another process may be opening a new file too."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1e3
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def _migrate(self) -> None:
+        def version() -> int:
+            return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+        if version() == len(MIGRATIONS):
+            return
+        with self._transaction():  # asks again inside: another process may have been faster
+            if version() > len(MIGRATIONS):
+                raise HistoryError(
+                    f"The chat history {self.path} was written by a newer version of orin-chat.",
+                    "Update orin-chat, or move the file away to start an empty history.",
+                )
+            for number, statements in enumerate(MIGRATIONS[version() :], start=version() + 1):
+                for statement in statements:
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {number}")
+
+
+def _create_private(path: Path) -> None:
+    """Creates a file that only this user can read. SQLite gives its write-ahead log the same mode."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        message = f"The chat history {path} cannot be created: {error.strerror or error}."
+        raise HistoryError(message, f"Check the permissions of its folder; {_NOT_SAVED}") from error
