@@ -266,9 +266,8 @@ class Session:
         old_engine, self.engine = self.engine, candidate.engine
         self._is_starting = False
         old_status, self.status = self.status.snapshot(), candidate.status
-        same_model = (
-            old_status.model == self.status.snapshot().model
-        )  # then the conversation has as many tokens
+        # In another model's tokens, the conversation has another length.
+        same_model = old_status.model == self.status.snapshot().model
         used = old_status.context_used if same_model else None
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
         self.watch(end)
