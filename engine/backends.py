@@ -9,7 +9,7 @@ from engine.devices import cuda_driver
 from engine.devices.clang import find_clang
 from engine.devices.cpus import allowed_cpus
 from engine.devices.nvidia import gpus, why_not_nv
-from engine.errors import BackendError, UsageError
+from engine.errors import BackendError, UsageError, one_line
 from engine.events import EngineOptions
 from engine.tegra import abi
 
@@ -76,6 +76,15 @@ def install(dev: str) -> None:
         from engine.tegra import device as tegra
 
         tegra.install()
+
+
+def no_device_error(dev: str, failures: ExceptionGroup[Exception]) -> BackendError:
+    """The error to raise if tinygrad found no device for `dev` (see `install`). `failures` are those of the interfaces
+    that it tried."""
+    device = _device(dev)
+    why = unusable_because(device) or "; ".join(one_line(str(error)) for error in failures.exceptions)
+    hint = f"Fix that, or choose --backend {'CUDA' if not cuda_driver.unusable_because() else 'CPU'}."
+    return BackendError(f"The {device} backend cannot be used: {why.rstrip('.')}.", hint)
 
 
 def _device(dev: str) -> str:

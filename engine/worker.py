@@ -317,16 +317,20 @@ def _read_all(fd: int) -> bytes:
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
-    from engine.backends import install, prepare
+    from engine.backends import install, no_device_error, prepare
 
     # Takes long to import and needs no device: so it is imported while the device's driver starts.
     threading.Thread(target=import_module, args=("engine.formats.prompt",), daemon=True).start()
-    install(prepare(options))  # sets the variables that tinygrad reads at import
+    dev = prepare(options)  # sets the variables that tinygrad reads at import
+    install(dev)
     from engine import candidate_trial
     from engine.model.generate import TextModel
 
     candidate_trial.restart = restart
-    model: Model = TextModel(options, report)
+    try:
+        model: Model = TextModel(options, report)
+    except ExceptionGroup as failures:  # one for each of the interfaces through which tinygrad tries a device
+        raise no_device_error(dev, failures) from failures
     return model
 
 

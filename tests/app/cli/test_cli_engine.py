@@ -6,6 +6,8 @@ import math
 import pytest
 
 from app.main import main
+from engine.backends import unusable_because
+from presets import GUIDE
 from tests.generated_model import write
 
 
@@ -49,3 +51,12 @@ def test_an_answer_with_log_probabilities(tmp_path, capfd):
     end = events[-1]
     assert (end["event"], end["reason"], end["prompt_n"], end["predicted_n"]) == ("finished", "length", 3, 5)
     assert min(end["prompt_ms"], end["predicted_ms"], end["load_ms"]) > 0
+
+
+@pytest.mark.skipif(not unusable_because("NV"), reason="NV works here")
+@pytest.mark.parametrize("choice", [("--backend", "NV"), ("--preset", "nv")])
+def test_a_gpu_that_is_not_there_is_one_sentence_with_its_own_exit_code(choice, capfd):
+    code = main(["--model", GUIDE, *choice, "hi"])
+    out, err = capfd.readouterr()
+    assert (code, out) == (4, "")
+    assert unusable_because("NV") in err and err.count("\n") == 1 and "ExceptionGroup" not in err
