@@ -58,13 +58,13 @@ def models_among(files: Iterable[str]) -> list[ModelFiles]:
         if not file.lower().endswith(".gguf") or _NOT_A_MODEL.search(file) or not is_safe(file):
             continue
         part = _PART.search(file)
-        whole = _PART.sub("", file)
-        parts.setdefault(whole, {})[int(part["number"]) if part else 1] = file
-        counts[whole] = int(part["count"]) if part else 1
+        base_name = _PART.sub("", file)
+        parts.setdefault(base_name, {})[int(part["number"]) if part else 1] = file
+        counts[base_name] = int(part["count"]) if part else 1
     return [
-        ModelFiles(tuple(numbered[number] for number in sorted(numbered)), quantization_of(whole))
-        for whole, numbered in sorted(parts.items())
-        if sorted(numbered) == list(range(1, counts[whole] + 1))
+        ModelFiles(tuple(numbered[number] for number in sorted(numbered)), quantization_of(base_name))
+        for base_name, numbered in sorted(parts.items())
+        if sorted(numbered) == list(range(1, counts[base_name] + 1))
     ]
 
 

@@ -141,23 +141,23 @@ def retry_after_s(error: Exception, failures: int) -> float | None:
     return min(float(retry_after), MAX_DELAY_S) if retry_after.isdecimal() else delay
 
 
-def raise_download_error(error: Exception, what: str, *, on_hub: bool = True) -> Never:
-    """Raises DownloadError: a sentence that says why `what` could not be downloaded, and one that says what to do."""
+def raise_download_error(error: Exception, name: str, *, on_hub: bool = True) -> Never:
+    """Raises DownloadError: a sentence that says why `name` could not be downloaded, and one that says what to do."""
     errors = _library().errors
     code = http_status(error)
     server = "The hub" if on_hub else "The server"
     kept = "What was downloaded is kept for the next try."
     if isinstance(error, errors.OfflineModeIsEnabled):
-        message = f"{what} is not on this machine, and HF_HUB_OFFLINE forbids downloads."
+        message = f"{name} is not on this machine, and HF_HUB_OFFLINE forbids downloads."
         hint = "Unset HF_HUB_OFFLINE."
     elif isinstance(error, errors.GatedRepoError) or (code == 403 and on_hub):
-        message = f"{what} is gated: its owner must let you in."
+        message = f"{name} is gated: its owner must let you in."
         hint = "Accept the terms on its page, then give your token: HF_TOKEN=…, or `hf auth login`."
     elif isinstance(error, errors.RevisionNotFoundError):
-        message = f"{what} names a revision that does not exist."
+        message = f"{name} names a revision that does not exist."
         hint = "Leave the revision out to get the newest."
     elif code in (401, 403, 404):
-        message = f"{what} does not exist, or it is private."
+        message = f"{name} does not exist, or it is private."
         hint = "Check the name. If it is private, give your token: HF_TOKEN=…, or `hf auth login`."
         if not on_hub:
             hint = "Check the address. If it needs a password, download the file with another program."
@@ -165,10 +165,10 @@ def raise_download_error(error: Exception, what: str, *, on_hub: bool = True) ->
         message = f"{server} has received too many requests from this network."
         hint = f"Try again in a few minutes. {kept}"
     elif code:
-        message = f"{server} failed to deliver {what} (HTTP status {code})."
+        message = f"{server} failed to deliver {name} (HTTP status {code})."
         hint = f"Try again later. {kept}"
     else:
-        host = f"The hub ({endpoint()})" if on_hub else what
+        host = f"The hub ({endpoint()})" if on_hub else name
         reason = printable(" ".join(str(error).split())) or type(error).__name__
         message = f"{host} cannot be reached: {reason.rstrip('.')}."
         hint = f"Check the network, or name a mirror with HF_ENDPOINT. {kept}"

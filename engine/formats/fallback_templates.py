@@ -27,7 +27,7 @@ _PLAIN = (
 
 
 def fallback_template(architecture: str, tokenizer: Tokenizer) -> str:
-    """The template of the model's family, as Jinja source. The family is told by the special tokens."""
+    """The template of the model's family, as Jinja source. The special tokens tell the family."""
     known = tokenizer.special_tokens.keys()
     if {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= known:
         return _LLAMA_3

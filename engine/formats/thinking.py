@@ -60,11 +60,11 @@ class ThinkSplitter:
 
     def _take(self, n: int) -> str:
         """Removes the first `n` characters from the held text; returns them without line breaks that follow a mark."""
-        taken, self._held = self._held[:n], self._held[n:]
+        text, self._held = self._held[:n], self._held[n:]
         if self._after_mark:
-            taken = taken.lstrip("\n")
-            self._after_mark = not taken
-        return taken
+            text = text.lstrip("\n")
+            self._after_mark = not text
+        return text
 
 
 async def split_thinking(

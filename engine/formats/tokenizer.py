@@ -241,24 +241,19 @@ class Tokenizer:
         """Whether a token is not part of a reply's text: control tokens, except the marks around thinking."""
         return id in self._hidden
 
-    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The text of tokens, with the names of control tokens if `special`."""
-        stream = StreamDecoder(self, special=special)
-        return "".join([stream.feed(id) for id in ids]) + stream.flush()
-
 
 class StreamDecoder:
-    """Decodes tokens one at a time. Bytes of an incomplete character are held back until it is complete; bytes that
-    are no character become U+FFFD. With `special`, the names of control tokens are text."""
+    """Decodes a reply one token at a time. Bytes of an incomplete character are held back until it is complete; bytes
+    that are no character become U+FFFD. Hidden tokens have no text."""
 
-    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
-        self._tokenizer, self._special = tokenizer, special
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_space = tokenizer.add_space_prefix  # `encode_segments` added it before the text
 
     def feed(self, id: int) -> str:
         """The text that a token completes; may be ""."""
-        if self._tokenizer.is_hidden(id) and not self._special:
+        if self._tokenizer.is_hidden(id):
             return ""
         text = self._utf8.decode(self._tokenizer.piece(id))
         if text and self._drop_space:

@@ -11,9 +11,8 @@ from tinygrad.uop.ops import Ops
 from engine.events import Step
 from engine.fixes import matvec_heuristic, search_trials
 from engine.measure.profile import Replay
-from engine.model.kv_cache import KVCache
 from engine.model.sampling import Logits
-from engine.model.transformer import Transformer
+from engine.model.transformer import KVCache, Transformer
 from engine.model.weights import Weights
 
 

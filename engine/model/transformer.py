@@ -14,7 +14,7 @@ from engine.formats.rope_order import half_split
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.profile import Use
 from engine.model.buffer_uses import BufferUses
-from engine.model.kv_cache import KVCache
+from engine.model.config import ModelConfig
 from engine.model.weights import Weights
 
 
@@ -53,6 +53,16 @@ class Layer:
         self.ffn_norm = _load_vector(weights, f"{prefix}ffn_norm.weight", dim)
         self.gate, self.up = matrix("ffn_gate", ffn, dim), matrix("ffn_up", ffn, dim)
         self.down = matrix("ffn_down", dim, ffn)
+
+
+class KVCache:
+    """Keys and values of up to `length` tokens: for each layer float16 (2, kv_heads, length, head_dim), zeros."""
+
+    def __init__(self, config: ModelConfig, length: int) -> None:
+        shape = (2, config.kv_heads, length, config.head_dim)
+        self.layers = [Tensor.zeros(*shape, dtype=dtypes.float16).contiguous() for _ in range(config.layers)]
+        Tensor.realize(*self.layers)
+        self.length = length
 
 
 class Transformer:

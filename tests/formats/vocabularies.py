@@ -1,10 +1,12 @@
 """Small vocabularies in real GGUF files, for the tests of tokenizers and templates."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import gguf as peer
 
 from engine.formats.gguf import GGUF
+from engine.formats.tokenizer import StreamDecoder, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
@@ -73,3 +75,15 @@ def sentencepiece(
     scores = [0.0] * len(tokens) + list(pieces.values()) + [0.0] * len(special)
     tokens += [(piece, NORMAL) for piece in pieces] + list(special)
     return write(path, "llama", tokens, scores=scores, **more)
+
+
+def decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """The text of a reply of these tokens."""
+    stream = StreamDecoder(tokenizer)
+    return "".join([stream.feed(id) for id in ids]) + stream.flush()
+
+
+def spelled_out(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """The text of tokens with the names of all special tokens."""
+    text = b"".join(map(tokenizer.piece, ids)).decode("utf-8", "replace")
+    return text.removeprefix(" ") if tokenizer.add_space_prefix else text

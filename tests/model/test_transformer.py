@@ -7,8 +7,7 @@ from tinygrad import Tensor
 from engine.formats.gguf import GGUF
 from engine.model.config import ModelConfig
 from engine.model.graph_runner import GraphRunner
-from engine.model.kv_cache import KVCache
-from engine.model.transformer import Transformer
+from engine.model.transformer import KVCache, Transformer
 from engine.model.weights import Weights
 from tests import generated_model
 from tests.reference import Reference, divergence, log_softmax

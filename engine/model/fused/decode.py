@@ -60,18 +60,14 @@ class DecodeKernels:
         self._h = zeros(config.dim)
         self._qkv = zeros(config.query_size + 2 * config.kv_size)
         self._angles = zeros(config.head_dim)
-        self._attended, self._activated = (
-            zeros(permuted_size(config.query_size)),
-            zeros(permuted_size(config.ffn)),
-        )
+        self._attended = zeros(permuted_size(config.query_size))
+        self._activated = zeros(permuted_size(config.ffn))
         self._gate_up = zeros(2 * config.ffn)
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[int, Tensor] = {}
         self.context_limits = [_SHORT]
-        while self.context_limits[-1] < context:
-            self.context_limits.append(
-                _MEDIUM if self.context_limits[-1] < _MEDIUM else self.context_limits[-1] * 4
-            )
+        while (limit := self.context_limits[-1]) < context:
+            self.context_limits.append(max(_MEDIUM, limit * 4))
         splits = max(self.split(limit).splits for limit in self.context_limits)
         self.attention_parts = zeros(splits * config.query_size), zeros(splits * config.heads * 2)
 
