@@ -1,6 +1,5 @@
 """tinygrad reads its device and compiler from the environment, so they are set before any test imports it."""
 
-import functools
 import importlib.util
 import os
 import shutil
@@ -18,7 +17,6 @@ from engine.events import EngineOptions
 from tests import environment as tests_environment
 from tests.fork_server import fork_server, forked_engines
 from tests.paths import ROOT, SHARED
-from tests.reference import read_gguf
 
 __all__ = ["fork_server", "forked_engines"]
 
@@ -42,7 +40,8 @@ LONGEST = (
     "model/test_cpu_steps.py",
     "app/bench/test_board.py",
     "driver/test_decode.py",
-    "formats/test_quantization.py",
+    "kernels/test_quantized_matrix.py",
+    "model/test_llama_cpp.py",
     "fixes/test_search_trials.py",
     "kernels/cpu/test_arm.py",
     "kernels/cpu/test_product.py",
@@ -75,20 +74,22 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_model(shared: Path) -> Callable[[str, str, Path], None]:
-    """Writes a model of a shape and a quantization, with random weights and a real vocabulary, to a path: the maker
-    beside the checkout, in this process, where each vocabulary is read once."""
+def make_model(shared: Path) -> Callable[[str, str, Path, int], None]:
+    """Writes a model of a shape and a quantization, with random weights and so many tokens, to a path: the maker beside
+    the checkout, in this process. The tokens have no texts, which would take longer to write than all else."""
     spec = importlib.util.spec_from_file_location("make_model", shared / "models" / "make_model.py")
     assert spec and spec.loader
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
 
-    def make(shape: str, quant: str, path: Path) -> None:
+    def make(shape: str, quant: str, path: Path, n_tokens: int) -> None:
         arguments = ["make_model", shape, str(path), "--quant", quant]
-        with mock.patch.object(sys, "argv", arguments), mock.patch.object(maker, "GGUFReader", vocabulary):
+        with (
+            mock.patch.object(sys, "argv", arguments),
+            mock.patch.object(maker, "write_vocab", lambda *_: n_tokens),
+        ):
             maker.main()
 
-    vocabulary = functools.cache(read_gguf)
     return make
 
 

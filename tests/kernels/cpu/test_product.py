@@ -15,7 +15,7 @@ from engine.kernels.cpu.product import product, shape_of, span_of
 from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
 from engine.kernels.cpu.weight_repacking import repack
-from tests.formats.test_quantization import random_blocks
+from tests.quantized_blocks import random_blocks
 
 LANES = 8  # kernels of half the size: less to compile
 TYPES = [*FLOATS, *QUANTIZED]
@@ -68,11 +68,9 @@ def test_one_token(pool: ThreadPool, kind: int) -> None:
     assert multiply(pool, Type(kind), 40, 512, 1, 1) < (5e-5 if kind in QUANTIZED else 2e-6)
 
 
-@pytest.mark.parametrize(
-    "kind", [Type.F16, Type.Q5_0, Type.Q4_K, Type.Q6_K, Type.Q8_0], ids=lambda kind: kind.name
-)
-def test_tiles_of_tokens(pool: ThreadPool, kind: Type) -> None:
-    assert multiply(pool, kind, 40, 512, 8, 4) < (1e-4 if kind in QUANTIZED else 2e-6)
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
+def test_tiles_of_tokens(pool: ThreadPool, kind: int) -> None:
+    assert multiply(pool, Type(kind), 40, 512, 8, 4) < (1e-4 if kind in QUANTIZED else 2e-6)
 
 
 @pytest.mark.parametrize("lanes", [4, 16])

@@ -1,0 +1,40 @@
+"""Every quantization type in tensor graphs, against the gguf package's own dequantization."""
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from tinygrad import Tensor
+
+from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.kernels.quantized_matrix import QuantizedMatrix
+from tests.quantized_blocks import random_blocks
+
+ROWS = 40
+
+
+@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: Type(kind).name)
+def test_weights_rows_and_products(kind: int) -> None:
+    """Weights and rows are equal to the last bit; products are, but for the rounding of sums."""
+    cols = 512 if gguf.GGML_QUANT_SIZES[Type(kind)][0] == 256 else 96  # no whole plane bytes
+    blocks = random_blocks(Type(kind), ROWS, cols)
+    wanted = gguf.dequantize(blocks, Type(kind)).reshape(ROWS, cols)
+    matrix = QuantizedMatrix(Tensor(blocks.reshape(-1)), kind, ROWS, cols).realize()
+    np.testing.assert_array_equal(matrix.dequantize().numpy(), wanted)
+    ids = np.array([3, 39, 17, 3], np.int32)
+    np.testing.assert_array_equal(matrix.take(Tensor(ids)).numpy(), wanted[ids])
+    finite = np.isfinite(wanted).all(1)  # a random scale may be infinite
+    assert finite.sum() > ROWS // 2
+    x = np.random.default_rng(1).standard_normal((4, cols)).astype(np.float32)
+    exact = x.astype(np.float64) @ wanted[finite].T.astype(np.float64)
+    for n_tokens in (1, 4):
+        product = matrix.product(Tensor(x[:n_tokens])).numpy()[:, finite]
+        np.testing.assert_allclose(product, exact[:n_tokens], atol=2e-6 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: Type(kind).name)
+def test_bytes_on_the_device_are_the_files(kind: int) -> None:
+    blocks = random_blocks(Type(kind), 32, 1024)
+    matrix = QuantizedMatrix(Tensor(blocks.reshape(-1)), kind, 32, 1024)
+    n_bytes = sum(plane.nbytes() for plane in matrix.planes.values())
+    assert blocks.nbytes <= n_bytes <= 1.03 * blocks.nbytes

@@ -1,0 +1,86 @@
+"""llama.cpp's answers for seven models, where they are at hand: the float32 reference gives the same, and so do the
+engine's kernels for CPUs and its tensor graphs."""
+
+import numpy as np
+import pytest
+
+from engine.formats.gguf import GGUF
+from engine.model.config import ModelConfig
+from engine.model.cpu_runner import CPURunner
+from engine.model.graph_runner import GraphRunner
+from engine.model.weights import Weights
+from tests.reference import Reference, divergence, log_softmax
+
+MODELS = (
+    "tiny-llama-F32",
+    "tiny-llama-Q8_0",
+    "tiny-llama-Q6_K",
+    "tiny-llama-Q4_K",
+    "tiny-qwen3-F32",
+    "tiny-qwen3-Q8_0",
+    "tiny-qwen3-Q4_K_M",
+)
+IN_TENSOR_GRAPHS = ("tiny-llama-F32", "tiny-qwen3-Q4_K_M")
+N_GREEDY = 24
+
+
+class Oracle:
+    """A model, and what llama.cpp says of two prompts: the `tokens` of each, `last_logits` and `greedy` tokens after
+    it, and for every position the `top16_ids` and `top16_logprobs`."""
+
+    def __init__(self, name, path, answers):
+        self.path, self.is_float = path, name.endswith("F32")
+        self._answers = answers
+
+    def __call__(self, what, prompt):
+        return self._answers[f"{what}{prompt}"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def oracle(request, shared, make_model, tmp_path_factory):
+    answers = np.load(shared / f"oracle/{request.param}-0.npz")
+    shape, quant = request.param[: request.param.rindex("-")], request.param.rpartition("-")[2]
+    path = tmp_path_factory.mktemp("oracle") / "model.gguf"
+    make_model(shape, quant, path, answers["last_logits0"].size)
+    yield Oracle(request.param, path, answers)
+    path.unlink()
+
+
+def agree(runner, oracle, prompt):
+    """The runner's logits after the prompt are llama.cpp's, and so are the greedy tokens of a float model."""
+    tokens = oracle("tokens", prompt).tolist()
+    runner.prefill(tokens[:-1], 0)
+    greedy = [runner.decode(tokens[-1], len(tokens) - 1)]
+    logits = np.array(runner.logits())
+    assert divergence(oracle("last_logits", prompt), logits) < (1e-6 if oracle.is_float else 1e-3)
+    assert divergence(Reference(oracle.path).logits(tokens)[-1], logits) < 1e-5
+    if oracle.is_float:
+        top = oracle("top16_ids", prompt)[-1].astype(np.int64)
+        wanted = oracle("top16_logprobs", prompt)[-1]
+        np.testing.assert_allclose(log_softmax(logits)[top], wanted, atol=2e-3)
+        while len(greedy) < N_GREEDY:
+            greedy.append(runner.decode(greedy[-1], len(tokens) + len(greedy) - 1))
+        assert greedy == oracle("greedy", prompt).tolist()
+
+
+def weights(oracle):
+    file = GGUF(oracle.path)
+    return Weights(file, ModelConfig.from_gguf(file), lambda _: None)
+
+
+def test_the_reference_agrees(oracle):
+    for prompt in (0, 1):
+        logits = Reference(oracle.path).logits(oracle("tokens", prompt))
+        assert divergence(oracle("last_logits", prompt), logits[-1]) < 1e-3
+        if oracle.is_float:
+            top = np.take_along_axis(log_softmax(logits), oracle("top16_ids", prompt).astype(np.int64), 1)
+            assert np.abs(top - oracle("top16_logprobs", prompt)).max() < 2e-3
+
+
+def test_kernels_of_the_cpu_agree(oracle):
+    agree(CPURunner(weights(oracle), 256), oracle, prompt=1)
+
+
+@pytest.mark.parametrize("oracle", IN_TENSOR_GRAPHS, indirect=True)
+def test_tensor_graphs_agree(oracle):
+    agree(GraphRunner(weights(oracle), 128), oracle, prompt=0)

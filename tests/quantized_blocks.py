@@ -1,0 +1,23 @@
+"""Random matrices in the quantization types of files."""
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from engine.formats.quantization import FLOATS, QUANTIZED
+
+
+def random_blocks(kind: Type, rows: int, cols: int) -> np.ndarray:
+    """Blocks of random bits, uint8 (rows, bytes of a row), but for their float16 scales."""
+    rng = np.random.default_rng(kind)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    if kind in FLOATS:
+        return gguf.quantize(rng.standard_normal((rows, cols)).astype(np.float32), kind).view(np.uint8)
+    data = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
+    scales = rng.standard_normal((len(data), 2)).astype(np.float16).view(np.uint8)
+    if kind is Type.Q6_K:
+        data[:, -2:] = scales[:, :2]
+    else:
+        n = 4 if "m" in QUANTIZED[kind].scales else 2
+        data[:, :n] = scales[:, :n]
+    return data.reshape(rows, -1)
