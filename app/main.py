@@ -112,29 +112,46 @@ def _chat(arguments: Sequence[str]) -> int:
     configuration = options.configuration(args, settings)
     if args.system is None and not args.raw:
         args.system = settings.system
+    problem = ""  # why the built-in model answers instead of the user's
+    if args.engine is None:
+        from app.cli.model_file import find_model
+
+        is_chat = not args.one_shot and not args.once
+        path, problem = find_model(args.model, settings, or_built_in=is_chat)
+        configuration = configuration.with_model(path)
     if args.once:
         from app.screens.dashboard_text import main as print_dashboard
 
         return print_dashboard(_engine(args, configuration), sys.stdout, sys.stderr)
-    greeting = options.greeting(args, configuration)
-    if greeting and (args.one_shot or args.plain):
-        print(f"orin-chat: {greeting}", file=sys.stderr, flush=True)
-    return (_answer if args.one_shot else _converse)(args, settings, configuration)
+    if args.one_shot:
+        return _answer(args, settings, configuration)
+    return _converse(args, settings, configuration, problem)
 
 
-def _engine(args: Namespace, configuration: Configuration) -> Engine:
-    """The engine that answers, not started yet: the server of --engine, or ours. Raises UsageError."""
+def _engine(
+    args: Namespace, configuration: Configuration, is_ready: Callable[[], None] = lambda: None
+) -> Engine:
+    """The engine that answers, not started yet: the server of --engine, or ours, which calls `is_ready` whenever it has
+    started. Raises UsageError."""
     if args.engine is None:
-        return _local_engine(configuration)
+        return _local_engine(configuration, is_ready)
     from engine.peers.openai_api import OpenAIEngine
 
     return OpenAIEngine(args.engine, api_key=options.key(args), model=args.model or "")
 
 
-def _local_engine(configuration: Configuration) -> LocalEngine:
+def _local_engine(configuration: Configuration, is_ready: Callable[[], None] = lambda: None) -> LocalEngine:
     from app.chat.speed_history import recording_engine
 
-    return recording_engine(configuration.engine)
+    return recording_engine(configuration.engine, is_ready)
+
+
+def _greet(args: Namespace, configuration: Configuration) -> None:
+    """Introduces the built-in model if it answers and no model was asked for."""
+    from presets import GREETING, guide_path
+
+    if args.model is None and configuration.engine.model_path == str(guide_path()):
+        print(f"orin-chat: {GREETING}", file=sys.stderr, flush=True)
 
 
 def _answer(args: Namespace, settings: Settings, configuration: Configuration) -> int:
@@ -144,6 +161,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     from app.cli.oneshot import JsonOutput, TextOutput, run
     from engine.events import Generate
 
+    _greet(args, configuration)
     request = Generate(
         request_id=1,
         prompt=options.prompt(args),
@@ -166,13 +184,15 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     return code
 
 
-def _converse(args: Namespace, settings: Settings, configuration: Configuration) -> int:
-    """Chats, line by line or on the full screen."""
+def _converse(args: Namespace, settings: Settings, configuration: Configuration, problem: str) -> int:
+    """Chats, line by line or on the full screen. `problem`: why the built-in model answers instead of the user's, or
+    ""."""
     import asyncio
 
     from app.chat.conversation import past_chat
     from app.chat.history import History
     from app.chat.session import ChatOptions
+    from app.cli.model_file import remember as remember_model
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not is_terminal and not args.plain:
@@ -192,11 +212,17 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration)
             max_tokens=args.max_tokens,
             think=not args.no_think,
         )
-        engine = _engine(args, configuration)
+        engine = _engine(
+            args, configuration, lambda: None if problem else remember_model(args.model, settings)
+        )
         if in_lines:
             from app.lines.line_chat import LineChat, completions
             from app.lines.line_input import FileLines, TerminalLines
 
+            if problem:
+                print(f"orin-chat: {problem}.", file=sys.stderr, flush=True)
+            else:
+                _greet(args, configuration)
             typed = is_terminal and TerminalLines(history.prompts(), completions())
             lines = typed or FileLines(sys.stdin, sys.stdout)
             line_chat = LineChat(engine, history, lines, sys.stdout, sys.stderr, chat_id=chat_id, **chat)
@@ -217,7 +243,8 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration)
             )
             if args.compare:
                 engine = setup.compare(engine)
-        app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), chat_id=chat_id, **chat)
+        theme, warning = remembered("theme"), problem and f"{problem} · Ctrl+L chooses another"
+        app = ChatApp(engine, history, setup=setup, theme=theme, chat_id=chat_id, warning=warning, **chat)
         app.run()
         remember("theme", app.theme)
         return app.return_code or 0

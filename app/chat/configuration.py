@@ -12,9 +12,10 @@ Each of these overrides those above it, one option at a time:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from app.chat.settings import Settings, check_sampling
 from engine.events import EngineOptions, Matvec, Sampling
@@ -24,6 +25,9 @@ from presets.loader import Preset
 class Configuration(NamedTuple):
     engine: EngineOptions
     sampling: Sampling
+
+    def with_model(self, path: Path) -> Configuration:
+        return self._replace(engine=replace(self.engine, model_path=str(path)))
 
 
 def configure(

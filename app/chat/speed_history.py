@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from statistics import mean, stdev
@@ -94,24 +95,25 @@ def record_use(model: Path, backend: str = "", tokens: int = 0, tokens_per_s: fl
     _store(model, replace(record, used_at=time.time()))
 
 
-def recording_engine(options: EngineOptions) -> LocalEngine:
-    """An engine that records each use of its model."""
+def recording_engine(options: EngineOptions, is_ready: Callable[[], None] = lambda: None) -> LocalEngine:
+    """An engine that records each use of its model, and calls `is_ready` whenever it has started."""
     from engine.client import LocalEngine
 
     engine = LocalEngine(options)
-    engine.on_event = _UseRecorder(Path(options.model_path))
+    engine.on_event = _UseRecorder(Path(options.model_path), is_ready)
     return engine
 
 
 class _UseRecorder:
-    def __init__(self, model: Path) -> None:
-        self._model = model
+    def __init__(self, model: Path, is_ready: Callable[[], None]) -> None:
+        self._model, self._is_ready = model, is_ready
         self._backend = ""
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Ready):
             self._backend = event.backend
             record_use(self._model)
+            self._is_ready()
         elif isinstance(event, Finished):
             speed = decode_rate(event.predicted_n, event.predicted_ms)
             record_use(self._model, self._backend, event.predicted_n, speed)

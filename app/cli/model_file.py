@@ -9,7 +9,7 @@ from pathlib import Path
 from app.chat.settings import Settings, last_model, remember_model
 from engine.catalog.names import parse
 from engine.errors import ModelFileError
-from presets import GUIDE
+from presets import GUIDE, guide_path
 
 
 def model_path(named: str | None, settings: Settings) -> Path:
@@ -28,6 +28,10 @@ def model_path(named: str | None, settings: Settings) -> Path:
         raise ModelFileError(
             f"{path} cannot be read: {error.strerror}.", "Check that it is a file that you may read."
         ) from None
+    if named is None:
+        where = "settings.toml names it" if settings.model else "It was used last"
+        hint = f"{where}. --model NAME takes another one, --model {GUIDE} the one that is built in."
+        raise ModelFileError(f"There is no file {path}.", hint)
     nearby = sorted((path if path.is_dir() else path.parent).glob("*.gguf"))
     names = ", ".join(map(str, nearby[:5])) + (f" and {len(nearby) - 5} more" if len(nearby) > 5 else "")
     kind = "a folder" if path.is_dir() else "a device or a pipe" if path.exists() else ""
@@ -35,6 +39,17 @@ def model_path(named: str | None, settings: Settings) -> Path:
         f"{path} is {kind}, not a model file." if kind else f"There is no file {path}.",
         f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE.",
     )
+
+
+def find_model(named: str | None, settings: Settings, *, or_built_in: bool) -> tuple[Path, str]:
+    """The model file, and "". With `or_built_in`, if the model of the settings or of the last chat cannot be had: the
+    built-in one, and a sentence that says so. Raises what `model_path` raises."""
+    try:
+        return model_path(named, settings), ""
+    except ModelFileError as error:
+        if named is not None or not or_built_in:
+            raise
+        return guide_path(), f"{error.message} {GUIDE} answers, a small model that is built in"
 
 
 def remember(named: str | None, settings: Settings) -> None:

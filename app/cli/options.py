@@ -177,12 +177,10 @@ def prompt(args: argparse.Namespace) -> Chat | RawText | TokenIds:
 
 
 def configuration(args: argparse.Namespace, settings: Settings) -> Configuration:
-    """What the engine is started with, and which sampling holds. Remembers the model as the last one used. There is no
-    model file with --engine. Raises UsageError, and ModelFileError if the model cannot be had."""
+    """What the engine is started with, without the model file, and which sampling holds. Raises UsageError."""
     from msgspec.structs import replace
 
     from app.chat.configuration import configure
-    from app.cli.model_file import model_path, remember
     from presets.loader import find_preset
 
     name = preset_name(args, settings)
@@ -193,9 +191,7 @@ def configuration(args: argparse.Namespace, settings: Settings) -> Configuration
         backend = _backend(chosen.engine.backend)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"The backend in the settings {error}.") from None
-    path = model_path(args.model, settings)
-    remember(args.model, settings)
-    return chosen._replace(engine=replace(chosen.engine, model_path=str(path), backend=backend))
+    return chosen._replace(engine=replace(chosen.engine, backend=backend))
 
 
 def command_line(args: argparse.Namespace) -> dict[str, Any]:
@@ -220,14 +216,6 @@ def key(args: argparse.Namespace) -> str:
 def preset_name(args: argparse.Namespace, settings: Settings) -> str:
     """The preset of --preset, else that of the settings unless there is a --backend; "" for none."""
     return args.preset or ("" if args.backend else settings.preset)
-
-
-def greeting(args: argparse.Namespace, configuration: Configuration) -> str:
-    """Introduces the built-in model if no model was asked for and it answers; else ""."""
-    from presets import GREETING, guide_path
-
-    is_default = args.model is None and configuration.engine.model_path == str(guide_path())
-    return GREETING if is_default else ""
 
 
 def _stdin_has_text() -> bool:

@@ -55,7 +55,8 @@ class ChatApp(EngineActions):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
     `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready. `theme` is the name of one of
-    Textual's themes; an unknown one is ignored. `clock` gives the seconds for everything that the screen times.
+    Textual's themes; an unknown one is ignored. `warning` is shown at first. `clock` gives the seconds for everything
+    that the screen times.
     """
 
     TITLE = "orin-chat"
@@ -99,6 +100,7 @@ class ChatApp(EngineActions):
         chat_id: int | None = None,
         initial_prompt: str = "",
         theme: str = "",
+        warning: str = "",
         setup: EngineSetup | None = None,
         read_counters: Callable[[], tuple[Counter, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -123,7 +125,7 @@ class ChatApp(EngineActions):
         )
         self.column.attach(self.session)
         self.dashboard = Dashboard(self.session, setup, read_counters)
-        self._first_theme = theme
+        self._first_theme, self._first_warning = theme, warning
         self._open_first = chat_id
         self._send_first = initial_prompt
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
@@ -150,6 +152,8 @@ class ChatApp(EngineActions):
         self._show_comparison()
         if self._open_first is not None:
             await self.session.open(self._open_first)
+        if self._first_warning:
+            self.notice(self._first_warning, warning=True)
         self.session.start()
         if self._send_first:
             await self.session.send(self._send_first)

@@ -273,9 +273,10 @@ def test_where_the_model_comes_from(run, model, home):
     code, out, err, options = run("why?")
     assert (code, out) == (0, "You said: why?\n") and options.model_path == str(guide_path())
     assert GUIDE in err and "--model qwen3:0.6b" in err and err.count("\n") == 1
-    assert last_model() == GUIDE
     assert run("--model", GUIDE, "why?")[2] == ""  # asked for, it needs no introduction
-    run("--model", model, "why?")
+    run("--plain")
+    assert last_model() == GUIDE
+    run("--plain", "--model", model)
     assert run("why?")[3].model_path == str(model)  # the last one
     other = home / "other.gguf"
     other.write_bytes(b"GGUF")
@@ -284,6 +285,28 @@ def test_where_the_model_comes_from(run, model, home):
     assert run("--model", "~/model.gguf", "why?")[3].model_path == str(model)
     assert lines(run("--json", "why?")[1])[-1]["seed"] == 3
     assert lines(run("--json", "--seed", 4, "why?")[1])[-1]["seed"] == 4
+
+
+def test_only_a_chat_whose_model_has_loaded_changes_what_the_next_one_opens_with(run, model):
+    assert run("--model", model, "why?")[0] == 0
+    assert last_model() == "", "a single answer"
+    assert run("--plain", "--model", model, load_failure="ModelFileError")[0] == 3
+    assert last_model() == "", "a model that cannot load"
+    assert run("--plain", "--model", model)[0] == 0
+    assert last_model() == str(model)
+
+
+def test_the_built_in_model_stands_in_for_a_last_one_that_is_gone(run, model):
+    run("--plain", "--model", model)
+    model.unlink()
+    code, _, err, options = run("--plain")
+    assert code == 0 and options.model_path == str(guide_path())
+    assert f"There is no file {model}. {GUIDE} answers" in err and err.count("\n") == 1
+    assert last_model() == str(model), "it may come back"
+    code, _, err, options = run("why?")  # a program should not get the answer of another model
+    assert (code, options) == (3, None)
+    assert str(model) in err and f"--model {GUIDE}" in err and err.count("\n") == 1
+    assert run("--plain", "--model", model)[0] == 3, "asked for"
 
 
 def test_broken_settings_are_a_warning(run, model, home):

@@ -45,6 +45,15 @@ async def test_an_engine_that_does_not_start_gives_the_prompt_back(history):
         await user.sees("Here I am")
 
 
+async def test_a_model_that_stands_in_for_another_is_a_warning_that_stays(history):
+    warning = "There is no file x.gguf. orin-guide answers · Ctrl+L chooses another"
+    async with chat(FakeEngine(start=[STARTED[0], None, READY]), history, warning=warning) as user:
+        await user.sees(f"⚠ {warning}")
+        user.engine.release()
+        await user.idle()
+        assert f"⚠ {warning}" in user.screen()
+
+
 async def test_a_context_that_is_too_small_for_the_prompt(history):
     engine = FakeEngine([TOO_LONG], reply("Fine"))
     async with chat(engine, history, initial_prompt="long text") as user:
