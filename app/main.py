@@ -146,22 +146,15 @@ def _local_engine(configuration: Configuration, is_ready: Callable[[], None] = l
     return recording_engine(configuration.engine, is_ready)
 
 
-def _greet(args: Namespace, configuration: Configuration) -> None:
-    """Introduces the built-in model if it answers and no model was asked for."""
-    from presets import GREETING, guide_path
-
-    if args.model is None and configuration.engine.model_path == str(guide_path()):
-        print(f"orin-chat: {GREETING}", file=sys.stderr, flush=True)
-
-
 def _answer(args: Namespace, settings: Settings, configuration: Configuration) -> int:
     """Prints a single answer."""
     import asyncio
 
+    from app.cli.model_file import greet
     from app.cli.oneshot import JsonOutput, TextOutput, run
     from engine.events import Generate
 
-    _greet(args, configuration)
+    greet(args.model, configuration.engine.model_path)
     request = Generate(
         request_id=1,
         prompt=options.prompt(args),
@@ -192,6 +185,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
     from app.chat.conversation import past_chat
     from app.chat.history import History
     from app.chat.session import ChatOptions
+    from app.cli.model_file import greet
     from app.cli.model_file import remember as remember_model
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -222,7 +216,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             if problem:
                 print(f"orin-chat: {problem}.", file=sys.stderr, flush=True)
             else:
-                _greet(args, configuration)
+                greet(args.model, configuration.engine.model_path)
             typed = is_terminal and TerminalLines(history.prompts(), completions())
             lines = typed or FileLines(sys.stdin, sys.stdout)
             line_chat = LineChat(engine, history, lines, sys.stdout, sys.stderr, chat_id=chat_id, **chat)

@@ -9,7 +9,7 @@ from pathlib import Path
 from app.chat.settings import Settings, last_model, remember_model
 from engine.catalog.names import parse
 from engine.errors import ModelFileError
-from presets import GUIDE, guide_path
+from presets import GREETING, GUIDE, guide_path
 
 
 def model_path(named: str | None, settings: Settings) -> Path:
@@ -50,6 +50,12 @@ def find_model(named: str | None, settings: Settings, *, or_built_in: bool) -> t
         if named is not None or not or_built_in:
             raise
         return guide_path(), f"{error.message} {GUIDE} answers, a small model that is built in"
+
+
+def greet(named: str | None, model_path: str) -> None:
+    """Introduces the built-in model on standard error, if no model was named and it answers."""
+    if named is None and model_path == str(guide_path()):
+        print(f"orin-chat: {GREETING}", file=sys.stderr, flush=True)
 
 
 def remember(named: str | None, settings: Settings) -> None:
