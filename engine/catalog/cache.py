@@ -98,9 +98,8 @@ def remove(model: Installed) -> int:
         if str(blob) in in_use:
             continue
         with contextlib.suppress(FileNotFoundError):
-            freed += (
-                0 if blob.is_symlink() else blob.stat().st_size
-            )  # a link into a store that several caches share
+            if not blob.is_symlink():  # else its bytes are in a store that several caches share
+                freed += blob.stat().st_size
             blob.unlink()
         blob.with_name(f"{blob.name}.incomplete").unlink(missing_ok=True)
     _remove_empty_folders(folder)

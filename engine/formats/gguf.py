@@ -189,6 +189,11 @@ def printable(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
+def damaged(path: Path, problem: str) -> ModelFileError:
+    """The error for a model file that is readable, but whose contents cannot be right."""
+    return ModelFileError(f"{printable(path.name)} is damaged: {problem}.", _DOWNLOAD_AGAIN)
+
+
 def _parts(path: Path) -> list[Path]:
     """All files of the model that `path` is a part of. A file is split if its name and its metadata say so."""
     match = _SPLIT_NAME.fullmatch(path.name)
@@ -300,7 +305,7 @@ class _FileReader:
 
     def _strings(self, count: int) -> StringArray:
         if count > _MAX_STRINGS:
-            self.fail(f"is damaged: it has a list of {count} strings.", _DOWNLOAD_AGAIN)
+            raise damaged(self.path, f"it has a list of {count} strings")
         self._check_count(count, 8, "strings")
         length_at = struct.Struct("<Q").unpack_from
         buffer, pos = self.buffer, self.pos
@@ -325,9 +330,8 @@ class _FileReader:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY or depth >= _MAX_NESTING:
-            self.fail(
-                f'is damaged: the metadata key "{printable(key)}" has a value of unknown kind {kind}.',
-                _DOWNLOAD_AGAIN,
+            raise damaged(
+                self.path, f'the metadata key "{printable(key)}" has a value of unknown kind {kind}'
             )
         element, count = self._scalar("<u4"), self._scalar("<u8")
         if element in _SCALARS:
@@ -342,15 +346,12 @@ class _FileReader:
     def _tensors(self, count: int) -> list[TensorInfo]:
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            self.fail("is damaged: its general.alignment is not a power of two.", _DOWNLOAD_AGAIN)
+            raise damaged(self.path, "its general.alignment is not a power of two")
         headers = []
         for _ in range(count):
             name, dimensions = self._string(), self._scalar("<u4")
             if dimensions > _MAX_DIMENSIONS:
-                self.fail(
-                    f'is damaged: the tensor "{printable(name)}" has {dimensions} dimensions.',
-                    _DOWNLOAD_AGAIN,
-                )
+                raise damaged(self.path, f'the tensor "{printable(name)}" has {dimensions} dimensions')
             sizes = [self._scalar("<u8") for _ in range(dimensions)]
             headers.append((name, sizes, self._scalar("<u4"), self._scalar("<u8")))
 
@@ -366,10 +367,9 @@ class _FileReader:
             type_name, block, block_bytes = GGML_TYPES[kind]
             elements = int(np.prod(sizes, dtype=object)) if sizes else 1
             if not elements or (sizes[0] if sizes else 1) % block or offset % alignment:
-                self.fail(
-                    f"is damaged: the {tensor} cannot have the shape {tuple(reversed(sizes))} "
-                    f"as {type_name} at {offset}.",
-                    _DOWNLOAD_AGAIN,
+                raise damaged(
+                    self.path,
+                    f"the {tensor} cannot have the shape {tuple(reversed(sizes))} as {type_name} at {offset}",
                 )
             n_bytes = elements // block * block_bytes
             start = base + offset

@@ -17,7 +17,7 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Merger
 
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, StringArray, printable
+from engine.formats.gguf import GGUF, StringArray, damaged, printable
 from engine.formats.pretokenizers import DEFAULT, PRETOKENIZERS
 
 # tokenizer.ggml.token_type: enum llama_token_type in include/llama.h
@@ -30,10 +30,8 @@ _END_TEXTS = (
     "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<｜end▁of▁sentence｜>", "<|fim_pad|>",
     "<|repo_name|>", "<|file_sep|>",
 )  # fmt: skip
-_THINK_MARKS = (
-    "<think>",
-    "</think>",
-)  # never hidden, even if they are control tokens: `thinking` looks for them
+# Never hidden, even if they are control tokens: `thinking` looks for them.
+_THINK_MARKS = ("<think>", "</think>")
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes it for a space
 _MAX_PIECE = 512  # characters; merges never produce a longer SentencePiece piece
@@ -107,11 +105,7 @@ class Tokenizer:
         if numbers is None:
             return np.full(self.vocab_size, default, dtype)
         if len(numbers) < self.vocab_size:
-            raise ModelFileError(
-                f"{printable(gguf.path.name)} is damaged: {key} has {len(numbers)} entries for "
-                f"{self.vocab_size} tokens.",
-                "Download it again.",
-            )
+            raise damaged(gguf.path, f"{key} has {len(numbers)} entries for {self.vocab_size} tokens")
         return numbers[: self.vocab_size].astype(dtype)
 
     def _set_special_ids(self, gguf: GGUF, ends: set[int]) -> None:
@@ -139,9 +133,8 @@ class Tokenizer:
         options = {"ignore_merges": self.pretokenizer.whole_words}
         try:
             model = models.BPE(ids, merges, **options)
-        except (
-            Exception
-        ):  # a merge has a token that is not in the vocabulary; the library has no class for this error
+        except Exception:  # the library has no class for it
+            # A merge has tokens that are not in the vocabulary.
             valid = [(a, b) for a, b in merges if a in ids and b in ids and a + b in ids]
             self.warning = (
                 f"{len(merges) - len(valid)} merges of the vocabulary are damaged and were left out."

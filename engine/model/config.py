@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, printable
+from engine.formats.gguf import GGUF, damaged, printable
 
 # The architectures that the forward pass covers, and the order of rows in their files' query and key matrices. True:
 # the two elements that RoPE rotates together are neighbours ("norm" in llama.cpp), False: they are half a head apart
@@ -79,7 +79,7 @@ class ModelConfig:
             full_key = f"{architecture}.{key}"
             value = file.get(full_key, int) if default is None else file.get(full_key, int, default)
             if not 0 < value < 1 << 31:
-                raise ModelFileError(f"{name} is damaged: {full_key} is {value}.", "Download it again.")
+                raise damaged(file.path, f"{full_key} is {value}")
             return value
 
         if "token_embd.weight" not in file.tensors:
@@ -126,10 +126,7 @@ def _rope_frequencies(file: GGUF, architecture: str, head_dim: int) -> NDArray[n
     base = file.get(f"{architecture}.rope.freq_base", float, 10_000.0)
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None and (factors.type != 0 or factors.shape != (head_dim // 2,)):
-        raise ModelFileError(
-            f"{name} is damaged: the shape or type of rope_freqs.weight does not fit its heads.",
-            "Download it again.",
-        )
+        raise damaged(file.path, "the shape or type of rope_freqs.weight does not fit its heads")
     with np.errstate(all="ignore"):  # checked below
         frequencies = np.float64(base) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if scaling == "linear":
@@ -137,7 +134,5 @@ def _rope_frequencies(file: GGUF, architecture: str, head_dim: int) -> NDArray[n
         if factors is not None:
             frequencies /= factors.data.view(np.float32)
     if not (np.isfinite(frequencies).all() and (frequencies > 0).all()):
-        raise ModelFileError(
-            f"{name} is damaged: its RoPE frequencies are not positive.", "Download it again."
-        )
+        raise damaged(file.path, "its RoPE frequencies are not positive")
     return frequencies

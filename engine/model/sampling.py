@@ -57,9 +57,7 @@ class Sampler:
         x = logits[ids].astype(np.float64)
         x -= x.max()
         total = np.exp(x).sum()
-        if (
-            s.min_p > 0
-        ):  # at least min_p times the highest probability; before top-p, to have fewer tokens to sort
+        if s.min_p > 0:  # before top-p, so that fewer tokens are sorted
             likely = x >= np.log(s.min_p)
             ids, x = ids[likely], x[likely]
         order = np.argsort(-x, kind="stable")

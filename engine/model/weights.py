@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tinygrad import dtypes
 
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, TensorInfo, printable
+from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.model.config import ModelConfig
 
@@ -52,10 +52,7 @@ class Weights:
         """A vector, float32 (size,). Raises ModelFileError."""
         info = self._tensor(name, (size,))
         if info.type not in FLOATS:
-            raise ModelFileError(
-                f"{self._file_name} is damaged: it holds {name} as {info.type_name}, not as floats.",
-                "Download it again.",
-            )
+            raise damaged(self.file.path, f"it holds {name} as {info.type_name}, not as floats")
         data = self._data(info)
         if FLOATS[info.type] == dtypes.bfloat16:  # the upper half of a float32
             return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
