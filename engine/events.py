@@ -21,6 +21,8 @@ KernelRole = Literal[
     "norm", "element-wise", "sampling", "copy",
 ]  # fmt: skip
 MESSAGE_CHARS = 500  # of a failure's message, and of its hint
+MIN_TOKENS = 32
+"""The prefill rate of fewer new tokens is not shown, and no speed of fewer tokens is recorded."""
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -376,3 +378,9 @@ def decode_rate(predicted_n: int, predicted_ms: float) -> float:
 def prefill_rate(prompt_n: int, cached_n: int, prompt_ms: float) -> float:
     """Prefill speed in tokens per second: computed prompt tokens / time to first token; 0 if that is not known."""
     return (prompt_n - cached_n) / prompt_ms * 1e3 if prompt_ms > 0 else 0.0
+
+
+def shown_prefill_rate(prompt_n: int, cached_n: int, prompt_ms: float) -> float | None:
+    """`prefill_rate` for the screen. None for fewer than `MIN_TOKENS` computed tokens: their time is mostly that of the
+    first decode step and of launches, and says little about the speed."""
+    return prefill_rate(prompt_n, cached_n, prompt_ms) or None if prompt_n - cached_n >= MIN_TOKENS else None

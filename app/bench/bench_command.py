@@ -20,13 +20,13 @@ from app.bench.benchmark import Benchmark, Case
 from app.bench.results import OURS, PEER, Result
 from app.chat.configuration import configure
 from app.chat.settings import Settings
-from app.chat.speed_history import MIN_TOKENS, record_run
+from app.chat.speed_history import record_run
 from app.cli import options
 from app.cli.model_file import model_path
 from app.cli.progress import say
 from app.cli.signals import run_until_signal
 from engine.errors import UsageError
-from engine.events import EngineOptions, Failed
+from engine.events import MIN_TOKENS, EngineOptions, Failed
 from engine.formats.gguf import GGUF, StringArray
 from engine.peers.llama_process import find_llama_server
 from engine.peers.llama_server import LlamaServer

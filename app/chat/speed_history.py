@@ -16,14 +16,12 @@ import msgspec
 import platformdirs
 from msgspec.structs import replace
 
-from engine.events import EngineOptions, Event, Finished, Ready, decode_rate
+from engine.events import MIN_TOKENS, EngineOptions, Event, Finished, Ready, decode_rate
 
 if TYPE_CHECKING:
     from engine.client import LocalEngine
 
 MAX_RUNS = 8
-MIN_TOKENS = 32
-"""The speed of a shorter prompt or reply is not recorded."""
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from engine.events import (
     Thinking,
     Warming,
     decode_rate,
-    prefill_rate,
+    shown_prefill_rate,
 )
 from widgets.text import one_line
 
@@ -46,9 +46,10 @@ def describe(event: Event) -> str:
 def figures(end: Finished) -> str:
     """The figures of an answer on one line, and how it ended unless it came to its own end."""
     ended = {"stop": "", "length": ", cut at the limit", "cancelled": ", stopped"}[end.reason]
+    prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
     return (
-        f"prompt {end.prompt_n} tokens ({end.cached_n} cached), first token after {end.prompt_ms:.0f} ms "
-        f"({prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms):.0f} tok/s); "
+        f"prompt {end.prompt_n} tokens ({end.cached_n} cached), first token after {end.prompt_ms:.0f} ms"
+        f"{'' if prefill is None else f' ({prefill:.0f} tok/s)'}; "
         f"reply {end.predicted_n} tokens, {decode_rate(end.predicted_n, end.predicted_ms):.1f} tok/s{ended}"
     )
 

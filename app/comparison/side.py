@@ -13,7 +13,7 @@ from engine.events import (
     Token,
     Warming,
     decode_rate,
-    prefill_rate,
+    shown_prefill_rate,
 )
 from engine.measure.memory import resident
 from widgets.comparison_data import EngineAnswer
@@ -125,7 +125,7 @@ class Side:
             return (
                 decode_rate(end.predicted_n, end.predicted_ms) or None,
                 end.prompt_ms / 1e3,
-                prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms) or None,
+                shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms),
             )
         first_ms, last_ms = (self.tokens[0].at_ms, self.tokens[-1].at_ms) if self.tokens else (None, None)
         if first_ms is None or last_ms is None:
@@ -133,5 +133,5 @@ class Side:
         return (
             decode_rate(len(self.tokens), last_ms - first_ms) or None,
             first_ms / 1e3,
-            prefill_rate(self._prompt_tokens, 0, first_ms) or None,
+            shown_prefill_rate(self._prompt_tokens, 0, first_ms),
         )

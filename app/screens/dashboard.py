@@ -13,13 +13,12 @@ from textual.containers import Vertical
 from textual.widget import Widget
 
 from app.chat.session import Session
-from app.chat.speed_history import MIN_TOKENS
 from app.comparison.engine_pair import answered_together
 from app.screens.engine_setup import EngineSetup
 from app.screens.idle_profiler import IdleProfiler
 from app.screens.kernel_source import KernelScreen
 from app.screens.performance import PerformanceObserver
-from engine.events import Counter, Event, Finished, Ready, decode_rate, prefill_rate
+from engine.events import MIN_TOKENS, Counter, Event, Finished, Ready, decode_rate, shown_prefill_rate
 from engine.measure.counters import Counters
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState
@@ -90,8 +89,8 @@ class Dashboard(Vertical):
         decode = prefill = None
         if end.predicted_n >= MIN_TOKENS:
             decode = decode_rate(end.predicted_n, end.predicted_ms)
-        if end.prompt_n - end.cached_n >= MIN_TOKENS and end.predicted_n:
-            prefill = prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+        if end.predicted_n:
+            prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
         self.setup.record_speed(decode, prefill)
         self.show_preset()
 

@@ -10,6 +10,7 @@ from statistics import median
 
 from app.chat.slowdown import explain_slowdown
 from engine.events import (
+    MIN_TOKENS,
     Counter,
     Event,
     Failed,
@@ -20,7 +21,7 @@ from engine.events import (
     Ready,
     Token,
     decode_rate,
-    prefill_rate,
+    shown_prefill_rate,
 )  # fmt: skip
 from widgets.kernel_lines import CACHEABLE_BYTES, KernelProfiles
 from widgets.throughput_graph import GAP, Sample, Throughput
@@ -161,7 +162,8 @@ class PerformanceObserver:
         if self._in_decode or self._prompt is None or event.done < self._prompt[0]:
             self._in_decode, self._has_prompt_sample, self._prompt = False, False, (event.done, now)
         done, since_s = self._prompt
-        if event.done > done and now - since_s >= PREFILL_SAMPLE_S:
+        is_long = event.total - event.cached >= MIN_TOKENS
+        if is_long and event.done > done and now - since_s >= PREFILL_SAMPLE_S:
             self._add(Sample((event.done - done) / (now - since_s), is_prefill=True))
             self._has_prompt_sample, self._prompt = True, (event.done, now)
         self._position, self._cached = event.done, event.cached
@@ -179,23 +181,25 @@ class PerformanceObserver:
             self._tokens, self._since_s, self._has_decode_sample = 0, now, True
 
     def _end_prompt(self, first: Token) -> None:
-        """A prompt too short for a sample on the way is one sample, up to the `first` token of the answer."""
-        if self._prompt is None:
+        """A prompt too short for a sample on the way is one sample, up to the `first` token of the answer. One of fewer
+        than `MIN_TOKENS` new tokens is none."""
+        if self._prompt is None or self._position - self._cached < MIN_TOKENS:
             return
         done, since_s = self._prompt
         elapsed_s = self._clock() - since_s if first.at_ms is None else first.at_ms / 1e3
         if not self._has_prompt_sample and self._position > done and elapsed_s > 0:
             self._add(Sample((self._position - done) / elapsed_s, is_prefill=True))
-        if first.at_ms and self._position > self._cached:
-            self._prefill = prefill_rate(self._position, self._cached, first.at_ms)
+        if first.at_ms:
+            self._prefill = shown_prefill_rate(self._position, self._cached, first.at_ms)
 
     def _finished(self, end: Finished) -> None:
         self.last_end = end
         speed = decode_rate(end.predicted_n, end.predicted_ms)
         if self._in_decode and not self._has_decode_sample and speed:
             self._add(Sample(speed, self.bytes_per_token))
-        if end.prompt_n > end.cached_n and end.predicted_n:
-            self._prefill = prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+        if end.predicted_n:
+            prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+            self._prefill = prefill or self._prefill
         self._position = end.context_used
         self._end_answer()
 

@@ -3,6 +3,7 @@ import io
 import pytest
 
 from app.cli.oneshot import TextOutput
+from app.cli.progress import figures
 from tests.app.fake_engine import READY, STARTED, reply
 
 
@@ -15,3 +16,11 @@ def test_a_reply_that_the_context_cuts_short_says_so(missing, says):
         output.show(event)
     assert out.getvalue() == "Because\n"
     assert says in messages.getvalue() and messages.getvalue().count("\n") == bool(says)
+
+
+def test_a_prompt_that_was_nearly_all_cached_has_no_prefill_rate():
+    rates = [
+        "tok/s)" in figures(reply("Because", prompt_n=1000, cached_n=cached)[-1])
+        for cached in (968, 969, 1000)
+    ]
+    assert rates == [True, False, False]

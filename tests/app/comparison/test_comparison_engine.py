@@ -111,9 +111,16 @@ async def test_both_do_the_same_work(compare):
     for column in (view.left, view.right):
         assert 0 < column.decode < 500
         assert column.first_token_s >= 0.02
-        assert column.prefill > 0
+        assert column.prefill is None, "three tokens are no speed"
         assert column.memory_bytes > 1_000_000
         assert (column.tokens, column.problem, column.state) == (8, "", "done, cut at the limit")
+
+
+async def test_a_prompt_of_enough_tokens_has_a_prefill_rate(compare):
+    comparison = compare(encode=lambda prompt: Prompt([5] * 32))
+    await collect(comparison.generate(ask(max_tokens=8)))
+    view = comparison.view()
+    assert view.left.prefill > 0 and view.right.prefill > 0
 
 
 async def test_they_take_turns_and_the_first_alternates(compare):

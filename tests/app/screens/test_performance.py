@@ -96,12 +96,26 @@ def test_prefill_by_its_progress(performance, clock):
 
 
 def test_a_prompt_too_short_for_progress_is_a_sample_of_its_own(performance):
-    for done in (10, 40):
-        performance.observe(Prefilling(request_id=1, done=done, total=40, cached=10))
+    for done in (10, 50):
+        performance.observe(Prefilling(request_id=1, done=done, total=50, cached=10))
     decode(performance, 2, 100.0, start=0.02)
     [sample] = [s for s in performance.throughput().samples if s is not GAP]
-    assert sample.is_prefill and sample.tokens_per_s == pytest.approx(30 / 0.02)
-    assert performance.throughput().prefill == pytest.approx(30 / 0.02), "said as soon as it is known"
+    assert sample.is_prefill and sample.tokens_per_s == pytest.approx(40 / 0.02)
+    assert performance.throughput().prefill == pytest.approx(40 / 0.02), "said as soon as it is known"
+
+
+def test_a_prompt_that_was_nearly_all_cached_is_no_speed(performance, clock):
+    for event in reply("word " * 100):
+        performance.observe(event)
+    before = performance.throughput()
+    for done in (1000, 1020, 1031):
+        performance.observe(Prefilling(request_id=2, done=done, total=1031, cached=1000))
+        clock.now += 0.1
+    decode(performance, 2, 100.0, start=0.3)
+    performance.observe(reply("", prompt_n=1031, cached_n=1000, predicted_n=2)[-1])
+    after = performance.throughput()
+    assert after.prefill == before.prefill == pytest.approx(96 / 0.21)
+    assert [s for s in after.samples if s.is_prefill] == [s for s in before.samples if s.is_prefill]
 
 
 def test_the_current_speed_is_of_one_answer(performance):
