@@ -212,6 +212,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
         if in_lines:
             from app.lines.line_chat import LineChat, completions
             from app.lines.line_input import FileLines, TerminalLines
+            from app.lines.other_models import OtherModels
 
             if problem:
                 print(f"orin-chat: {problem}.", file=sys.stderr, flush=True)
@@ -219,7 +220,10 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
                 greet(args.model, configuration.engine.model_path)
             typed = is_terminal and TerminalLines(history.prompts(), completions())
             lines = typed or FileLines(sys.stdin, sys.stdout)
-            line_chat = LineChat(engine, history, lines, sys.stdout, sys.stderr, chat_id=chat_id, **chat)
+            models = None if args.engine else OtherModels(configuration.engine, settings)
+            line_chat = LineChat(
+                engine, history, lines, sys.stdout, sys.stderr, chat_id=chat_id, models=models, **chat
+            )
             return asyncio.run(line_chat.run())
         from app.chat.settings import remember, remembered
         from app.screens.chat_app import ChatApp

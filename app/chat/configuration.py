@@ -61,6 +61,14 @@ def configure(
     return Configuration(EngineOptions(model_path=model_path, **engine), chosen)
 
 
+def with_other_model(options: EngineOptions, path: Path, trained_context: int = 0) -> EngineOptions:
+    """The options for another model file. The context is at most `trained_context` tokens (0: not known)."""
+    length = options.context_length
+    if length and trained_context:
+        length = min(length, trained_context)
+    return replace(options, model_path=str(path), context_length=length)
+
+
 def _fields(preset: Preset) -> dict[str, Any]:
     """What `preset` says, under the names of `EngineOptions` and `Sampling`; None leaves an option open."""
     return {

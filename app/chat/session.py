@@ -108,6 +108,7 @@ class Session:
         self.queued = ""
         self.reply: Turn | None = None  # the one that grows, from its first text on
         self.candidate: Candidate | None = None  # the engine that the session switches to when it is ready
+        self.other_model = ""  # a sentence on how to choose one, for the user whose model does not load
         self.watch: Callable[[Event], None] = lambda _: None  # gets every event of the engine in use
         self._spawn = spawn
         self._request_ids = itertools.count(1)
@@ -245,7 +246,8 @@ class Session:
                 self.view.notice(" ".join(event.warnings), warning=True)
         self._is_starting = False
         if failure is not None:
-            self.view.notice(_sentence(failure), warning=True)
+            advice = self.other_model if is_about_model(failure) else ""
+            self.view.notice(f"{_sentence(failure)} {advice}".strip(), warning=True)
         await self._next(may_send=failure is None)
 
     async def _switch(self, candidate: Candidate, adopted: Callable[[], None]) -> None:
@@ -392,6 +394,11 @@ class Session:
                 return f"cut at {end.predicted_n:,} tokens", "Ctrl+G goes on"
             return f"{WARNING} The context of {length:,} tokens is full", "Ctrl+N starts a new chat"
         return ()
+
+
+def is_about_model(failure: Failed) -> bool:
+    """Whether another model may start where this one failed."""
+    return failure.kind == "model" or _lacks_memory(failure)
 
 
 def _lacks_memory(event: Event) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -13,14 +13,21 @@ from engine.catalog import cache
 from engine.catalog.downloads import download
 from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, WebFile, parse
-from engine.catalog.progress import Progress
-from engine.errors import ModelFileError
+from engine.catalog.progress import Cancelled, Progress
+from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import GGUF
 from engine.model import file_summary
 from widgets.text import clean
 
 
-def obtain(name: str, aliases: Mapping[str, str], messages: TextIO, *, quiet: bool = False) -> Path:
+def obtain(
+    name: str,
+    aliases: Mapping[str, str],
+    messages: TextIO,
+    *,
+    quiet: bool = False,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Path:
     """The file of the model `name`, downloaded if it is not on this machine. Names the file on `messages`; if `quiet`,
     only after a download. A path is returned as it is, even if there is no file. `aliases`: see `Settings.names`.
 
@@ -30,13 +37,20 @@ def obtain(name: str, aliases: Mapping[str, str], messages: TextIO, *, quiet: bo
         return source
     path = cache.find(source)
     if path is None or not quiet:
-        path = path or fetch(source, messages)
+        path = path or fetch(source, messages, cancelled=cancelled)
         say(messages, f"{name} is {path.name} ({_quantization(path)}).")
     return path
 
 
-def fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = False) -> Path:
-    """Downloads a file and shows the progress on a line of `messages`, or as lines of JSON."""
+def fetch(
+    source: HubModel | WebFile,
+    messages: TextIO,
+    *,
+    as_json: bool = False,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Path:
+    """Downloads a file and shows the progress on a line of `messages`, or as lines of JSON. Raises what `download`
+    does, but UsageError soon after `cancelled` returns true."""
     line = StatusLine(messages)
 
     def report(progress: Progress) -> None:
@@ -49,7 +63,9 @@ def fetch(source: HubModel | WebFile, messages: TextIO, *, as_json: bool = False
     if not as_json:
         say(messages, f"Downloading {source}.")
     try:
-        return download(source, report)
+        return download(source, report, cancelled)
+    except Cancelled:
+        raise UsageError("Stopped.", "The next try goes on with what has arrived.") from None
     except KeyboardInterrupt:
         line.clear()
         say(messages, "Stopped. The next try goes on with what has arrived.")

@@ -4,6 +4,7 @@ else the built-in one."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from app.chat.settings import Settings, last_model, remember_model
@@ -12,15 +13,16 @@ from engine.errors import ModelFileError
 from presets import GREETING, GUIDE, guide_path
 
 
-def model_path(named: str | None, settings: Settings) -> Path:
-    """The model file; `named` is the model of the command line. Downloads a model that is not on this machine. Raises
-    UsageError for an unknown name, ModelFileError if there is no such file."""
+def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bool] = lambda: False) -> Path:
+    """The model file; `named` is the model of the command line. Downloads a model that is not on this machine, until
+    `cancelled` returns true. Raises UsageError for an unknown name or a download that was cancelled, ModelFileError if
+    there is no such file."""
     name = _name(named, settings)
     path = parse(name, settings.names)
     if not isinstance(path, Path):
         from app.cli.download import obtain  # imports an HTTP client
 
-        path = obtain(name, settings.names, sys.stderr, quiet=named is None)
+        path = obtain(name, settings.names, sys.stderr, quiet=named is None, cancelled=cancelled)
     try:
         if path.is_file():
             return path

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -18,24 +19,30 @@ from msgspec.structs import replace
 from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_new
 from app.chat.history import History, HistoryError
-from app.chat.session import ChatOptions, Session
+from app.chat.session import ChatOptions, Session, is_about_model
 from app.chat.settings import check_sampling
 from app.chat.turn import Turn
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
 from app.cli.signals import run_until_signal
+from app.lines.other_models import OtherModels
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
 from engine.events import Event, Failed, Finished, Ready, Sampling, Token
+from presets import GUIDE
 from widgets.text import clean, one_line
 
 SAVE_S = 1.0
 """A reply is saved this often while it grows."""
+OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class LineReader(Protocol):
+    is_terminal: bool
+    """Whether a user types the lines."""
+
     async def read(self, draft: str) -> str:
         """The next message or command; a terminal lets the user edit it, starting from `draft`. Raises EOFError at the
         end of the input, and KeyboardInterrupt if the user presses Ctrl-C."""
@@ -65,11 +72,14 @@ class LineChat:
         messages: TextIO,
         *,
         chat_id: int | None = None,
+        models: OtherModels | None = None,
         **options: Unpack[ChatOptions],
     ) -> None:
         """Reads messages and commands from `lines`. Writes the chat to `out`, and progress and failures to
-        `messages`. `chat_id` continues a chat of `history`."""
+        `messages`. `chat_id` continues a chat of `history`. `models` is None for an engine that has no others."""
         self.session = Session(engine, history, self, spawn=self._spawn, **options)
+        self.session.other_model = OTHER_MODEL if models and lines.is_terminal else ""
+        self._models = models
         self.session.watch = self._observe
         self._lines = lines
         self._out = out
@@ -97,7 +107,7 @@ class LineChat:
             await self._open(self._past_chat)
         self.session.start()
         await self._finish_tasks()
-        if self._failure:
+        if self._failure and not (self.session.other_model and is_about_model(self._failure)):
             return self._failure.exit_code
         self._print("/help lists the commands, Ctrl-C stops a reply, Ctrl-D ends the chat.")
         while True:
@@ -265,10 +275,37 @@ class LineChat:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
         self._print(f"Saved as {path}.")
 
-    async def do_model(self, _: str) -> None:
-        """what is answering"""
+    async def do_model(self, name: str) -> None:
+        """[NAME]: what is answering, or go on with another model"""
+        if name:
+            await self._switch_model(name)
+            return
         ready = self._ready if self.session.status.is_ready else None
         self._print(describe(ready) if ready else "The engine is not running.")
+        if self._models:
+            names = await asyncio.to_thread(self._models.names)
+            self._print(f"/model NAME goes on with another one. On this machine: {', '.join(names)}.")
+
+    async def _switch_model(self, name: str) -> None:
+        """Goes over to the model `name` when it is ready. Ctrl-C stops its download or its start."""
+        if (models := self._models) is None:
+            raise UsageError("This engine has no other models.")
+        is_stopped = threading.Event()
+        engines: list[Engine] = []
+
+        async def find() -> None:
+            engines.append(await asyncio.to_thread(models.engine, name, is_stopped.is_set))
+
+        async def stop() -> None:
+            is_stopped.set()
+
+        async def give_up() -> None:
+            self.session.cancel_switch()
+
+        await run_until_signal(find(), signal.SIGINT, stop=stop)
+        self._print(f"Starting {name}.")
+        self.session.switch(engines[0], name)
+        await run_until_signal(self._finish_tasks(), signal.SIGINT, stop=give_up)
 
     async def do_stats(self, _: str) -> None:
         """figures of the last reply"""

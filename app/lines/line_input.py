@@ -24,6 +24,8 @@ class TerminalLines:
     """A prompt with a history and with completion of commands. Enter sends, Alt+Enter begins a new line. `commands`
     maps the name of each command to the words that may follow it."""
 
+    is_terminal = True
+
     def __init__(self, history: Iterable[str], commands: Mapping[str, Iterable[str]]) -> None:
         keys = KeyBindings()
         keys.add("enter")(_send)
@@ -54,6 +56,8 @@ class TerminalLines:
 
 class FileLines:
     """Each line of `source` is a message or a command. `echo` gets it, too, so that the output reads as a chat."""
+
+    is_terminal = False
 
     def __init__(self, source: TextIO, echo: TextIO) -> None:
         self._source = source

@@ -123,6 +123,8 @@ class ChatApp(EngineActions):
             clock=clock,
             **options,
         )
+        if setup is not None:
+            self.session.other_model = f"Ctrl+L chooses another model, such as {GUIDE}, which is built in."
         self.column.attach(self.session)
         self.dashboard = Dashboard(self.session, setup, read_counters)
         self._first_theme, self._first_warning = theme, warning

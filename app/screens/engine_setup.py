@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from app.chat.configuration import configure
+from app.chat.configuration import configure, with_other_model
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds, record_run, recording_engine
 from engine.backends import BACKENDS, unusable_because
@@ -88,10 +88,7 @@ class EngineSetup:
 
     def with_model(self, path: Path, trained_context: int = 0) -> tuple[Engine, EngineOptions]:
         """An engine for another model, and its options. The context is at most `trained_context` (0: not known)."""
-        length = self.options.context_length
-        if length and trained_context:
-            length = min(length, trained_context)
-        options = replace(self.options, model_path=str(path), context_length=length)
+        options = with_other_model(self.options, path, trained_context)
         return self._make(options), options
 
     def compare(self, ours: Engine, *, together: bool = False) -> ComparisonEngine:

@@ -145,6 +145,7 @@ class FakeEngine:
                 yield end
                 return
             if event is not None:
+                self.on_event(event)
                 yield event
 
     async def stop(self) -> None:

@@ -308,7 +308,7 @@ def answered(run, monkeypatch):
 
 
 def test_a_name_is_downloaded_once_and_remembered(answered, hub):
-    code, _, err, path = answered("--model", NAME, "why?")
+    code, _, err, path = answered("--plain", "--model", NAME)
     assert code == 0 and path == cache.find(parse(NAME))
     assert err == f"orin-chat: Downloading {NAME}.\norin-chat: {NAME} is model-Q8_0.gguf (Q8_0).\n"
     assert last_model() == NAME

@@ -16,18 +16,24 @@ from prompt_toolkit.output import DummyOutput
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from app.chat.history import History
+from app.chat.settings import Settings, last_model
 from app.lines.line_chat import LineChat, commands, completions
 from app.lines.line_input import CommandCompleter, FileLines, TerminalLines
+from app.lines.other_models import OtherModels
 from engine.errors import UsageError
+from engine.events import EngineOptions, Failed
+from presets import GUIDE
 from tests import synthetic
 from tests.app.fake_engine import DIED, FakeEngine, reply
+from tests.generated_model import write
 
 
 class Script:
     """Gives lines one after the other; what is callable is called, for what happens in between."""
 
-    def __init__(self, *lines):
+    def __init__(self, *lines, is_terminal=False):
         self.lines = list(lines)
+        self.is_terminal = is_terminal
         self.drafts = []
 
     async def read(self, draft):
@@ -200,6 +206,76 @@ async def test_a_failure_leaves_the_message_where_it_can_be_repeated(chat, histo
 async def test_a_model_that_does_not_load_ends_the_chat(chat):
     c = await chat("never read", load_failure="ModelFileError")
     assert c.code == 3 and c.err.count("\n") == 1
+
+
+BROKEN = Failed(kind="model", message="first.gguf is damaged.", hint="Download it again.")
+
+
+@pytest.fixture
+def models(history, home, monkeypatch):
+    """Chats with an engine whose file a user may replace by others in their home folder: these answer "Other."."""
+    write(home / "other.gguf", context=512)
+    made = []
+
+    def make(options):
+        made.append((options, FakeEngine(reply("Other."))))
+        return made[-1][1]
+
+    monkeypatch.setattr("engine.client.LocalEngine", make)
+
+    async def chat(*lines, engine, is_terminal=True, options=None):
+        options = options or EngineOptions(model_path="first.gguf", context_length=2048)
+        out, messages = io.StringIO(), io.StringIO()
+        script = Script(*lines, is_terminal=is_terminal)
+        chat = LineChat(engine, history, script, out, messages, models=OtherModels(options, Settings()))
+        chat.code = await asyncio.wait_for(chat.run(), 60)
+        chat.out, chat.err, chat.made = out.getvalue(), messages.getvalue(), made
+        return chat
+
+    return chat
+
+
+async def test_a_model_that_does_not_load_can_be_replaced_on_a_terminal(models, home, history):
+    c = await models(
+        "Hello", f"/model {home}/other.gguf", "Hello", engine=FakeEngine([BROKEN], start=[BROKEN])
+    )
+    assert c.code == 0 and contents(history)[-1] == ("assistant", "Other.")
+    assert c.err.splitlines()[0] == (
+        "orin-chat: first.gguf is damaged. Download it again. /model NAME goes on with another model, "
+        "/model orin-guide with the one that is built in."
+    )
+    c = await models("never read", engine=FakeEngine(start=[BROKEN]), is_terminal=False)
+    assert c.code == 3 and "/model" not in c.err, "a program cannot choose"
+    gone = Failed(kind="backend", message="There is no GPU.")
+    c = await models("never read", engine=FakeEngine(start=[gone]))
+    assert c.code == 4 and "/model" not in c.err, "another model would not help"
+
+
+async def test_the_conversation_goes_on_with_another_model(models, home, history):
+    first = FakeEngine(reply("First."))
+    c = await models("Hello", f"/model {home}/other.gguf", "And now?", "/model", engine=first)
+    assert (c.code, first.closed) == (0, 1)
+    [(options, engine)] = c.made
+    assert (options.model_path, options.context_length) == (
+        f"{home}/other.gguf",
+        512,
+    )  # as it was trained for
+    assert engine.prompts() == [[("user", "Hello"), ("assistant", "First."), ("user", "And now?")]]
+    assert last_model() == f"{home}/other.gguf"
+    assert "On this machine: " in c.out and GUIDE in c.out
+
+
+async def test_a_model_that_cannot_be_had_changes_nothing(models, home, history):
+    (home / "none.gguf").write_bytes(b"no model")
+    first = FakeEngine(reply("First."))
+    c = await models("/model nosuchname", f"/model {home}/none.gguf", "Hello", engine=first)
+    assert c.code == 0 and not c.made and last_model() == ""
+    assert "'nosuchname'" in c.err and "none.gguf" in c.err and c.err.count("\n") == 2
+    assert contents(history)[-1] == ("assistant", "First.")
+
+
+async def test_a_model_of_a_server_stays(chat):
+    assert "no other models" in (await chat("/model qwen3:0.6b")).err
 
 
 async def test_sigterm_ends_the_chat(chat, history):

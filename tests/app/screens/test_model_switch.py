@@ -106,6 +106,20 @@ async def test_the_conversation_goes_on_with_the_other_model(hub, setup, first, 
         ]
 
 
+async def test_a_first_model_that_does_not_load_can_be_replaced(hub, setup, first, history):
+    other = download(parse("noise"))
+    setup = setup(reply("From the other."))
+    async with chat(FakeEngine(start=[BROKEN]), history, setup=setup) as user:
+        await user.sees(
+            "other.gguf is damaged. Download it again. Ctrl+L chooses another model, such as orin-guide"
+        )
+        await choose(user, "noise")
+        await user.sees("noise answers now")
+        assert setup.model_path == other
+        await user.say("Hello")
+        await user.sees("From the other.")
+
+
 async def test_a_model_that_does_not_start_changes_nothing(hub, setup, first, history):
     download(parse("noise"))
     setup = setup(start=[BROKEN])
