@@ -134,9 +134,8 @@ class Transcript(ScrollView, can_focus=False):
 
     @property
     def text_width(self) -> int:
-        """Cells of a row of text: the same with and without a scrollbar."""
-        scrollbar = 0 if self.show_vertical_scrollbar else 1
-        return max(1, self.size.width - _GUTTER - 1 - scrollbar)
+        """Cells of a row of text. Space for the scrollbar is always left, though `size` includes it."""
+        return max(1, self.size.width - _GUTTER - 2)
 
     def _settle(self) -> None:
         """Lays out the turns near the visible rows, until no height changes any more, and scrolls so that the end, or
@@ -209,6 +208,10 @@ class Transcript(ScrollView, can_focus=False):
         if not self._is_settling:
             self.is_following = new_value >= self.max_scroll_y
             self._settle()
+
+    def watch_show_vertical_scrollbar(self, is_shown: bool) -> None:
+        if is_shown:  # Textual tells the scrollbar of a scroll only while it is shown
+            self.vertical_scrollbar.position = round(self.scroll_y)
 
     def on_resize(self, event: Resize) -> None:
         self._settle()

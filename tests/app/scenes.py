@@ -213,9 +213,18 @@ def _whole(presses: int, *keys: str) -> Callable[[ChatApp, Pilot[None]], Awaitab
         if app.size.width < WIDE_WIDTH:
             await pilot.press("f5")
         await _measured(app, pilot)
-        await pilot.press(*["f9"] * presses, *keys)
+        await pilot.press(*["f9"] * presses)
+        if keys:  # they are the table's
+            table = app.dashboard.table
+            await until(lambda: app.focused is table and table.size.width > app.size.width / 2)
+            await pilot.press(*keys)
 
     return act
+
+
+async def _kernel(app: ChatApp, pilot: Pilot[None]) -> None:
+    await _whole(2, "enter")(app, pilot)
+    await sees(pilot, "Esc closes")
 
 
 async def _presets(app: ChatApp, pilot: Pilot[None]) -> None:
@@ -299,7 +308,7 @@ SCENES = {
     "whole-throughput": Scene((100, 30), _all, QUESTION, shows="such terms", act=_whole(1)),
     "whole-kernels": Scene((120, 30), _all, QUESTION, shows="such terms", act=_whole(2, "down", "s")),
     "whole-machine": Scene((80, 24), _all, QUESTION, shows="such terms", act=_whole(3)),
-    "kernel": Scene((110, 30), _all, QUESTION, shows="such terms", act=_whole(2, "enter")),
+    "kernel": Scene((110, 30), _all, QUESTION, shows="such terms", act=_kernel),
     "presets": Scene((100, 30), [], act=_presets, shows="ready"),
     "edit-preset": Scene((100, 24), [], act=_edit_preset, shows="ready"),
     "system": Scene((60, 20), _all, QUESTION, act=_system, shows="such terms", theme="textual-light"),
