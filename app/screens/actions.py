@@ -1,4 +1,4 @@
-"""What a user can do in the chat: one table that the keys, the command palette and the help are made of."""
+"""The actions of the chat, in one table that makes the keys, the command palette and the help."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """`name` is the method `action_<name>` of the application. Keys are those that SSH, tmux (whose own are
-    Ctrl+B) and terminals without extended keyboards deliver, and that the prompt has no use for."""
+    """`name` is the method `action_<name>` of the application. A key must pass SSH, tmux (which takes Ctrl+B) and a
+    terminal without an extended keyboard protocol, and must have no use in the prompt."""
 
     key: str
     name: str

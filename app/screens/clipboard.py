@@ -1,5 +1,5 @@
-"""The clipboard of tmux. Programs reach the terminal's by OSC 52, which works over SSH, but which tmux by
-default keeps to itself; given the text by its own command, it passes it on."""
+"""Copies text by tmux. A program reaches the terminal's clipboard by OSC 52, also over SSH, but tmux does not pass that
+on by default. It passes on what its own command gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_in_tmux() -> bool:
 
 
 async def copy_by_tmux(text: str) -> None:
-    """Has tmux (3.2 or later) copy `text`; an older one, or none, is no error."""
+    """Copies `text` with tmux 3.2 or later. An older tmux, or none, is no error."""
     with contextlib.suppress(OSError):
         process = await asyncio.create_subprocess_exec(
             "tmux", "load-buffer", "-w", "-", stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL

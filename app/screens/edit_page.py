@@ -1,5 +1,4 @@
-"""What the pages have in common on which a text is edited: Ctrl+S saves it, Esc leaves it, and nothing typed is
-lost by one key."""
+"""The base of the pages on which a text is edited. No single key loses an edit."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from widgets.text import one_line
 
 
 class EditPage(Page[str | None]):
-    """Composes a `Frame` with an `OrderedTextArea` and a `problem_line`. Dismissed with None when it is left. A key
-    that would lose edits must be pressed twice."""
+    """A subclass composes a `Frame` with an `OrderedTextArea` and the `problem_line`, and implements `action_save`. Esc
+    dismisses the page with None. A key that would lose something must be pressed twice."""
 
     DEFAULT_CSS = """
     EditPage TextArea, EditPage TextArea:focus {
@@ -31,15 +30,15 @@ class EditPage(Page[str | None]):
     def __init__(self) -> None:
         super().__init__()
         self.problem_line = Static(id="problem", markup=False)
-        self._asked: tuple[str, ...] = ()  # what would be lost, with what was edited then
+        self._asked: tuple[str, ...] = ()  # the last question, and the edits at that time
 
     def on_mount(self) -> None:
         self.query_one(TextArea).focus()
-        self._before = self.edited
+        self._unedited = self.edited
 
     @property
     def edited(self) -> tuple[str, ...]:
-        """What can be edited here, as it is now."""
+        """The texts that can be edited."""
         return (self.query_one(TextArea).text,)
 
     def action_save(self) -> None:
@@ -50,13 +49,13 @@ class EditPage(Page[str | None]):
             self.dismiss(None)
 
     def may_be_lost(self, key: str) -> bool:
-        """Whether nothing is edited, or `key` was pressed before: else it is asked for once more."""
-        is_edited = self.edited != self._before
-        return not is_edited or self.is_sure(key, f"This is not saved. {key} again leaves it, Ctrl+S saves.")
+        """Whether nothing was edited, or `key` is pressed for the second time. Else asks."""
+        question = f"This is not saved. {key} again leaves it, Ctrl+S saves."
+        return self.edited == self._unedited or self.is_sure(key, question)
 
-    def is_sure(self, what: str, question: str) -> bool:
-        """Whether `what` was asked for before, with nothing changed since."""
-        asked = what, *self.edited
+    def is_sure(self, action: str, question: str) -> bool:
+        """Whether the user asks for `action` again, with nothing edited since. Else asks the question."""
+        asked = action, *self.edited
         if self._asked == asked:
             return True
         self._asked = asked

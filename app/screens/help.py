@@ -1,4 +1,4 @@
-"""All keys on one page."""
+"""The page of all keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One kernel: its figures, how its loops were cut, and the source that was compiled."""
+"""The page of a kernel: its figures, tinygrad's optimizations of its loops, and its source."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class KernelScreen(Page[None]):
 
     def compose(self) -> ComposeResult:
         kernel = self.kernel
-        each = kernel.total_us / max(1, kernel.calls)
+        calls = "1 call" if kernel.calls == 1 else f"{kernel.calls} calls"
+        each_us = kernel.total_us / max(1, kernel.calls)
         figures = (
-            f"{kernel.role} · {kernel.calls} calls a step · {kernel.total_us:,.1f} µs, {each:,.1f} µs each\n"
+            f"{kernel.role} · {calls} a step · {kernel.total_us:,.1f} µs, {each_us:,.1f} µs each\n"
             f"{kernel.bytes:,} bytes · {gbps(kernel):,.1f} GB/s\n"
-            f"options: {one_line(' · '.join(kernel.options)) or 'none: its loops are written as they run'}"
+            f"options: {one_line(' · '.join(kernel.options)) or 'none'}"
         )
         with Frame(one_line(kernel.name), "Esc closes"):
             yield Static(Content(figures), classes="figures")

@@ -1,4 +1,4 @@
-"""What the pages over the chat have in common: a frame with its title above and its keys below."""
+"""The base of the pages over the chat: a frame with a title and the keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from textual.screen import ModalScreen, ScreenResultType
 
 
 class Frame(Vertical):
-    """`title` and `keys` stand in its border."""
+    """Shows the title and the keys in its border."""
 
     def __init__(self, title: str, keys: str) -> None:
         super().__init__()
@@ -16,7 +16,7 @@ class Frame(Vertical):
 
 
 class Page(ModalScreen[ScreenResultType]):
-    """Its one child is a `Frame`, perhaps of a field and a list."""
+    """Composes one `Frame`."""
 
     DEFAULT_CSS = """
     Page { align: center middle; background: $background 60%; }

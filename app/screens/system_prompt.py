@@ -1,4 +1,4 @@
-"""The system prompt of a conversation: what a model is told before all that is said."""
+"""The page for the system prompt, which the model gets before the conversation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONE = "None. For example: Answer briefly."
 
 
 class SystemScreen(EditPage):
-    """Dismissed with the system prompt to go on with ("": none), or None."""
+    """Dismissed with the new system prompt ("": none), or None."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
