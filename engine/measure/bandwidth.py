@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tinygrad import Device, Tensor, dtypes
 
-from engine.kernels.gpu.copying import PIECE, copying
+from engine.kernels.gpu.copy_kernel import BLOCK_FLOATS, copy_kernel
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 
 DEVICE_BYTES = 256 << 20  # beyond the caches of the largest devices (50 MB of L2 on an H100)
@@ -32,12 +32,12 @@ def copy_gbps(device: str) -> float:
 
 def _kernel_copy_gbps(device: str) -> float:
     """tinygrad's own cut of a copy, in blocks of 32 threads, reaches 40 % of what the memory of an H200 gives."""
-    size = DEVICE_BYTES // 4 // PIECE * PIECE
+    size = DEVICE_BYTES // 4 // BLOCK_FLOATS * BLOCK_FLOATS
     source = Tensor.ones(size, dtype=dtypes.float32, device=device).contiguous().realize()
     target = Tensor.empty(size, dtype=dtypes.float32, device=device).contiguous().realize()
     sequence = KernelSequence()
     for _ in range(COPIES):
-        sequence.add(copying(size), target, source)
+        sequence.add(copy_kernel(size), target, source)
     copies = sequence.capture()
 
     def copy() -> None:

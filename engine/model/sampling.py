@@ -1,7 +1,7 @@
 """Sampling a token from logits on the host.
 
 The steps and their order are those of llama.cpp's default chain (common/sampling.cpp): repetition penalty, top-k,
-top-p, min-p, temperature, then a random choice. `engine.kernels.gpu.sample` does the same on NVIDIA GPUs.
+top-p, min-p, temperature, then a random choice. `engine.kernels.gpu.sampling` does the same on NVIDIA GPUs.
 """
 
 from __future__ import annotations

@@ -31,20 +31,20 @@ COPY = """
 from types import SimpleNamespace
 import numpy as np
 from tinygrad import Tensor
-from engine.kernels.gpu.copying import PIECE, copying
+from engine.kernels.gpu.copy_kernel import BLOCK_FLOATS, copy_kernel
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.measure import bandwidth
 
-source = Tensor(np.arange(2 * PIECE, dtype=np.float32)).realize()
-target = Tensor(np.zeros(2 * PIECE, np.float32)).realize()
+source = Tensor(np.arange(2 * BLOCK_FLOATS, dtype=np.float32)).realize()
+target = Tensor(np.zeros(2 * BLOCK_FLOATS, np.float32)).realize()
 sequence = KernelSequence()
-sequence.add(copying(2 * PIECE), target, source)
+sequence.add(copy_kernel(2 * BLOCK_FLOATS), target, source)
 sequence.capture()()
 assert (target.numpy() == source.numpy()).all()
-bandwidth.DEVICE_BYTES, bandwidth.COPIES, bandwidth.ROUNDS = 4 * PIECE, 1, 1
+bandwidth.DEVICE_BYTES, bandwidth.COPIES, bandwidth.ROUNDS = 4 * BLOCK_FLOATS, 1, 1
 clock = iter([0.0, 2.0])
 bandwidth.time = SimpleNamespace(perf_counter=lambda: next(clock))
-assert bandwidth._kernel_copy_gbps("PYTHON") == 2 * 4 * PIECE / 2.0 / 1e9
+assert bandwidth._kernel_copy_gbps("PYTHON") == 2 * 4 * BLOCK_FLOATS / 2.0 / 1e9
 """
 
 

@@ -12,9 +12,9 @@ from engine import candidate_trial
 from engine.disk_cache import DiskCache
 from engine.events import EngineOptions, Warming
 from engine.kernels.gpu import schedules
-from engine.kernels.gpu.matvec import Schedule, Stack
-from engine.kernels.gpu.packing import Packing
+from engine.kernels.gpu.matvec import Schedule, StackedMatrices
 from engine.kernels.gpu.schedules import _by_rule, candidates, units_of
+from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.measure.compiling import kernels_reported
 from engine.model.fused import schedule_search
 from engine.model.generate import SEARCH_S_PER_WIDTH, TextModel
@@ -59,7 +59,7 @@ def distance(s):
 
 
 def product(rows=3072, cols=2048, ggml_type=14):
-    stack = Stack.of(Packing(ggml_type), rows, cols)
+    stack = StackedMatrices.single(WeightLayout(ggml_type), rows, cols)
     return SimpleNamespace(name="down", stack=stack, schedule=_by_rule(rows, units_of(cols), 96))
 
 
@@ -95,7 +95,7 @@ def test_the_fastest_is_found_kept_and_not_searched_again():
     again = FakeRunner(product(), product(rows=2048))
     told = run(again)
     assert not again.timed and told[-1][:3] == (2, 2, 2) and told[-1][3].found
-    assert schedules.searched(Stack.of(Packing(14), 3072, 2048)) == (FASTEST, 16)
+    assert schedules.search_result(StackedMatrices.single(WeightLayout(14), 3072, 2048)) == (FASTEST, 16)
 
 
 def test_a_wider_search_looks_again():

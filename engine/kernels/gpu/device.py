@@ -1,4 +1,4 @@
-"""What schedules need to know of the GPU at hand."""
+"""Properties of the default GPU by which kernels and their schedules are chosen."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import functools
 
 from tinygrad import Device
 
-_USUAL = {"sm_87": 16}  # multiprocessors of a chip that comes in one size: AGX Orin 64 GB
+_KNOWN_COUNTS = {"sm_87": 16}  # multiprocessors by compute capability, for Tegra chips: AGX Orin 64 GB
+_DEFAULT_COUNT = 64
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT in cuda.h
 
 
 def capability() -> str:
-    """The compute capability of the default device, as in "sm_90"."""
+    """The compute capability, as "sm_90"."""
     return str(Device[Device.DEFAULT].renderer.target.arch)
 
 
-def tensor_cores() -> bool:
-    """Whether the default device has those that kernels are written for."""
+def has_tensor_cores() -> bool:
+    """Whether the GPU has the tensor core instructions of the kernels (compute capability 8.0)."""
     return int(capability()[3:]) >= 80
 
 
 @functools.cache
 def multiprocessors() -> int:
-    """How many multiprocessors the default device has; a guess where it does not say."""
+    """The number of multiprocessors; a guess if the device does not report it."""
     device = Device[Device.DEFAULT]
     if Device.DEFAULT.split(":")[0] != "CUDA":
-        # a Jetson's (engine.tegra), which has fewer in a mode that saves power
-        on_a_jetson = getattr(getattr(device, "iface", None), "multiprocessors", 0)
-        return on_a_jetson or _USUAL.get(capability(), 64)
+        # On a Jetson (engine.tegra) some power modes switch multiprocessors off.
+        reported = getattr(getattr(device, "iface", None), "multiprocessors", 0)
+        return reported or _KNOWN_COUNTS.get(capability(), _DEFAULT_COUNT)
     import tinygrad.runtime.autogen.cuda as cuda
 
     cuda.cuDeviceGetAttribute(ctypes.byref(n := ctypes.c_int()), _MULTIPROCESSOR_COUNT, device.cu_device)

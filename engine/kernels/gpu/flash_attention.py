@@ -1,12 +1,14 @@
-"""Attention of one new token on tensor cores, where there are some; otherwise as `engine.kernels.gpu.attention`.
+"""Attention of one new token in decode, on tensor cores.
 
-Tensor cores multiply tiles of 16 rows. A block's query heads, eight at most, are the upper eight rows; what rounding
-them to half precision has left are the lower eight, and so with the tokens' weights, so that sums are as good as
-with float32. A warp takes sixteen tokens at a time. Which of them a thread's scores are for is chosen such that the
-same thread needs their weights as an operand of the product with the values (as in `engine.kernels.gpu.prefill`), so
-scores never leave their thread; warps exchange their largest score and, in the end, their sums.
+Tensor cores multiply tiles of 16 rows. A block's query heads, at most eight, rounded to half precision, are the upper
+eight rows; the rounding errors are the lower eight rows. The tokens' weights are split in the same way, so that the
+sums are as accurate as with float32. A warp works on sixteen tokens at a time. The tokens are assigned to threads such
+that the thread that computes a token's score needs its weight as an operand of the product with the values (as in
+`engine.kernels.gpu.prefill_attention`), so scores stay in their thread. Warps exchange only their largest scores and,
+at the end, their sums.
 
-The cache is read once, straight into registers, a round ahead of its use, the first ahead of everything else.
+The cache is read once, straight to registers. Loads are issued a round ahead of their use, and the first ones before
+everything else.
 """
 
 from __future__ import annotations
@@ -18,37 +20,40 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
-from engine.kernels.gpu.attention import SLACK, Heads, NewToken
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.matmul import wmma
-from engine.kernels.gpu.packing import UNIT, permuted
+from engine.kernels.gpu.new_token import AttentionResult, CacheRange, NewToken
 from engine.kernels.gpu.uops import (
     F16,
     F32,
     LOWEST,
+    after_store,
     at,
     chain,
     f32,
     finish,
     half_registers,
     load,
-    load_index,
     maximum,
     registers,
     shared,
     tree,
+    zeroed_registers,
 )
+from engine.kernels.gpu.weight_layout import UNIT
 
-Kernel = Callable[..., UOp]
-_STEP = 16  # tokens a warp takes at a time
-MOST = 8  # query heads to a block
-_PART = 512  # tokens of a part at most
-_SUMS_BYTES = 16 << 10  # of a block's shared memory, for sums
+_STEP = 16  # tokens that a warp works on at a time
+_MAX_HEADS = 8  # query heads in a block
+_MAX_PART = 512  # tokens of a part
+_MAX_SUMS_BYTES = 16 << 10  # of a block's shared memory, for the sums of all dimensions
+_MAX_SHARED_BYTES = 46 << 10  # of a block
 
 
 @dataclass(frozen=True)
 class FlashSplit:
-    """How a step's attention is cut: for up to `limit` tokens, `splits` parts; to a block `group` heads, one of
-    `across` runs of the values' dimensions, and `warps` warps, each with `steps` times sixteen tokens under way."""
+    """How the attention of a decode step is divided: up to `limit` cached tokens in `splits` parts; a block has `group`
+    heads, one of `across` runs of the values' dimensions, and `warps` warps, each with `steps` times sixteen tokens."""
 
     limit: int
     splits: int
@@ -59,40 +64,42 @@ class FlashSplit:
 
     @property
     def rounds(self) -> int:
-        """How often a warp may have to go over its `steps`."""
+        """The largest number of rounds of `steps` that a warp needs for its part."""
         part = -(-self.limit // (self.splits * 4)) * 4
         return -(-part // (self.warps * self.steps * _STEP))
 
     def shared_bytes(self, dim: int) -> int:
-        """Of a block's shared memory, but for a few hundred: scores, sums of warps, the new token and maxima."""
+        """Shared memory of a block, except a few hundred bytes: scores, sums of warps, the new token and maxima."""
         scores = self.rounds * self.steps * self.warps * 512 if self.rounds > 1 else 0
         token = ((self.group + 1) * dim + self.warps * 32) * 8
         return scores + self.warps * self.group * (dim // self.across) * 4 + token + self.warps * 256
 
 
 def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> FlashSplit:
-    """For up to `short` tokens a block takes all of them, and blocks share the values' dimensions (measured: all of
-    the keys read four times cost less than putting parts together). For more there are two blocks or more to each
-    multiprocessor, of no more tokens than have room in shared memory."""
-    most = min(MOST, heads.shared_by, 1024 // heads.dim)
-    group = next(n for n in range(most, 0, -1) if heads.shared_by % n == 0)
+    """The division for up to `limit` tokens. Up to `short` tokens, a block reads all keys, and blocks share the values'
+    dimensions (measured: reading all keys four times costs less than combining splits). For more, there are at least
+    two blocks for each multiprocessor, with as many tokens as fit shared memory."""
+    max_group = min(_MAX_HEADS, heads.shared_by, 1024 // heads.dim)
+    group = next(n for n in range(max_group, 0, -1) if heads.shared_by % n == 0)
     warps = max(4, -(-heads.dim // 32))
-    narrow = [n for n in (4, 2, 1) if heads.dim % (8 * n) == 0]
+    runs = [n for n in (4, 2, 1) if heads.dim % (8 * n) == 0]
     if limit <= short:
-        return FlashSplit(limit, 1, group, max(8, warps), 2, narrow[0])
-    across = narrow[-1] if warps * group * heads.dim * 4 <= _SUMS_BYTES else narrow[0]
-    splits = max(2, 2 * multiprocessors // (heads.query // group), -(-limit // _PART))
+        return FlashSplit(limit, 1, group, max(8, warps), 2, runs[0])
+    across = runs[-1] if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES else runs[0]
+    splits = max(2, 2 * multiprocessors // (heads.query // group), -(-limit // _MAX_PART))
     return FlashSplit(limit, splits, group, warps, 1, across)
 
 
 @functools.cache
 def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
-    """The kernel body. Buffers: as of `engine.kernels.gpu.attention.attention`."""
+    """Attention of one new token. Buffers: those of `engine.kernels.gpu.decode_attention.attention`."""
     h, group, warps, n_threads = heads, split.group, split.warps, split.warps * 32
     dim, eighths, width = h.dim, h.dim // 8, h.dim // split.across
     chunks, lists = dim // 16, warps * 4
-    assert group <= MOST and h.shared_by % group == 0 and dim % 16 == 0 and width % 8 == 0
-    assert max(width, UNIT, (group + 1) * dim // 16) <= n_threads and split.shared_bytes(dim) < 46 << 10
+    assert group <= _MAX_HEADS and h.shared_by % group == 0 and dim % 16 == 0 and width % 8 == 0
+    assert (
+        max(width, UNIT, (group + 1) * dim // 16) <= n_threads and split.shared_bytes(dim) < _MAX_SHARED_BYTES
+    )
 
     def kernel(*buffers: UOp) -> UOp:
         n_outs = 1 if split.splits == 1 else 2
@@ -101,32 +108,26 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
         lane, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
         thread, g, t = warp * 32 + lane, lane // 4, lane % 4
         block = UOp.special(h.query // group, "gidx0")
-        part = UOp.special(split.splits, "gidx1") if split.splits > 1 else UOp.const(0)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         blocks_of_kv = h.shared_by // group
         kv = block // blocks_of_kv
-        position = load_index(state, 1, h.length - SLACK)
-        start, count = UOp.const(0), position
-        if split.splits > 1:
-            each = (position + split.splits * 4 - 1) // (split.splits * 4) * 4
-            start = part * each
-            count = (position - start).maximum(0).minimum(each)
-        is_first = part.eq(0)
-        keeps = is_first & run.eq(0) & (block % blocks_of_kv).eq(0)
+        cached = CacheRange.of_block(h, state, split.splits)
+        position, start, count, is_first = cached.position, cached.start, cached.count, cached.is_first
+        stores_key = is_first & run.eq(0) & (block % blocks_of_kv).eq(0)
 
         def steps_of(round_: UOp | int) -> list[UOp]:
             return [(round_ * split.steps + s) * warps + warp for s in range(split.steps)]
 
         def key_loads(round_: UOp | int) -> list[UOp]:
-            """Of each step twice eight keys: a thread's four scores are of neighbours."""
+            """For each step, eight keys twice: a thread's four scores belong to neighbouring tokens."""
             loads = []
             for step in steps_of(round_):
                 for side in (0, 1):
                     key = step * _STEP + g // 2 * 4 + g % 2 + 2 * side
                     first = ((kv * (dim // 4) + t) * h.length + start + key) * 4
                     for c in range(chunks):
-                        place = first + c * (16 * h.length)
-                        loads += [load(keys, place + i, key < count) for i in range(4)]
+                        index = first + c * (16 * h.length)
+                        loads += [load(keys, index + i, key < count) for i in range(4)]
             return loads
 
         def value_loads(round_: UOp | int) -> list[UOp]:
@@ -138,59 +139,54 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
                     loads += [load(values, first + j * 32 + i, quad * 4 < count) for i in range(4)]
             return loads
 
-        def under_way(loads: Callable[[UOp | int], list[UOp]], slot: int) -> tuple[UOp, list[UOp]]:
+        def prefetch(loads: Callable[[UOp | int], list[UOp]], slot: int) -> tuple[UOp, list[UOp]]:
+            """Registers for the loads of a round, and the stores of round 0 to them."""
             first = loads(0)
-            kept = registers(len(first), slot, half_registers())
-            return kept, [at(kept, i).store(x.cast(kept.dtype)) for i, x in enumerate(first)]
+            array = registers(len(first), slot, half_registers())
+            return array, [at(array, i).store(x.cast(array.dtype)) for i, x in enumerate(first)]
 
-        next_keys, key_stores = under_way(key_loads, 0)
-        next_values, value_stores = under_way(value_loads, 1)
+        next_keys, key_stores = prefetch(key_loads, 0)
+        next_values, value_stores = prefetch(value_loads, 1)
         first_loads = [*key_stores, *value_stores]
 
-        # the new token; what is wanted of it in the end is read now
+        # The new token. The loads for the end of the kernel are issued here too.
         new = NewToken(h, thread, n_threads, kv, block * group, group, position)
         half = half_registers()
-        rotated, upper, lower = shared(new.size, 1), shared(new.size, 10, half), shared(new.size, 11, half)
-        turned, kept_key = new.turned(rows, angles, norms, first_loads)
-        stores = [at(rotated, e).store(x) for e, x in turned]
-        for e, x in turned:
-            u, v = in_two(x)
+        new_rows, upper, lower = shared(new.size, 1), shared(new.size, 10, half), shared(new.size, 11, half)
+        elements, key_elements = new.rotate(rows, angles, norms, first_loads)
+        stores = [at(new_rows, e).store(x) for e, x in elements]
+        for e, x in elements:
+            u, v = split_half(x)
             stores += [at(upper, e).store(u.cast(half)), at(lower, e).store(v.cast(half))]
-        cached = [at(keys, place, ok & keeps).store(x) for place, ok, x in kept_key]
-        new_values, own_column = shared(width, slot=8), thread < width
+        cache_stores = [at(keys, index, ok & stores_key).store(x) for index, ok, x in key_elements]
+        new_values, has_column = shared(width, slot=8), thread < width
         column = run * width + thread
-        new_value = load(rows, (h.query + h.kv + kv) * dim + column, own_column).cast(F16)
-        stores.append(at(new_values, thread, own_column).store(new_value.cast(F32)))
-        cached.append(
-            at(
-                values,
-                h.value_index(kv, position, column),
-                is_first & own_column & (block % blocks_of_kv).eq(0),
-            ).store(new_value)
-        )
+        new_value = load(rows, (h.query + h.kv + kv) * dim + column, has_column).cast(F16)
+        stores.append(at(new_values, thread, has_column).store(new_value.cast(F32)))
+        stores_value = is_first & has_column & (block % blocks_of_kv).eq(0)
+        cache_stores.append(at(values, h.value_index(kv, position, column), stores_value).store(new_value))
         prescale = shared(UNIT, slot=9)
         if split.splits == 1:
             stores.append(at(prescale, thread, thread < UNIT).store(load(rest[-1], thread, thread < UNIT)))
         ready = UOp.group(*stores, *first_loads)
-        rotated, upper, lower, new_values, prescale = (
-            x.after(ready) for x in (rotated, upper, lower, new_values, prescale)
+        new_rows, upper, lower, new_values, prescale = (
+            x.after(ready) for x in (new_rows, upper, lower, new_values, prescale)
         )
-        next_keys, next_values = next_keys.after(rotated), next_values.after(rotated)
+        next_keys, next_values = next_keys.after(new_rows), next_values.after(new_rows)
 
-        # scores: row g of both halves of the tiles is head g
+        # Scores: rows g and g + 8 of a tile belong to head g.
         head = g.minimum(group - 1)
         queries = []
         for c in range(chunks):
             u, v = (
                 [load(q, head * dim + c * 16 + t * 4 + i).cast(F16) for i in range(4)] for q in (upper, lower)
             )
-            queries.append(operand(u, v))
-        fresh, fresh_store = new.own_scores(rotated, slot=6)
+            queries.append(left_operand(u, v))
+        partial_scores, new_store = new.partial_scores(new_rows, slot=6)
         many = split.rounds > 1
         rounds = (count + (n_threads // 32 * split.steps * _STEP - 1)) // (warps * split.steps * _STEP)
         loop = UOp.range(rounds, 0, AxisType.LOOP) if many else UOp.const(0)
-        best = registers(1, 2)
-        best = best.after(at(best, 0).store(f32(LOWEST)))
+        lane_max = after_store(registers(1, 2), 0, f32(LOWEST))
         loaded = next_keys.after(loop) if many else next_keys
         scores, i = [], 0
         for step in steps_of(loop):
@@ -201,109 +197,102 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
                     i += 4
                 token = step * _STEP + t * 4 + 2 * side
                 scores += [(token + k < count).where(acc[k] + acc[2 + k], f32(LOWEST)) for k in (0, 1)]
-        own_scores = shared(split.rounds * len(scores) * n_threads, slot=2)
-        place = loop * (len(scores) * n_threads) + thread * 4
+        saved_scores = shared(split.rounds * len(scores) * n_threads, slot=2)
 
-        def score_place(k: int) -> UOp:
-            return place + k // 4 * (4 * n_threads) + k % 4
+        def score_index(round_: UOp, k: int) -> UOp:
+            return round_ * (len(scores) * n_threads) + thread * 4 + k // 4 * (4 * n_threads) + k % 4
 
-        so_far = load(best.after(loop), 0) if many else load(best, 0)
-        stores = [at(best, 0).store(maximum([so_far, *scores]))]
+        so_far = load(lane_max.after(loop), 0) if many else load(lane_max, 0)
+        stores = [at(lane_max, 0).store(maximum([so_far, *scores]))]
         if many:
-            stores += [at(own_scores, score_place(k)).store(x) for k, x in enumerate(scores)]
-            now = UOp.group(*stores)
+            stores += [at(saved_scores, score_index(loop, k)).store(x) for k, x in enumerate(scores)]
+            used = UOp.group(*stores)
             stores = [
-                at(next_keys.after(now), k).store(x.cast(next_keys.dtype))
+                at(next_keys.after(used), k).store(x.cast(next_keys.dtype))
                 for k, x in enumerate(key_loads(loop + 1))
             ]
-            done = UOp.group(now, *stores).end(loop)
+            done = UOp.group(used, *stores).end(loop)
         else:
             done = stores[0]
         largest = shared(8 * lists, slot=3)
-        store = at(largest, g * lists + warp * 4 + t).store(load(best.after(done), 0))
-        all_stores = UOp.group(store, fresh_store)
-        largest, fresh = largest.after(all_stores), fresh.after(all_stores)
+        store = at(largest, g * lists + warp * 4 + t).store(load(lane_max.after(done), 0))
+        all_stores = UOp.group(store, new_store)
+        largest, partial_scores = largest.after(all_stores), partial_scores.after(all_stores)
 
         def new_score(head: UOp) -> UOp:
             return is_first.where(
-                tree([load(fresh, head * eighths + k) for k in range(eighths)]), f32(LOWEST)
+                tree([load(partial_scores, head * eighths + k) for k in range(eighths)]), f32(LOWEST)
             )
 
         def top_of(head: UOp) -> UOp:
             return maximum([new_score(head), *(load(largest, head * lists + k) for k in range(lists))])
 
-        # weights of tokens, and their sums of values
+        # The weights of tokens, and the weighted sums of values.
         top = top_of(head)
         n_acc = width // 2
-        acc_ = registers(n_acc + 1, 3)
-        acc_ = acc_.after(UOp.group(*(at(acc_, k).store(f32(0)) for k in range(n_acc + 1))))
+        sums_array = zeroed_registers(n_acc + 1, 3)  # the last is the sum of weights
         if many:
             loop = UOp.range(rounds, 1, AxisType.LOOP)
-            place = loop * (len(scores) * n_threads) + thread * 4
-            mine = own_scores.after(largest)
-            scores = [load(mine, score_place(k)) for k in range(len(scores))]
-        sums = [load(acc_.after(loop) if many else acc_, k) for k in range(n_acc + 1)]
+            scores = [load(saved_scores.after(largest), score_index(loop, k)) for k in range(len(scores))]
+        sums = [load(sums_array.after(loop) if many else sums_array, k) for k in range(n_acc + 1)]
         loaded, i = next_values.after(loop, largest) if many else next_values.after(largest), 0
         for s in range(split.steps):
             weights = [(x > f32(LOWEST)).where((x - top).exp2(), f32(0)) for x in scores[4 * s : 4 * s + 4]]
-            tile = operand(*zip(*map(in_two, weights), strict=True))
+            tile = left_operand(*zip(*map(split_half, weights), strict=True))
             for j in range(width // 8):
                 sums[j * 4 : j * 4 + 4] = wmma(
                     tile, [load(loaded, i + k).cast(F16) for k in range(4)], sums[j * 4 : j * 4 + 4]
                 )
                 i += 4
             sums[-1] = chain([sums[-1], *weights])
-        now = UOp.group(*(at(acc_, k).store(x) for k, x in enumerate(sums)))
+        used = UOp.group(*(at(sums_array, k).store(x) for k, x in enumerate(sums)))
         if many:
             stores = [
-                at(next_values.after(now), k).store(x.cast(next_values.dtype))
+                at(next_values.after(used), k).store(x.cast(next_values.dtype))
                 for k, x in enumerate(value_loads(loop + 1))
             ]
-            now = UOp.group(now, *stores).end(loop)
-        acc_ = acc_.after(now)
+            used = UOp.group(used, *stores).end(loop)
+        sums_array = sums_array.after(used)
         partial, totals = shared(warps * group * width, slot=5), shared(8 * lists, slot=7)
-        stores = [at(totals, g * lists + warp * 4 + t).store(load(acc_, n_acc))]
+        stores = [at(totals, g * lists + warp * 4 + t).store(load(sums_array, n_acc))]
         for j in range(width // 8):
             for k in (0, 1):
-                total = load(acc_, j * 4 + k) + load(acc_, j * 4 + 2 + k)
-                spot = (warp * group + g) * width + j * 8 + t * 2 + k
-                stores.append(at(partial, spot, g < group).store(total))
-        all_stores = UOp.group(*stores, *cached)  # before the loop: C would not see what is declared in it
+                total = load(sums_array, j * 4 + k) + load(sums_array, j * 4 + 2 + k)
+                index = (warp * group + g) * width + j * 8 + t * 2 + k
+                stores.append(at(partial, index, g < group).store(total))
+        all_stores = UOp.group(*stores, *cache_stores)  # before the loop, whose C variables end with it
         partial, totals = partial.after(all_stores), totals.after(all_stores)
 
-        # put together, with the new token, by as many threads as there are elements
-        elements = group * width
-        loop = UOp.range((elements + (n_threads - 1) - thread) // n_threads, 2, AxisType.LOOP)
-        e = (loop * n_threads + thread).minimum(elements - 1)  # where threads without one cannot stay away
+        # The result, with the new token, by as many threads as there are elements.
+        n_elements = group * width
+        loop = UOp.range((n_elements + (n_threads - 1) - thread) // n_threads, 2, AxisType.LOOP)
+        e = (loop * n_threads + thread).minimum(
+            n_elements - 1
+        )  # for devices that run the loop's body in all threads
         head, d = (e // width).minimum(group - 1), e % width
         head_top = top_of(head)
         new_weight = is_first.where((new_score(head) - head_top).exp2(), f32(0))
-        total = tree([load(partial, e + k * elements) for k in range(warps)])
+        total = tree([load(partial, e + k * n_elements) for k in range(warps)])
         weight = tree([load(totals, head * lists + k) for k in range(lists)]) + new_weight
         total = total + new_weight * load(new_values, d)
         element = (block * group + head) * dim + run * width + d
-        if split.splits == 1:
-            scaled = total / weight * load(prescale, element % UNIT)
-            results = [at(outs[0], permuted(element, h.query * dim)).store(scaled)]
-        else:
-            place, one = (part * h.query + block * group + head) * 2, d.eq(0) & run.eq(0)
-            results = [
-                at(outs[0], part * (h.query * dim) + element).store(total),
-                at(outs[1], place, one).store(head_top),
-                at(outs[1], place + 1, one).store(weight),
-            ]
+        scale = load(prescale, element % UNIT) if split.splits == 1 else None
+        result = AttentionResult(outs, h, cached.part)
+        results = result.store(
+            block * group, head, element, total, weight, head_top, scale, d.eq(0) & run.eq(0)
+        )
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}"
         return finish(f"attention_flash_{h.query}_{h.kv}_{dim}_{shape}", [UOp.group(*results).end(loop)])
 
     return kernel
 
 
-def in_two(value: UOp) -> tuple[UOp, UOp]:
-    """What a float32 rounds to as a half, and what is left of it."""
+def split_half(value: UOp) -> tuple[UOp, UOp]:
+    """A float32 as the sum of two float16: the rounded value, and the rounding error."""
     upper = value.cast(F16)
     return upper, (value - upper.cast(F32)).cast(F16)
 
 
-def operand(upper: Sequence[UOp], lower: Sequence[UOp]) -> list[UOp]:
-    """A left operand of which a thread has four elements of row g and of row g + 8."""
+def left_operand(upper: Sequence[UOp], lower: Sequence[UOp]) -> list[UOp]:
+    """A thread's elements of a left tile of tensor cores, from its four elements of row g and of row g + 8."""
     return [*upper[:2], *lower[:2], *upper[2:], *lower[2:]]

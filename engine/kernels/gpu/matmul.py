@@ -1,36 +1,36 @@
 """A quantized matrix times the activations of many tokens, for prefill, on tensor cores.
 
-Tensor cores multiply tiles of 16 x 16 by 16 x 8 whose elements lie spread over the 32 threads of a warp
-(mma.m16n8k16 in the PTX manual): thread 4g + t holds, of rows g and g + 8 of the left tile and of column g of the
-right one, the four elements of `t`. Which four of the common dimension these are does not matter as long as both
-sides agree; here thread t takes a quarter of a unit, sixteen columns, four at a time. So a thread loads its part
-of the weights straight from their planes, sixteen of one row, and makes them half-precision numbers in registers;
-activations lie in memory in the order in which threads hold them (`fragment_index`), 16 bytes a load.
+The instruction mma.m16n8k16 (PTX ISA) multiplies a tile of 16 x 16 by one of 16 x 8, whose elements are spread over the
+32 threads of a warp. Thread 4g + t holds four elements of rows g and g + 8 of the left tile, and four elements of
+column g of the right tile. It does not matter which elements of the common dimension these are, as long as both sides
+agree. Here thread t of a group of four holds a quarter of a unit, sixteen columns, in steps of four. So a thread loads
+its part of the weights straight from their planes, sixteen columns of one row, and converts them to half precision in
+registers. Activations are stored in the order in which threads hold them, called fragments here (`fragment_index`), so
+that a thread loads 16 bytes at a time.
 
-Each warp has its own tile of the product, and nothing passes through shared memory.
+Each warp has a tile of the product of its own, and nothing passes through shared memory.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
-from engine.kernels.gpu.matvec import gated
-from engine.kernels.gpu.packing import QUARTER, UNIT, Packing, units_of
-from engine.kernels.gpu.uops import F16, at, f32, finish, load, load_index, registers
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.uops import F16, at, finish, load, load_index, swiglu, zeroed_registers
+from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, units_of
 
-Kernel = Callable[..., UOp]
-LARGEST = 65504.0  # of half precision
+MAX_HALF = 65504.0  # the largest float16
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A warp's tile of the product: 16 * `rows` tokens by 8 * `cols` rows of the matrix; a block has `down` by
-    `across` of them, and `parts` blocks share the common dimension, each leaving a sum of its own."""
+    """How a product is divided: a warp computes 16 * `rows` tokens by 8 * `cols` rows of the matrix; a block has `down`
+    by `across` warps; `parts` blocks divide the common dimension, and each stores its own sum."""
 
     rows: int
     cols: int
@@ -40,17 +40,19 @@ class Tiles:
 
     @property
     def tokens(self) -> int:
+        """Tokens of a block."""
         return 16 * self.rows * self.down
 
     @property
     def width(self) -> int:
+        """Rows of the matrix of a block."""
         return 8 * self.cols * self.across
 
 
 def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
-    """Tiles that give every multiprocessor two blocks, by cutting the common dimension where there are too few;
-    `paired` products, whose gate and up must be whole, are not cut."""
-    # Tall tiles: each weight is made a half-precision number once for 128 tokens.
+    """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few. `paired`
+    products are not divided, because SwiGLU needs the whole sums of gate and up."""
+    # Tall tiles: a weight is converted to half precision once for 128 tokens.
     tiles = Tiles(min(8, tokens // 16), 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
     parts = 1
@@ -60,7 +62,8 @@ def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: b
 
 
 def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
-    """Where an activation lies for `matmul`: [16 tokens, unit, four columns of each quarter, thread, element]."""
+    """The index of an activation in fragments, which are [16 tokens, unit, four columns of each quarter, thread,
+    element]."""
     unit, quarter, quad, i = column // UNIT, column % UNIT // QUARTER, column % QUARTER // 4, column % 4
     thread = token % 8 * 4 + quarter
     element = i // 2 * 4 + token % 16 // 8 * 2 + i % 2
@@ -68,23 +71,24 @@ def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
 
 
 def fragments_size(tokens: int, cols: int) -> int:
+    """Elements of the fragments of activations (tokens, cols)."""
     return tokens * units_of(cols) * UNIT
 
 
 def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
-    """c + a b: 8, 4 and 4 elements of each thread."""
+    """c + a @ b on tensor cores, from a thread's 8, 4 and 4 elements."""
     product = UOp.wmma(UOp.stack(*a), UOp.stack(*b), UOp.stack(*c), (8, 16, 16), "CUDA", 32)
     return [product.index(UOp.const(i)) for i in range(4)]
 
 
 @functools.cache
 def matmul(
-    packing: Packing, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str
+    layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str
 ) -> Kernel:
-    """The kernel body. Buffers: the output; activations, float16 (fragments_size(tokens, cols),); the prompt
-    (position, tokens in it); the matrix's planes. The output is a sum for each part, float32 (parts, tokens,
-    rows); for `paired` rows (gate and up in turn) it is SiLU(gate) * up in fragments, float16
-    (fragments_size(tokens, rows / 2),)."""
+    """activations @ matrix.T. Buffers: the output; the activations, float16 (fragments_size(tokens, cols),); the
+    prompt, int32 (2,): position and number of tokens; the matrix's planes. The output is a sum for each part, float32
+    (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is SiLU(gate) * up as
+    fragments, float16 (fragments_size(tokens, rows / 2),)."""
     units = units_of(cols)
     assert tokens % tiles.tokens == 0 and tiles.parts <= units
     steps = -(-units // tiles.parts)
@@ -104,11 +108,9 @@ def matmul(
         first_tile = (column_block * tiles.down + down) * tiles.rows
         first_row = (block * tiles.across + across) * (8 * tiles.cols)
         n_acc = tiles.rows * tiles.cols * 4
-        acc = registers(n_acc, 0)
-        acc = acc.after(UOp.group(*(at(acc, i).store(f32(0)) for i in range(n_acc))))
-        # blocks beyond the prompt have nothing to do
-        todo = (units - part * steps).minimum(steps) if units % tiles.parts else UOp.const(steps)
-        bound = (column_block * tiles.tokens < n).where(todo, 0)
+        acc = zeroed_registers(n_acc, 0)
+        part_steps = (units - part * steps).minimum(steps) if units % tiles.parts else UOp.const(steps)
+        bound = (column_block * tiles.tokens < n).where(part_steps, 0)  # blocks beyond the prompt do nothing
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
         unit = part * steps + step
         so_far = acc.after(step) if steps > 1 else acc
@@ -118,12 +120,12 @@ def matmul(
             row = first_row + j * 8 + thread // 4
             if rows % tiles.width:
                 row = row.minimum(rows - 1)
-            values = packing.quarter(planes, row, units, unit, thread % 4)
+            values = layout.quarter(planes, row, units, unit, thread % 4)
             weights.append([v.cast(F16) for v in values])
         for quad in range(4):
             for i in range(tiles.rows):
-                place = ((((first_tile + i) * units + unit) * 4 + quad) * 32 + thread) * 8
-                a = [load(x, place + k) for k in range(8)]
+                index = ((((first_tile + i) * units + unit) * 4 + quad) * 32 + thread) * 8
+                a = [load(x, index + k) for k in range(8)]
                 for j in range(tiles.cols):
                     k = i * tiles.cols + j
                     sums[k] = wmma(a, weights[j][quad * 4 : quad * 4 + 4], sums[k])
@@ -138,16 +140,18 @@ def matmul(
                     row = first_row + j * 8 + thread % 4 * 2
                     ok = token < n if rows % tiles.width == 0 else (token < n) & (row < rows)
                     if paired:
-                        silu = gated(value[2 * k], value[2 * k + 1]).maximum(-LARGEST).minimum(LARGEST)
-                        place = fragment_index(token, row // 2, rows // 2)
-                        results.append(at(out, place, ok).store(silu.cast(F16)))
+                        activated = (
+                            swiglu(value[2 * k], value[2 * k + 1]).maximum(-MAX_HALF).minimum(MAX_HALF)
+                        )
+                        index = fragment_index(token, row // 2, rows // 2)
+                        results.append(at(out, index, ok).store(activated.cast(F16)))
                     else:
                         for e in (0, 1):
                             inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
-                            place = part * (tokens * rows) + token * rows + row + e
-                            results.append(at(out, place, inside).store(value[2 * k + e]))
+                            index = part * (tokens * rows) + token * rows + row + e
+                            results.append(at(out, index, inside).store(value[2 * k + e]))
         shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}"
-        full = f"prefill_{name}_{packing.name}_{tokens}_{rows}x{cols}_{shape}"
-        return finish(full, results, packing.n_bytes(rows, cols), 2 * tokens * rows * cols)
+        full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
+        return finish(full_name, results, layout.n_bytes(rows, cols), 2 * tokens * rows * cols)
 
     return kernel

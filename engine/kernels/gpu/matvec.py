@@ -1,15 +1,15 @@
-"""A quantized matrix times one vector, the heart of decode: many threads a row.
+"""A quantized matrix times one vector, for decode: several threads share a row.
 
-    matrices (`Stack`)  x  prologue  x  epilogue  ->  a kernel under a `Schedule`
+    matrices (`StackedMatrices`)  x  prologue  x  epilogue  ->  a kernel with a `Schedule`
 
-Matrices: those of one vector lie one below the other, each in a form of its own (`Packing`). A block works on rows
-of one of them, and branches to what its form takes.
+Matrices: those that multiply the same vector are stacked in one product, each with a `WeightLayout` of its own. A block
+works on rows of one matrix, and branches to the code for its layout.
 
-Prologue: what was done to the vector before. Its producer has laid it out and scaled it as the matrix wants
-(`permuted`, `prescale`) and multiplied it by the norm's weight; what is left of an RMS norm, one factor,
-comes from partial sums of squares that the producer left as well (`sum_parts`).
+Prologue: the RMS norm of the vector. The kernel that produced the vector has permuted it and multiplied it by the
+norm's weight and the prescale (`permuted`, `prescale`). Only one factor is left, which follows from partial sums of
+squares that the producer also stored.
 
-Epilogue: what becomes of the rows that a block has computed: `Store`, `Residual`, `GateUp`, `Best`.
+Epilogue: what the kernel does with the rows of a block: `Store`, `AddResidual`, `SwiGLU`, `Argmax`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,28 @@ from typing import Protocol
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
-from engine.kernels.gpu.packing import UNIT, Packing, permuted, permuted_size, units_of
-from engine.kernels.gpu.uops import I32, at, f32, finish, load, shared, tree
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.uops import (
+    I32,
+    after_store,
+    at,
+    f32,
+    finish,
+    inverse_rms,
+    load,
+    shared,
+    swiglu,
+    tree,
+)
+from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted, permuted_size, units_of
 
-Kernel = Callable[..., UOp]
+LOWEST_LOGIT = -3e38  # below any logit
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`threads` share a row, a block has `groups` of them, each thread works on `rows` rows at once. A
-    multiprocessor is to hold `blocks` blocks (0: whatever the compiler makes of it)."""
+    """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
+    once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none."""
 
     threads: int
     groups: int
@@ -44,22 +56,24 @@ class Schedule:
 
     @property
     def suffix(self) -> str:
+        """The end of the kernel's name, which asks for the resident blocks."""
         return f"_mb{self.blocks}" if self.blocks else ""
 
     def fits(self) -> bool:
+        """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""
         return self.block_rows <= self.threads * self.groups <= 1024
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Matrices of `cols` columns, one below the other: (packing, rows) of each."""
+class StackedMatrices:
+    """Matrices of `cols` columns, one below the other: (layout, rows) of each."""
 
-    matrices: tuple[tuple[Packing, int], ...]
+    matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int
 
     @classmethod
-    def of(cls, packing: Packing, rows: int, cols: int) -> Stack:
-        return cls(((packing, rows),), cols)
+    def single(cls, layout: WeightLayout, rows: int, cols: int) -> StackedMatrices:
+        return cls(((layout, rows),), cols)
 
     @property
     def rows(self) -> int:
@@ -67,26 +81,28 @@ class Stack:
 
     @property
     def n_bytes(self) -> int:
-        return sum(packing.n_bytes(rows, self.cols) for packing, rows in self.matrices)
+        return sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices)
 
     @property
-    def scalings(self) -> list[int]:
-        """Of the vectors that a product takes, the same one in several scales: see `prescale`."""
-        return sorted({packing.scaling for packing, _ in self.matrices})
+    def prescale_bits(self) -> list[int]:
+        """The prescales of the matrices (`WeightLayout.prescale_bits`). A product reads its vector once for each,
+        multiplied by that prescale."""
+        return sorted({layout.prescale_bits for layout, _ in self.matrices})
 
     @property
     def name(self) -> str:
-        return " + ".join(f"{packing.name} {rows}x{self.cols}" for packing, rows in self.matrices)
+        return " + ".join(f"{layout.name} {rows}x{self.cols}" for layout, rows in self.matrices)
 
     def n_blocks(self, schedule: Schedule) -> int:
-        """No block has rows of two matrices."""
+        """Blocks of the product. No block has rows of two matrices."""
         return sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a block, `count` from `first` on and below `end`, of `total`: thread `thread` of block `block` may
-    ask for them once they are in shared memory. `end` is None where all blocks are whole."""
+class BlockRows:
+    """The rows of block `block`: `count` rows from `first` on, below `end` (None if all blocks are whole), of `total`
+    rows. The partial sums are in shared memory, and `product(i, valid)` gives the i-th row's product to any thread.
+    `thread` is the number of the current one."""
 
     count: int
     total: int
@@ -100,14 +116,14 @@ class Rows:
         return self.first + i
 
     def valid(self, i: UOp, step: int = 1) -> UOp:
-        """Whether the block has the i-th of its rows (or run of `step` rows)."""
+        """Whether the block has an i-th row, or an i-th run of `step` rows."""
         ok = i < self.count // step
         return ok if self.end is None else ok & (self.index(i * step) < self.end)
 
 
 class Epilogue(Protocol):
-    """`outs` buffers it writes, `ins` buffers it reads beside the product's own; called with both, it gives the
-    kernel's stores. A run of `pair` rows must not be split between blocks."""
+    """The last part of a product's kernel. It writes `outs` buffers, reads `ins` buffers, and returns the kernel's
+    stores. A run of `pair` rows must be in one block."""
 
     @property
     def outs(self) -> int: ...
@@ -116,14 +132,14 @@ class Epilogue(Protocol):
     @property
     def pair(self) -> int: ...
 
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]: ...
+    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]: ...
 
     def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class Store:
-    """out[row] = product, plus bias[row] where there is one. outs: out; ins: the bias."""
+    """out[row] = product + bias[row]. outs: out, float32 (rows,); ins: the bias, float32 (rows,), if `biased`."""
 
     biased: bool = False
     outs = 1
@@ -133,7 +149,7 @@ class Store:
     def ins(self) -> int:
         return int(self.biased)
 
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]:
+    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
         i = rows.thread
         ok, row = rows.valid(i), rows.index(i)
         value = rows.product(i, ok)
@@ -143,10 +159,11 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Residual:
-    """The residual stream takes the product up, and is left ready for the next products: multiplied by the next
-    norm's weight, in the layout and scale each wants. outs: the stream h, partial sums of its squares (one a
-    block), and `copies` vectors for what follows; ins: for each of them the norm's weight, prescaled."""
+class AddResidual:
+    """Adds the product to the residual stream, and prepares the stream for the next products: permuted, and multiplied
+    by the next norm's weight and by their prescales. outs: the stream h, float32 (rows,); partial sums of its squares,
+    float32 (blocks,); `copies` permuted vectors, one for each prescale; ins: for each copy the norm's weight times the
+    prescale, float32 (rows,)."""
 
     copies: int = 1
     pair = 1
@@ -159,84 +176,79 @@ class Residual:
     def ins(self) -> int:
         return self.copies
 
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]:
-        h, parts, *nexts = outs
+    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+        h, sums_of_squares, *copies = outs
         i = rows.thread
         ok, row = rows.valid(i), rows.index(i)
         value = load(h, row, ok) + rows.product(i, ok)
-        squares = shared(rows.count, slot=1)
-        squares = squares.after(at(squares, i, i < rows.count).store(ok.where(value * value, f32(0))))
+        square = ok.where(value * value, f32(0))
+        squares = after_store(shared(rows.count, slot=1), i, square, i < rows.count)
         sum_of_squares = tree([load(squares, k) for k in range(rows.count)])
-        stores = [at(h, row, ok).store(value), at(parts, rows.block, i.eq(0)).store(sum_of_squares)]
-        place = permuted(row, rows.total)
-        for out, weight in zip(nexts, ins, strict=True):
-            stores.append(at(out, place, ok).store(value * load(weight, row, ok)))
+        stores = [at(h, row, ok).store(value), at(sums_of_squares, rows.block, i.eq(0)).store(sum_of_squares)]
+        for out, weight in zip(copies, ins, strict=True):
+            stores.append(at(out, permuted(row, rows.total), ok).store(value * load(weight, row, ok)))
         return stores
 
 
 @dataclass(frozen=True)
-class GateUp:
-    """SiLU(gate) * up, of rows that hold gate and up in turn, laid out and scaled for the product that follows.
-    outs: that vector; ins: its prescale (UNIT,)."""
+class SwiGLU:
+    """SiLU(gate) * up, from rows that alternate between gate and up, permuted and prescaled for the next product. outs:
+    that vector; ins: its prescale, float32 (UNIT,)."""
 
     outs = 1
     ins = 1
     pair = 2
 
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]:
+    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
         i = rows.thread
         ok = rows.valid(i, 2)
         column = rows.first // 2 + i
-        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok))
+        value = swiglu(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok))
         value = value * load(ins[0], column % UNIT, ok)
         return [at(outs[0], permuted(column, rows.total // 2), ok).store(value)]
 
 
 @dataclass(frozen=True)
-class Best:
-    """Logits, and the largest of each block with its row. outs: logits, the largest, its row; no ins."""
+class Argmax:
+    """Stores logits, and the largest of each block with its row. outs: the logits, float32 (rows,); the largest,
+    float32 (blocks,); their rows, int32 (blocks,); no ins."""
 
     outs = 3
     ins = 0
     pair = 1
 
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: Rows) -> list[UOp]:
-        logits, best, best_row = outs
+    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+        logits, largest, largest_row = outs
         i = rows.thread
         ok, row = rows.valid(i), rows.index(i)
         value = rows.product(i, ok)
-        values = shared(rows.count, slot=1)
-        values = values.after(at(values, i, i < rows.count).store(ok.where(value, f32(-3e38))))
-        found, where = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
+        masked = ok.where(value, f32(LOWEST_LOGIT))
+        values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
+        block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
         first = i.eq(0)
         return [
             at(logits, row, ok).store(value),
-            at(best, rows.block, first).store(found),
-            at(best_row, rows.block, first).store(where + rows.first.cast(I32)),
+            at(largest, rows.block, first).store(block_max),
+            at(largest_row, rows.block, first).store(block_row + rows.first.cast(I32)),
         ]
-
-
-def gated(gate: UOp, up: UOp) -> UOp:
-    """SiLU(gate) * up."""
-    return gate * (f32(1) + (gate * f32(-1.4426950408889634)).exp2()).reciprocal() * up
 
 
 @functools.cache
 def activate(n: int, threads: int = 256) -> Kernel:
-    """SiLU(gate) * up where the two come from products of their own. Buffers: as `GateUp`'s out; gate and up,
-    float32 (2 * n,); the prescale (UNIT,)."""
+    """SiLU(gate) * up, if the two are separate matrices. Buffers: the permuted and prescaled result; gate, then up,
+    float32 (2 * n,); the prescale, float32 (UNIT,)."""
 
     def kernel(out: UOp, rows: UOp, prescale: UOp) -> UOp:
         column = UOp.special(-(-n // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
         ok = None if n % threads == 0 else column < n
-        value = gated(load(rows, column, ok), load(rows, column + n, ok)) * load(prescale, column % UNIT, ok)
+        value = swiglu(load(rows, column, ok), load(rows, column + n, ok)) * load(prescale, column % UNIT, ok)
         return finish(f"activate_{n}", [at(out, permuted(column, n), ok).store(value)])
 
     return kernel
 
 
 def argmax(candidates: Sequence[tuple[UOp, UOp]]) -> tuple[UOp, UOp]:
-    """Of (value, index) pairs in the order of their indices, the largest; of equal ones the first."""
+    """The (value, index) pair with the largest value, and of equal values the first. The pairs are sorted by index."""
     pairs = list(candidates)
     while len(pairs) > 1:
         joined = []
@@ -247,25 +259,27 @@ def argmax(candidates: Sequence[tuple[UOp, UOp]]) -> tuple[UOp, UOp]:
     return pairs[0]
 
 
-def inverse_rms(sum_of_squares: UOp, n: int, eps: float) -> UOp:
-    return (sum_of_squares * f32(1.0 / n) + f32(eps)).sqrt().reciprocal()
-
-
 @functools.cache
 def matvec(
-    stack: Stack, schedule: Schedule, epilogue: Epilogue, name: str, n_parts: int = 0, eps: float = 0.0
+    stack: StackedMatrices,
+    schedule: Schedule,
+    epilogue: Epilogue,
+    name: str,
+    n_norm_sums: int = 0,
+    eps: float = 0.0,
 ) -> Kernel:
-    """The kernel body. Its buffers: the epilogue's outs; the vector x, float32 (permuted_size(cols),), for each of
-    the stack's scalings; the sums of squares, float32 (n_parts,), where `n_parts` says that x still wants its RMS
-    norm (over `cols`, `eps`); the epilogue's ins; the matrices' planes."""
+    """The product of stacked matrices with a vector x. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
+    permuted and prescaled, for each of the stack's prescales; if x is still to be RMS-normed over its `cols` elements,
+    with `eps`, the partial sums of its squares, float32 (n_norm_sums,); the epilogue's ins; the planes of all
+    matrices."""
     s, cols, matrices = schedule, stack.cols, stack.matrices
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
     whole = all(rows % s.block_rows == 0 for _, rows in matrices)
 
     def kernel(*buffers: UOp) -> UOp:
         outs, rest = buffers[: epilogue.outs], list(buffers[epilogue.outs :])
-        xs = {scaling: rest.pop(0) for scaling in stack.scalings}
-        parts = rest.pop(0) if n_parts else None
+        xs = {bits: rest.pop(0) for bits in stack.prescale_bits}
+        norm_sums = rest.pop(0) if n_norm_sums else None
         ins, planes = rest[: epilogue.ins], rest[epilogue.ins :]
         t, group, block = (
             UOp.special(s.threads, "lidx0"),
@@ -275,51 +289,50 @@ def matvec(
         products = [f32(0)] * s.rows
         first, end, factor = block * s.block_rows, UOp.const(matrices[0][1]), f32(matrices[0][0].scale)
         blocks_before = rows_before = 0
-        for k, (packing, rows) in enumerate(matrices):
-            own = planes[: len(packing.shapes(rows, cols))]
-            planes = planes[len(own) :]
-            own_block, later = block - blocks_before, block >= blocks_before
+        for k, (layout, rows) in enumerate(matrices):
+            n_planes = len(layout.shapes(rows, cols))
+            matrix_planes, planes = planes[:n_planes], planes[n_planes:]
+            matrix_block, starts_here = block - blocks_before, block >= blocks_before
             blocks_before += -(-rows // s.block_rows)
-            here = later & (block < blocks_before) if len(matrices) > 1 else None
-            x = xs[packing.scaling]
-            sums = _row_sums(packing, rows, cols, s, own_block, group, t, x, own, here, k)
+            active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
+            x = xs[layout.prescale_bits]
+            sums = _row_sums(layout, rows, cols, s, matrix_block, group, t, x, matrix_planes, active, k)
             products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
             if k:
-                factor = later.where(f32(packing.scale), factor)
+                factor = starts_here.where(f32(layout.scale), factor)
                 if not whole:
-                    first = later.where(own_block * s.block_rows + rows_before, first)
-                    end = later.where(UOp.const(rows_before + rows), end)
+                    first = starts_here.where(matrix_block * s.block_rows + rows_before, first)
+                    end = starts_here.where(UOp.const(rows_before + rows), end)
             rows_before += rows
         stride = s.block_rows + 1
         partial = shared(s.threads * stride, slot=0)
         stores = [at(partial, t * stride + group * s.rows + r).store(p) for r, p in enumerate(products)]
-        if parts is not None:
-            stores.append(
-                at(partial, t * stride + s.block_rows, group.eq(0)).store(_share(parts, n_parts, t, s, group))
-            )
+        if norm_sums is not None:
+            thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
+            stores.append(at(partial, t * stride + s.block_rows, group.eq(0)).store(thread_sum))
         partial = partial.after(UOp.group(*stores))
 
-        def total(column: UOp, ok: UOp | None) -> UOp:
-            return tree([load(partial, column + k * stride, ok) for k in range(s.threads)])
+        def total(column: UOp, valid: UOp | None) -> UOp:
+            return tree([load(partial, column + k * stride, valid) for k in range(s.threads)])
 
-        rms = inverse_rms(total(UOp.const(s.block_rows), None), cols, eps) if n_parts else None
+        rms = inverse_rms(total(UOp.const(s.block_rows), None), cols, eps) if n_norm_sums else None
 
-        def product(i: UOp, ok: UOp) -> UOp:
-            value = total(i, ok) * factor
+        def product(i: UOp, valid: UOp) -> UOp:
+            value = total(i, valid) * factor
             return value if rms is None else value * rms
 
         thread = group * s.threads + t
-        result = Rows(s.block_rows, stack.rows, first, None if whole else end, block, thread, product)
-        names = "_".join(packing.name for packing, _ in matrices)
-        full = f"{name}_{names}_{stack.rows}x{cols}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
+        result = BlockRows(s.block_rows, stack.rows, first, None if whole else end, block, thread, product)
+        names = "_".join(layout.name for layout, _ in matrices)
+        full_name = f"{name}_{names}_{stack.rows}x{cols}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
         n_bytes = stack.n_bytes + permuted_size(cols) * 4 * len(xs)
-        return finish(full, epilogue(outs, ins, result), n_bytes, 2 * stack.rows * cols)
+        return finish(full_name, epilogue(outs, ins, result), n_bytes, 2 * stack.rows * cols)
 
     return kernel
 
 
 def _row_sums(
-    packing: Packing,
+    layout: WeightLayout,
     rows: int,
     cols: int,
     s: Schedule,
@@ -328,36 +341,36 @@ def _row_sums(
     t: UOp,
     x: UOp,
     planes: Sequence[UOp],
-    here: UOp | None,
+    active: UOp | None,
     axis: int,
 ) -> list[UOp]:
-    """A thread's share of its rows in one matrix, `block` being counted from the matrix's first; zeros where the
-    block is not `here`, whose loop has no steps then, so that it costs a branch."""
+    """A thread's partial sums of its rows of one matrix; `block` counts from the matrix's first block. If the block is
+    not `active`, its loop has no steps and the sums are zeros, so that it costs only a branch."""
     units = units_of(cols)
     steps = -(-units // s.threads)
-    if here is not None:  # of a loop with one step at most, tinygrad puts what belongs before it inside
+    if active is not None:  # tinygrad moves code that precedes a loop of one step at most into the loop
         steps = max(steps, 2)
-    trips = steps if here is None else here.where(UOp.const(steps), UOp.const(0))
+    trips = steps if active is None else active.where(UOp.const(steps), UOp.const(0))
     step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
     unit = t if step is None else t + step * s.threads
     inside = None if units == s.threads * steps else unit < units
     xs = [load(x, (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
-    sums = packing.group_sums(xs)
+    group_sums = layout.group_sums(xs)
     products = []
     for r in range(s.rows):
         row = block * s.block_rows + group * s.rows + r
         if rows % s.block_rows:
             row = (row < rows).where(row, rows - 1)
-        products.append(packing.load_unit(planes, row, units, unit, inside).dot(xs, sums))
+        products.append(layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums))
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 
 
-def _share(parts: UOp, n_parts: int, t: UOp, s: Schedule, group: UOp) -> UOp:
-    """A thread's share of the sum of `parts`."""
-    each = -(-n_parts // s.threads)
+def _thread_sum(sums: UOp, n: int, t: UOp, s: Schedule, group: UOp) -> UOp:
+    """The sum of a thread's share of `sums`, float32 (n,), which the threads of the first group divide."""
+    each = -(-n // s.threads)
     first = group.eq(0)
     values = []
     for i in range(each):
-        place = t * each + i
-        values.append(load(parts, place, first if n_parts % s.threads == 0 else first & (place < n_parts)))
+        index = t * each + i
+        values.append(load(sums, index, first if n % s.threads == 0 else first & (index < n)))
     return tree(values)

@@ -1,4 +1,4 @@
-"""Small words for writing kernels as UOps."""
+"""Helpers for writing GPU kernels as UOps: constants, bit operations, reductions, memory, and common formulas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
 
 F32, F16, I32, U32, INDEX = dtypes.float32, dtypes.float16, dtypes.int32, dtypes.uint32, dtypes.weakint
-LOWEST = -1e30  # stands for minus infinity where an infinity would make NaNs
+LOWEST = -1e30  # a score below all others; minus infinity would give NaN in a difference
+LOG2_E = 1.4426950408889634
 
 
 def f32(value: float) -> UOp:
@@ -22,6 +23,9 @@ def u32(value: int) -> UOp:
     return UOp.const(value, U32)
 
 
+# --- bits ----------------------------------------------------------------------------------------------
+
+
 def shift_right(word: UOp, bits: int | UOp) -> UOp:
     if isinstance(bits, int):
         return word.alu(Ops.SHR, u32(bits)) if bits else word
@@ -29,7 +33,7 @@ def shift_right(word: UOp, bits: int | UOp) -> UOp:
 
 
 def shift(word: UOp, bits: int) -> UOp:
-    """To the right by `bits`, to the left where they are negative."""
+    """Shifts right by `bits`, or left if they are negative."""
     return shift_right(word, bits) if bits >= 0 else word.alu(Ops.SHL, u32(-bits))
 
 
@@ -37,8 +41,11 @@ def mask(word: UOp, bits: int) -> UOp:
     return word if bits == 0xFFFFFFFF else word.alu(Ops.AND, u32(bits))
 
 
-def any_of(words: Sequence[UOp]) -> UOp:
+def bitwise_or(words: Sequence[UOp]) -> UOp:
     return functools.reduce(lambda a, b: a.alu(Ops.OR, b), words)
+
+
+# --- reductions ----------------------------------------------------------------------------------------
 
 
 def maximum(values: Sequence[UOp]) -> UOp:
@@ -46,12 +53,12 @@ def maximum(values: Sequence[UOp]) -> UOp:
 
 
 def chain(values: Iterable[UOp]) -> UOp:
-    """A sum from left to right: each product is added by one FMA."""
+    """A sum from left to right: the compiler makes one FMA of each product and its addition."""
     return functools.reduce(lambda a, b: a + b, values)
 
 
 def tree(values: Sequence[UOp], join: Callable[[UOp, UOp], UOp] = lambda a, b: a + b) -> UOp:
-    """A reduction in log2(n) dependent steps."""
+    """A reduction, by default a sum, in log2(n) dependent steps."""
     values = list(values)
     while len(values) > 1:
         pairs = zip(values[0::2], values[1::2], strict=False)
@@ -59,11 +66,13 @@ def tree(values: Sequence[UOp], join: Callable[[UOp, UOp], UOp] = lambda a, b: a
     return values[0]
 
 
+# --- memory --------------------------------------------------------------------------------------------
+
+
 def at(buffer: UOp, index: UOp | int, valid: UOp | None = None) -> UOp:
-    """A place in a buffer, to load from or store to; where it is not `valid` a load gives 0 and nothing is
-    stored."""
-    place = UOp.const(index) if isinstance(index, int) else index
-    return buffer.index(place if valid is None else place.valid(valid))
+    """An element of a buffer, to load or to store. If it is not `valid`, a load gives 0 and a store does nothing."""
+    index = UOp.const(index) if isinstance(index, int) else index
+    return buffer.index(index if valid is None else index.valid(valid))
 
 
 def load(buffer: UOp, index: UOp | int, valid: UOp | None = None) -> UOp:
@@ -71,28 +80,61 @@ def load(buffer: UOp, index: UOp | int, valid: UOp | None = None) -> UOp:
 
 
 def load_index(buffer: UOp, index: int, limit: int) -> UOp:
-    """An int32 of a buffer, to be used as an index below `limit` (what lies beyond is clamped)."""
+    """An int32 of a buffer as an index, clamped to 0 <= index < `limit`."""
     return load(buffer, index).maximum(0).minimum(limit - 1).cast(INDEX)
 
 
 def shared(size: int, slot: int, dtype: DType = F32) -> UOp:
-    """Memory that the threads of a block share. `slot` tells arrays of one kernel apart."""
+    """An array in the shared memory of a block. Each array of a kernel has a `slot` of its own."""
     return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.LOCAL)
 
 
-def half_registers() -> DType:
-    """What registers hold half-precision numbers as: themselves, or float32 on a device that does not know them,
-    like the emulator of tests."""
-    known = Device[Device.DEFAULT].renderer.supported_dtypes()
-    return F16 if F16 in known else F32
-
-
 def registers(size: int, slot: int, dtype: DType = F32) -> UOp:
+    """An array in a thread's registers. Each array of a kernel has a `slot` of its own."""
     return UOp.placeholder((size,), dtype, slot=slot, addrspace=AddrSpace.REG)
 
 
+def zeroed_registers(size: int, slot: int) -> UOp:
+    """An array of float32 zeros in a thread's registers."""
+    array = registers(size, slot)
+    return array.after(UOp.group(*(at(array, i).store(f32(0)) for i in range(size))))
+
+
+def half_registers() -> DType:
+    """The type in which registers hold half-precision numbers: float16, or float32 if the device has no float16
+    (tinygrad's emulator)."""
+    return F16 if F16 in Device[Device.DEFAULT].renderer.supported_dtypes() else F32
+
+
+def after_store(array: UOp, index: UOp | int, value: UOp, valid: UOp | None = None) -> UOp:
+    """The array after each thread has stored `value` at its `index`. Loads from shared memory then wait for all threads
+    of the block."""
+    return array.after(at(array, index, valid).store(value))
+
+
+# --- formulas ------------------------------------------------------------------------------------------
+
+
+def swiglu(gate: UOp, up: UOp) -> UOp:
+    """SiLU(gate) * up."""
+    return gate * (f32(1) + (gate * f32(-LOG2_E)).exp2()).reciprocal() * up
+
+
+def inverse_rms(sum_of_squares: UOp, n: int, eps: float) -> UOp:
+    """The factor of an RMS norm over n elements."""
+    return (sum_of_squares * f32(1.0 / n) + f32(eps)).sqrt().reciprocal()
+
+
+def rotated(x: UOp, partner: UOp, is_first_half: UOp, cos: UOp, sin: UOp) -> UOp:
+    """An element of a head after rotary position embedding; `partner` is the element half a head away."""
+    return x * cos + is_first_half.where(partner * f32(-1), partner) * sin
+
+
+# -------------------------------------------------------------------------------------------------------
+
+
 def finish(name: str, stores: Sequence[UOp], n_bytes: int = 0, n_ops: int = 0) -> UOp:
-    """The kernel that does `stores`. `n_bytes` it must move and `n_ops` it must do are for its profile."""
+    """The graph of the kernel that does `stores`. The bytes that it must move and the operations that it must do are
+    for its profile. The tag keeps tinygrad from optimizing it."""
     estimates = Estimates(ops=n_ops, lds=n_bytes, mem=n_bytes)
-    info = KernelInfo(name=name, estimates=estimates)
-    return UOp.group(*stores).sink(arg=info, tag=1)  # the tag: nothing in it to optimize
+    return UOp.group(*stores).sink(arg=KernelInfo(name=name, estimates=estimates), tag=1)

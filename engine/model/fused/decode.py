@@ -13,14 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
-from engine.kernels.gpu.attention import Heads, Split, attention, combine, split_for
-from engine.kernels.gpu.device import multiprocessors, tensor_cores
+from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
+from engine.kernels.gpu.device import has_tensor_cores, multiprocessors
+from engine.kernels.gpu.device_memory import device_zeros
+from engine.kernels.gpu.embedding import embed
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.mailbox import zeros
-from engine.kernels.gpu.matvec import Best, Epilogue, GateUp, Residual, Store, activate, matvec
-from engine.kernels.gpu.packing import QUARTER, UNIT, permuted_size
-from engine.kernels.gpu.token import embed, next_token
+from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.matvec import AddResidual, Argmax, Epilogue, Store, SwiGLU, activate, matvec
+from engine.kernels.gpu.sampling import next_token
+from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
 from engine.model.fused.device_sampler import DeviceSampler
 from engine.model.fused.packed_model import Layer, PackedModel, Product
 from engine.model.fused.prescales import Prescales
@@ -31,8 +33,8 @@ _SHORT, _MEDIUM = 256, 8192
 
 @dataclass
 class ResidualStream:
-    """The residual stream as the kernel before leaves it (`matvec.Residual`): `h`, partial sums of its squares, and the
-    normed input of the next product for each of its scalings (`Stack.scalings`)."""
+    """The residual stream as the kernel before leaves it (`matvec.AddResidual`): `h`, partial sums of its squares, and
+    the normed input of the next product for each of its prescales (`StackedMatrices.prescale_bits`)."""
 
     h: Tensor
     parts: Tensor
@@ -54,22 +56,25 @@ class DecodeKernels:
         config = model.config
         self._model, self._heads, self._prescales = model, heads, prescales
         self._rope_tables, self._context = rope_tables, context
-        self.uses_tensor_cores = tensor_cores() and config.head_dim % 16 == 0
-        self.state = zeros(2, dtypes.int32)
-        self.logits = zeros(config.vocab)
-        self._h = zeros(config.dim)
-        self._qkv = zeros(config.query_size + 2 * config.kv_size)
-        self._angles = zeros(config.head_dim)
-        self._attended = zeros(permuted_size(config.query_size))
-        self._activated = zeros(permuted_size(config.ffn))
-        self._gate_up = zeros(2 * config.ffn)
+        self.uses_tensor_cores = has_tensor_cores() and config.head_dim % 16 == 0
+        self.state = device_zeros(2, dtypes.int32)
+        self.logits = device_zeros(config.vocab)
+        self._h = device_zeros(config.dim)
+        self._qkv = device_zeros(config.query_size + 2 * config.kv_size)
+        self._angles = device_zeros(config.head_dim)
+        self._attended = device_zeros(permuted_size(config.query_size))
+        self._activated = device_zeros(permuted_size(config.ffn))
+        self._gate_up = device_zeros(2 * config.ffn)
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[int, Tensor] = {}
         self.context_limits = [_SHORT]
         while (limit := self.context_limits[-1]) < context:
             self.context_limits.append(max(_MEDIUM, limit * 4))
         splits = max(self.split(limit).splits for limit in self.context_limits)
-        self.attention_parts = zeros(splits * config.query_size), zeros(splits * config.heads * 2)
+        self.attention_parts = (
+            device_zeros(splits * config.query_size),
+            device_zeros(splits * config.heads * 2),
+        )
 
     def split(self, limit: int) -> Split | FlashSplit:
         """How attention over up to `limit` tokens is split into thread blocks."""
@@ -100,8 +105,8 @@ class DecodeKernels:
             norm = model.output_norm if last else model.layers[i + 1].norms[0]
             stream = self._add_to_residual(step, layer.down, self._activated, following, norm, 0, "down")
         blocks = model.head.n_blocks
-        best = zeros(blocks), zeros(blocks, dtypes.int32)
-        self._multiply_normed(step, model.head, stream, Best(), [self.logits, *best], [], "head")
+        best = device_zeros(blocks), device_zeros(blocks, dtypes.int32)
+        self._multiply_normed(step, model.head, stream, Argmax(), [self.logits, *best], [], "head")
         if sampler is None:
             step.add(next_token(blocks, self._context), self.state, history, *best)
         else:
@@ -113,7 +118,7 @@ class DecodeKernels:
         first = model.layers[0]
         stream = self._stream(max(first.down.n_blocks, UNIT // QUARTER), first.qkv, 0)
         kernel = embed(
-            model.embedding.only.packing,
+            model.embedding.only.layout,
             config.vocab,
             config.dim,
             stream.n_parts,
@@ -121,16 +126,16 @@ class DecodeKernels:
             self._context,
             config.head_dim // 2,
         )
-        norms = [self._prescales.norm_weight(first.norms[0], scaling) for scaling in stream.inputs]
+        norms = [self._prescales.norm_weight(first.norms[0], bits) for bits in stream.inputs]
         outs = stream.h, stream.parts, *stream.inputs.values(), self._angles
         step.add(kernel, *outs, self.state, *self._rope_tables, *norms, *model.embedding.planes)
         return stream
 
     def _gate_and_up(self, step: KernelSequence, layer: Layer, stream: ResidualStream) -> None:
-        prescale = self._prescales.of(layer.down.only.packing)
+        prescale = self._prescales.of(layer.down.only.layout)
         if len(layer.gate_up.matrices) == 1:
             self._multiply_normed(
-                step, layer.gate_up, stream, GateUp(), [self._activated], [prescale], "gate_up"
+                step, layer.gate_up, stream, SwiGLU(), [self._activated], [prescale], "gate_up"
             )
             return
         self._multiply_normed(step, layer.gate_up, stream, Store(), [self._gate_up], [], "gate_up")
@@ -138,7 +143,7 @@ class DecodeKernels:
 
     def _attention(self, step: KernelSequence, layer: Layer, split: Split | FlashSplit) -> None:
         norms = [] if layer.head_norms is None else [layer.head_norms]
-        prescale = self._prescales.of(layer.o.only.packing)
+        prescale = self._prescales.of(layer.o.only.layout)
         ins = [layer.keys, layer.values, self._qkv, self._angles, self.state, *norms]
         flash = isinstance(split, FlashSplit)
         kernel = flash_attention(self._heads, split) if flash else attention(self._heads, split)
@@ -175,20 +180,20 @@ class DecodeKernels:
     ) -> ResidualStream:
         """Adds a product of `x` that is added to the residual stream, before `norm` and the product `following`."""
         stream = self._stream(product.n_blocks, following, parity)
-        kernel = matvec(product.stack, product.schedule, Residual(len(stream.inputs)), name)
-        norms = [self._prescales.norm_weight(norm, scaling) for scaling in stream.inputs]
+        kernel = matvec(product.stack, product.schedule, AddResidual(len(stream.inputs)), name)
+        norms = [self._prescales.norm_weight(norm, bits) for bits in stream.inputs]
         step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), x, *norms, *product.planes)
         return stream
 
     def _stream(self, n_parts: int, following: Product, parity: int) -> ResidualStream:
         """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums, because
         a kernel may read one while it writes the other."""
-        scalings = following.stack.scalings
-        for s in scalings:
-            if s not in self._inputs:
-                self._inputs[s] = zeros(permuted_size(self._model.config.dim))
+        prescales = following.stack.prescale_bits
+        for bits in prescales:
+            if bits not in self._inputs:
+                self._inputs[bits] = device_zeros(permuted_size(self._model.config.dim))
         if n_parts not in self._parts:
-            self._parts[n_parts] = zeros(n_parts), zeros(n_parts)
+            self._parts[n_parts] = device_zeros(n_parts), device_zeros(n_parts)
         return ResidualStream(
-            self._h, self._parts[n_parts][parity], n_parts, {s: self._inputs[s] for s in scalings}
+            self._h, self._parts[n_parts][parity], n_parts, {bits: self._inputs[bits] for bits in prescales}
         )

@@ -1,4 +1,4 @@
-"""The end of a decode step that samples its token, with the kernels of `engine.kernels.gpu.sample`."""
+"""The end of a decode step that samples its token, with the kernels of `engine.kernels.gpu.sampling`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.events import Sampling
+from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.mailbox import send, zeros
-from engine.kernels.gpu.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
+from engine.kernels.gpu.sampling import Shortlist, draw, leaders, penalize, ranked, settings_of
 
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
@@ -22,11 +22,11 @@ class DeviceSampler:
 
     def __init__(self, shortlist: Shortlist, context: int) -> None:
         self._shortlist, self._context = shortlist, context
-        self._settings, self._uniforms = zeros(settings_of(Sampling()).size), zeros(context)
-        self._tokens = zeros(context + 1, dtypes.int32)
+        self._settings, self._uniforms = device_zeros(settings_of(Sampling()).size), device_zeros(context)
+        self._tokens = device_zeros(context + 1, dtypes.int32)
         levels = range(len(shortlist.spans) + 1)
-        self._values = [zeros(shortlist.entries(level)) for level in levels]
-        self._ids = [zeros(v.numel(), dtypes.int32) for v in self._values]
+        self._values = [device_zeros(shortlist.entries(level)) for level in levels]
+        self._ids = [device_zeros(v.numel(), dtypes.int32) for v in self._values]
         self.penalizes = False
 
     def prepare(self, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]) -> bool:
@@ -34,20 +34,20 @@ class DeviceSampler:
         if not self._shortlist.suffices(sampling):
             return False
         self.penalizes = sampling.repeat_penalty != 1
-        send(self._settings, settings_of(sampling))
+        overwrite(self._settings, settings_of(sampling))
         padded = np.zeros(self._context + 1, np.int32)
         padded[: len(tokens)] = tokens
-        send(self._tokens, padded)
+        overwrite(self._tokens, padded)
         by_position = np.zeros(self._context, np.float32)
         positions = slice(len(tokens) - 1, len(tokens) - 1 + len(uniforms))
         by_position[positions] = np.minimum(uniforms[: by_position[positions].size], _BELOW_ONE)
-        send(self._uniforms, by_position)
+        overwrite(self._uniforms, by_position)
         return True
 
     def add_to(
         self, step: KernelSequence, logits: Tensor, state: Tensor, history: Tensor, penalizes: bool
     ) -> None:
-        """Adds the kernels that end a decode step, in place of `engine.kernels.gpu.token.next_token`."""
+        """Adds the kernels that end a decode step, in place of `engine.kernels.gpu.sampling.next_token`."""
         shortlist, context = self._shortlist, self._context
         if penalizes:
             kernel = penalize(shortlist.vocab, context)

@@ -10,36 +10,36 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 
-from engine.kernels.gpu.mailbox import sent
-from engine.kernels.gpu.matvec import Stack
-from engine.kernels.gpu.packing import Packing
-from engine.kernels.gpu.repack import Layout, Rows, forget_plans, repack
-from engine.kernels.gpu.schedules import schedule_here
+from engine.kernels.gpu.device_memory import to_device
+from engine.kernels.gpu.matvec import StackedMatrices
+from engine.kernels.gpu.schedules import best_schedule
+from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
 from engine.model.config import ModelConfig
 from engine.model.weights import Weights
 
 
 @dataclass
 class Matrix:
-    """A packed matrix. Its rows come from `tensors`: (name, rows) of each."""
+    """A repacked matrix. Its rows come from `tensors`: (name, rows) of each."""
 
     tensors: Sequence[tuple[str, int]]
-    layout: Layout
+    spec: MatrixSpec
 
     def __post_init__(self) -> None:
-        self.planes = self.layout.empty()
+        self.planes = self.spec.allocate()
 
     @property
-    def packing(self) -> Packing:
-        return self.layout.packing
+    def layout(self) -> WeightLayout:
+        return self.spec.layout
 
     @property
     def rows(self) -> int:
-        return self.layout.n_rows
+        return self.spec.rows
 
     @property
     def cols(self) -> int:
-        return self.layout.cols
+        return self.spec.cols
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Product:
     def __post_init__(self) -> None:
         first = self.matrices[0]
         self.name = first.tensors[0][0].split(".")[-2]
-        self.stack = Stack(tuple((m.packing, m.rows) for m in self.matrices), first.cols)
+        self.stack = StackedMatrices(tuple((m.layout, m.rows) for m in self.matrices), first.cols)
         self.planes = [plane for matrix in self.matrices for plane in matrix.planes]
-        self.schedule = schedule_here(self.stack)
+        self.schedule = best_schedule(self.stack)
 
     @property
     def only(self) -> Matrix:
@@ -111,11 +111,11 @@ class PackedModel:
         """Copies the matrices to the device and packs them there. Raises ModelFileError."""
         for matrix in self.matrices:
             sources = [weights.matrix_bytes(name, rows, matrix.cols) for name, rows in matrix.tensors]
-            repack(matrix.layout, sources, matrix.planes)
+            repack(matrix.spec, sources, matrix.planes)
             Device[Device.DEFAULT].synchronize()  # frees the host's copies
             for name, _ in matrix.tensors:
                 weights.release(name)
-        forget_plans()
+        free_repacking_memory()
 
 
 def allocate(weights: Weights) -> PackedModel:
@@ -140,8 +140,8 @@ def _layer(weights: Weights, name: Callable[[str], str]) -> Layer:
     gate_type, up_type = (weights.matrix_type(tensor, rows, dim) for tensor, rows in gate_up)
     return Layer(
         qkv=_product(weights, qkv, dim),
-        bias=None if biases is None else sent(biases),
-        head_norms=None if head_norm_weights is None else sent(head_norm_weights),
+        bias=None if biases is None else to_device(biases),
+        head_norms=None if head_norm_weights is None else to_device(head_norm_weights),
         o=_product(weights, [(name("attn_output.weight"), dim)], config.query_size),
         gate_up=_product(weights, gate_up, dim, alternate=gate_type == up_type),
         down=_product(weights, [(name("ffn_down.weight"), dim)], ffn),
@@ -162,6 +162,6 @@ def _product(
         rows = []
         for name, n in same_type:
             _, interleaved = weights.matrix_type(name, n, cols)
-            rows.append(Rows(n, weights.config.head_dim if interleaved else 0))
-        matrices.append(Matrix(same_type, Layout(Packing(ggml_type), tuple(rows), cols, alternate)))
+            rows.append(TensorRows(n, weights.config.head_dim if interleaved else 0))
+        matrices.append(Matrix(same_type, MatrixSpec(WeightLayout(ggml_type), tuple(rows), cols, alternate)))
     return Product(matrices)

@@ -7,20 +7,14 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from engine.kernels.gpu.attention import Heads
 from engine.kernels.gpu.device import multiprocessors
+from engine.kernels.gpu.device_memory import device_zeros
+from engine.kernels.gpu.embedding import embed_prompt
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.mailbox import zeros
+from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.matmul import fragments_size, matmul, tiles_for
-from engine.kernels.gpu.prefill import (
-    activate_prompt,
-    attend_prompt,
-    cut_for,
-    embed_prompt,
-    norm_prompt,
-    rotate_prompt,
-    tile_prompt,
-)
+from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt
+from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
 from engine.model.fused.packed_model import Matrix, PackedModel
 from engine.model.fused.prescales import Prescales
 
@@ -38,7 +32,7 @@ class PrefillKernels:
         chunk: int,
     ) -> None:
         self._model, self._heads, self._prescales, self._rope_tables = model, heads, prescales, rope_tables
-        self.prompt, self.ids = zeros(2, dtypes.int32), zeros(chunk, dtypes.int32)
+        self.prompt, self.ids = device_zeros(2, dtypes.int32), device_zeros(chunk, dtypes.int32)
         self._scratch: dict[tuple[str, int], Tensor] = {}
 
     def step(self, tokens: int) -> KernelSequence:
@@ -49,14 +43,14 @@ class PrefillKernels:
         queries = self._buffer("queries", tokens * query_size, dtypes.float16)
         attended = self._buffer("attended", fragments_size(tokens, query_size), dtypes.float16)
         activated = self._buffer("activated", fragments_size(tokens, config.ffn), dtypes.float16)
-        embed = embed_prompt(model.embedding.only.packing, tokens, config.vocab, dim)
+        embed = embed_prompt(model.embedding.only.layout, tokens, config.vocab, dim)
         step.add(embed, h, self.ids, *model.embedding.planes)
 
         def product(part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
             """Adds a product; returns its partial sums, and their number."""
             tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), False)
             out = self._buffer(name, tiles.parts * tokens * part.rows)
-            kernel = matmul(part.packing, tokens, part.rows, part.cols, tiles, False, name)
+            kernel = matmul(part.layout, tokens, part.rows, part.cols, tiles, False, name)
             step.add(kernel, out, x, self.prompt, *part.planes)
             return out, tiles.parts
 
@@ -80,7 +74,7 @@ class PrefillKernels:
             )
             if layer is model.layers[-1]:
                 break
-            attend = attend_prompt(heads, tokens, cut_for(heads, tokens))
+            attend = attend_prompt(heads, tokens, prompt_tiling(heads, tokens))
             step.add(tile_prompt(heads, multiprocessors()), *self.past, layer.keys, layer.values, self.prompt)
             step.add(attend, attended, queries, *self.past, self.prompt)
             pending.append(product(layer.o.only, attended, "o"))
@@ -88,7 +82,7 @@ class PrefillKernels:
             if len(layer.gate_up.matrices) == 1:
                 part = layer.gate_up.only
                 tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), True)
-                kernel = matmul(part.packing, tokens, part.rows, part.cols, tiles, True, "gate_up")
+                kernel = matmul(part.layout, tokens, part.rows, part.cols, tiles, True, "gate_up")
                 step.add(kernel, activated, x, self.prompt, *part.planes)
             else:
                 runs = [product(p, x, f"gate_up{i}") for i, p in enumerate(layer.gate_up.matrices)]
@@ -105,5 +99,5 @@ class PrefillKernels:
     def _buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
         """Scratch memory that all layers share."""
         if (name, n) not in self._scratch:
-            self._scratch[name, n] = zeros(n, dtype)
+            self._scratch[name, n] = device_zeros(n, dtype)
         return self._scratch[name, n]

@@ -18,11 +18,12 @@ from engine.errors import UsageError
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
 from engine.kernels.compilation import compile_all
-from engine.kernels.gpu.attention import SLACK, Heads
+from engine.kernels.gpu.device_memory import device_zeros, overwrite, to_device
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.mailbox import Mailbox, send, sent, zeros
-from engine.kernels.gpu.repack import repacking
-from engine.kernels.gpu.sample import Shortlist
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.mailbox import Mailbox
+from engine.kernels.gpu.sampling import Shortlist
+from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay, Use
 from engine.model.buffer_uses import BufferUses
 from engine.model.fused.decode import DecodeKernels
@@ -53,13 +54,15 @@ class FusedRunner:
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         config, self._context = weights.config, context_length
         self._model = model = allocate(weights)
-        length = -(-context_length // SLACK) * SLACK + SLACK
+        length = -(-context_length // CACHE_SLACK) * CACHE_SLACK + CACHE_SLACK
         eps = config.norm_eps if model.layers[0].head_norms is not None else None
         self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, eps)
         for layer in model.layers:
-            layer.keys, layer.values = (zeros(self._heads.cache_size, dtypes.float16) for _ in range(2))
+            layer.keys, layer.values = (
+                device_zeros(self._heads.cache_size, dtypes.float16) for _ in range(2)
+            )
         cos, sin = config.rope_tables(context_length)
-        self._rope_tables = sent(cos), sent(sin)
+        self._rope_tables = to_device(cos), to_device(sin)
         self._prescales = Prescales()
         shared = model, self._heads, self._prescales, self._rope_tables
         self._decode = DecodeKernels(*shared, context_length)
@@ -77,11 +80,11 @@ class FusedRunner:
 
     def _compile(self) -> None:
         """Compiles all kernels at once, so that several compilers share them."""
-        layouts = {matrix.layout: None for matrix in self._model.matrices}
+        specs = {matrix.spec: None for matrix in self._model.matrices}
         variants = ((False, False), (True, False), (True, True))
         decode = [self._decode_step(limit, *v) for limit in self._decode.context_limits for v in variants]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes if self._decode.uses_tensor_cores]
-        compile_all([*map(repacking, layouts), *(step.linear for step in (*decode, *prefill))])
+        compile_all([*map(repacking_kernels, specs), *(step.linear for step in (*decode, *prefill))])
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -205,11 +208,11 @@ class FusedRunner:
             self._ahead, self._state = None, _UNKNOWN
 
     def _send_state(self, token: int, position: int) -> None:
-        send(self._decode.state, np.asarray([token, position], np.int32))
+        overwrite(self._decode.state, np.asarray([token, position], np.int32))
 
     def _send_chunk(self, tokens: Sequence[int], position: int) -> None:
-        send(self._prefill.prompt, np.asarray([position, len(tokens)], np.int32))
-        send(self._prefill.ids, np.asarray([*tokens, *[0] * (self.max_chunk - len(tokens))], np.int32))
+        overwrite(self._prefill.prompt, np.asarray([position, len(tokens)], np.int32))
+        overwrite(self._prefill.ids, np.asarray([*tokens, *[0] * (self.max_chunk - len(tokens))], np.int32))
 
     def _limit(self, position: int) -> int:
         """The number of tokens that the attention of a step at `position` is split for."""

@@ -20,8 +20,8 @@ from engine.disk_cache import disk_cache
 from engine.events import Search
 from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.matvec import Schedule, Stack
-from engine.kernels.gpu.schedules import candidates, note_searched, searched
+from engine.kernels.gpu.matvec import Schedule, StackedMatrices
+from engine.kernels.gpu.schedules import candidates, save_search_result, search_result
 from engine.model.fused.packed_model import Product
 from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
@@ -51,13 +51,13 @@ def search(
     """Finds and sets the schedules of all products, in `seconds` at most. `width` sets the number of candidates. Shapes
     that were searched before with this width are skipped, unless `again`. `report` gets the progress after each
     candidate."""
-    shapes: dict[Stack, list[Product]] = {}
+    shapes: dict[StackedMatrices, list[Product]] = {}
     for product in target.products:
         shapes.setdefault(product.stack, []).append(product)
     todo: list[list[Product]] = []
     known: list[list[Product]] = []
     for stack, products in shapes.items():
-        earlier = searched(stack)
+        earlier = search_result(stack)
         (todo if again or earlier is None or earlier[1] < width else known).append(products)
     cached = len(known)
     for products in known:
@@ -77,7 +77,7 @@ def search(
         share_s = (deadline - time.monotonic()) / (len(todo) - i)
         for _ in shape.run(_CANDIDATES_PER_WIDTH * width, time.monotonic() + share_s):
             progress(i)
-        note_searched(products[0].stack, products[0].schedule, width)
+        save_search_result(products[0].stack, products[0].schedule, width)
         progress(i + 1)
 
 

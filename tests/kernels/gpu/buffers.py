@@ -8,8 +8,8 @@ from tinygrad import Tensor, dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.packing import UNIT, Packing, permuted_size, prescale, units_of
-from engine.kernels.gpu.repack import Layout, Rows, repack
+from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
+from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, repack
 
 FLOATS = {0: np.float32, 1: np.float16}
 PACKED_ROWS, PACKED_COLS = 64, 256
@@ -49,9 +49,9 @@ def packed(ggml_type, rows, cols=PACKED_COLS):
 @functools.cache
 def _packed(ggml_type, rows, cols):
     raw, weights = random_matrix(ggml_type, rows, cols)
-    layout = Layout(Packing(ggml_type), (Rows(rows),), cols)
-    planes = layout.empty()
-    repack(layout, [raw], planes)
+    spec = MatrixSpec(WeightLayout(ggml_type), (TensorRows(rows),), cols)
+    planes = spec.allocate()
+    repack(spec, [raw], planes)
     return planes, weights
 
 
@@ -74,14 +74,14 @@ def places(cols):
     return (e % UNIT // 4 * units_of(cols) + e // UNIT) * 4 + e % 4
 
 
-def laid_out(x, packing):
+def laid_out(x, layout):
     out = np.zeros(permuted_size(x.size), np.float32)
-    out[places(x.size)] = x * factors(packing, x.size)
+    out[places(x.size)] = x * factors(layout, x.size)
     return buffer(out)
 
 
-def factors(packing, n):
-    return np.tile(prescale(packing.scaling), units_of(n))[:n]
+def factors(layout, n):
+    return np.tile(prescale(layout.prescale_bits), units_of(n))[:n]
 
 
 def close(got, wanted, tolerance=2e-6):

@@ -3,11 +3,13 @@
 import numpy as np
 from tinygrad import dtypes
 
-from engine.kernels.gpu.attention import SLACK, Heads, Split, attention, combine
+from engine.kernels.gpu.decode_attention import Split, attention, combine
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import fragment_index, fragments_size
-from engine.kernels.gpu.packing import UNIT, permuted_size
-from engine.kernels.gpu.prefill import Cut, attend_prompt, rotate_prompt, tile_prompt
+from engine.kernels.gpu.prefill import rotate_prompt
+from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt, tile_prompt
+from engine.kernels.gpu.weight_layout import UNIT, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
 
 
@@ -46,7 +48,7 @@ def turned(x, cos, sin, norm=None, eps=1e-6):
 
 
 def decode_attention(position, split, normed):
-    heads = Heads(4, 2, 16, SLACK + 256, 1e-6 if normed else None)
+    heads = Heads(4, 2, 16, CACHE_SLACK + 256, 1e-6 if normed else None)
     cache, h = Cache(heads, position), heads
     rows = rng.standard_normal((h.query + 2 * h.kv, h.dim)).astype(np.float32)
     angles = rng.standard_normal(h.dim).astype(np.float32)
@@ -106,14 +108,14 @@ def attention_on_tensor_cores():
 
 def prefill_attention():
     """A prompt's queries and keys rotated and put away, and its causal attention over what came before too."""
-    attended_prompt(Cut(1, 1, 2, 1), 21, 18)
+    attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18)
     # keys that all queries see and keys that they do not, a row unused
-    attended_prompt(Cut(2, 1, 1, 2), 30, 37)
+    attended_prompt(PromptTiling(2, 1, 1, 2), 30, 37)
 
 
 def attended_prompt(cut, n, position):
     tokens = 32
-    heads = Heads(4, 2, 16, SLACK + 128, 1e-6)
+    heads = Heads(4, 2, 16, CACHE_SLACK + 128, 1e-6)
     cache, h = Cache(heads, position, n), heads
     total = h.query + 2 * h.kv
     sums = rng.standard_normal((2, tokens, total * h.dim)).astype(np.float32)

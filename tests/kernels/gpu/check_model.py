@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.events import Sampling
 from engine.formats.gguf import GGUF
-from engine.kernels.gpu.sample import Shortlist
+from engine.kernels.gpu.sampling import Shortlist
 from engine.measure import profile
 from engine.model.config import ModelConfig
 from engine.model.fused import FusedRunner

@@ -4,14 +4,16 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
-from engine.kernels.gpu.attention import SLACK, Heads, attention, split_for
+from engine.kernels.gpu.decode_attention import attention, split_for
+from engine.kernels.gpu.embedding import embed
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
-from engine.kernels.gpu.matvec import Best, GateUp, Residual, Schedule, Stack, Store, matvec
-from engine.kernels.gpu.packing import Packing, permuted_size, prescale
-from engine.kernels.gpu.prefill import attend_prompt, cut_for
+from engine.kernels.gpu.matvec import AddResidual, Argmax, Schedule, StackedMatrices, Store, SwiGLU, matvec
+from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling
+from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.schedules import matvec_schedule
-from engine.kernels.gpu.token import embed, next_token
+from engine.kernels.gpu.weight_layout import WeightLayout, permuted_size, prescale
 from tests.kernels.gpu.buffers import (
     FLOATS,
     buffer,
@@ -32,26 +34,31 @@ def formats():
     for ggml_type in (*QUANTIZED, *FLOATS):
         rows, cols = ragged.get(ggml_type, (4, 256))
         schedule = Schedule(3, 1, 2) if ggml_type in ragged else Schedule(4, 2, 1)
-        packing = Packing(ggml_type)
+        layout = WeightLayout(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)
-        assert [(p.numel(), p.dtype) for p in planes] == packing.shapes(rows, cols)
+        assert [(p.numel(), p.dtype) for p in planes] == layout.shapes(rows, cols)
         x, out = rng.standard_normal(cols).astype(np.float32), zeros(rows)
-        run(matvec(Stack.of(packing, rows, cols), schedule, Store(), "t"), out, laid_out(x, packing), *planes)
+        run(
+            matvec(StackedMatrices.single(layout, rows, cols), schedule, Store(), "t"),
+            out,
+            laid_out(x, layout),
+            *planes,
+        )
         close(out.numpy(), weights.astype(np.float64) @ x)
 
 
 def epilogues():
     """What products are followed by, and what they are preceded by."""
-    packing, cols, rows, eps = Packing(8), 256, 64, 1e-5
+    layout, cols, rows, eps = WeightLayout(8), 256, 64, 1e-5
     planes, weights = packed(8, rows, cols)
     x = rng.standard_normal(cols).astype(np.float32)
     y = weights.astype(np.float64) @ x
     squares = rng.uniform(0, 9, 5).astype(np.float32)
     normed = y / np.sqrt(squares.sum() / cols + eps)
-    schedule, vector = Schedule(2, 4, 2), laid_out(x, packing)
+    schedule, vector = Schedule(2, 4, 2), laid_out(x, layout)
 
     out, bias = zeros(rows), rng.standard_normal(rows).astype(np.float32)
-    kernel = matvec(Stack.of(packing, rows, cols), schedule, Store(True), "t", 5, eps)
+    kernel = matvec(StackedMatrices.single(layout, rows, cols), schedule, Store(True), "t", 5, eps)
     run(kernel, out, vector, buffer(squares), buffer(bias), *planes)
     close(out.numpy(), normed + bias)
 
@@ -61,7 +68,7 @@ def epilogues():
     )
     h, sums, following = buffer(stream.copy()), zeros(8), zeros(permuted_size(rows))
     run(
-        matvec(Stack.of(packing, rows, cols), schedule, Residual(), "t"),
+        matvec(StackedMatrices.single(layout, rows, cols), schedule, AddResidual(), "t"),
         h,
         sums,
         following,
@@ -75,7 +82,7 @@ def epilogues():
 
     activated, scale = zeros(permuted_size(rows // 2)), prescale(6)
     run(
-        matvec(Stack.of(packing, rows, cols), schedule, GateUp(), "t"),
+        matvec(StackedMatrices.single(layout, rows, cols), schedule, SwiGLU(), "t"),
         activated,
         vector,
         buffer(scale),
@@ -85,7 +92,14 @@ def epilogues():
     close(activated.numpy()[places(rows // 2)] / scale[: rows // 2], gate / (1 + np.exp(-gate)) * up)
 
     logits, best, best_row = zeros(rows), zeros(8), zeros(8, dtypes.int32)
-    run(matvec(Stack.of(packing, rows, cols), schedule, Best(), "t"), logits, best, best_row, vector, *planes)
+    run(
+        matvec(StackedMatrices.single(layout, rows, cols), schedule, Argmax(), "t"),
+        logits,
+        best,
+        best_row,
+        vector,
+        *planes,
+    )
     close(logits.numpy(), y)
     state, history = buffer(np.array([0, 2], np.int32)), zeros(4, dtypes.int32)
     run(next_token(8, 4, 32), state, history, best, best_row)
@@ -101,22 +115,25 @@ def mixtures():
         (((14, 3), (12, 6), (8, 2)), Schedule(2, 2, 2)),
         (((1, 5), (2, 4)), Schedule(4, 2, 1)),
     ):
-        stack = Stack(tuple((Packing(t), rows) for t, rows in kinds), cols)
+        stack = StackedMatrices(tuple((WeightLayout(t), rows) for t, rows in kinds), cols)
         matrices = [packed(t, rows, cols) for t, rows in kinds]
-        vectors = [laid_out(x, next(p for p, _ in stack.matrices if p.scaling == s)) for s in stack.scalings]
+        vectors = [
+            laid_out(x, next(p for p, _ in stack.matrices if p.prescale_bits == s))
+            for s in stack.prescale_bits
+        ]
         planes = [plane for own, _ in matrices for plane in own]
         y = np.concatenate([weights.astype(np.float64) @ x for _, weights in matrices])
         logits, n = zeros(stack.rows), stack.n_blocks(schedule)
         best, best_row = zeros(n), zeros(n, dtypes.int32)
-        run(matvec(stack, schedule, Best(), "t"), logits, best, best_row, *vectors, *planes)
+        run(matvec(stack, schedule, Argmax(), "t"), logits, best, best_row, *vectors, *planes)
         close(logits.numpy(), y)
         assert best_row.numpy()[best.numpy().argmax()] == y.argmax()
 
 
 def embedding():
-    """A row of each kind of packing begins the stream; the angles of its position come along."""
+    """A row of each kind of layout begins the stream; the angles of its position come along."""
     for ggml_type in (6, 12, 14, 1):
-        packing, vocab, cols, half, context = Packing(ggml_type), 3, 256, 4, 8
+        layout, vocab, cols, half, context = WeightLayout(ggml_type), 3, 256, 4, 8
         planes, weights = packed(ggml_type, vocab, cols)
         weight = rng.standard_normal(cols).astype(np.float32)
         tables = [rng.standard_normal((context, half)).astype(np.float32) for _ in range(2)]
@@ -127,7 +144,7 @@ def embedding():
             zeros(2 * half),
         )
         state = buffer(np.array([2, 5], np.int32))
-        kernel = embed(packing, vocab, cols, 6, 1, context, half)
+        kernel = embed(layout, vocab, cols, 6, 1, context, half)
         run(kernel, h, parts, following, angles, state, *map(buffer, tables), buffer(weight), *planes)
         close(h.numpy(), weights[2], 2e-5)
         close(parts.numpy().sum(), (weights[2].astype(np.float64) ** 2).sum(), 2e-5)
@@ -139,7 +156,7 @@ def prefill_products():
     """Tensor-core products of types whose quarters differ, cut and whole, fewer tokens than the tile."""
     tokens, n = 16, 11
     for ggml_type, rows, cols in ((8, 24, 256), (6, 16, 256), (12, 16, 256), (14, 16, 256), (0, 16, 64)):
-        packing = Packing(ggml_type)
+        layout = WeightLayout(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)
         scale = 4 / np.abs(weights).max()  # so that no product is beyond half precision
         x = (rng.standard_normal((tokens, cols)) * scale).astype(np.float16)
@@ -149,11 +166,11 @@ def prefill_products():
         wanted = x[:n].astype(np.float64) @ weights.T.astype(np.float64)
         parts = 2 if cols > 64 else 1
         out = zeros(parts * tokens * rows)
-        kernel = matmul(packing, tokens, rows, cols, Tiles(1, 1, 1, 2, parts), False, "t")
+        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 1, 2, parts), False, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
         out = zeros(fragments_size(tokens, rows // 2), dtypes.float16)
-        kernel = matmul(packing, tokens, rows, cols, Tiles(1, 2, 1, 1, 1), True, "t")
+        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 2, 1, 1, 1), True, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         place = prompt_index(lambda m, e, rows=rows: fragment_index(m, e, rows // 2), n, rows // 2)
         gate, up = wanted[:, 0::2], wanted[:, 1::2]
@@ -171,9 +188,9 @@ def rule():
         (8, 1, 256),
         (9, 3, 64),
     ):
-        heads = Heads(query, kv, dim, SLACK, None)
+        heads = Heads(query, kv, dim, CACHE_SLACK, None)
         for tokens in (64, 512):
-            cut = cut_for(heads, tokens)
+            cut = prompt_tiling(heads, tokens)
             assert cut.shared_bytes(dim) <= 48 << 10, (heads, cut)
             attend_prompt(heads, tokens, cut)
         for sms, limit in ((n, limit) for n in (8, 16, 132) for limit in (256, 8192, 131072)):
@@ -191,5 +208,5 @@ def rule():
         (4096, 14336),
         (5, 4096),
     ):
-        schedule = matvec_schedule(Stack.of(Packing(8), rows, cols), "sm_00")
+        schedule = matvec_schedule(StackedMatrices.single(WeightLayout(8), rows, cols), "sm_00")
         assert schedule.fits() and schedule.block_rows % 2 == 0

@@ -4,7 +4,7 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.events import Sampling
-from engine.kernels.gpu.sample import Shortlist, draw, leaders, penalize, ranked, settings_of
+from engine.kernels.gpu.sampling import Shortlist, draw, leaders, penalize, ranked, settings_of
 from engine.model.sampling import Sampler
 from tests.kernels.gpu.buffers import buffer, close, rng, run, zeros
 

@@ -23,10 +23,10 @@ from tinygrad.runtime.support import compiler_cuda
 
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu.matmul import fragments_size
-from engine.kernels.gpu.matvec import Kernel, Stack, Store, activate, matvec
-from engine.kernels.gpu.packing import UNIT, Packing, permuted_size
+from engine.kernels.gpu.matvec import Kernel, StackedMatrices, Store, activate, matvec
 from engine.kernels.gpu.prefill import activate_prompt
 from engine.kernels.gpu.schedules import matvec_schedule
+from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size
 from engine.model.config import ModelConfig
 from engine.model.fused import FusedRunner
 from engine.model.graph_runner import GraphRunner
@@ -62,11 +62,11 @@ def render(kernel: Kernel, *buffers: tuple[int, DType]) -> None:
 def render_other_products() -> None:
     """What only models with biases, or with matrices of several types, take."""
     for ggml_type in (8, 12, 13):
-        p, rows, cols = Packing(ggml_type), 512, 2048
-        stack = Stack.of(p, rows, cols)
+        p, rows, cols = WeightLayout(ggml_type), 512, 2048
+        stack = StackedMatrices.single(p, rows, cols)
         kernel = matvec(stack, matvec_schedule(stack), Store(True), "biased", 64, 1e-5)
         render(kernel, (rows, F), (permuted_size(cols), F), (64, F), (rows, F), *p.shapes(rows, cols))
-    stack = Stack(((Packing(12), 256), (Packing(14), 128)), 2048)
+    stack = StackedMatrices(((WeightLayout(12), 256), (WeightLayout(14), 128)), 2048)
     kernel = matvec(stack, matvec_schedule(stack), Store(), "mixed", 64, 1e-5)
     planes = [shape for p, n in stack.matrices for shape in p.shapes(n, 2048)]
     render(kernel, (384, F), *[(permuted_size(2048), F)] * 2, (64, F), *planes)

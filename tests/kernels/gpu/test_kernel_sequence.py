@@ -15,7 +15,7 @@ from tinygrad.uop.ops import Ops
 from engine.fixes import program_cache
 from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.mailbox import sent
+from engine.kernels.gpu.device_memory import to_device
 from engine.kernels.gpu.uops import at, f32, finish, load
 program_cache.apply()
 built, compiled, stock = [], [], realize._compile_kernel
@@ -29,7 +29,7 @@ def scale(n, factor):
         return finish(f"scale_{factor}", [at(out, i).store(load(x, i) * f32(factor))])
     return kernel
 
-x, y, z = (sent(np.arange(8, dtype=np.float32)) for _ in range(3))
+x, y, z = (to_device(np.arange(8, dtype=np.float32)) for _ in range(3))
 def sequence():
     step = KernelSequence()
     for _ in range(2):
@@ -69,28 +69,29 @@ def test_without_a_cache_all_is_made_again(tmp_path):
     assert run(tmp_path) == run(tmp_path) == (2, 2)
 
 
-PACKING = """
+REPACKING = """
 import numpy as np
 from tinygrad import Tensor
 from engine.fixes import program_cache
-from engine.kernels.gpu import repack
-from engine.kernels.gpu.packing import Packing
+from engine.kernels.gpu import weight_repacking
+from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows
+from engine.kernels.gpu.weight_layout import WeightLayout
 program_cache.apply()
 scheduled, stock = [], Tensor.linear_with_vars
 Tensor.linear_with_vars = lambda *planes: scheduled.append(planes) or stock(*planes)
-layout = repack.Layout(Packing(14), (repack.Rows(16, 8), repack.Rows(16)), 256)
+spec = MatrixSpec(WeightLayout(14), (TensorRows(16, 8), TensorRows(16)), 256)
 rng = np.random.default_rng(0)
-def packed():
-    sources = [rng.integers(0, 255, 16 * layout.row_bytes, np.uint8) for _ in layout.rows]
-    planes = layout.empty()
-    repack.repack(layout, sources, planes)
+def repacked():
+    sources = [rng.integers(0, 255, 16 * spec.row_bytes, np.uint8) for _ in spec.tensors]
+    planes = spec.allocate()
+    weight_repacking.repack(spec, sources, planes)
     return sum(int(plane.numpy().view(np.uint8).sum()) for plane in planes)
-repack.repacking(layout)
-print(len(scheduled), packed(), packed())
+weight_repacking.repacking_kernels(spec)
+print(len(scheduled), repacked(), repacked())
 """
 
 
-def test_how_a_matrix_is_packed_is_scheduled_once_and_known_in_the_next_run(tmp_path):
-    scheduled, *sums = run(tmp_path, PACKING)
+def test_repacking_is_scheduled_once_and_found_in_the_next_run(tmp_path):
+    scheduled, *sums = run(tmp_path, REPACKING)
     assert scheduled == 1
-    assert run(tmp_path, PACKING) == (0, *sums)
+    assert run(tmp_path, REPACKING) == (0, *sums)

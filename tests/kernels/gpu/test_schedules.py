@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from engine.kernels.gpu import schedules
-from engine.kernels.gpu.matvec import Schedule, Stack
-from engine.kernels.gpu.packing import Packing
+from engine.kernels.gpu.matvec import Schedule, StackedMatrices
 from engine.kernels.gpu.schedules import matvec_schedule
+from engine.kernels.gpu.weight_layout import WeightLayout
 
-Q6_K = Packing(14)
+Q6_K = WeightLayout(14)
 CHIPS = sorted(path.stem for path in schedules._TUNED.glob("*.toml"))
 
 
@@ -30,14 +30,14 @@ def test_what_is_shipped_fits(chip):
 
 
 def test_what_was_measured_comes_before_the_rule():
-    assert matvec_schedule(Stack.of(Q6_K, 128256, 2048), "sm_90", 132) == Schedule(16, 4, 8)
-    assert matvec_schedule(Stack.of(Q6_K, 128256, 2048), "sm_00", 132) != Schedule(16, 4, 8)
+    assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_90", 132) == Schedule(16, 4, 8)
+    assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_00", 132) != Schedule(16, 4, 8)
 
 
 @pytest.mark.parametrize("multiprocessors", [8, 16, 24, 128])
 @pytest.mark.parametrize("rows, cols", [(1, 32), (898, 896), (2048, 8192), (4096, 4096), (151936, 1024)])
 def test_a_predicted_chip_has_its_blocks(rows, cols, multiprocessors):
-    s = matvec_schedule(Stack.of(Q6_K, rows, cols), "sm_87", multiprocessors)
+    s = matvec_schedule(StackedMatrices.single(Q6_K, rows, cols), "sm_87", multiprocessors)
     assert s.fits() and s.block_rows % 2 == 0
     wanted = schedules._shipped("sm_87").rule.blocks_a_multiprocessor * multiprocessors
     assert s.rows == 1 or rows // s.block_rows >= wanted or rows // s.groups < wanted
@@ -47,4 +47,4 @@ def test_a_file_with_a_mistake_is_not_read_past(tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, "_TUNED", tmp_path)
     (tmp_path / "sm_11.toml").write_text("[rule]\nblocks = 3")
     with pytest.raises(msgspec.ValidationError, match="blocks"):
-        matvec_schedule(Stack.of(Q6_K, 2048, 2048), "sm_11")
+        matvec_schedule(StackedMatrices.single(Q6_K, 2048, 2048), "sm_11")

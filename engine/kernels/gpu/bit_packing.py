@@ -1,0 +1,129 @@
+"""Integers of 4, 5, 6 or 8 bits packed in 32-bit words, and how kernels unpack them.
+
+Each word holds as many whole integers as fit. The bits left over at the top of the words of a period make up the
+period's last integers:
+
+    bits  words  integers of a period
+       4      1         8 = 8 whole
+       5      5        32 = 6 whole in each word, 2 of spare bits
+       6      3        16 = 5 whole in each word, 1 of spare bits
+       8      1         4 = 4 whole
+
+**Fields as denormals.** If a field of a word lies within the lowest 24 bits, with its lowest bit at p, the masked word
+read as a float32 is exactly q * 2**(p - 149). The kernel that produces activations multiplies them by 2**(CENTER - p).
+Then each product takes one AND and one FMA, without a shift or a conversion, and all sums have the same factor
+2**(CENTER - 149).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tinygrad import Tensor, UOp, dtypes
+
+from engine.kernels.gpu.uops import F32, bitwise_or, mask, shift, shift_right, u32
+
+CENTER = 100
+DENORMAL_EXPONENT = 149  # float32's smallest denormal is 2**-149
+_MANTISSA = 24  # bits of a float32's significand
+_FRACTION_TOP = 15  # the lowest of the upper eight stored bits of the significand
+_ONE = 0x3F800000  # 1.0 as a float32
+
+
+class Field(NamedTuple):
+    """Bits of an integer in a word: `n` bits from bit `low` of word `word` are its bits from `start` on."""
+
+    word: int
+    low: int
+    n: int
+    start: int
+
+
+@dataclass(frozen=True)
+class BitPacking:
+    """Integers of `bits` bits in periods of 32-bit words."""
+
+    bits: int
+
+    @property
+    def period(self) -> int:
+        """Integers in a period."""
+        return math.lcm(self.bits, 32) // self.bits
+
+    @property
+    def words(self) -> int:
+        """Words in a period."""
+        return math.lcm(self.bits, 32) // 32
+
+    @property
+    def whole(self) -> int:
+        """Whole integers in each word."""
+        return 32 // self.bits
+
+    def fields(self, j: int) -> list[Field]:
+        """The bits of integer j of a period: one field, or several if it consists of spare bits."""
+        if j < self.whole * self.words:
+            return [Field(j // self.whole, j % self.whole * self.bits, self.bits, 0)]
+        spare = 32 % self.bits
+        first, fields = (j - self.whole * self.words) * self.bits, []
+        done = 0
+        while done < self.bits:
+            word, low = divmod(first + done, spare)
+            n = min(spare - low, self.bits - done)
+            fields.append(Field(word, 32 - spare + low, n, done))
+            done += n
+        return fields
+
+    def position(self, j: int) -> int:
+        """The bit at which `unpack` leaves integer j: where it is if that is within a significand."""
+        (_, low, _, _), *others = self.fields(j % self.period)
+        if others:
+            return 0
+        return low if low + self.bits <= _MANTISSA else low - self._first_high
+
+    @property
+    def _first_high(self) -> int:
+        """The lowest bit of the first integer that does not fit a significand. It and the integers above it are shifted
+        down by as many bits."""
+        return (_MANTISSA - self.bits) // self.bits * self.bits + self.bits
+
+    def unpack(self, words: Sequence[UOp], j: int) -> UOp:
+        """Integer j of the period in `words`, shifted left by `position(j)`: uint32."""
+        fields = self.fields(j)
+        if len(fields) == 1:
+            word, low, n, _ = fields[0]
+            by = low - self.position(j)
+            moved = shift_right(words[word], by)
+            return (
+                moved if by + n == 32 and not self.position(j) else mask(moved, ((1 << n) - 1) << (low - by))
+            )
+        parts = []
+        for word, low, n, start in fields:
+            moved = shift_right(words[word], low - start)
+            parts.append(
+                moved if low - start + n == 32 and not start else mask(moved, ((1 << n) - 1) << start)
+            )
+        return bitwise_or(parts)
+
+    def unpack_fraction(self, words: Sequence[UOp], j: int) -> UOp:
+        """1 + q / 256 as a float32, where q is integer j of the period in `words`. q goes to the upper bits of the
+        significand, so no conversion is needed."""
+        parts = [
+            mask(shift(words[word], low - start - _FRACTION_TOP), ((1 << n) - 1) << (start + _FRACTION_TOP))
+            for word, low, n, start in self.fields(j)
+        ]
+        return bitwise_or([*parts, u32(_ONE)]).bitcast(F32)
+
+    def pack(self, q: Tensor) -> Tensor:
+        """Packs integers: uint8 (n, period) -> uint32 (n, words)."""
+        q = q.cast(dtypes.uint32)
+        words: list[Tensor | None] = [None] * self.words
+        for j in range(self.period):
+            for word, low, n, start in self.fields(j):
+                part = ((q[:, j] >> start) & ((1 << n) - 1)) << low
+                others = words[word]
+                words[word] = part if others is None else others | part
+        return Tensor.stack(*[w for w in words if w is not None], dim=1)

@@ -1,0 +1,292 @@
+"""Attention of one new token in decode without tensor cores, for older GPUs and for head sizes that are no multiple of
+16.
+
+Keys and values are read once, and their range is split over blocks.
+
+A block has `group` query heads that share keys, and one of `splits` equal parts of the cached tokens. It rotates (and
+norms, if the model does) its queries and the new key itself, so that the QKV product only stores its rows. The block of
+the first split also attends to the new token and stores it in the cache.
+
+Decode computes little and waits for memory, so loads from the cache are issued one step ahead of their use, and the
+first ones before everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, Ops
+
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.new_token import AttentionResult, CacheRange, NewToken
+from engine.kernels.gpu.uops import (
+    F16,
+    F32,
+    LOWEST,
+    after_store,
+    at,
+    chain,
+    f32,
+    finish,
+    half_registers,
+    load,
+    maximum,
+    registers,
+    shared,
+    tree,
+    zeroed_registers,
+)
+from engine.kernels.gpu.weight_layout import UNIT, permuted
+
+_MAX_SCORES_BYTES = 36 << 10  # of a block's shared memory
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the attention of a decode step is divided: up to `limit` cached tokens in `splits` parts; a block has `group`
+    heads and `threads` threads; `cuts` threads share the elements of a key; a thread loads `ahead` groups of four
+    values ahead of their use."""
+
+    limit: int
+    splits: int
+    group: int
+    threads: int
+    cuts: int
+    ahead: int
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest number of tokens of a part, in whole tiles of one token for each thread."""
+        part = -(-self.limit // (self.splits * 4)) * 4
+        return -(-part // self.threads) * self.threads
+
+
+def split_for(heads: Heads, limit: int, short: int, multiprocessors: int) -> Split:
+    """The division for up to `limit` tokens. Up to `short` tokens, a block takes all of them; for more, there is one
+    block for each multiprocessor."""
+    threads = max(256, -(-heads.dim // 64) * 64)
+    if limit <= short:
+        return Split(limit, 1, 1, threads, 4, 4)
+    group = 2 if heads.shared_by % 2 == 0 else 1
+    splits = max(2, multiprocessors // heads.kv, -(-limit * group * 4 * 4 // _MAX_SCORES_BYTES))
+    return Split(limit, splits, group, threads, 4, 4)
+
+
+@functools.cache
+def attention(heads: Heads, split: Split) -> Kernel:
+    """Attention of one new token without tensor cores. Buffers: the outputs (`AttentionResult`); the cached keys and
+    values, float16 (`Heads`); the new token's rows of queries, keys and values, float32 ((query + 2 * kv) * dim,); cos
+    and sin of its angles, float32 (dim,); the state, int32 (2,): token and position; the weights of the queries' and
+    the keys' norm, float32 (2, dim), if there are norms; with one split, the output's prescale, float32 (UNIT,)."""
+    h, n_threads, group = heads, split.threads, split.group
+    dim = h.dim
+    cuts, slices = split.cuts, 1 << ((n_threads // dim).bit_length() - 1)
+    run, tile_tokens = dim // cuts, n_threads // cuts
+    ahead = min(split.ahead, n_threads // (slices * 4))  # so that all tokens of a step have weights
+    step_quads = slices * ahead
+    assert n_threads >= dim and h.shared_by % group == 0 and n_threads % (32 * cuts) == 0 and dim % 8 == 0
+
+    def kernel(*buffers: UOp) -> UOp:
+        n_outs = 1 if split.splits == 1 else 2
+        outs, (keys, values, rows, angles, state, *rest) = buffers[:n_outs], buffers[n_outs:]
+        thread = UOp.special(n_threads, "lidx0")
+        block = UOp.special(h.query // group, "gidx0")
+        blocks_of_kv = h.shared_by // group
+        kv = block // blocks_of_kv
+        cached = CacheRange.of_block(h, state, split.splits)
+        position, start, count, is_first = cached.position, cached.start, cached.count, cached.is_first
+        stores_token = is_first if blocks_of_kv == 1 else is_first & (block % blocks_of_kv).eq(0)
+
+        # the first loads from the cache
+        lane, cut = thread % tile_tokens, thread // tile_tokens
+        column, slice_ = thread % dim, thread // dim
+        if slices * dim < n_threads:
+            slice_ = (slice_ < slices).where(slice_, slices - 1)
+
+        def key_tile(tile: UOp | int) -> list[UOp]:
+            token = tile * tile_tokens + lane
+            first = h.key_index(kv, start + token, cut * run)
+            return [load(keys, first + (j // 4 * h.length * 4 + j % 4), token < count) for j in range(run)]
+
+        def value_step(step: UOp | int) -> list[UOp]:
+            quads = [step * step_quads + j * slices + slice_ for j in range(ahead)]
+            return [
+                load(
+                    values,
+                    ((kv * (h.length // 4) + start // 4 + quad) * dim + column) * 4 + i,
+                    quad * 4 < count,
+                )
+                for quad in quads
+                for i in range(4)
+            ]
+
+        half = half_registers()
+        next_keys, next_values = registers(run, 0, half), registers(ahead * 4, 1, half)
+        first_loads = [at(next_keys, j).store(x.cast(half)) for j, x in enumerate(key_tile(0))]
+        first_loads += [at(next_values, j).store(x.cast(half)) for j, x in enumerate(value_step(0))]
+
+        norms = rest.pop(0) if h.norm_eps is not None else None
+        new = NewToken(h, thread, n_threads, kv, block * group, group, position)
+        new_rows = shared(new.size, slot=1)
+        elements, key_elements = new.rotate(rows, angles, norms, first_loads)
+        stores = [at(new_rows, e).store(x) for e, x in elements]
+        results = [at(keys, index, ok & stores_token).store(x) for index, ok, x in key_elements]
+        new_value = load(rows, (h.query + h.kv + kv) * dim + column).cast(F16)
+        value_index = h.value_index(kv, position, column)
+        results.append(at(values, value_index, stores_token & (thread < dim)).store(new_value))
+        new_rows = new_rows.after(UOp.group(*stores, *first_loads))
+        next_keys, next_values = next_keys.after(new_rows), next_values.after(new_rows)
+
+        # Scores: a thread has a token and one of `cuts` runs of dimensions.
+        tile = UOp.range((count + (tile_tokens - 1)) // tile_tokens, 0, AxisType.LOOP)
+        query_rows, loaded = new_rows.after(tile), next_keys.after(tile)
+        key = [load(loaded, j).cast(F32) for j in range(run)]
+        stride = split.max_tokens
+        scores = shared(cuts * group * stride, slot=2)
+        stores = []
+        for g in range(group):
+            query = [load(query_rows, g * dim + cut * run + j) for j in range(run)]
+            index = (cut * group + g) * stride + tile * tile_tokens + lane
+            stores.append(at(scores, index).store(_dot(key, query)))
+        used = UOp.group(*stores)
+        prefetch = [
+            at(next_keys.after(used), j).store(x.cast(half)) for j, x in enumerate(key_tile(tile + 1))
+        ]
+        partial_scores, new_store = new.partial_scores(new_rows, slot=6)
+        eighths = dim // 8
+        all_stores = UOp.group(UOp.group(used, *prefetch).end(tile), new_store)
+        scores, partial_scores = scores.after(all_stores), partial_scores.after(all_stores)
+
+        def score(g: int | UOp, token: UOp) -> UOp:
+            return tree([load(scores, (g + c * group) * stride + token) for c in range(cuts)])
+
+        # The largest score of each head: a warp reduces a head, then every thread the results of the warp's lanes.
+        warp, warp_lane = thread // 32, thread % 32
+        tiles = (count + (n_threads - 1)) // n_threads
+        has_head = warp < group
+
+        def for_lane(loop: UOp, value: Callable[[UOp], UOp]) -> list[UOp]:
+            """The values of a lane's tokens in a step of the loop."""
+            return [value(loop * n_threads + j * 32 + warp_lane) for j in range(n_threads // 32)]
+
+        loop = UOp.range(has_head.where(tiles, 0), 1, AxisType.REDUCE)
+        warp_head = warp.minimum(group - 1)
+        lane_scores = for_lane(loop, lambda t: (t < count).where(score(warp_head, t), f32(LOWEST)))
+        lane_max = maximum(lane_scores).reduce(loop, arg=Ops.MAX)
+        largest = after_store(shared(group * 32, slot=3), thread, lane_max, has_head)
+        new_scores = [
+            is_first.where(tree([load(partial_scores, g * eighths + k) for k in range(eighths)]), f32(LOWEST))
+            for g in range(group)
+        ]
+        top = [
+            maximum([new_scores[g], *(load(largest, g * 32 + j) for j in range(32))]) for g in range(group)
+        ]
+
+        # The weights of tokens replace the scores of the first cut.
+        loop = UOp.range(tiles, 2, AxisType.LOOP)
+        token = loop * n_threads + thread
+        stores = [
+            at(scores, g * stride + token).store(
+                (token < count).where((score(g, token) - top[g]).exp2(), f32(0))
+            )
+            for g in range(group)
+        ]
+        weights = scores.after(UOp.group(*stores).end(loop))
+        loop = UOp.range(has_head.where(tiles, 0), 3, AxisType.REDUCE)
+        sum_ = tree(for_lane(loop, lambda t: load(weights, warp_head * stride + t)))
+        totals = shared(group * 32, slot=7)
+        total_store = at(totals, thread, has_head).store(sum_.reduce(loop, arg=Ops.ADD))
+
+        # Weighted sums of values: a thread has a dimension and every `slices`-th group of four tokens.
+        step = UOp.range((count + (step_quads * 4 - 1)) // (step_quads * 4), 4, AxisType.LOOP)
+        loaded = next_values.after(step, weights)
+        value = [load(loaded, j).cast(F32) for j in range(ahead * 4)]
+        sums = zeroed_registers(group, 2)
+        so_far = sums.after(step)
+        stores = []
+        for g in range(group):
+            w = [
+                load(weights, g * stride + (step * step_quads + j * slices + slice_) * 4 + i)
+                for j in range(ahead)
+                for i in range(4)
+            ]
+            products = [a * b for a, b in zip(w, value, strict=True)]
+            stores.append(at(sums, g).store(chain([load(so_far, g), *products])))
+        used = UOp.group(*stores)
+        prefetch = [
+            at(next_values.after(used), j).store(x.cast(half)) for j, x in enumerate(value_step(step + 1))
+        ]
+        sums = sums.after(UOp.group(used, *prefetch).end(step))
+        partial = shared(slices * group * dim, slot=5)
+        in_slice = None if slices * dim == n_threads else thread < slices * dim
+        stores = [
+            at(partial, (slice_ * group + g) * dim + column, in_slice).store(load(sums, g))
+            for g in range(group)
+        ]
+        all_stores = UOp.group(total_store, *stores)
+        partial, totals = partial.after(all_stores), totals.after(all_stores)
+        weight_of = [tree([load(totals, g * 32 + j) for j in range(32)]) for g in range(group)]
+
+        # The result, with the new token.
+        result = AttentionResult(outs, h, cached.part)
+        for i in range(-(-group * dim // n_threads)):
+            e = thread + i * n_threads
+            inside = None if (i + 1) * n_threads <= group * dim else e < group * dim
+            head = e // dim if group > 1 else UOp.const(0)
+            new_score, head_top = _pick(new_scores, head), _pick(top, head)
+            new_weight = is_first.where((new_score - head_top).exp2(), f32(0))
+            total = tree([load(partial, k * group * dim + e, inside) for k in range(slices)])
+            weight = _pick(weight_of, head)
+            # If the threads of a block are a multiple of dim, all elements of a thread are in its own column.
+            value = (
+                new_value
+                if n_threads % dim == 0
+                else load(rows, (h.query + h.kv + kv) * dim + e % dim).cast(F16)
+            )
+            total, weight = total + new_weight * value.cast(F32), weight + new_weight
+            element = block * (group * dim) + e
+            scale = load(rest[-1], element % UNIT) if split.splits == 1 else None
+            results += result.store(
+                block * group, head, element, total, weight, head_top, scale, (e % dim).eq(0), inside
+            )
+        name = f"attention_{h.query}_{h.kv}_{dim}_{split.limit}_{split.splits}_{group}_{n_threads}_{cuts}_{ahead}"
+        return finish(name, results)
+
+    return kernel
+
+
+def _dot(a: Sequence[UOp], b: Sequence[UOp]) -> UOp:
+    products = [x * y for x, y in zip(a, b, strict=True)]
+    return tree([chain(products[k::4]) for k in range(4)])
+
+
+def _pick(values: Sequence[UOp], index: UOp) -> UOp:
+    picked = values[0]
+    for i, value in enumerate(values[1:], 1):
+        picked = index.eq(i).where(value, picked)
+    return picked
+
+
+@functools.cache
+def combine(heads: Heads, splits: int) -> Kernel:
+    """Combines the splits of decode attention. Buffers: the output, float32, permuted and prescaled; the weighted sums;
+    the largest scores and sums of weights (see `AttentionResult`); the output's prescale, float32 (UNIT,)."""
+
+    def kernel(out: UOp, sums: UOp, tops: UOp, prescale: UOp) -> UOp:
+        d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
+        top = [load(tops, (s * heads.query + head) * 2) for s in range(splits)]
+        weight = [load(tops, (s * heads.query + head) * 2 + 1) for s in range(splits)]
+        largest = maximum(top)
+        factor = [(t - largest).exp2() for t in top]
+        element = head * heads.dim + d
+        total = tree([load(sums, s * (heads.query * heads.dim) + element) * f for s, f in enumerate(factor)])
+        value = total / tree([w * f for w, f in zip(weight, factor, strict=True)])
+        index = permuted(element, heads.query * heads.dim)
+        stores = [at(out, index).store(value * load(prescale, element % UNIT))]
+        return finish(f"combine_{heads.query}_{heads.dim}_{splits}", stores)
+
+    return kernel

@@ -1,0 +1,243 @@
+"""Causal attention of a prompt's chunk on tensor cores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, Ops
+
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.matmul import fragment_index, wmma
+from engine.kernels.gpu.uops import (
+    F16,
+    LOWEST,
+    at,
+    chain,
+    f32,
+    finish,
+    load,
+    load_index,
+    maximum,
+    shared,
+    zeroed_registers,
+)
+
+_MAX_SHARED_BYTES = 40 << 10  # of a block; every GPU has 48 KB
+
+
+def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp:
+    """The index of an element of the queries, which are [head, 16 tokens, 16 dimensions, thread, element]: a left tile
+    of tensor cores. Thread 4g + t has the t-th four dimensions of tokens g and g + 8."""
+    thread, i = token % 8 * 4 + d % 16 // 4, d % 4
+    element = i // 2 * 4 + token % 16 // 8 * 2 + i % 2
+    return (((head * (tokens // 16) + token // 16) * (heads.dim // 16) + d // 16) * 32 + thread) * 8 + element
+
+
+@dataclass(frozen=True)
+class PromptTiling:
+    """How prefill attention is divided. A warp has 16 * `rows` queries of a head; a block has `warps` such warps, which
+    read the same keys, and `parts` times as many, which share the queries and take turns with the keys: `steps` times
+    sixteen keys each time."""
+
+    rows: int
+    warps: int
+    parts: int
+    steps: int
+
+    def shared_bytes(self, dim: int) -> int:
+        """Shared memory of a block: the sums that the other parts pass to the first one, and the largest scores."""
+        sums = (self.parts - 1) * self.rows * accumulators(dim)
+        return (sums + self.parts * 2 * self.rows) * self.warps * 32 * 4
+
+
+@functools.cache
+def tile_prompt(heads: Heads, blocks: int) -> Kernel:
+    """Copies the keys and values of all tokens so far to the order in which the threads of `attend_prompt` hold them,
+    so that a warp loads neighbouring bytes. In the cache the elements of each four threads are in cache lines of their
+    own, and the time of a load depends on the number of lines. Buffers: tiles of keys, float16 (key heads, length / 16,
+    dim / 16, thread, 8); tiles of values, float16 (the same); the cached keys and values, float16; the prompt, int32
+    (2,): position and number of tokens. Each block copies every `blocks`-th tile of sixteen tokens."""
+    h, chunks = heads, heads.dim // 16
+
+    def kernel(key_tiles: UOp, value_tiles: UOp, keys: UOp, values: UOp, prompt: UOp) -> UOp:
+        thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
+        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
+        g, t = thread // 4, thread % 4
+        seen = load_index(prompt, 0, h.length - CACHE_SLACK) + load_index(prompt, 1, CACHE_SLACK)
+        steps = (seen + 15) // 16
+        loop = UOp.range((steps - block + (blocks - 1)) // blocks, 0, AxisType.LOOP)
+        step = loop * blocks + block
+        key = ((kv * (h.dim // 4) + c * 4 + t) * h.length + step * 16 + 2 * g) * 4
+        value = ((kv * (h.length // 4) + step * 4 + t) * h.dim + c * 16 + 2 * g) * 4
+        index = tile_index(h, kv, step, c, thread)
+        stores = [at(key_tiles, index + i).store(load(keys, key + i)) for i in range(8)]
+        stores += [at(value_tiles, index + i).store(load(values, value + i)) for i in range(8)]
+        return finish(f"prefill_tile_{h.kv}_{h.dim}_{blocks}", [UOp.group(*stores).end(loop)])
+
+    return kernel
+
+
+def tile_index(heads: Heads, kv: UOp, step: UOp, chunk: UOp | int, thread: UOp) -> UOp:
+    """The index of a thread's eight elements in the tiles: four dimensions of two neighbouring keys, or the values of
+    four tokens in two neighbouring dimensions. `step` counts tiles of sixteen tokens."""
+    return (((kv * (heads.length // 16) + step) * (heads.dim // 16) + chunk) * 32 + thread) * 8
+
+
+def accumulators(dim: int) -> int:
+    """A thread's accumulators for sixteen queries: the weighted sums of values, and the sums of weights, computed as if
+    the values had another column of ones."""
+    return (dim // 8 + 1) * 4
+
+
+def prompt_tiling(heads: Heads, tokens: int) -> PromptTiling:
+    """The tiling for a chunk of `tokens` tokens. A warp loads the keys once for all its queries, and these loads limit
+    the speed for many queries, so a warp gets as many queries as its registers hold. Few queries give too few warps, so
+    several of them share the keys."""
+    few = tokens <= 64
+    rows, warps, steps = (1, 1, 1) if few else (2 if heads.dim <= 64 else 1, 2, 2)
+    tilings = [PromptTiling(rows, warps, parts, steps) for parts in ((8, 4, 2, 1) if few else (2, 1))]
+    return next((t for t in tilings if t.shared_bytes(heads.dim) <= _MAX_SHARED_BYTES), tilings[-1])
+
+
+@functools.cache
+def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
+    """Causal attention of a prompt over the cache. Scores stay in registers: a first pass over the keys finds each
+    query's largest score, and a second pass sums the values. The threads of a warp share queries and have different
+    keys, so they exchange results only after a pass. Query heads that share keys are neighbours in a block, which loads
+    the keys once. Buffers: the output, float16 fragments of (tokens, query heads * dim); the queries of
+    `engine.kernels.gpu.prefill.rotate_prompt`; the tiles of `tile_prompt`; the prompt, int32 (2,): position and number
+    of tokens."""
+    h, dim, rows, warps, parts = heads, heads.dim, tiling.rows, tiling.warps, tiling.parts
+    chunks, tiles = dim // 16, tokens // (16 * rows)
+    blocks = h.shared_by * tiles // warps  # of a key head
+    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and h.shared_by * tiles % warps == 0
+
+    def kernel(out: UOp, queries: UOp, keys: UOp, values: UOp, prompt: UOp) -> UOp:
+        thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
+        part = UOp.special(parts, "lidx2") if parts > 1 else UOp.const(0)
+        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
+        unit = (blocks - 1 - block) * warps + warp  # the longest work starts first
+        head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
+        g, t = thread // 4, thread % 4
+        position, n = load_index(prompt, 0, h.length - CACHE_SLACK), load_index(prompt, 1, tokens + 1)
+        first, live = tile * 16, tile * 16 < n
+        # keys up to the last query's, in turns of all parts; the first `whole` turns need no mask for any query
+        turn = parts * tiling.steps
+        whole = live.where((position + first + 1) // (16 * turn), 0)
+        seen = (position + first + 16 * rows).minimum(position + n)
+        rest = live.where((seen + (16 * turn - 1)) // (16 * turn) - whole, 0)
+        q = [
+            [
+                load(queries, (((head * (tokens // 16) + tile + r) * chunks + c) * 32 + thread) * 8 + i)
+                for i in range(8)
+            ]
+            for r in range(rows)
+            for c in range(chunks)
+        ]
+
+        def scores(step: UOp, masked: bool) -> list[list[UOp]]:
+            """The scores of a thread's four neighbouring keys, for each of its rows of queries: row g of the first
+            tile, its row g + 8, row g of the second tile, and so on."""
+            pairs = []
+            for c in range(chunks):
+                index = tile_index(h, kv, step, c, thread)
+                pairs.append([load(keys, index + i) for i in range(8)])
+            result = []
+            for r in range(rows):
+                acc = [[f32(0)] * 4 for _ in (0, 1)]
+                for c in range(chunks):
+                    for half in (0, 1):
+                        acc[half] = wmma(q[r * chunks + c], pairs[c][half * 4 : half * 4 + 4], acc[half])
+                for side in (0, 1):
+                    four = [acc[e % 2][2 * side + e // 2] for e in range(4)]
+                    if masked:
+                        ahead = position + first + (16 * r + 8 * side) + g - (step * 16 + t * 4)
+                        four = [(ahead >= e).where(x, f32(LOWEST)) for e, x in enumerate(four)]
+                    result.append(four)
+            return result
+
+        lanes = warps * 32
+
+        def steps_of(loop: UOp) -> list[UOp]:
+            return [(loop * tiling.steps + k) * parts + part for k in range(tiling.steps)]
+
+        def maxima(own: Sequence[UOp]) -> list[UOp]:
+            """The largest value for each row among the four threads and all parts that share the row."""
+            n = len(own)
+            values = shared(parts * lanes * n, slot=0)
+            index = ((part * warps + warp) * 32 + thread) * n
+            values = values.after(UOp.group(*(at(values, index + r).store(x) for r, x in enumerate(own))))
+            others = [((k * warps + warp) * 32 + g * 4 + j) * n for k in range(parts) for j in range(4)]
+            return [maximum([load(values, other + r) for other in others]) for r in range(n)]
+
+        row_max: list[UOp] = []
+        for axis, (count, offset, masked) in enumerate(((whole, None, False), (rest, whole, True))):
+            loop = UOp.range(count, axis, AxisType.REDUCE)
+            all_scores = [scores(s, masked) for s in steps_of(loop if offset is None else loop + offset)]
+            largest = [maximum([x for s in all_scores for x in s[r]]) for r in range(2 * rows)]
+            row_max += [x.reduce(loop, arg=Ops.MAX) for x in largest]
+        unmasked_and_masked = zip(row_max[: 2 * rows], row_max[2 * rows :], strict=True)
+        top = maxima([a.alu(Ops.MAX, b) for a, b in unmasked_and_masked])
+
+        per_row = accumulators(dim) // 4
+        n_acc = rows * per_row * 4
+        ones = [f32(1).cast(F16)] * 4
+        acc = zeroed_registers(n_acc, 1)
+        for axis, (count, offset, masked) in enumerate(((whole, None, False), (rest, whole, True)), 2):
+            loop = UOp.range(count, axis, AxisType.REDUCE)
+            sums = [load(acc.after(loop), i) for i in range(n_acc)]
+            for step in steps_of(loop if offset is None else loop + offset):
+                s = scores(step, masked)
+                weights = [[(x - top[r]).exp2().cast(F16) for x in s[r]] for r in range(2 * rows)]
+                # a left tile's elements of a thread: two of row g, two of row g + 8, and the same again
+                lefts = [
+                    [weights[2 * r + side][k + i] for k in (0, 2) for side in (0, 1) for i in (0, 1)]
+                    for r in range(rows)
+                ]
+                for j in range(per_row):
+                    if j == per_row - 1:
+                        right = ones
+                    elif j % 2 == 0:
+                        index = tile_index(h, kv, step, j // 2, thread)
+                        pair = [load(values, index + i) for i in range(8)]
+                        right = pair[:4]
+                    else:
+                        right = pair[4:]
+                    for r in range(rows):
+                        k = (r * per_row + j) * 4
+                        sums[k : k + 4] = wmma(lefts[r], right, sums[k : k + 4])
+            acc = acc.after(UOp.group(*(at(acc, i).store(x) for i, x in enumerate(sums))).end(loop))
+        result = [load(acc, i) for i in range(n_acc)]
+        if parts > 1:
+            others = shared((parts - 1) * n_acc * lanes, slot=3)
+            lane = warp * 32 + thread
+            first_index = ((part - 1) * n_acc) * lanes + warp * 32 + thread
+            others = others.after(
+                UOp.group(
+                    *(at(others, first_index + i * lanes, part > 0).store(x) for i, x in enumerate(result))
+                )
+            )
+            result = [
+                chain([x, *(load(others, (k * n_acc + i) * lanes + lane) for k in range(parts - 1))])
+                for i, x in enumerate(result)
+            ]
+        stores = []
+        for r in range(rows):
+            sums = result[r * per_row * 4 : (r + 1) * per_row * 4]
+            factor = [sums[-4 + 2 * side].reciprocal() for side in (0, 1)]
+            for j in range(chunks):
+                for side in (0, 1):
+                    for e in range(4):
+                        value = sums[(2 * j + e % 2) * 4 + 2 * side + e // 2] * factor[side]
+                        token, column = (tile + r) * 16 + g + 8 * side, head * dim + j * 16 + t * 4 + e
+                        index = fragment_index(token, column, h.query * dim)
+                        ok = live if parts == 1 else live & part.eq(0)
+                        stores.append(at(out, index, ok).store(value.cast(F16)))
+        shape = f"{rows}_{warps}_{parts}_{tiling.steps}"
+        return finish(f"prefill_attend_{h.query}_{h.kv}_{dim}_{tokens}_{shape}", stores)
+
+    return kernel

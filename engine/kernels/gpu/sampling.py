@@ -1,0 +1,270 @@
+"""The last kernels of a decode step: they choose the next token on the device, so that the next step can start before
+the host has seen it.
+
+    greedy:   next_token
+    sampled:  [penalize] . leaders . ranked (three times) . draw
+
+A sampler keeps only the most probable tokens, so the `Shortlist` of the largest logits, in order, is enough. It is
+found without sorting the vocabulary: the k largest logits are in the k groups whose largest logits are the largest.
+`leaders` finds the largest logit of each group. `ranked` counts for each group how many groups come before it; a group
+with a low enough rank stores the largest logits of its subgroups at the place of that rank. The subgroups of the last
+level are single tokens, which end up sorted. Of equal logits the lower token comes first, as in
+`engine.model.sampling`, whose steps `draw` takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, Ops
+
+from engine.events import Sampling
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.matvec import LOWEST_LOGIT, argmax
+from engine.kernels.gpu.uops import (
+    F32,
+    I32,
+    INDEX,
+    LOG2_E,
+    after_store,
+    at,
+    chain,
+    f32,
+    finish,
+    load,
+    load_index,
+    maximum,
+    shared,
+    tree,
+)
+
+MAX_REPEAT_LAST_N = 1024
+_LANES = 32  # threads that rank a group
+_RUN = 16  # numbers that a thread adds for a prefix sum
+
+
+@functools.cache
+def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
+    """The most probable token, from the outs of `engine.kernels.gpu.matvec.Argmax`. Buffers: the state, int32 (2,):
+    token and position, which advances by one; the token after each position, int32 (context,); the largest logit of
+    each block, float32 (n_blocks,), and its row, int32 (n_blocks,)."""
+    each = -(-n_blocks // threads)
+    warps = threads // 32
+
+    def kernel(state: UOp, history: UOp, block_max: UOp, block_row: UOp) -> UOp:
+        thread = UOp.special(threads, "lidx0")
+        pairs = []
+        for j in range(each):
+            k = thread * each + j
+            ok = k < n_blocks
+            pairs.append((ok.where(load(block_max, k, ok), f32(LOWEST_LOGIT)), load(block_row, k, ok)))
+        value, row = argmax(pairs)
+        for slot, width in ((0, threads), (2, 32)):
+            values, rows = shared(width, slot), shared(width, slot + 1, I32)
+            ok = thread < width
+            store = UOp.group(at(values, thread, ok).store(value), at(rows, thread, ok).store(row))
+            values, rows = values.after(store), rows.after(store)
+            if slot == 0:
+                ok = thread < 32
+                pairs = [
+                    (load(values, thread * warps + k, ok), load(rows, thread * warps + k, ok))
+                    for k in range(warps)
+                ]
+            else:
+                pairs = [(load(values, k), load(rows, k)) for k in range(32)]
+            value, row = argmax(pairs)
+        first = thread.eq(0)
+        position = load(state, 1)
+        return finish(
+            "next_token",
+            [
+                at(state, 0, first).store(row),
+                at(state, 1, first).store(position + UOp.const(1, I32)),
+                at(history, load_index(state, 1, context), first).store(row),
+            ],
+        )
+
+    return kernel
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """The `length` largest of `vocab` logits. Level i of the search has groups of `spans[i]` tokens."""
+
+    vocab: int
+    length: int = 256
+    spans: tuple[int, ...] = (64, 8, 1)
+
+    def __post_init__(self) -> None:
+        assert self.spans[-1] == 1 and self.length % _RUN == 0
+        assert all(self.entries(level) % _LANES == 0 for level in range(len(self.spans)))
+
+    def entries(self, level: int) -> int:
+        """Groups to rank at a level; after the last level, tokens of the list. A multiple of 32, so some groups may be
+        beyond the vocabulary; their logits count as the lowest."""
+        if not level:
+            return -(-self.vocab // (self.spans[0] * _LANES)) * _LANES
+        return min(self.length, self.entries(level - 1)) * self.parts(level - 1)
+
+    def parts(self, level: int) -> int:
+        """Subgroups of a group at a level."""
+        return self.spans[level] // self.spans[level + 1] if level + 1 < len(self.spans) else 1
+
+    def suffices(self, sampling: Sampling) -> bool:
+        """Whether the list is certain to contain all tokens that `sampling` keeps."""
+        few = sampling.temperature == 0 or 0 < sampling.top_k <= self.length
+        return few and (sampling.repeat_penalty == 1 or sampling.repeat_last_n <= MAX_REPEAT_LAST_N)
+
+
+def settings_of(sampling: Sampling) -> NDArray[np.float32]:
+    """The settings that `draw` and `penalize` read, float32 (6,): top_k, top_p, log2(min_p), log2(e) / temperature,
+    repeat_penalty and repeat_last_n. Greedy sampling is a top_k of 1."""
+    s, greedy = sampling, sampling.temperature == 0
+    top_k = 1 if greedy else s.top_k
+    log_min_p = np.log2(s.min_p) if s.min_p > 0 else LOWEST_LOGIT
+    slope = 1.0 if greedy else LOG2_E / s.temperature
+    return np.asarray([top_k, s.top_p, log_min_p, slope, s.repeat_penalty, s.repeat_last_n], np.float32)
+
+
+@functools.cache
+def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N) -> Kernel:
+    """Lowers the logits of recent tokens: divides positive ones by the penalty and multiplies negative ones. Buffers:
+    the logits, float32 (vocab,); the settings (`settings_of`); the state, int32 (2,): token and position; the tokens so
+    far, int32 (context + 1,)."""
+
+    def kernel(logits: UOp, settings: UOp, state: UOp, tokens: UOp) -> UOp:
+        i = UOp.special(recent, "lidx0")
+        seen = load_index(state, 1, context) + 1
+        n = seen.minimum(load(settings, 5).cast(I32).cast(INDEX))
+        token_i = load(tokens, (seen - n + i).minimum(context))
+        # a token that occurs several times is penalized once, by the thread of its last occurrence
+        later = UOp.range((n - i - 1).maximum(0), 0, AxisType.REDUCE)
+        is_same = load(tokens, seen - n + i + 1 + later).eq(token_i)
+        n_later = is_same.where(f32(1), f32(0)).reduce(later, arg=Ops.ADD)
+        counts = after_store(shared(recent, slot=0), i, (i < n).where(n_later, f32(1)))
+        is_last = load(counts, i) < f32(0.5)
+        token = token_i.maximum(0).minimum(vocab - 1).cast(INDEX)
+        x, penalty = load(logits, token), load(settings, 4)
+        smaller = (x > f32(0)).where(x / penalty, x * penalty)
+        return finish(f"penalize_{vocab}", [at(logits, token, is_last).store(smaller)])
+
+    return kernel
+
+
+@functools.cache
+def leaders(shortlist: Shortlist) -> Kernel:
+    """The largest logit of each group of the first level. Buffers: these, float32 (entries(0),); the logits, float32
+    (vocab,)."""
+
+    def kernel(out: UOp, logits: UOp) -> UOp:
+        blocks = shortlist.entries(0) // _LANES
+        group = UOp.special(blocks, "gidx0") * _LANES + UOp.special(_LANES, "lidx0")
+        span = shortlist.spans[0]
+        largest = _largest(logits, group * span, span, shortlist.vocab)
+        return finish(f"leaders_{shortlist.vocab}", [at(out, group).store(largest)])
+
+    return kernel
+
+
+@functools.cache
+def ranked(shortlist: Shortlist, level: int, items: int = 8) -> Kernel:
+    """Sorts the groups of a level by their largest logits, and finds the largest logit of each subgroup of the first
+    ones. Buffers: these logits, float32 (entries(level + 1),); the numbers of the subgroups, int32 (the same size),
+    which at the last level are tokens; the groups' largest logits, float32 (entries(level),); the groups' numbers,
+    int32, except at level 0, whose groups are all groups in order; the logits, float32 (vocab,), except at the last
+    level."""
+    first, last = level == 0, level == len(shortlist.spans) - 1
+    n, parts = shortlist.entries(level), shortlist.parts(level)
+    span = shortlist.spans[level] // parts
+
+    def kernel(out: UOp, out_ids: UOp, values: UOp, *rest: UOp) -> UOp:
+        ids, logits = None if first else rest[0], None if last else rest[-1]
+        lane, slot = UOp.special(_LANES, "lidx0"), UOp.special(items, "lidx1")
+
+        def entry(i: UOp) -> tuple[UOp, UOp]:
+            return load(values, i), i.cast(I32) if ids is None else load(ids, i)
+
+        own, own_id = entry(UOp.special(n // items, "gidx0") * items + slot)
+        loop = UOp.range(n // _LANES, 0, AxisType.REDUCE)
+        value, id_ = entry(loop * _LANES + lane)
+        precedes = (value > own) | (value.eq(own) & (id_ < own_id))
+        count = precedes.where(f32(1), f32(0)).reduce(loop, arg=Ops.ADD)
+        counts = after_store(shared(items * _LANES, slot=0), slot * _LANES + lane, count)
+        rank = tree([load(counts, slot * _LANES + k) for k in range(_LANES)]).cast(I32).cast(INDEX)
+        part = lane % parts  # lanes beyond the parts store the same values again
+        id_ = own_id.cast(INDEX) * parts + part
+        value = own if logits is None else _largest(logits, id_ * span, span, shortlist.vocab)
+        index, ok = rank * parts + part, rank < shortlist.length
+        stores = [at(out, index, ok).store(value), at(out_ids, index, ok).store(id_.cast(I32))]
+        return finish(f"ranked_{level}_{shortlist.vocab}", stores)
+
+    return kernel
+
+
+@functools.cache
+def draw(shortlist: Shortlist, context: int) -> Kernel:
+    """Filters the sorted tokens by the settings and draws one. Buffers: the state, int32 (2,): token and position,
+    which advances by one; the token after each position, int32 (context,); the tokens so far, int32 (context + 1,); the
+    sorted logits, float32, and their tokens, int32; the settings (`settings_of`); a uniform random number in [0, 1) for
+    each position, float32 (context,)."""
+    n = shortlist.entries(len(shortlist.spans))
+
+    def kernel(
+        state: UOp, history: UOp, tokens: UOp, values: UOp, ids: UOp, settings: UOp, uniforms: UOp
+    ) -> UOp:
+        i = UOp.special(n, "lidx0")
+        log_ratio = load(values, i) - load(
+            values, 0
+        )  # to the most probable token's probability, natural logarithm
+        top_k, top_p, log_min_p, slope = (load(settings, k) for k in range(4))
+        # all threads read the position through this number before one of them advances the state
+        first = i.eq(0)
+        uniform = after_store(
+            shared(1, slot=0), 0, load(uniforms, load_index(state, 1, context), first), first
+        )
+        in_top_k = i.cast(F32) < top_k
+        up_to, total = _prefix_sums(in_top_k.where((log_ratio * f32(LOG2_E)).exp2(), f32(0)), i, n, 1)
+        before = first.where(f32(0), load(up_to, (i - 1).maximum(0)))
+        in_top_p = (before < top_p * total) | (top_p >= f32(1))
+        kept = in_top_k & in_top_p & (log_ratio * f32(LOG2_E) >= log_min_p)
+        up_to, total = _prefix_sums(kept.where((log_ratio * slope).exp2(), f32(0)), i, n, 4)
+        goal = load(uniform, 0) * total
+        chosen = (first | (load(up_to, (i - 1).maximum(0)) <= goal)) & (goal < load(up_to, i))
+        token, position = load(ids, i), load_index(state, 1, context)
+        stores = [
+            at(tokens, position + 1, chosen).store(token),
+            at(history, position, chosen).store(token),
+            at(state, 0, chosen).store(token),
+            at(state, 1, chosen).store((position + 1).cast(I32)),
+        ]
+        return finish(f"draw_{n}", stores)
+
+    return kernel
+
+
+def _largest(logits: UOp, start: UOp, count: int, vocab: int) -> UOp:
+    """The largest of `count` logits from `start` on; the lowest value if all are beyond the vocabulary."""
+    inside = [start + j < vocab for j in range(count)]
+    values = (ok.where(load(logits, start + j, ok), f32(LOWEST_LOGIT)) for j, ok in enumerate(inside))
+    return maximum(list(values))
+
+
+def _prefix_sums(value: UOp, i: UOp, n: int, slot: int) -> tuple[UOp, UOp]:
+    """The sums of the values of the first i + 1 of n threads, in shared memory, and the sum of all. Rounding does not
+    make them decrease. Uses the slots `slot` to `slot + 2`."""
+    values = after_store(shared(n, slot), i, value)
+    run = i // _RUN
+    in_run = chain(
+        (i % _RUN >= k).where(load(values, run * _RUN + k), f32(0)) if k else load(values, run * _RUN)
+        for k in range(_RUN)
+    )
+    sums = after_store(shared(n, slot + 1), i, in_run)
+    offset, so_far = f32(0), load(sums, _RUN - 1)
+    for k in range(1, n // _RUN):
+        offset = run.eq(k).where(so_far, offset)
+        so_far = so_far + load(sums, k * _RUN + _RUN - 1)
+    return after_store(shared(n, slot + 2), i, offset + in_run), so_far

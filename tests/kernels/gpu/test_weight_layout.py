@@ -1,0 +1,29 @@
+"""Integers packed in words, and the bytes of matrices."""
+
+import numpy as np
+import pytest
+
+from engine.kernels.gpu.bit_packing import BitPacking
+from engine.kernels.gpu.weight_layout import WeightLayout
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_every_bit_of_a_word_belongs_to_one_integer(bits):
+    packing = BitPacking(bits)
+    seen = np.zeros((packing.words, 32), int)
+    for j in range(packing.period):
+        fields = packing.fields(j)
+        assert sum(field.n for field in fields) == bits
+        for word, low, n, _ in fields:
+            seen[word, low : low + n] += 1
+        assert packing.position(j) + bits <= 24  # a float's significand
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize(
+    "ggml_type, limit", [(2, 1), (3, 1), (6, 1), (7, 1), (8, 1), (12, 1.03), (13, 1.03), (14, 1)]
+)
+def test_the_bytes_of_a_matrix_are_the_files(ggml_type, limit):
+    layout = WeightLayout(ggml_type)
+    stored = 4096 // layout.format.block * layout.format.block_bytes
+    assert layout.n_bytes(1, 4096) <= limit * stored
