@@ -84,20 +84,20 @@ def decode_attention(position, split, normed):
     close(stored, k, 1e-3)
 
 
-def attention_whole():
+def check_one_block_a_head() -> None:
     """One block a head: nothing cached, less than a tile, several tiles."""
     for position in (0, 5, 70):
         decode_attention(position, Split(128, 1, 1, 64, 2, 4), normed=False)
     decode_attention(9, Split(128, 1, 1, 64, 2, 4), normed=True)
 
 
-def attention_split():
+def check_several_blocks_a_head() -> None:
     """Several blocks a head, some of them without tokens, two heads to a block; more values ahead than weights."""
     for position in (3, 130):
         decode_attention(position, Split(256, 3, 2, 64, 2, 4), normed=True)
 
 
-def attention_on_tensor_cores():
+def check_tensor_cores() -> None:
     """As above: one round and several, blocks that share heads or the values' dimensions, parts without tokens."""
     decode_attention(0, FlashSplit(64, 1, 2, 2, 2), normed=False)
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), normed=True)
@@ -106,7 +106,7 @@ def attention_on_tensor_cores():
     decode_attention(70, FlashSplit(128, 3, 2, 2, 1), normed=True)
 
 
-def prefill_attention():
+def check_prompt_attention() -> None:
     """A prompt's queries and keys rotated and put away, and its causal attention over what came before too."""
     attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18)
     # keys that all queries see and keys that they do not, a row unused

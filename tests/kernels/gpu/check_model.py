@@ -20,7 +20,7 @@ from tests import generated_model
 from tests.reference import Reference, divergence
 
 
-def model():
+def check_decode_steps() -> None:
     """Whole decode steps, one of them launched ahead of being asked for and then not wanted, one that draws."""
     shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
     tokens = [3, 77]
@@ -38,7 +38,7 @@ def model():
     assert divergence(wanted[1], runner.logits()) < 1e-6
 
 
-def profiled_prefill():
+def check_profile_of_a_prompt() -> None:
     """What the kernels of a prompt are for and must move, of 8 tokens after 24."""
     heads, tokens, position, padded = 2, 8, 24, 64
     shape = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": heads, "ffn": 64}

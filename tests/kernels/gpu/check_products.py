@@ -28,7 +28,7 @@ from tests.kernels.gpu.buffers import (
 )
 
 
-def formats():
+def check_every_type() -> None:
     """Every type: most in a shape that fits its schedule, some with threads, rows and columns left over."""
     ragged = {6: (3, 96), 14: (3, 256), 1: (3, 72)}
     for ggml_type in (*QUANTIZED, *FLOATS):
@@ -47,7 +47,7 @@ def formats():
         close(out.numpy(), weights.astype(np.float64) @ x)
 
 
-def epilogues():
+def check_epilogues() -> None:
     """What products are followed by, and what they are preceded by."""
     layout, cols, rows, eps = WeightLayout(8), 256, 64, 1e-5
     planes, weights = packed(8, rows, cols)
@@ -106,7 +106,7 @@ def epilogues():
     assert state.numpy().tolist() == [y.argmax(), 3] and history.numpy()[2] == y.argmax()
 
 
-def mixtures():
+def check_matrices_of_several_types() -> None:
     """Matrices of several types in one product: whole blocks and not, of one scaling and of two, one loop or more."""
     cols = 256
     x = rng.standard_normal(cols).astype(np.float32)
@@ -130,7 +130,7 @@ def mixtures():
         assert best_row.numpy()[best.numpy().argmax()] == y.argmax()
 
 
-def embedding():
+def check_embedding() -> None:
     """A row of each kind of layout begins the stream; the angles of its position come along."""
     for ggml_type in (6, 12, 14, 1):
         layout, vocab, cols, half, context = WeightLayout(ggml_type), 3, 256, 4, 8
@@ -152,7 +152,7 @@ def embedding():
         assert np.array_equal(angles.numpy(), np.concatenate([t[5] for t in tables]))
 
 
-def prefill_products():
+def check_prompt_products() -> None:
     """Tensor-core products of types whose quarters differ, cut and whole, fewer tokens than the tile."""
     tokens, n = 16, 11
     for ggml_type, rows, cols in ((8, 24, 256), (6, 16, 256), (12, 16, 256), (14, 16, 256), (0, 16, 64)):
@@ -177,7 +177,7 @@ def prefill_products():
         close(out.numpy()[place], gate / (1 + np.exp(-gate)) * up, 2e-3)
 
 
-def rule():
+def check_any_shape_has_a_schedule() -> None:
     """Any shape has a schedule, and any attention a cut whose blocks have room in shared memory."""
     for query, kv, dim in (
         (32, 8, 64),

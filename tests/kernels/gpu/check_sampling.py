@@ -37,7 +37,7 @@ def drawn_tokens(sampling, logits, previous, numbers, shortlist, context=16):
     return drawn, left.numpy()
 
 
-def sampling():
+def check_sampling() -> None:
     """Tokens drawn by kernels are the host's: numbers on either side of each boundary between two tokens tell that
     the same ones are kept with the same probabilities, to 1e-4."""
     vocab = 150

@@ -1,14 +1,16 @@
 """Runs checks of GPU kernels and prints a line for each, in JSON: {"check": name, "error": traceback or ""}.
 
-    DEV=TEGRA+NV python -m tests.kernels.gpu.run_checks CHECK...            compiled C on the simulated board, with the
-                                                                          warps of a block in both orders
-    DEV=PYTHON::sm_90 python -m tests.kernels.gpu.run_checks CHECK...       tinygrad's emulator, which needs no compiler
+    DEV=... python -m tests.kernels.gpu.run_checks MODULE.CHECK...
+
+DEV=TEGRA+NV is compiled C on the simulated board, with the warps of a block in both orders. DEV=PYTHON::sm_90 is
+tinygrad's emulator, which needs no compiler.
 
 One process runs them all: they share the kernels that pack matrices. It is none of pytest's, since a process has one
 default device.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -59,12 +61,10 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
 def main(*names: str) -> None:
     is_on_board = os.environ["DEV"].endswith("NV")
     with simulated_board() if is_on_board else contextlib.nullcontext():
-        from tests.kernels.gpu import check_attention, check_model, check_products, check_sampling
-
-        modules = (check_attention, check_model, check_products, check_sampling)
         for name in names:
-            check = next(getattr(module, name) for module in modules if hasattr(module, name))
-            print(json.dumps({"check": name, "error": run(check, is_on_board)}), flush=True)
+            module, _, function = name.partition(".")
+            check = getattr(importlib.import_module(f"tests.kernels.gpu.{module}"), function)
+            print(json.dumps({"check": function, "error": run(check, is_on_board)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,29 +7,22 @@ runs them.
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.driver.compiler import compiler
 from tests.paths import ROOT
 
-CHECKS = (
-    "formats",
-    "embedding",
-    "epilogues",
-    "mixtures",
-    "prefill_products",
-    "attention_whole",
-    "attention_split",
-    "attention_on_tensor_cores",
-    "prefill_attention",
-    "sampling",
-    "model",
-    "profiled_prefill",
-    "rule",
-)
+CHECKS = {
+    name: file.stem
+    for file in sorted(Path(__file__).parent.glob("check_*.py"))
+    for name in re.findall(r"^def (check_\w+)\(", file.read_text(), re.MULTILINE)
+}
+"""The functions to run, and their modules."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +30,8 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     """The error of each check that was selected, "" for one that passes."""
     selected = [item.callspec.params["check"] for item in request.session.items if item.path == request.path]
     device = "TEGRA+NV" if compiler() else "PYTHON::sm_90"
-    command = [sys.executable, "-m", "tests.kernels.gpu.run_checks", *selected]
+    checks = [f"{CHECKS[name]}.{name}" for name in selected]
+    command = [sys.executable, "-m", "tests.kernels.gpu.run_checks", *checks]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"DEV": device}, capture_output=True, text=True)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr[-3000:]
