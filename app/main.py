@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from app.cli import options
-from engine.errors import OrinError, UsageError
+from engine.errors import BackendError, OrinError, UsageError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -174,6 +174,8 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     comparison = compare_with_llama_server(_local_engine(configuration), llama_server, api_key=key)
     code = asyncio.run(run(comparison, request, output))
     sys.stdout.write(report(comparison.view(), as_json=args.json))
+    if code == 0 and comparison.view().right.problem:  # the report gives the reason
+        raise BackendError("There is no comparison: llama.cpp did not answer.")
     return code
 
 

@@ -12,6 +12,7 @@ from tests import generated_model
 from tests.app.comparison.test_comparison_engine import CACHE
 from tests.peers.fake_server import FakeServer, sse
 
+LONG = "why? " * 30  # long enough for a prefill rate
 pytestmark = pytest.mark.usefixtures("home")
 
 
@@ -98,20 +99,24 @@ def model(tmp_path, monkeypatch):
 
 
 def test_llama_cpp_answers_too(model, llama_server, capsys):
-    assert main([*model, "--llama-server", llama_server, "why?"]) == 0
+    assert main([*model, "--llama-server", llama_server, LONG]) == 0
     out = capsys.readouterr().out
     assert "orin-chat" in out and "llama.cpp" in out
     assert out.count("tok/s") == 4
     assert "in turn · greedy" in out
 
-    assert main([*model, "--llama-server", llama_server, "--json", "why?"]) == 0
+    assert main([*model, "--llama-server", llama_server, "--json", LONG]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["event"] for event in events[-2:]] == ["finished", "comparison"]
     assert events[-1]["left"]["decode"] > 0 and events[-1]["right"]["decode"] > 0
 
 
-def test_without_llama_cpp_ours_answers_all_the_same(model, capsys):
-    assert main([*model, "--llama-server", "/nowhere/llama-server", "why?"]) == 0
-    out = capsys.readouterr().out
+def test_without_llama_cpp_ours_answers_all_the_same_and_the_exit_code_says_so(model, capsys):
+    assert main([*model, "--llama-server", "/nowhere/llama-server", LONG]) == 4
+    out, err = capsys.readouterr()
     assert "llama.cpp: There is no program /nowhere/llama-server. Install llama.cpp" in out
     assert out.count("tok/s") == 2
+    assert err == "orin-chat: There is no comparison: llama.cpp did not answer.\n"
+    assert main([*model, "--llama-server", "/nowhere/llama-server", "--json", LONG]) == 4
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events[-3:]] == ["finished", "comparison", "failed"]
