@@ -118,7 +118,7 @@ class DecodeKernels:
         first = model.layers[0]
         stream = self._stream(max(first.down.n_blocks, UNIT // QUARTER), first.qkv, 0)
         kernel = embed(
-            model.embedding.only.layout,
+            model.embedding.single_matrix.layout,
             config.vocab,
             config.dim,
             stream.n_parts,
@@ -132,7 +132,7 @@ class DecodeKernels:
         return stream
 
     def _gate_and_up(self, step: KernelSequence, layer: Layer, stream: ResidualStream) -> None:
-        prescale = self._prescales.of(layer.down.only.layout)
+        prescale = self._prescales.of(layer.down.single_matrix.layout)
         if len(layer.gate_up.matrices) == 1:
             self._multiply_normed(
                 step, layer.gate_up, stream, SwiGLU(), [self._activated], [prescale], "gate_up"
@@ -143,7 +143,7 @@ class DecodeKernels:
 
     def _attention(self, step: KernelSequence, layer: Layer, split: Split | FlashSplit) -> None:
         norms = [] if layer.head_norms is None else [layer.head_norms]
-        prescale = self._prescales.of(layer.o.only.layout)
+        prescale = self._prescales.of(layer.o.single_matrix.layout)
         ins = [layer.keys, layer.values, self._qkv, self._angles, self.state, *norms]
         flash = isinstance(split, FlashSplit)
         kernel = flash_attention(self._heads, split) if flash else attention(self._heads, split)

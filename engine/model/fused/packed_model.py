@@ -57,7 +57,7 @@ class Product:
         self.schedule = best_schedule(self.stack)
 
     @property
-    def only(self) -> Matrix:
+    def single_matrix(self) -> Matrix:
         """The matrix of a product that has one."""
         (matrix,) = self.matrices
         return matrix

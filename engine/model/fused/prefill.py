@@ -43,7 +43,7 @@ class PrefillKernels:
         queries = self._buffer("queries", tokens * query_size, dtypes.float16)
         attended = self._buffer("attended", fragments_size(tokens, query_size), dtypes.float16)
         activated = self._buffer("activated", fragments_size(tokens, config.ffn), dtypes.float16)
-        embed = embed_prompt(model.embedding.only.layout, tokens, config.vocab, dim)
+        embed = embed_prompt(model.embedding.single_matrix.layout, tokens, config.vocab, dim)
         step.add(embed, h, self.ids, *model.embedding.planes)
 
         def product(part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
@@ -77,10 +77,10 @@ class PrefillKernels:
             attend = attend_prompt(heads, tokens, prompt_tiling(heads, tokens))
             step.add(tile_prompt(heads, multiprocessors()), *self.past, layer.keys, layer.values, self.prompt)
             step.add(attend, attended, queries, *self.past, self.prompt)
-            pending.append(product(layer.o.only, attended, "o"))
+            pending.append(product(layer.o.single_matrix, attended, "o"))
             norm(layer.norms[1])
             if len(layer.gate_up.matrices) == 1:
-                part = layer.gate_up.only
+                part = layer.gate_up.single_matrix
                 tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), True)
                 kernel = matmul(part.layout, tokens, part.rows, part.cols, tiles, True, "gate_up")
                 step.add(kernel, activated, x, self.prompt, *part.planes)
@@ -88,7 +88,7 @@ class PrefillKernels:
                 runs = [product(p, x, f"gate_up{i}") for i, p in enumerate(layer.gate_up.matrices)]
                 (gate, a), (up, b) = runs
                 step.add(activate_prompt(tokens, config.ffn, (a, b)), activated, gate, up)
-            pending.append(product(layer.down.only, activated, "down"))
+            pending.append(product(layer.down.single_matrix, activated, "down"))
         return step
 
     @property
