@@ -62,7 +62,7 @@ class ComparisonPane(Vertical, can_focus=True):
     ComparisonPane:focus AnswerText > .heading { background: $primary 25%; }
     """
     FOCUS_ON_CLICK = False  # a click must not take the keys from the prompt
-    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
+    BINDINGS = [
         Binding("r", "post('Again')", "Ask both again"),
         Binding("t", "post('ModeChanged')", "In turn, or together"),
         Binding("escape", "post('Closed')", "Close the comparison"),

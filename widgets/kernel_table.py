@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual.binding import Binding
 from textual.message import Message
 from textual.reactive import reactive
@@ -19,7 +21,7 @@ class KernelTable(Pane[KernelProfiles]):
 
     BORDER_TITLE = "kernels"
     can_focus = True
-    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
+    BINDINGS = [
         Binding("up", "move(-1)", show=False),
         Binding("down", "move(1)", show=False),
         Binding("enter", "source", "Source and options", show=False),
@@ -35,19 +37,17 @@ class KernelTable(Pane[KernelProfiles]):
     step: reactive[Step] = reactive("decode")
     chosen: reactive[int] = reactive(0)
 
+    @dataclass
     class SourceRequested(Message):
-        """The user wants to see the source of `kernel`."""
+        """The user wants to see the source of a kernel."""
 
-        def __init__(self, kernel: KernelTime) -> None:
-            super().__init__()
-            self.kernel = kernel
+        kernel: KernelTime
 
+    @dataclass
     class ProfileRequested(Message):
-        """The user wants `step` to be measured."""
+        """The user wants a step to be measured."""
 
-        def __init__(self, step: Step) -> None:
-            super().__init__()
-            self.step = step
+        step: Step
 
     def __init__(self) -> None:
         super().__init__()

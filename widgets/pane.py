@@ -20,7 +20,7 @@ class Pane(Widget, Generic[Data]):
     """Shows the lines that `draw` makes of `data`. They are made again only if the data, the size or the theme has
     changed, since several panes are on the screen while tokens arrive."""
 
-    COMPONENT_CLASSES = {  # noqa: RUF012 (declared so by Textual)
+    COMPONENT_CLASSES = {
         "pane--strong", "pane--dim", "pane--value", "pane--hatched", "pane--line", "pane--warning",
         "pane--selected",
     }  # fmt: skip

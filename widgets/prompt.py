@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from textual import _ansi_sequences, events
@@ -44,12 +45,11 @@ class Prompt(OrderedTextArea):
     }
     """
 
+    @dataclass
     class Submitted(Message):
         """The user sends `text`, which is not blank. It stays in the box until `Prompt.sent`."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        text: str
 
     def __init__(self, placeholder: str = "") -> None:
         super().__init__(

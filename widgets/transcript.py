@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from rich.segment import Segment
@@ -33,7 +34,7 @@ _TOP = 1
 class Transcript(ScrollView, can_focus=False):
     """Shows turns, follows the last one while it grows, and lets go when the user scrolls up."""
 
-    COMPONENT_CLASSES = {  # noqa: RUF012 (declared so by Textual)
+    COMPONENT_CLASSES = {
         "em", "strong", "s", "code_inline", "heading", "heading1", "bullet", "quote", "table_header",
         "prompt", "prompt_bar",
     }  # fmt: skip
@@ -56,12 +57,11 @@ class Transcript(ScrollView, can_focus=False):
     }
     """
 
+    @dataclass
     class LinkClicked(Message):
         """The user clicked a link in a reply; `address` is cleaned, and nothing has been done about it."""
 
-        def __init__(self, address: str) -> None:
-            super().__init__()
-            self.address = address
+        address: str
 
     def __init__(self) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class ChatApp(EngineActions):
     .-tiny Prompt { margin: 0; }
     .-tiny Transcript { padding: 0; }
     """
-    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
+    BINDINGS = [
         *(
             Binding(action.key, action.name, action.title, show=False, priority=action.name in PRIORITY)
             for action in ACTIONS
@@ -89,8 +89,8 @@ class ChatApp(EngineActions):
         Binding("ctrl+home", "scroll_to_start", show=False, priority=True),
         Binding("ctrl+end", "scroll_to_end", show=False, priority=True),
     ]
-    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (TINY_WIDTH, "-narrow"), (WIDE_WIDTH, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (24, "-medium"), (34, "-tall")]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (TINY_WIDTH, "-narrow"), (WIDE_WIDTH, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (24, "-medium"), (34, "-tall")]
 
     def __init__(
         self,
@@ -110,11 +110,8 @@ class ChatApp(EngineActions):
         self.history = history
         self.setup = setup
         self.column = ChatColumn(clock)
-        self.prompt, self.transcript, self.notice = (
-            self.column.prompt,
-            self.column.transcript,
-            self.column.notice,
-        )
+        self.prompt, self.transcript = self.column.prompt, self.column.transcript
+        self.notice = self.column.notice
         self.session = Session(
             engine,
             history,
@@ -391,10 +388,10 @@ class ChatApp(EngineActions):
         blocks = (block for reply in replies for block in reversed(code_blocks(clean(reply.content))))
         self._copy(next(blocks, ""), "the code block", "There is no code block to copy yet")
 
-    def _copy(self, text: str, what: str, nothing: str = "") -> None:
+    def _copy(self, text: str, name: str, nothing: str = "") -> None:
         if text:
             self.copy_to_clipboard(text)
-        self.notice(f"Copied {what} ({len(text):,} characters)" if text else nothing)
+        self.notice(f"Copied {name} ({len(text):,} characters)" if text else nothing)
 
     def copy_to_clipboard(self, text: str) -> None:
         super().copy_to_clipboard(text)

@@ -23,7 +23,7 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
     PLACEHOLDER = "Search in all messages"
     EMPTY = "No chats yet."
     NOTHING_FOUND = "No message has these words."
-    BINDINGS = [Binding("f2", "rename", "Rename", priority=True)]  # noqa: RUF012 (declared so by Textual)
+    BINDINGS = [Binding("f2", "rename", "Rename", priority=True)]
 
     def __init__(self, history: History, current: int | None) -> None:
         """`current` is the id of the open chat (None: a new one)."""

@@ -21,8 +21,8 @@ class EditPage(Page[str | None]):
     EditPage.-low TextArea, EditPage.-low TextArea:focus { margin: 0; }
     EditPage #problem { height: auto; max-height: 4; color: $text-warning; }
     """
-    VERTICAL_BREAKPOINTS = [(0, "-low"), (14, "-high")]  # noqa: RUF012 (declared so by Textual)
-    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (14, "-high")]
+    BINDINGS = [
         Binding("escape", "leave", "Close"),
         Binding("ctrl+s", "save", "Save"),
     ]

@@ -22,8 +22,8 @@ class HelpScreen(Page[None]):
     HelpScreen.-stacked .help { padding-left: 2; }
     HelpScreen .key { text-style: bold; color: $text-primary; }
     """
-    HORIZONTAL_BREAKPOINTS = [(0, "-stacked"), (60, "-columns")]  # noqa: RUF012 (declared so by Textual)
-    BINDINGS = [Binding("escape,f1,q,enter", "dismiss", "Close")]  # noqa: RUF012 (declared so by Textual)
+    HORIZONTAL_BREAKPOINTS = [(0, "-stacked"), (60, "-columns")]
+    BINDINGS = [Binding("escape,f1,q,enter", "dismiss", "Close")]
 
     def compose(self) -> ComposeResult:
         actions = tuple((key_label(action.key), action.help) for action in ACTIONS)

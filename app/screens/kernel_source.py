@@ -18,7 +18,7 @@ class KernelScreen(Page[None]):
     KernelScreen > Frame { width: 120; height: 90%; }
     KernelScreen .figures { height: auto; margin-bottom: 1; }
     """
-    BINDINGS = [("escape,q,enter", "dismiss", "Close")]  # noqa: RUF012 (declared so by Textual)
+    BINDINGS = [("escape,q,enter", "dismiss", "Close")]
 
     def __init__(self, kernel: KernelTime) -> None:
         super().__init__()

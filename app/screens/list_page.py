@@ -34,7 +34,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     ListPage .line.-shown { display: block; }
     ListPage #question { color: $text-warning; }
     """
-    BINDINGS = [  # noqa: RUF012 (declared so by Textual)
+    BINDINGS = [
         Binding("escape", "back", "Close", priority=True),
         Binding("up", "move(-1)", priority=True),
         Binding("down", "move(1)", priority=True),

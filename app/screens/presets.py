@@ -22,7 +22,7 @@ class PresetsScreen(ListPage[PresetListing, str | None]):
     KEYS = "Enter chooses · Esc closes · F2 edits, as your own · Del deletes your own"
     PLACEHOLDER = "Search"
     EMPTY = NOTHING_FOUND = "No preset has these words."
-    BINDINGS = [Binding("f2", "edit", "Edit", priority=True)]  # noqa: RUF012 (declared so by Textual)
+    BINDINGS = [Binding("f2", "edit", "Edit", priority=True)]
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class PresetsScreen(ListPage[PresetListing, str | None]):
 
     def find(self, text: str) -> list[PresetListing]:
         words = text.lower().split()
-        found = ((f"{preset.entry.name} {preset.title}".lower(), preset) for preset in self.setup.listings())
-        return [preset for name, preset in found if all(word in name for word in words)]
+        titles = ((f"{preset.entry.name} {preset.title}".lower(), preset) for preset in self.setup.listings())
+        return [preset for title, preset in titles if all(word in title for word in words)]
 
     def line(self, preset: PresetListing) -> Content:
         """The name and the title; below, the speeds or why it does not work."""

@@ -14,9 +14,7 @@ HIGHLIGHT_LIMIT_CHARS = 20_000
 class CodeTheme(HighlightTheme):
     """Textual's, without its underlines: in a terminal those are links."""
 
-    STYLES = {  # noqa: RUF012 (declared so by Textual)
-        kind: style.replace(" underline", "") for kind, style in HighlightTheme.STYLES.items()
-    }
+    STYLES = {kind: style.replace(" underline", "") for kind, style in HighlightTheme.STYLES.items()}
 
 
 def code_lines(code: str, info: str) -> list[Content]:
