@@ -11,7 +11,7 @@ from app.chat.speed_history import ModelRecord, model_records
 from engine.catalog import cache
 from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name
-from engine.errors import ModelFileError, OrinError, UsageError
+from engine.errors import ModelFileError, OrinError
 from engine.formats.gguf import GGUF
 from engine.model import file_summary
 from engine.model.config import ModelConfig
@@ -57,7 +57,7 @@ def not_here(present: list[Entry], names: Mapping[str, str] = {}) -> list[Entry]
     sources = {entry.source for entry in present}
     missing: dict[Source, Entry] = {}
     for name in (*names, *(model.name for model in known_models())):
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(ModelFileError):
             source = parse(name, names)
             if source not in sources and not isinstance(source, Path):
                 quantization = source.quantization if isinstance(source, HubModel) else quantization_of(name)
@@ -95,7 +95,7 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
 
 
 def source_of(name: str, names: Mapping[str, str] = {}) -> tuple[Source, Path | None]:
-    """The source that `name` stands for, and its file on this machine (None: not downloaded). Raises UsageError."""
+    """The source that `name` stands for, and its file on this machine (None: not downloaded). Raises ModelFileError."""
     source = parse(name, names)
     if isinstance(source, HubModel | WebFile):
         return source, cache.find(source)
@@ -106,7 +106,7 @@ def source_of(name: str, names: Mapping[str, str] = {}) -> tuple[Source, Path | 
 def _named_files(names: Mapping[str, str]) -> list[Path]:
     files = []
     for name in names:
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(ModelFileError):
             if isinstance(source := parse(name, names), Path):
                 files.append(source)
     return files

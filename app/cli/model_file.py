@@ -15,8 +15,7 @@ from presets import GREETING, GUIDE, guide_path
 
 def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bool] = lambda: False) -> Path:
     """The model file; `named` is the model of the command line. Downloads a model that is not on this machine, until
-    `cancelled` returns true. Raises UsageError for an unknown name or a download that was cancelled, ModelFileError if
-    there is no such file."""
+    `cancelled` returns true. Raises ModelFileError if it cannot be had, UsageError if the download was cancelled."""
     name = _name(named, settings)
     path = parse(name, settings.names)
     if not isinstance(path, Path):

@@ -19,7 +19,7 @@ from engine.catalog import cache
 from engine.catalog.downloads import find_on_hub
 from engine.catalog.memory_fit import fits, memory_bytes
 from engine.catalog.names import HubModel, Source, parse
-from engine.errors import OrinError, UsageError
+from engine.errors import ModelFileError, OrinError
 from widgets.text import as_bytes, as_count, one_line
 
 SIZE_DELAY_S = 0.4
@@ -93,7 +93,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         """The file, repository or address that `text` is, if it is not among the models."""
         try:
             source = parse(text, self.names)
-        except UsageError:
+        except ModelFileError:
             return None
         if any(model.source == source for model in self.models):
             return None

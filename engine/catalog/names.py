@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from engine.errors import UsageError
+from engine.errors import ModelFileError
 
 HUB_HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
 DEFAULT_REVISION = "main"
@@ -86,7 +86,7 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     `aliases` (the user's names, for a path, a URL or a known name), else a known model, else a path that does not
     exist, if `text` looks like a path.
 
-    Raises UsageError, with the most similar names, for an unknown name.
+    Raises ModelFileError, with the most similar names, for an unknown name.
     """
     text = text.strip()
     path = _path(text)
@@ -103,13 +103,13 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     if path is not None and (os.sep in text or text.lower().endswith(".gguf")):
         return path.absolute()
     known = [*aliases, *(model.name for model in known_models())]
-    raise UsageError(f"There is no model called {text!r}.", _suggestion(text, known))
+    raise ModelFileError(f"There is no model called {text!r}.", _suggestion(text, known))
 
 
 def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:
     """The shortest text that `parse` takes for `source`: an alias, a known name, or the path or URL."""
     for name, meaning in aliases.items():
-        with contextlib.suppress(UsageError):
+        with contextlib.suppress(ModelFileError):
             if parse(meaning) == source:
                 return name
     return next((model.name for model in known_models() if model.source == source), str(source))
@@ -134,7 +134,7 @@ def _may_exist(path: Path) -> bool:
 
 
 def _parse_url(text: str) -> HubModel | WebFile | None:
-    """The model at `hf.co/…` or a URL; None if `text` is neither. Raises UsageError if there can be no model."""
+    """The model at `hf.co/…` or a URL; None if `text` is neither. Raises ModelFileError if there can be no model."""
     try:
         url = urlsplit(text if "://" in text else f"https://{text}")
         scheme, host = url.scheme.lower(), (url.hostname or "").lower()
@@ -146,14 +146,14 @@ def _parse_url(text: str) -> HubModel | WebFile | None:
         if match := _FILE_ON_HUB.fullmatch(path) or _ON_HUB.fullmatch(path.removesuffix("/tree/main")):
             fields = {name: value for name, value in match.groupdict().items() if value}
             return HubModel(**{**fields, "quantization": fields.get("quantization", "").upper()})
-        raise UsageError(
+        raise ModelFileError(
             f"{text} is not a model on the hub.", "Write hf.co/user/repository, and :Q4_K_M to choose a file."
         )
     if "://" not in text:
         return None
     if scheme in ("http", "https") and host:
         return WebFile(text)
-    raise UsageError(f"Models cannot be downloaded from {text}.", "Use a URL that begins with https://.")
+    raise ModelFileError(f"Models cannot be downloaded from {text}.", "Use a URL that begins with https://.")
 
 
 def _suggestion(text: str, names: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.catalog.files import PREFERRED, is_safe, models_among, must_pick, pick, quantization_of
 from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
-from engine.errors import ModelFileError, UsageError
+from engine.errors import ModelFileError
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.model.config import check_architecture
@@ -54,7 +54,7 @@ def test_names_of_the_users_own_come_before_known_ones(tmp_path):
     assert parse("llama3.2:1b", own) == HubModel("me/mine", "Q8_0")
     assert parse("work", own) == parse("qwen3:8b")
     assert parse("file", own) == tmp_path
-    with pytest.raises(UsageError, match="no model called 'loop'"):
+    with pytest.raises(ModelFileError, match="no model called 'loop'"):
         parse("loop", own)
 
 
@@ -79,7 +79,7 @@ def test_what_looks_like_a_path_is_one(tmp_path):
     ],
 )
 def test_unknown_names_suggest_the_nearest(text, near):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(ModelFileError) as caught:
         parse(text, {"my-model": "qwen3:4b"})
     assert near in caught.value.hint
 
@@ -191,7 +191,7 @@ def test_names_that_lead_elsewhere_are_not_safe(name):
 def test_whatever_is_typed_means_something_or_nothing(text):
     try:
         source = parse(text, {"mine": "qwen3:4b", text[:3]: text})
-    except UsageError as error:
+    except ModelFileError as error:
         assert error.message and error.hint
     else:
         assert isinstance(source, Path | HubModel | WebFile)

@@ -99,7 +99,7 @@ def test_progress_on_a_terminal_overwrites_itself(hub, home):
 @pytest.mark.parametrize(
     "name, code, sentence",
     [
-        ("qwen3:0.6", 2, "There is no model called 'qwen3:0.6'. Similar names: qwen3:0.6b"),
+        ("qwen3:0.6", 3, "There is no model called 'qwen3:0.6'. Similar names: qwen3:0.6b"),
         ("hf.co/user/nothing", 3, "hf.co/user/nothing does not exist, or it is private."),
         ("hf.co/user/model-GGUF:Q6_K", 3, "hf.co/user/model-GGUF has no Q6_K. It has F16, Q8_0"),
         ("./some.gguf", 2, "some.gguf is a file: there is nothing to download."),
@@ -334,7 +334,7 @@ def test_names_of_the_users_own(answered, hub, home):
 
 def test_an_unknown_name_suggests_the_nearest(answered, hub):
     code, out, err, path = answered("--model", "lama3.2:1b", "why?")
-    assert (code, out, path) == (2, "", None)
+    assert (code, out, path) == (3, "", None)
     assert err == (
         "orin-chat: There is no model called 'lama3.2:1b'. Similar names: llama3.2:1b, llama3.2:3b, llama3.1:8b.\n"
     )
