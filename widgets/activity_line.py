@@ -7,7 +7,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from widgets.engine_status import EngineStatus, Phase
-from widgets.text import as_bytes, as_duration, one_line
+from widgets.text import as_bytes, as_duration, counted, one_line
 
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 SPINNER_S = 0.1
@@ -25,14 +25,20 @@ def status_text(status: EngineStatus) -> str:
         case Phase.LOADING:
             parts = ["loading", as_bytes(done) + (f" of {as_bytes(total)}" if total else ""), share, left]
         case Phase.WARMING:
-            task, unit = ("searching", " products") if status.searching else ("preparing kernels", "")
+            task = "searching" if status.searching else "preparing kernels"
             cached = f"{status.cached} from the cache" if status.cached else ""
-            count = f"{done} of {total}{unit}" if total else f"{done}{unit}"
+            count = counted(total or done, "product") if status.searching else str(total or done)
+            count = f"{done} of {count}" if total else count
             parts = [task, one_line(status.searching), count, cached, left]
         case Phase.PREFILLING:
-            parts = ["reading the prompt", f"{done:,} of {total:,} tokens" if total else "", share, left]
+            parts = [
+                "reading the prompt",
+                f"{done:,} of {counted(total, 'token')}" if total else "",
+                share,
+                left,
+            ]
         case Phase.GENERATING:
-            parts = ["answering", f"{status.tokens:,} tokens", as_duration(status.elapsed_s)]
+            parts = ["answering", counted(status.tokens, "token"), as_duration(status.elapsed_s)]
         case Phase.GONE:
             parts = ["the engine has stopped; the next prompt starts it again"]
         case Phase.READY | Phase.STOPPING:

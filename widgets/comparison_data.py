@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from widgets.text import as_bytes, as_duration, clean, one_line
+from widgets.text import as_bytes, as_latency, clean, counted, one_line
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def figure_rows(data: ComparisonData) -> list[FigureRow]:
 
     first_token = ratio(right.first_token_s, left.first_token_s)
     return [
-        FigureRow(_seconds(left.first_token_s), "first token", first_token, _seconds(right.first_token_s)),
+        FigureRow(_latency(left.first_token_s), "first token", first_token, _latency(right.first_token_s)),
         FigureRow(_rate(left.prefill), "prefill", ratio(left.prefill, right.prefill), _rate(right.prefill)),
         FigureRow(_rate(left.decode), "decode", ratio(left.decode, right.decode), _rate(right.decode)),
         FigureRow(_bandwidth(left), "modelled GB/s", None, _bandwidth(right)),
@@ -104,7 +104,7 @@ def text_comparison(data: ComparisonData) -> str:
         return _difference(data.difference, left.name, right.name)
     if data.complete and (left.problem or right.problem or not data.same):
         return "The texts cannot be compared."
-    tokens = f"{data.same:,} token{'' if data.same == 1 else 's'}"
+    tokens = counted(data.same, "token")
     if data.complete:
         return f"The same {tokens}."
     if left.tokens and right.tokens:
@@ -132,10 +132,8 @@ def _quoted(text: str) -> str:
     return f"“{visible}”" if visible else "a token without text"
 
 
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value * 1e3:.0f} ms" if value < 0.995 else as_duration(value)
+def _latency(seconds: float | None) -> str:
+    return "–" if seconds is None else as_latency(seconds)
 
 
 def _rate(value: float | None) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from engine.events import KernelProfile, KernelRole, KernelTime
 from widgets.pane import Line
 from widgets.plot import bar
-from widgets.text import longest_fitting, one_line
+from widgets.text import counted, longest_fitting, one_line
 
 GROUPS: dict[str, tuple[KernelRole, ...]] = {
     "dequantize + matmul": (
@@ -116,11 +116,13 @@ def header(
     """The sum and the wall time of the step, a line for each group, and the titles of the rows."""
     state = "  paused" if is_paused else f"  {one_line(data.note)}" if data.note else ""
     text = _totals(profile, width - (len(state) if is_paused else 0))
+    if len(state) > (room := max(0, width - len(text))):
+        state = f"{state[: room - 1]}…" if room > 4 else ""
     digits = len(f"{step_us(profile):,.0f}")
     *groups, gaps = summary(profile)
     longer = kernels_us(profile) > profile.wall_us
     return [
-        [(text[:width], "strong"), (state[: max(0, width - len(text))], "warning")],
+        [(text[:width], "strong"), (state, "warning")],
         *(_group_line(group, data.copy_gbps, width, digits) for group in groups),
         _no_gaps_line(profile, width) if longer else _group_line(gaps, None, width, digits),
         [(_titles(width), "strong")],
@@ -131,9 +133,8 @@ def _totals(profile: KernelProfile, width: int) -> str:
     """As many figures as fit; none is cut, since the digits that are left would be another figure."""
     total, calls = kernels_us(profile), sum(kernel.calls for kernel in profile.kernels)
     wall = f"wall {profile.wall_us:,.0f} µs"
-    text = longest_fitting(
-        (f"{calls} kernels · sum {total:,.0f} · {wall}", f"{calls} kernels · {wall}", wall), width
-    )
+    count = counted(calls, "kernel")
+    text = longest_fitting((f"{count} · sum {total:,.0f} · {wall}", f"{count} · {wall}", wall), width)
     gap = profile.wall_us - total
     for more in (
         f" · {profile.tokens} tokens" if profile.tokens > 1 else "",
@@ -162,10 +163,10 @@ def _no_gaps_line(profile: KernelProfile, width: int) -> Line:
     load of the machine change. Which of these it was is not known."""
     longer = step_us(profile) / (profile.wall_us or 1.0) - 1
     texts = (
-        f"none: timed one by one, kernels take {longer:.0%} longer than in the step",
-        f"none: timed one by one, kernels take {longer:.0%} longer",
-        f"none: one by one {longer:.0%} longer",
-        f"none: alone +{longer:.0%}",
+        f"not known: timed one by one, the kernels take {longer:.0%} longer than the step",
+        f"not known: the kernels take {longer:.0%} longer one by one",
+        f"not known: {longer:.0%} longer one by one",
+        "not known",
     )
     text = longest_fitting(texts, width - _GROUP) if longer >= 0.005 else "none"
     return [(f"{GAPS:<{_GROUP}}", ""), (text, "dim")]

@@ -72,7 +72,7 @@ class KernelTable(Pane[KernelProfiles]):
         data = self._paused or data
         profile, kernels = self.profile, self.kernels
         if profile is None:
-            return [[(one_line(data.note) or "measured when the engine is idle", "dim")]]
+            return [[(one_line(data.note) or "will be measured when the engine is idle", "dim")]]
         lines = header(profile, data, width, is_paused=self.is_paused)
         if not kernels:
             return [*lines, [(f"none for {self.group}" if self.group else "none", "dim")]]

@@ -8,7 +8,7 @@ from textual.widget import Widget
 
 from widgets.context_meter import context_meter
 from widgets.engine_status import EngineStatus
-from widgets.text import as_duration, one_line
+from widgets.text import as_latency, one_line
 from widgets.turn import WARNING
 
 MIN_METER, GOOD_METER, MAX_METER = 4, 32, 48
@@ -36,7 +36,7 @@ class StatusLine(Widget):
         speed = [f"{_rate(status.tokens_per_s, compact)} tok/s"]
         if self.warning:
             speed.insert(0, WARNING if compact else f"{WARNING} {self.warning}")
-        first = [] if status.first_token_s is None else [f"first token {as_duration(status.first_token_s)}"]
+        first = [] if status.first_token_s is None else [f"first token {as_latency(status.first_token_s)}"]
         for left_parts, right_parts in (
             (engine + device, speed + first),
             (engine, speed + first),

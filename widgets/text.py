@@ -32,6 +32,11 @@ def longest_fitting(texts: Sequence[str], width: int) -> str:
     return next((text for text in texts if len(text) <= width), texts[-1])
 
 
+def counted(count: int, noun: str) -> str:
+    """1 token, 1,234 tokens."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def as_bytes(count: int) -> str:
     """636 MB, 1.21 GB: three significant digits and decimal units, as on model pages."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
@@ -49,6 +54,13 @@ def _scaled(count: int, units: tuple[str, ...]) -> str:
     value = count / 1000**power
     digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {units[power]}"
+
+
+def as_latency(seconds: float) -> str:
+    """0.4 ms, 210 ms, 3.2 s."""
+    if seconds >= 0.9995:
+        return as_duration(seconds)
+    return f"{seconds * 1e3:.{1 if seconds < 0.00995 else 0}f} ms"
 
 
 def as_duration(seconds: float) -> str:

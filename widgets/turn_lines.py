@@ -9,7 +9,7 @@ from textual.style import Style
 
 from widgets.markdown.lines import Line, indented, wrapped
 from widgets.markdown.stream import StreamedMarkdown, decided
-from widgets.text import as_duration, clean, one_line
+from widgets.text import as_duration, clean, counted, one_line
 from widgets.turn import WARNING, Turn
 
 _MUTED = "$foreground 60%"
@@ -80,7 +80,7 @@ class TurnLines:
         else:
             label = "Thought" if turn.thinking_s is None else "Thought for"
         duration = "" if turn.thinking_s is None else f" {as_duration(turn.thinking_s)}"
-        header = Content(f"{'▾' if self.unfolded else '▸'} {label}{duration} · {words:,} words")
+        header = Content(f"{'▾' if self.unfolded else '▸'} {label}{duration} · {counted(words, 'word')}")
         click = Style.from_meta({"@click": f"toggle_thinking({self._index})"})
         rows = [Line(header.truncate(width, ellipsis=True).stylize(_MUTED).stylize(click))]
         if self.unfolded:

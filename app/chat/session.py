@@ -17,7 +17,7 @@ from app.chat.status import StatusObserver
 from app.chat.turn import Turn
 from engine.client import Engine
 from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
-from widgets.text import one_line
+from widgets.text import counted, one_line
 from widgets.turn import WARNING
 
 STOP_S = 3.0
@@ -388,10 +388,10 @@ class Session:
             return "stopped", "Ctrl+G goes on"
         if end.reason == "length":
             if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
-                return f"stopped at {end.predicted_n:,} tokens, as asked", "Ctrl+G goes on"
+                return f"stopped at {counted(end.predicted_n, 'token')}, as asked", "Ctrl+G goes on"
             length = self.status.snapshot().context_length
             if not length or end.context_used < length - 1:  # a limit of a server; some leave one token free
-                return f"cut at {end.predicted_n:,} tokens", "Ctrl+G goes on"
+                return f"cut at {counted(end.predicted_n, 'token')}", "Ctrl+G goes on"
             return f"{WARNING} The context of {length:,} tokens is full", "Ctrl+N starts a new chat"
         return ()
 

@@ -22,7 +22,7 @@ from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
 from engine.model import file_summary, packed_weights_cache
 from presets import GUIDE, guide_path
-from widgets.text import as_bytes, as_count, one_line
+from widgets.text import as_bytes, as_count, counted, one_line
 
 UNKNOWN = "–"
 KEY_CHARS, VALUE_CHARS = 44, 200
@@ -85,7 +85,7 @@ def ago(time_s: float) -> str:
     past = max(0.0, time.time() - time_s)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if count := int(past // length):
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+            return f"{counted(count, unit)} ago"
     return "just now"
 
 

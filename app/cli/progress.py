@@ -17,7 +17,7 @@ from engine.events import (
     decode_rate,
     shown_prefill_rate,
 )
-from widgets.text import one_line
+from widgets.text import counted, one_line
 
 
 def describe(event: Event) -> str:
@@ -27,7 +27,7 @@ def describe(event: Event) -> str:
             return f"loading {done / total:.0%}" if total else "loading"
         case Warming(search=Search() as search):
             left = f", {search.left_s:.0f} s left" if search.left_s else ""
-            return f"searching, {event.done} of {event.total} products done ({event.cached} known){left}"
+            return f"searching, {event.done} of {counted(event.total, 'product')} done ({event.cached} known){left}"
         case Warming(done=done, total=total):
             return f"preparing kernels, {done}" + (f" of about {total}" if total else "")
         case Ready(model=model):
@@ -37,7 +37,7 @@ def describe(event: Event) -> str:
             parts.append(f"ready in {event.load_ms / 1e3:.1f} s")
             return one_line(", ".join(part for part in parts if part))
         case Prefilling(done=done, total=total):
-            return f"reading the prompt, {done} of {total} tokens"
+            return f"reading the prompt, {done:,} of {counted(total, 'token')}"
         case Thinking():
             return "thinking"
     return ""
@@ -48,9 +48,9 @@ def figures(end: Finished) -> str:
     ended = {"stop": "", "length": ", cut at the limit", "cancelled": ", stopped"}[end.reason]
     prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
     return (
-        f"prompt {end.prompt_n} tokens ({end.cached_n} cached), first token after {end.prompt_ms:.0f} ms"
+        f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached), first token after {end.prompt_ms:.0f} ms"
         f"{'' if prefill is None else f' ({prefill:.0f} tok/s)'}; "
-        f"reply {end.predicted_n} tokens, {decode_rate(end.predicted_n, end.predicted_ms):.1f} tok/s{ended}"
+        f"reply {counted(end.predicted_n, 'token')}, {decode_rate(end.predicted_n, end.predicted_ms):.1f} tok/s{ended}"
     )
 
 

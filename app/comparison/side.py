@@ -17,6 +17,7 @@ from engine.events import (
 )
 from engine.measure.memory import resident
 from widgets.comparison_data import EngineAnswer
+from widgets.text import counted
 
 _END_STATES = {"stop": "done", "length": "done, cut at the limit", "cancelled": "stopped"}
 
@@ -70,7 +71,7 @@ class Side:
         """What the engine is working on, after its name; "" while it is idle."""
         if not self._is_busy:
             return ""
-        count = f" · {len(self.tokens):,} tokens" if self.tokens else ""
+        count = f" · {counted(len(self.tokens), 'token')}" if self.tokens else ""
         return f"{self.name}: {self._state}{count}"
 
     def observe(self, event: Event) -> None:

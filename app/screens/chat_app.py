@@ -38,7 +38,7 @@ from engine.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
 from widgets.markdown.parser import code_blocks
-from widgets.text import clean
+from widgets.text import clean, counted
 from widgets.transcript import Transcript
 
 CHAT_ONLY = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
@@ -391,7 +391,7 @@ class ChatApp(EngineActions):
     def _copy(self, text: str, name: str, nothing: str = "") -> None:
         if text:
             self.copy_to_clipboard(text)
-        self.notice(f"Copied {name} ({len(text):,} characters)" if text else nothing)
+        self.notice(f"Copied {name} ({counted(len(text), 'character')})" if text else nothing)
 
     def copy_to_clipboard(self, text: str) -> None:
         super().copy_to_clipboard(text)

@@ -10,7 +10,7 @@ from textual.content import Content
 
 from app.chat.history import ChatSummary, History, HistoryError
 from app.screens.list_page import ListPage
-from widgets.text import one_line
+from widgets.text import counted, one_line
 
 MAX_CHATS = 200
 
@@ -41,8 +41,7 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
 
     def line(self, chat: ChatSummary) -> Content:
         """The title, the number of messages and the model; below, when it was, its state, and an excerpt."""
-        count = f"{chat.message_count} message{'' if chat.message_count == 1 else 's'}"
-        facts = " · ".join(fact for fact in (count, one_line(chat.model)) if fact)
+        facts = " · ".join(filter(None, (counted(chat.message_count, "message"), one_line(chat.model))))
         states = ("interrupted" if chat.interrupted else "", "open now" if chat.id == self.current else "")
         time_and_state = " · ".join(filter(None, (time_label(chat.updated, time.time()), *states)))
         return Content.assemble(

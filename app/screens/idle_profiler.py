@@ -33,7 +33,7 @@ class IdleProfiler:
 
     def request(self, step: Step) -> None:
         self._steps.append(step)
-        self._performance.note("measured as soon as the engine is idle")
+        self._performance.note("will be measured when the engine is idle")
 
     def measure_if_idle(self, *, with_kernels: bool) -> None:
         """Starts the next measurement, if the engine has been idle for `IDLE_S`. Call it again and again."""

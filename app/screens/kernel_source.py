@@ -10,7 +10,7 @@ from textual.widgets import Static
 from app.screens.page import Frame, Page
 from engine.events import KernelTime
 from widgets.kernel_lines import gbps
-from widgets.text import clean, one_line
+from widgets.text import clean, counted, one_line
 
 
 class KernelScreen(Page[None]):
@@ -26,10 +26,10 @@ class KernelScreen(Page[None]):
 
     def compose(self) -> ComposeResult:
         kernel = self.kernel
-        calls = "1 call" if kernel.calls == 1 else f"{kernel.calls} calls"
         each_us = kernel.total_us / max(1, kernel.calls)
         figures = (
-            f"{kernel.role} · {calls} a step · {kernel.total_us:,.1f} µs, {each_us:,.1f} µs each\n"
+            f"{kernel.role} · {counted(kernel.calls, 'call')} a step · "
+            f"{kernel.total_us:,.1f} µs, {each_us:,.1f} µs each\n"
             f"{kernel.bytes:,} bytes · {gbps(kernel):,.1f} GB/s\n"
             f"options: {one_line(' · '.join(kernel.options)) or 'none'}"
         )

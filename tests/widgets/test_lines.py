@@ -75,7 +75,7 @@ async def test_the_status_line_has_what_must_be_seen_at_every_width():
         await pilot.resize_terminal(120, 5)
         await pilot.pause()
         shown = " ".join(line.render().plain.split())
-        assert shown.startswith("Qwen2.5 Coder 1.5B Instruct Q4_K · CUDA 1,235 tok/s · first token 0.21 s ")
+        assert shown.startswith("Qwen2.5 Coder 1.5B Instruct Q4_K · CUDA 1,235 tok/s · first token 214 ms ")
         assert line.render().plain.endswith("1,234/32,768 tokens 4%")
 
 
@@ -95,6 +95,8 @@ def test_what_an_engine_does_in_words():
         "reading the prompt · 1,024 of 4,096 tokens · 25% · 1 min 15 s left"
     )
     assert say(Phase.GENERATING, tokens=1200, elapsed_s=12.3) == "answering · 1,200 tokens · 12 s"
+    assert say(Phase.GENERATING, tokens=1, elapsed_s=0.1) == "answering · 1 token · 0.10 s"
+    assert say(Phase.WARMING, done=0, total=1, searching="o") == "searching · o · 0 of 1 product"
     assert all(say(phase) for phase in Phase)
 
 

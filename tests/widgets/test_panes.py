@@ -140,15 +140,23 @@ def test_kernels_that_take_longer_alone_than_together():
     assert sum(share.share for share in summary(of)) == pytest.approx(1)
     assert summary(of)[-1].us == 0
     for width, says in (
-        (36, "none: alone +9%"),
-        (50, "none: one by one 9% longer"),
-        (90, "none: timed one by one, kernels take 9% longer than in the step"),
+        (36, "not known"),
+        (53, "not known: 9% longer one by one"),
+        (68, "not known: the kernels take 9% longer one by one"),
+        (90, "not known: timed one by one, the kernels take 9% longer than the step"),
     ):
         first, *_, gaps, _titles = text(kernel_lines.header(of, KernelProfiles(), width))
         assert gaps.split(maxsplit=2) == ["launch", "gaps", says] and len(gaps) <= width
         assert "gap" not in first and "7,500" in first
     alike = replace(profile(), wall_us=8189.0)
     assert text(kernel_lines.header(alike, KernelProfiles(), 50))[-2].split() == ["launch", "gaps", "none"]
+
+
+def test_a_note_that_does_not_fit_ends_with_an_ellipsis():
+    waits = KernelProfiles(note="will be measured when the engine is idle")
+    heads = [text(kernel_lines.header(profile(), waits, width))[0] for width in (100, 60, 52)]
+    assert heads[0].endswith("gap 1,810  will be measured when the engine is idle")
+    assert heads[1].endswith("gap 1,810  will …") and heads[2].endswith("1,810")
 
 
 @pytest.mark.parametrize("sort", kernel_lines.SORTS)

@@ -3,7 +3,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from widgets.text import as_bytes, as_count, as_duration, clean, one_line
+from widgets.text import as_bytes, as_count, as_duration, as_latency, clean, counted, one_line
 
 
 def test_control_sequences_are_gone_and_their_text_stays():
@@ -51,3 +51,15 @@ def test_figures():
     assert [as_duration(s) for s in (0.0, 0.214, 3.16, 9.96, 42.4, 59.7, 200, 720)] == [
         "0.00 s", "0.21 s", "3.2 s", "10 s", "42 s", "1 min", "3 min 20 s", "12 min",
     ]  # fmt: skip
+    assert [as_latency(s) for s in (0.00031, 0.0021, 0.00996, 0.2143, 0.9996, 3.16)] == [
+        "0.3 ms", "2.1 ms", "10 ms", "214 ms", "1.0 s", "3.2 s",
+    ]  # fmt: skip
+
+
+def test_one_is_no_plural():
+    assert [counted(n, "token") for n in (0, 1, 2, 1234)] == [
+        "0 tokens",
+        "1 token",
+        "2 tokens",
+        "1,234 tokens",
+    ]

@@ -36,7 +36,7 @@ async def test_a_prompt_is_answered_and_saved(history):
         ]
         assert user.engine.requests[1].prompt.messages[2].thinking == "Hm, tides."
         assert user.app.focused is user.app.prompt
-        for fact in ("Qwen3 0.6B", "Q6_K", "CUDA", "tok/s", "first token 0.21 s", "/8,192"):
+        for fact in ("Qwen3 0.6B", "Q6_K", "CUDA", "tok/s", "first token 210 ms", "/8,192"):
             assert fact in user.screen()
     assert engine.closed
     [summary] = history.chats()
