@@ -205,7 +205,8 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         if download.error:
             self.say(str(download.error))
         elif download.path is None:
-            self.say(f"Stopped: the downloaded part of {download.name} is kept, and Enter goes on with it")
+            kept = f"the downloaded part of {download.name} is kept, and Enter goes on with it"
+            self.say(f"Stopped: {kept}" if download.progress.done_bytes else "Stopped")
         elif self._use_when_downloaded:
             self._use_file(download.source, download.path)
             return
