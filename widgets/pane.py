@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.geometry import Size
 from textual.reactive import reactive
 from textual.strip import Strip
@@ -12,7 +13,7 @@ from textual.widget import Widget
 
 Data = TypeVar("Data")
 Line = list[tuple[str, str]]
-"""Pieces of text, each with "" or the name of a style: one of `Pane.COMPONENT_CLASSES` without "pane--".
+"""Pieces of text, each with "" or the name of a style: a key of `Pane.styles_by_name`.
 The text is printable, and each character is one cell wide."""
 
 
@@ -49,6 +50,14 @@ class Pane(Widget, Generic[Data]):
         """The lines of `data`. Those below `height` are not shown, and longer ones are cut."""
         raise NotImplementedError
 
+    def styles_by_name(self) -> dict[str, Style]:
+        """The styles that pieces of lines may have."""
+        named = {
+            name.removeprefix("pane--"): self.get_component_rich_style(name)
+            for name in Pane.COMPONENT_CLASSES
+        }
+        return {**named, "": self.rich_style}
+
     def redraw(self) -> None:
         """Makes the lines again after a change of anything else that `draw` depends on."""
         self._drawn = None
@@ -62,12 +71,8 @@ class Pane(Widget, Generic[Data]):
 
     def _make_strips(self) -> list[Strip]:
         width, height = self.size
-        base = self.rich_style
-        styles = {
-            name.removeprefix("pane--"): self.get_component_rich_style(name)
-            for name in self.COMPONENT_CLASSES
-        }
-        styles[""] = base
+        styles = self.styles_by_name()
+        base = styles[""]
         lines = [] if self.data is None else self.draw(self.data, width, height)[:height]
         strips = [Strip([Segment(text, styles[name]) for text, name in cut(line, width)]) for line in lines]
         strips += [Strip.blank(width, base)] * (height - len(strips))

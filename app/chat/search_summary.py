@@ -18,6 +18,11 @@ class SearchSummary:
             self._searches[event.search.what] = event.search
 
     @property
+    def has_searched(self) -> bool:
+        """Whether anything was searched that was not known from an earlier start."""
+        return any(not search.found for search in self._searches.values())
+
+    @property
     def text(self) -> str:
         """The result in a few words; "" if nothing was searched. The products of a decode step are searched one
         after the other, each in a step that has the ones before, so their gains multiply."""

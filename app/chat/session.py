@@ -107,6 +107,7 @@ class Session:
         self.status = StatusObserver(clock)
         self.queued = ""
         self.reply: Turn | None = None  # the one that grows, from its first text on
+        self.search = SearchSummary()  # of the start of the engine in use
         self.candidate: Candidate | None = None  # the engine that the session switches to when it is ready
         self.other_model = ""  # a sentence on how to choose one, for the user whose model does not load
         self.watch: Callable[[Event], None] = lambda _: None  # gets every event of the engine in use
@@ -235,10 +236,12 @@ class Session:
 
     async def _start(self) -> None:
         engine, failure = self.engine, None
+        self.search = SearchSummary()
         async for event in _events(engine.start()):
             if self.engine is not engine:
                 return  # the session has switched to another one
             self.status.observe(event)
+            self.search.observe(event)
             self.watch(event)
             if isinstance(event, Failed):
                 failure = event
@@ -272,8 +275,9 @@ class Session:
         same_model = old_status.model == self.status.snapshot().model
         used = old_status.context_used if same_model else None
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
-        self.watch(end)
+        self.search = candidate.search
         adopted()
+        self.watch(end)
         self.view.notice(". ".join([candidate.welcome, *end.warnings]), warning=bool(end.warnings))
         await self._next(may_send=True)
         await old_engine.close()

@@ -57,6 +57,10 @@ PANE_KEYS = (
         "d decode or prefill, s sorts, f filters, p holds, m measures again, Enter shows the source; F9 or Tab goes "
         "there",
     ),
+    (
+        "In the graphs",
+        "t changes between one minute and five, Left and Right show the figures of a moment; F9 or Tab goes there",
+    ),
 )
 
 

@@ -201,7 +201,9 @@ class ChatApp(EngineActions):
         focused, was_visible = self.page.focused, self._is_prompt_visible
         self._is_prompt_visible = bool(self.prompt.size)
         if focused is None or not focused.size or self._is_prompt_visible > was_visible:
-            visible = (widget for widget in (self.prompt, self.dashboard.table) if widget.size)
+            visible = (
+                widget for widget in (self.prompt, self.dashboard.table, self.dashboard.graph) if widget.size
+            )
             self.page.set_focus(next(visible, None))
 
     async def on_event(self, event: Event) -> None:

@@ -73,12 +73,20 @@ class Dashboard(Vertical):
     # --- events -----------------------------------------------------------------------------------------
 
     def observe(self, event: Event) -> None:
+        is_first = self.performance.ready is None
         self.performance.observe(event)
         if isinstance(event, Ready):
             self.profiler.engine_ready()
             if self.setup is not None:
                 self.setup.engine_ready(event.backend)
                 self.show_preset()
+            if self.session.search.has_searched:
+                self.performance.mark("S", "search", f"ended: {self.session.search.text}")
+            if not is_first:
+                preset = self.setup.name if self.setup is not None else ""
+                self.performance.mark(
+                    "E", "engine", ", ".join(filter(None, [preset or event.backend, event.model.name]))
+                )
         elif isinstance(event, Finished):
             self.profiler.reply_finished()
             self._record_speed(event)

@@ -12,7 +12,7 @@ from app.screens.performance import PerformanceObserver
 from engine.client import Engine, Measurable
 from engine.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
 from engine.measure.counters import Counters
-from widgets import kernel_lines, machine_panel, throughput_graph
+from widgets import kernel_lines, machine_panel, throughput_lines
 from widgets.machine_panel import MachineState
 from widgets.pane import Line
 from widgets.text import one_line
@@ -72,7 +72,7 @@ def _print(performance: PerformanceObserver, machine: MachineState, problems: li
     width, profiles = max(MIN_WIDTH, min(columns, MAX_WIDTH)), performance.kernels
     for sentence in (describe(performance.ready), figures(performance.last_end)):
         print(_wrapped(sentence, width, out), file=out)
-    _section("throughput", throughput_graph.lines(performance.throughput(), width, GRAPH_ROWS), out)
+    _section("throughput", throughput_lines.whole_lines(performance.throughput(), width, GRAPH_ROWS), out)
     for profile in (profiles.decode, profiles.prefill):
         if profile is not None:
             kernels = kernel_lines.ordered(profile.kernels, "total")

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import fmean, median
 
 from app.chat.slowdown import explain_slowdown
 from engine.events import (
@@ -24,12 +24,15 @@ from engine.events import (
     shown_prefill_rate,
 )  # fmt: skip
 from widgets.kernel_lines import CACHEABLE_BYTES, KernelProfiles
-from widgets.throughput_graph import GAP, Sample, Throughput
+from widgets.throughput_lines import Throughput
+from widgets.timeline import Mark, Sample
 
 SAMPLE_S = 0.25
 PREFILL_SAMPLE_S = 0.05
-MAX_SAMPLES = 600
-"""Two and a half minutes of decode, more than the widest graph shows."""
+HISTORY_S = 330.0
+"""How long samples and marks are kept: the graph shows five minutes, and the rest of its first cell."""
+MAX_RATES = 600
+"""Decode samples that the median and the best are taken from: two and a half minutes of decode."""
 _CURRENT_SAMPLES = 4
 _MEMORY_COUNTERS = ("EMC activity", "memory activity")
 _CARD_COUNTERS = ("GPU load", "memory activity", "GPU clock", "memory clock", "throttled")
@@ -44,7 +47,12 @@ class PerformanceObserver:
         self.kernels = KernelProfiles()
         self.ready: Ready | None = None
         self.last_end: Finished | None = None
-        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[Sample] = deque()
+        self._marks: deque[Mark] = deque()
+        self._rates: deque[float] = deque(
+            maxlen=MAX_RATES
+        )  # decode samples of the engine in use, in tokens/s
+        self._current: deque[float] = deque(maxlen=_CURRENT_SAMPLES)  # the last ones, of one answer
         self._best: tuple[float, int] | None = None  # the best current speed, and the bytes a token read then
         self._prefill: float | None = None
         self._position = self._cached = 0  # tokens in the context; tokens of the prompt from earlier turns
@@ -94,20 +102,9 @@ class PerformanceObserver:
         return round(self.ready.bytes_per_token(self._position)) if self.ready else 0
 
     @property
-    def decode_rates(self) -> list[float]:
-        """The decode samples in tokens/s, oldest first."""
-        return [s.tokens_per_s for s in self._samples if s is not GAP and not s.is_prefill]
-
-    @property
     def current(self) -> float | None:
         """The mean of the last decode samples of one answer, in tokens/s."""
-        rates: list[float] = []
-        for sample in reversed(self._samples):
-            if len(rates) == _CURRENT_SAMPLES or (rates and sample is GAP):
-                break
-            if sample is not GAP and not sample.is_prefill:
-                rates.append(sample.tokens_per_s)
-        return sum(rates) / len(rates) if rates else None
+        return fmean(self._current) if self._current else None
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -119,12 +116,15 @@ class PerformanceObserver:
         return tuple(c for c in counters if not self._is_on_cpu or c.name not in _CARD_COUNTERS)
 
     def throughput(self, counters: Sequence[Counter] = ()) -> Throughput:
-        rates, current = self.decode_rates, self.current
+        rates, current = self._rates, self.current
+        self._forget()
         now = Sample(current or 0.0, self.bytes_per_token)
         roofline = now.roofline(self.copy_gbps)
         share = current / roofline if current and roofline else None
         return Throughput(
             samples=tuple(self._samples),
+            marks=tuple(self._marks),
+            now_s=self._clock(),
             current=current,
             median=median(rates) if rates else None,
             best=max(rates, default=None),
@@ -152,7 +152,13 @@ class PerformanceObserver:
 
     def _engine_ready(self, ready: Ready) -> None:
         self.ready, self.last_end, self._prefill, self._best = ready, None, None, None
-        self._samples.clear()
+        # The bandwidth of the engine before is the limit of its samples, and not of the next one's.
+        limit = self.copy_gbps or 0.0
+        self._samples = deque(
+            replace(s, copy_gbps=limit) if s.copy_gbps is None else s for s in self._samples
+        )
+        self._rates.clear()
+        self._current.clear()
         self.kernels = KernelProfiles()
         self._position = self._cached = 0
         self._end_answer()
@@ -161,10 +167,11 @@ class PerformanceObserver:
         now = self._clock()
         if self._in_decode or self._prompt is None or event.done < self._prompt[0]:
             self._in_decode, self._has_prompt_sample, self._prompt = False, False, (event.done, now)
+            self.mark("P", "prompt", f"of {event.total:,} tokens")
         done, since_s = self._prompt
         is_long = event.total - event.cached >= MIN_TOKENS
         if is_long and event.done > done and now - since_s >= PREFILL_SAMPLE_S:
-            self._add(Sample((event.done - done) / (now - since_s), is_prefill=True))
+            self._add_prefill(event.done - done, now - since_s)
             self._has_prompt_sample, self._prompt = True, (event.done, now)
         self._position, self._cached = event.done, event.cached
 
@@ -177,7 +184,7 @@ class PerformanceObserver:
         self._position += 1
         self._tokens += 1
         if (elapsed_s := now - self._since_s) >= SAMPLE_S and self._tokens:
-            self._add(Sample(self._tokens / elapsed_s, self.bytes_per_token))
+            self._add_decode(self._tokens / elapsed_s, elapsed_s)
             self._tokens, self._since_s, self._has_decode_sample = 0, now, True
 
     def _end_prompt(self, first: Token) -> None:
@@ -188,7 +195,7 @@ class PerformanceObserver:
         done, since_s = self._prompt
         elapsed_s = self._clock() - since_s if first.at_ms is None else first.at_ms / 1e3
         if not self._has_prompt_sample and self._position > done and elapsed_s > 0:
-            self._add(Sample((self._position - done) / elapsed_s, is_prefill=True))
+            self._add_prefill(self._position - done, elapsed_s)
         if first.at_ms:
             self._prefill = shown_prefill_rate(self._position, self._cached, first.at_ms)
 
@@ -196,24 +203,43 @@ class PerformanceObserver:
         self.last_end = end
         speed = decode_rate(end.predicted_n, end.predicted_ms)
         if self._in_decode and not self._has_decode_sample and speed:
-            self._add(Sample(speed, self.bytes_per_token))
+            self._add_decode(speed, end.predicted_ms / 1e3)
         if end.predicted_n:
             prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
             self._prefill = prefill or self._prefill
-        if speed:
-            self._set_kernels(replace(self.kernels, answer_us=1e6 / speed))
         self._position = end.context_used
         self._end_answer()
 
     def _end_answer(self) -> None:
         self._in_decode, self._prompt = False, None
-        if self._samples and self._samples[-1] is not GAP:
-            self._samples.append(GAP)
         self.changes += 1
 
-    def _add(self, sample: Sample) -> None:
+    # --- samples and marks ------------------------------------------------------------------------------
+
+    def mark(self, symbol: str, kind: str, text: str = "") -> None:
+        """Marks this moment on the time axis."""
+        self._marks.append(Mark(self._clock(), symbol, kind, text))
+        self.changes += 1
+
+    def _add_prefill(self, tokens: int, seconds: float) -> None:
+        sample = Sample(tokens / seconds, is_prefill=True, at_s=self._clock(), seconds=seconds)
         self._samples.append(sample)
         self.changes += 1
+
+    def _add_decode(self, rate: float, seconds: float) -> None:
+        if not self._has_decode_sample:
+            self._current.clear()
+        self._rates.append(rate)
+        self._current.append(rate)
+        self._samples.append(Sample(rate, self.bytes_per_token, at_s=self._clock(), seconds=seconds))
+        self.changes += 1
+
+    def _forget(self) -> None:
+        """Drops what is too old for the graph."""
+        since_s = self._clock() - HISTORY_S
+        for events in (self._samples, self._marks):
+            while events and events[0].at_s < since_s:
+                events.popleft()
 
 
 def _memory_load(counters: Sequence[Counter]) -> str:

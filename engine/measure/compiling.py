@@ -1,4 +1,4 @@
-"""The progress of tinygrad's kernel compilation."""
+"""How far tinygrad has come with compiling kernels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import tinygrad.engine.realize
 
 @contextmanager
 def kernels_reported(report: Callable[[int, int], None]) -> Iterator[None]:
-    """In its body, calls `report(done, total)` before the first kernel is compiled and after each one. `total` grows as
-    more kernels become known. tinygrad shows its progress only in a progress bar, so this replaces the bar."""
-    done = total = 0
+    """Within it, `report(done, total)` is called before the first and after each kernel that is compiled;
+    `total` grows when more become known. tinygrad tells its progress bar alone, so this stands in for it."""
+    counts = {"done": 0, "total": 0}
 
-    class ProgressBar:
-        """The part of `tinygrad.helpers.tqdm` that tinygrad uses here."""
-
+    class Bar:
         def __init__(self, *_: Any, total: int = 0, **__: Any) -> None:
-            add(0, total)
+            counts["total"] += total
+            report(counts["done"], counts["total"])
 
-        def __enter__(self) -> ProgressBar:
+        def __enter__(self) -> Bar:
             return self
 
         def __exit__(self, *_: object) -> None:
@@ -31,16 +30,12 @@ def kernels_reported(report: Callable[[int, int], None]) -> Iterator[None]:
             pass
 
         def update(self, n: int) -> None:
-            add(n, 0)
+            counts["done"] += n
+            report(counts["done"], counts["total"])
 
-    def add(new_done: int, new_total: int) -> None:
-        nonlocal done, total
-        done, total = done + new_done, total + new_total
-        report(done, total)
-
-    realize: Any = tinygrad.engine.realize
-    stock, realize.tqdm = realize.tqdm, ProgressBar
+    bar: Any = tinygrad.engine.realize
+    before, bar.tqdm = bar.tqdm, Bar
     try:
         yield
     finally:
-        realize.tqdm = stock
+        bar.tqdm = before

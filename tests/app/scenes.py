@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import log
@@ -20,7 +20,19 @@ from app.screens import frame_pacer
 from app.screens.chat_app import WIDE_WIDTH, ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.client import Engine
-from engine.events import Counter, EngineOptions, Event, Failed, Loading, Message, Token, TopToken
+from engine.events import (
+    Counter,
+    EngineOptions,
+    Event,
+    Failed,
+    Finished,
+    Loading,
+    Measured,
+    Message,
+    Prefilling,
+    Token,
+    TopToken,
+)
 from engine.formats.template import Prompt
 from tests.app.fake_engine import DIED, READY, STARTED, FakeEngine, MeasuredEngine, reply
 from tests.waiting import until
@@ -82,6 +94,7 @@ class Scene:
     with_past_chats: bool = False
     counters: Sequence[Counter] = COUNTERS
     peer: Callable[[], FakeEngine] | None = None
+    earlier: bool = False  # whether there were answers before, on another engine
 
     def app(self) -> ChatApp:
         engine = MeasuredEngine(*self.replies, start=self.start)
@@ -104,6 +117,10 @@ class Scene:
             read_counters=lambda: tuple(self.counters),
             clock=engine.clock,
         )
+        if self.earlier:
+            for engine.seconds, event in earlier_answers():
+                app.dashboard.performance.observe(event)
+            engine.seconds = 1000.0
         if self.theme:
             app.theme = self.theme
         return app
@@ -146,6 +163,26 @@ async def settled(pilot: Pilot[None]) -> None:
         await pilot.pause(frame_pacer.FRAME_S / 2)
         before, seen = seen, drawn(pilot.app)
         frames = frames + 1 if seen == before else 0
+
+
+def earlier_answers() -> Iterator[tuple[float, Event]]:
+    """Three answers on the CPU in the minute before an engine's clock begins, and their times."""
+    yield 940.0, replace(READY, backend="CPU")
+    yield 940.0, Measured(request_id=0, copy_gbps=40.0, kernels_per_token=143, device_bytes=700_000_000)
+    for began, prompt_n, seconds in ((946.0, 96, 7.0), (962.0, 500, 2.0), (975.0, 900, 12.0)):
+        prefill_s, pieces = prompt_n / 400.0, round(60 * seconds)
+        yield began, Prefilling(request_id=0, done=0, total=prompt_n, cached=0)
+        for done in range(0, prompt_n, 50):
+            yield began + done / 400.0, Prefilling(request_id=0, done=done, total=prompt_n, cached=0)
+        for i in range(pieces):
+            yield began + prefill_s + i / 60, Token(request_id=0, id=i, text="x")
+        yield (
+            began + prefill_s + seconds,
+            Finished(
+                request_id=0, reason="stop", prompt_n=prompt_n, cached_n=0, prompt_ms=prefill_s * 1e3,
+                predicted_n=pieces, predicted_ms=seconds * 1e3, load_ms=0.0, seed=7,
+            ),
+        )  # fmt: skip
 
 
 def past_chats() -> History:
@@ -214,9 +251,10 @@ def _whole(presses: int, *keys: str) -> Callable[[ChatApp, Pilot[None]], Awaitab
             await pilot.press("f5")
         await _measured(app, pilot)
         await pilot.press(*["f9"] * presses)
-        if keys:  # they are the table's
-            table = app.dashboard.table
-            await until(lambda: app.focused is table and table.size.width > app.size.width / 2)
+        if keys:  # they are the pane's
+            whole = app.dashboard.whole
+            assert whole is not None
+            await until(lambda: app.focused is whole and whole.size.width > app.size.width / 2)
             await pilot.press(*keys)
 
     return act
@@ -301,11 +339,15 @@ SCENES = {
     "tiny": Scene((32, 12), [[*reply(ANSWER)[:40], None]], QUESTION, shows="Moon pulls"),
     "died-and-editing": Scene((90, 26), _died, QUESTION, shows="⚠ The engine", act=_edit),
     "past-chats": Scene((100, 26), [], act=_past_chats, shows="ready", with_past_chats=True),
-    "dashboard": Scene((160, 48), _all, QUESTION, shows="such terms", act=_measured),
-    "dashboard-light": Scene((130, 40), _half, QUESTION, shows="1.00 * sin", theme="textual-light", act=_sampled),
-    "dashboard-narrow": Scene((70, 40), _all, QUESTION, shows="such terms", act=_dashboard),
+    "dashboard": Scene((160, 48), _all, QUESTION, shows="such terms", act=_measured, earlier=True),
+    "dashboard-light": Scene(
+        (130, 40), _half, QUESTION, shows="1.00 * sin", act=_sampled, theme="textual-light", earlier=True
+    ),
+    "dashboard-narrow": Scene((70, 40), _all, QUESTION, shows="such terms", act=_dashboard, earlier=True),
     "dashboard-low": Scene((120, 20), _half, QUESTION, shows="1.00 * sin", act=_sampled),
-    "whole-throughput": Scene((100, 30), _all, QUESTION, shows="such terms", act=_whole(1)),
+    "whole-throughput": Scene(
+        (100, 30), _all, QUESTION, shows="such terms", act=_whole(1, "left", "left"), earlier=True
+    ),
     "whole-kernels": Scene((120, 30), _all, QUESTION, shows="such terms", act=_whole(2, "down", "s")),
     "whole-machine": Scene((80, 24), _all, QUESTION, shows="such terms", act=_whole(3)),
     "kernel": Scene((110, 30), _all, QUESTION, shows="such terms", act=_kernel),

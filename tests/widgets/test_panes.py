@@ -9,14 +9,18 @@ from textual.color import Color
 
 from engine.events import Counter
 from tests.app.fake_engine import profile
-from widgets import kernel_lines, machine_panel, throughput_graph
+from widgets import kernel_lines, machine_panel, throughput_lines
 from widgets.kernel_lines import GAPS, GROUPS, KernelProfiles, ordered, summary
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState
 from widgets.preset_bar import BarOption, PresetBar, PresetBarData
-from widgets.throughput_graph import GAP, Sample, Throughput, ThroughputGraph
+from widgets.throughput_graph import ThroughputGraph
+from widgets.throughput_lines import HEAT_STEPS, Throughput
+from widgets.timeline import Mark, Sample
 
-SAMPLES = tuple(Sample(90.0 + i % 7, 500_000_000) for i in range(100))
+SAMPLES = tuple(Sample(90.0 + i % 7, 500_000_000, at_s=1000.0 + i / 4) for i in range(100))
+MARKS = (Mark(1000.0, "P", "prompt", "of 96 tokens"), Mark(1010.0, "E", "engine", "cuda-beam2"))
+HEATS = {f"heat{step}" for step in range(HEAT_STEPS)}
 
 
 def text(lines):
@@ -32,50 +36,51 @@ def view(**changes):
         "prefill": 812.0,
         "gbps": 48.0,
     }
-    return Throughput(**{**figures, "copy_gbps": 100.0, "share": 0.48, **changes})
+    figures |= {"copy_gbps": 100.0, "share": 0.48, **changes}
+    return Throughput(**{"now_s": max((s.at_s for s in figures["samples"]), default=0.0), **figures})
 
 
 def test_the_graph_shows_figures_axes_and_the_roofline():
-    lines = text(throughput_graph.lines(view(memory="memory 71 % busy, measured"), 60, 20))
+    lines = text(throughput_lines.lines(view(memory="memory 71 % busy, measured"), 60, 20))
     whole = "\n".join(lines)
     for said in ("96 tok/s  48% of roofline", "median 93  best 97  prefill 812", "memory 71 % busy", " 200 ",
                  "48 GB/s modelled · copy 100 measured"):  # fmt: skip
         assert said in whole
-    kinds = {kind for line in throughput_graph.lines(view(), 60, 20) for _, kind in line}
-    assert {"value", "line", "dim", "strong"} <= kinds
+    kinds = {kind for line in throughput_lines.lines(view(), 60, 20) for _, kind in line}
+    assert {"line", "dim", "strong"} <= kinds and kinds & HEATS
 
 
 def test_prefill_has_its_own_axis_and_another_look():
-    samples = (Sample(12_000.0, is_prefill=True),) * 6 + SAMPLES[:20] + (GAP,)
-    lines = throughput_graph.lines(view(samples=samples), 60, 12)
+    samples = (Sample(12_000.0, is_prefill=True, at_s=999.7, seconds=2.0), *SAMPLES[:20])
+    lines = throughput_lines.lines(view(samples=samples), 60, 12)
     assert any(kind == "hatched" and part.strip(" ⠀") for line in lines for part, kind in line)
     assert "15k" in "\n".join(text(lines))
 
 
 def test_an_axis_says_nothing_before_there_is_a_speed():
-    prompt = view(samples=(Sample(3_900.0, is_prefill=True),), current=None, median=None, best=None)
-    top = text(throughput_graph.lines(prompt, 60, 7))[2]
+    prompt = view(samples=(Sample(3_900.0, is_prefill=True, at_s=9.0),), current=None, median=None, best=None)
+    top = text(throughput_lines.lines(prompt, 60, 7))[2]
     assert top.split()[-1] == "4.0k" and top.startswith("     ")
 
 
 def test_a_roofline_far_above_does_not_flatten_the_graph():
-    lines = text(throughput_graph.lines(view(copy_gbps=4300.0, share=0.01), 60, 20))
+    lines = text(throughput_lines.lines(view(copy_gbps=4300.0, share=0.01), 60, 20))
     assert "100 " in "\n".join(lines) and "8.6k" not in "\n".join(lines)
 
 
 def test_a_share_above_all_of_the_roofline_says_why_within_the_narrowest_pane_beside_a_chat():
-    lines = text(throughput_graph.lines(view(current=1700.0, share=1.38, is_cached=True), 36, 20))
+    lines = text(throughput_lines.lines(view(current=1700.0, share=1.38, is_cached=True), 36, 20))
     assert lines[0] == "1.7k tok/s  138% of roofline, cached"
 
 
 @pytest.mark.parametrize(("width", "title"), [(36, "48 GB/s modelled · copy 100 measured"),
                                               (35, "48 GB/s modelled · copy 100")])  # fmt: skip
 def test_the_title_of_bandwidths_ends_with_a_word(width, title):
-    assert title in text(throughput_graph.lines(view(), width, 20))
+    assert title in text(throughput_lines.lines(view(), width, 20))
 
 
 FEW = SAMPLES[:1]
-ANSWERS = (Sample(9_000.0, is_prefill=True), *SAMPLES[:3], GAP, *SAMPLES[:2], GAP)
+ANSWERS = (Sample(9_000.0, is_prefill=True, at_s=999.7), *SAMPLES[:8], *SAMPLES[40:52])
 
 
 def drawn(lines, kinds):
@@ -87,35 +92,118 @@ def drawn(lines, kinds):
     return [row for row in rows if row]
 
 
-@pytest.mark.parametrize("samples", [FEW, (*FEW, GAP), ANSWERS, ANSWERS * 5, SAMPLES * 6])
+@pytest.mark.parametrize("samples", [FEW, ANSWERS, SAMPLES])
 @pytest.mark.parametrize("width", [36, 54, 160])
-def test_a_few_samples_are_drawn_wide_in_both_graphs(samples, width):
-    lines = throughput_graph.lines(view(samples=samples), width, 20)
-    bottoms = [row for row in drawn(lines, {"value"}) if row[-1] >= width - 7]
-    assert bottoms[0] == bottoms[-1], "speeds and bandwidths of the same time are one below the other"
-    room = width - 10
-    assert len(drawn(lines, {"value", "hatched"})[-1]) >= min(32, room // 2 - 8)
+@pytest.mark.parametrize("seconds", [60, 300])
+def test_both_graphs_show_the_same_time_one_below_the_other(samples, width, seconds):
+    lines = throughput_lines.lines(view(samples=samples), width, 20, seconds)
+    zeros = [y for y, line in enumerate(text(lines)) if line.startswith("   0 ")]
+    speeds, bandwidths = (drawn([lines[y]], HEATS)[0] for y in zeros)
+    assert speeds == bandwidths and speeds[-1] in (width - 7, width - 6)
 
 
-def test_what_was_between_answers_stays_narrow():
-    *_, bottom = drawn(throughput_graph.lines(view(samples=ANSWERS), 54, 20), {"value"})
+@pytest.mark.parametrize(("width", "seconds"), [(49, 60), (100, 60), (100, 300)])
+def test_a_cell_is_as_long_as_the_time_it_stands_for(width, seconds):
+    lines = throughput_lines.lines(view(), width, 20, seconds)
+    bottom = drawn(lines, HEATS)[-1]
+    assert len(bottom) == pytest.approx(25 / seconds * (width - 10), abs=2)
+
+
+def test_what_was_idle_between_answers_stays_empty():
+    *_, bottom = drawn(throughput_lines.lines(view(samples=ANSWERS), 160, 20), HEATS)
     missing = sorted({*range(bottom[0], bottom[-1])} - {*bottom})
-    assert len(missing) == 1 and len(bottom) > 20
+    assert len(missing) == pytest.approx(8 / 0.4, abs=2) and missing == [*range(missing[0], missing[-1] + 1)]
 
 
-def test_many_samples_are_a_column_each_and_the_last_are_seen():
-    samples = (*SAMPLES * 5, *(Sample(50.0, 500_000_000),) * 44)
-    top, *_ = drawn(throughput_graph.lines(view(samples=samples, copy_gbps=None), 54, 20), {"value"})
-    assert top[0] == 5 and len(top) == 22, "half of the room is of the slow ones"
+@pytest.mark.parametrize(
+    ("width", "seconds", "says"),
+    [
+        (49, 60, "-60 s ─E────────────── -30 s ─────────────── now"),
+        (49, 300, "-5 min ── -4 min ─────── -2 min ────E─────── now"),
+        (90, 60, "-60 s ───E───── -50 s ─────── -40 s ────── -30 s ────── -20 s ─────── -10 s ───────── now"),
+    ],
+)
+def test_the_axis_says_when_and_has_the_marks(width, seconds, says):
+    of = view(marks=MARKS[1:], now_s=1066.0)
+    assert text(throughput_lines.lines(of, width, 20, seconds))[-1].rstrip() == says
+
+
+def test_a_tick_stands_for_a_time_that_a_mark_leaves_no_room_for():
+    of = view(marks=(Mark(1028.0, "P", "prompt"),), now_s=1060.0)
+    line = text(throughput_lines.lines(of, 49, 20))[-1]
+    assert "-30 s" not in line and 0 < line.index("┴") - line.index("P") < 4
+
+
+@pytest.mark.parametrize("seconds", [60, 300])
+def test_what_the_symbols_mean_is_said_while_they_are_seen(seconds):
+    of = view(marks=MARKS)
+    assert throughput_lines.legend(of, 49, seconds) == "E engine  P prompt"
+    assert throughput_lines.legend(view(marks=MARKS, now_s=1065.0), 49, seconds) == (
+        "E engine" if seconds == 60 else "E engine  P prompt"
+    )
+    assert throughput_lines.legend(view(), 49, seconds) == ""
+
+
+def test_the_figures_of_a_cell():
+    of = view(samples=(Sample(800.0, is_prefill=True, at_s=999.75, seconds=2.0), *SAMPLES), marks=MARKS)
+    time = throughput_lines.axis(of, 49, 60)
+    says = lambda at_s: throughput_lines.readouts(of, 49, 60, time.cell(at_s))
+    assert says(1020.0)[0] == "4 s ago · decode 93.0 tok/s, 46.5 GB/s"
+    assert says(1010.0)[0] == "15 s ago · decode 93.1 tok/s, 46.6 GB/s · engine cuda-beam2"
+    assert says(1010.0)[-1] == "15 s ago · decode 93.1 tok/s"
+    assert says(999.0)[0] == "26 s ago · prefill 800 tok/s"
+    assert says(1000.0)[0].endswith("GB/s · prompt of 96 tokens")
+    assert says(990.0)[0] == "35 s ago · idle"
+    long = throughput_lines.readouts(of, 49, 300, throughput_lines.axis(of, 49, 300).cell(900.0))
+    assert long[0] == "2 min 1 s ago · idle"
+
+
+def test_a_chosen_cell_is_marked_without_colours_too():
+    lines = throughput_lines.lines(view(), 49, 20, 60, 30)
+    assert text(lines)[-1][35] == "▲"
+    at = [line[35] for line in text(lines)[2:-1]]
+    assert at.count("┊") >= 4 and "selected" in {kind for line in lines for _, kind in line}
+
+
+def test_rows_get_hotter_upwards():
+    lines = throughput_lines.lines(view(copy_gbps=None), 60, 23)
+    rows = [sorted(HEATS & {kind for _, kind in line}) for line in lines]
+    heats = [int(kinds[0].removeprefix("heat")) for kinds in rows if kinds]
+    graphs = [heats[: heats.index(0) + 1], heats[heats.index(0) + 1 :]]
+    assert all(
+        len(graph) >= 7 and graph == sorted(graph, reverse=True) and graph[-1] == 0 for graph in graphs
+    )
+
+
+def test_the_graphs_of_a_text_are_as_long_as_the_samples():
+    lines = text(throughput_lines.whole_lines(view(samples=SAMPLES[:30], marks=MARKS[:1]), 60, 14))
+    assert len(lines) == 14 and lines[-2].startswith("-8 s ") and lines[-1].split() == ["P", "prompt"]
+    *_, bottom = drawn(throughput_lines.whole_lines(view(samples=SAMPLES[:30]), 60, 14), HEATS)
+    assert len(bottom) >= 45
 
 
 def test_a_graph_of_nothing():
-    assert "– tok/s" in text(throughput_graph.lines(Throughput(), 40, 12))[0]
+    assert "– tok/s" in text(throughput_lines.lines(Throughput(), 40, 12))[0]
 
 
-@given(width=st.integers(1, 90), height=st.integers(0, 40))
-def test_the_graph_keeps_to_its_height(width, height):
-    assert len(throughput_graph.lines(view(), width, height)) <= max(height, 2)
+TIMES = st.floats(0, 1000)
+
+
+@given(
+    width=st.integers(1, 90),
+    height=st.integers(0, 40),
+    seconds=st.sampled_from([1, 60, 300]),
+    chosen=st.none() | st.integers(0, 100),
+    steps=st.lists(st.tuples(TIMES, st.floats(0, 1e7), st.sampled_from([0, 10**6, 10**12]), st.booleans())),
+    marks=st.lists(st.builds(Mark, TIMES, st.sampled_from("PES"), st.just("prompt"))),
+)
+def test_the_graph_keeps_to_its_width_and_height(width, height, seconds, chosen, steps, marks):
+    samples = tuple(Sample(rate, n, is_prefill, at_s) for at_s, rate, n, is_prefill in sorted(steps))
+    of = view(samples=samples, marks=tuple(sorted(marks, key=lambda mark: mark.at_s)), now_s=1000.0)
+    lines = text(throughput_lines.lines(of, width, height, seconds, chosen))
+    assert len(lines) <= max(height, 2)
+    assert all(len(line) <= width for line in lines[2:])  # the pane cuts the figures
+    assert len(text(throughput_lines.whole_lines(of, width, height))) <= max(height, 2) + 1
 
 
 def test_the_summary_adds_up_to_the_wall_time():
@@ -157,24 +245,6 @@ def test_a_note_that_does_not_fit_ends_with_an_ellipsis():
     heads = [text(kernel_lines.header(profile(), waits, width))[0] for width in (100, 60, 52)]
     assert heads[0].endswith("gap 1,810  will be measured when the engine is idle")
     assert heads[1].endswith("gap 1,810  will …") and heads[2].endswith("1,810")
-
-
-def test_the_header_says_how_much_of_the_last_answer_the_kernels_explain():
-    for width, says in (
-        (100, "explains 18% of the last answer's 1,379 µs a token"),
-        (48, "explains 18% of the last answer's time"),
-        (36, "explains 18% of the last answer"),
-        (24, "18% of last answer"),
-    ):
-        link = KernelProfiles(answer_us=1379.3)
-        lines = text(kernel_lines.header(replace(profile(), wall_us=247.0), link, width))
-        assert lines[1] == says and len(says) <= width
-        assert (
-            lines[2:]
-            == text(kernel_lines.header(replace(profile(), wall_us=247.0), KernelProfiles(), width))[1:]
-        )
-        prefill = replace(profile("prefill"), wall_us=247.0)
-        assert "explains" not in "".join(text(kernel_lines.header(prefill, link, width)))
 
 
 @pytest.mark.parametrize("sort", kernel_lines.SORTS)
@@ -258,23 +328,38 @@ async def test_keys_are_told_where_they_are_heard_and_in_words_where_there_is_ro
         assert table.border_subtitle == "decode · by total · d s f p m ⏎"
 
 
+class Panes(App[None]):
+    def compose(self):
+        yield ThroughputGraph()
+
+
 @pytest.mark.parametrize("theme", ["textual-dark", "textual-light"])
 async def test_every_style_is_readable_on_its_background(theme):
-    class Panes(App[None]):
-        def compose(self):
-            yield ThroughputGraph()
-
     app = Panes()
     async with app.run_test() as pilot:
         app.theme = theme
         await pilot.pause()
         pane = app.query_one(ThroughputGraph)
         pane.data = view()
-        for kind in ("", "strong", "dim", "value", "hatched", "line", "warning"):
-            style = pane.get_component_rich_style(f"pane--{kind}") if kind else pane.rich_style
+        assert len({str(pane.styles_by_name()[kind].color) for kind in HEATS}) > HEAT_STEPS / 2
+        for kind in ("", "strong", "dim", "value", "hatched", "line", "warning", *HEATS):
+            style = pane.styles_by_name()[kind]
             background = app.screen.background_colors[1]
             color = background.blend(Color.from_rich_color(style.color), 1.0)
             assert contrast(color, background) >= 3.0, kind
+
+
+@pytest.mark.parametrize("setting", ["NO_COLOR", "ansi-dark"])
+async def test_without_colours_to_blend_a_graph_has_one(setting, monkeypatch):
+    if setting == "NO_COLOR":
+        monkeypatch.setenv("NO_COLOR", "1")
+    app = Panes()
+    async with app.run_test() as pilot:
+        if setting != "NO_COLOR":
+            app.theme = setting
+        await pilot.pause()
+        styles = app.query_one(ThroughputGraph).styles_by_name()
+        assert {styles[kind] for kind in HEATS} == {styles["value"]}
 
 
 def contrast(a: Color, b: Color) -> float:
@@ -372,7 +457,7 @@ def test_two_counters_a_line_are_no_wider_than_the_pane_nor_more_lines_than_one_
 
 def test_a_low_graph_has_the_room_of_what_is_said_of_the_memory():
     of = view(memory="memory 71 % busy, measured")
-    low, high = (text(throughput_graph.lines(of, 60, height)) for height in (5, 6))
+    low, high = (text(throughput_lines.lines(of, 60, height)) for height in (5, 6))
     assert "busy" not in "".join(low) and len(low) == 5
     assert "busy" in "".join(high) and len(high) == 6
 

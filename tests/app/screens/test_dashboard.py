@@ -15,10 +15,10 @@ from app.chat.history import History
 from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
-from engine.events import EngineOptions, Failed
+from engine.events import EngineOptions, Failed, Search, Warming
 from presets import loader
 from tests.app.fake_engine import STARTED, FakeEngine, MeasuredEngine, profile, reply, tokens
-from tests.app.scenes import COUNTERS, sees
+from tests.app.scenes import COUNTERS, sees, settled
 from tests.waiting import until
 
 NO_DRIVER = Failed(kind="backend", message="There is no driver.", hint="Choose CPU.")
@@ -113,7 +113,7 @@ async def test_keys_of_the_kernel_table():
         await pilot.press("down", "enter")
         await sees(pilot, "options: UPCAST")
         await pilot.press("escape", "escape")
-        await until(lambda: app.focused is app.prompt and app.prompt.size.width > 0)
+        assert app.focused is app.prompt and app.prompt.size.width > 0
 
 
 async def test_what_is_measured_again_is_shown_although_the_table_was_held():
@@ -384,13 +384,104 @@ async def test_what_is_not_seen_costs_nothing():
         assert engine.profiles == []
 
 
-async def test_tab_goes_to_the_kernels_and_back():
+async def test_tab_goes_to_the_graphs_the_kernels_and_back():
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
+        await pilot.press("tab")
+        assert app.focused is app.dashboard.graph
         await pilot.press("tab")
         assert app.focused is app.dashboard.table
         await pilot.press("escape", "tab")
         await pilot.click("ThroughputGraph")
         assert app.focused is app.prompt
+
+
+@asynccontextmanager
+async def answered():
+    """A dashboard after an answer of 3.5 s, which the graphs show."""
+    engine = MeasuredEngine(reply("Hello. " * 200))
+    async with dashboard(engine, initial_prompt="Hi") as (app, pilot, _):
+        graph, performance = app.dashboard.graph, app.dashboard.performance
+        await until(lambda: performance.last_end and graph.data == performance.throughput(COUNTERS))
+        await settled(pilot)
+        yield engine, app, pilot, graph
+
+
+async def test_the_border_of_the_graphs_says_the_figures_of_a_moment():
+    async with answered() as (_, app, pilot, graph):
+        assert graph.border_subtitle == "P prompt"
+        await pilot.press("tab")
+        await sees(pilot, "t 1 or 5 min")
+        await pilot.press("left")
+        await sees(pilot, "▲")
+        assert graph.border_subtitle.startswith("1 s ago · decode 100 tok/s")
+        says = []
+        for _ in range(6):
+            await pilot.press("left")
+            says.append(graph.border_subtitle.partition(" ago · ")[2])
+        assert any(line.startswith("prefill 4,800 tok/s") for line in says)
+        assert any(line.endswith("· prompt") for line in says), "and which events were then"
+        await pilot.press(*["right"] * 7)
+        assert "←" in graph.border_subtitle
+        await pilot.press("t")
+        await sees(pilot, "-5 min")
+        await pilot.press("escape", "shift+tab", "t")
+        assert app.focused is app.prompt and app.prompt.text == "t", "which is a letter elsewhere"
+
+
+async def test_the_mouse_over_the_graphs_shows_the_figures_there():
+    async with answered() as (_, app, pilot, graph):
+        last = graph.size.width - 6 + graph.gutter.left
+        await pilot.hover(graph, offset=(last, 8))
+        await sees(pilot, "1 s ago · decode 100 tok/s")
+        await pilot.hover(graph, offset=(last - 10, 8))
+        await until(lambda: graph.border_subtitle.endswith("s ago · idle"))
+        await pilot.hover(graph, offset=(3, 8))  # the labels
+        await until(lambda: graph.border_subtitle == "P prompt")
+        await pilot.hover(graph, offset=(last, 8))
+        await until(lambda: "decode" in graph.border_subtitle)
+        await pilot.hover(app.prompt)
+        await until(lambda: graph.border_subtitle == "P prompt")
+
+
+SEARCHED = Search(
+    what="ffn", choice="x", tried=8, total=8, refused=0, before_us=120.0, after_us=100.0, left_s=0.0
+)  # fmt: skip
+
+
+async def test_a_switch_and_a_search_are_marked_on_the_time_axis():
+    wide = MeasuredEngine(start=[*STARTED[:2], Warming(done=1, total=1, search=SEARCHED), STARTED[-1]])
+    async with dashboard(MeasuredEngine(), wide) as (app, pilot, _):
+        assert app.dashboard.performance.throughput().marks == (), "the first engine is no switch"
+        await pilot.press("f7")
+        await until(lambda: app.session.engine is wide)
+        await sees(pilot, "E engine  S search")
+        says = [f"{mark.symbol} {mark.kind} {mark.text}" for mark in app.dashboard.graph.data.marks]
+        assert says == [
+            "S search ended: its search made a step 20% faster",
+            "E engine cuda-beam2, Qwen3 0.6B",
+        ]
+
+
+async def test_an_idle_graph_is_drawn_only_when_it_has_moved_by_a_cell():
+    async with answered() as (engine, _, pilot, graph):
+        drawn, draw = [], graph.draw
+        graph.draw = lambda *of: (drawn.append(of[0].now_s), draw(*of))[1]
+
+        async def after(seconds):
+            drawn.clear()
+            engine.seconds = seconds
+            await until(lambda: graph.data.now_s == seconds)
+            await settled(pilot)
+            return len(drawn)
+
+        now = graph.data.now_s
+        cell_s = 60 / (graph.size.width - 10)
+        middle = (now // cell_s + 1.5) * cell_s
+        await after(middle)
+        assert await after(middle + 0.2 * cell_s) == 0
+        assert await after(middle + cell_s) == 1
+        await after(middle + 70)
+        assert await after(middle + 90) == 0, "all of it is older than a minute"
 
 
 async def test_what_is_typed_goes_to_the_prompt_whenever_it_is_seen():

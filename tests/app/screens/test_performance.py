@@ -10,7 +10,6 @@ from app.chat.slowdown import explain_slowdown
 from app.screens.performance import PerformanceObserver
 from engine.events import Counter, Measured, Prefilling, Token
 from tests.app.fake_engine import READY, profile, reply
-from widgets.throughput_graph import GAP
 
 MEASURED = Measured(request_id=0, copy_gbps=100.0, kernels_per_token=1, device_bytes=1)
 
@@ -49,7 +48,7 @@ def test_decode_by_the_engines_clock(performance):
 
 def test_slow_tokens_are_samples_of_their_own(performance):
     decode(performance, 5, 2.0)
-    assert [s.tokens_per_s for s in performance.throughput().samples if s is not GAP] == [2.0] * 4
+    assert [s.tokens_per_s for s in performance.throughput().samples] == [2.0] * 4
 
 
 def test_an_answer_too_short_for_a_sample_is_one(performance):
@@ -65,7 +64,7 @@ def test_the_roofline_falls_as_the_context_grows(performance):
     must_read = READY.weight_bytes_per_token + 1100 * READY.kv_bytes_per_token
     assert view.share == pytest.approx(100 / (100e9 / must_read))
     assert view.gbps == pytest.approx(100 * must_read / 1e9)
-    first, *_, last = [s.roofline(100.0) for s in view.samples if s is not GAP]
+    first, *_, last = [s.roofline(100.0) for s in view.samples]
     assert first > last
 
 
@@ -99,7 +98,7 @@ def test_a_prompt_too_short_for_progress_is_a_sample_of_its_own(performance):
     for done in (10, 50):
         performance.observe(Prefilling(request_id=1, done=done, total=50, cached=10))
     decode(performance, 2, 100.0, start=0.02)
-    [sample] = [s for s in performance.throughput().samples if s is not GAP]
+    [sample] = performance.throughput().samples
     assert sample.is_prefill and sample.tokens_per_s == pytest.approx(40 / 0.02)
     assert performance.throughput().prefill == pytest.approx(40 / 0.02), "said as soon as it is known"
 
@@ -145,22 +144,52 @@ def test_nothing_changes_while_nothing_happens(performance):
     assert performance.kernels.decode == profile()
 
 
-def test_kernels_are_held_against_the_last_answer(performance):
-    assert performance.kernels.answer_us is None
-    for event in (profile(), *reply("word " * 100, predicted_n=101, predicted_ms=137.9)):
-        performance.observe(event)
-    assert performance.kernels.answer_us == pytest.approx(1379)
-    performance.observe(reply("", predicted_n=1)[-1])
-    assert performance.kernels.answer_us == pytest.approx(1379), "one token is no speed"
-    performance.observe(READY)
-    assert performance.kernels.answer_us is None, "that was another engine"
-
-
-def test_another_engine_begins_anew(performance):
+def test_another_engine_begins_anew_on_the_same_time_axis(performance, clock):
     decode(performance, 100, 100.0)
     performance.observe(READY)
     view = performance.throughput()
-    assert (view.current, view.copy_gbps, view.samples) == (None, None, ())
+    assert (view.current, view.median, view.best, view.copy_gbps) == (None, None, None, None)
+    assert [s.tokens_per_s for s in view.samples] == pytest.approx([100] * 3)
+    performance.observe(replace(MEASURED, copy_gbps=400.0))
+    decode(performance, 100, 100.0)
+    limits = [s.limit_gbps(performance.copy_gbps) for s in performance.throughput().samples]
+    assert limits[0] == 100 and limits[-1] == 400, "each has the limit of its own engine"
+
+
+def test_a_sample_knows_when_it_was_taken(performance, clock):
+    for i in range(101):
+        clock.now = 50.0 + i / 100
+        performance.observe(Token(request_id=1, id=i, text="x"))
+    clock.now = 60.0
+    view = performance.throughput()
+    assert view.now_s == 60
+    assert [(s.at_s, s.seconds) for s in view.samples] == [
+        (pytest.approx(50.25 + i / 4), pytest.approx(0.25)) for i in range(4)
+    ]
+
+
+def test_what_is_older_than_the_graph_is_forgotten_and_the_figures_stay(performance, clock):
+    for event in reply("word " * 100):
+        performance.observe(event)
+    clock.now = 300.0
+    assert performance.throughput().samples and performance.throughput().marks
+    clock.now = 331.0
+    view = performance.throughput()
+    assert (view.samples, view.marks) == ((), ())
+    assert view.current == pytest.approx(view.median) == pytest.approx(100)
+
+
+def test_each_prompt_is_marked_when_it_begins(performance, clock):
+    for now in (5.0, 20.0):
+        clock.now = now
+        performance.observe(Prefilling(request_id=1, done=0, total=1200, cached=0))
+        clock.now += 1
+        performance.observe(Prefilling(request_id=1, done=1200, total=1200, cached=0))
+        decode(performance, 2, 100.0)
+        performance.observe(reply("")[-1])
+    assert [(m.at_s, m.symbol, f"{m.kind} {m.text}") for m in performance.throughput().marks] == [
+        (5.0, "P", "prompt of 1,200 tokens"), (20.0, "P", "prompt of 1,200 tokens"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
