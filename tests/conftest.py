@@ -53,6 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
+def pytest_collection_finish() -> None:
+    """Kernels that one process has compiled are known to all others, as they are from one run of the engine to the
+    next."""
+    if "tinygrad" in sys.modules:
+        from engine.fixes import program_cache
+
+        program_cache.apply()
+
+
 def pytest_unconfigure() -> None:
     if not IS_WORKER:
         tests_environment.leave()

@@ -21,13 +21,14 @@ def time_call(call, *args, **options):
     if "float4" in call.src[0].src[2].arg:
         met.append(call)
         if how == "hangs":
+            print("hangs", file=sys.stderr, flush=True)
             time.sleep(60)
         raise RuntimeError("CUDA Error 700")
     return stock(call, *args, **options)
 search.time_call = time_call
 if fixed == "fixed":
     from engine.fixes import search_trials
-    search_trials.LIMIT_S = 1.0
+    search_trials.LIMIT_S = float(sys.argv[3])
     search_trials.apply()
     if how == "spoils":
         search_trials.device_works = lambda device: False
@@ -36,37 +37,50 @@ print((a * 2 + 1).sum().item(), len(met))
 """
 
 
-def run(how, fixed, cache, timeout=60, code=SEARCH):
+LIMIT_S = 1.0
+
+
+def start(how, fixed, cache, code=SEARCH):
     env = {"BEAM": "1", "PARALLEL": "0", "DEV": "CPU", "CACHELEVEL": "0", "BEAM_UPCAST_MAX": "4"}
-    return subprocess.run(
-        [sys.executable, "-c", code, how, fixed],
+    return subprocess.Popen(
+        [sys.executable, "-c", code, how, fixed, str(LIMIT_S)],
         env={**os.environ, **env, "XDG_CACHE_HOME": str(cache)},
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
     )
 
 
+def run(*arguments, **options):
+    """(exit status, standard output, standard error)"""
+    with start(*arguments, **options) as process:
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+
 def test_without_it_a_search_waits_for_ever(tmp_path):
-    with pytest.raises(subprocess.TimeoutExpired):
-        run("hangs", "stock", tmp_path, timeout=8)
+    with start("hangs", "stock", tmp_path) as process:
+        assert process.stderr.readline() == "hangs\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.5 * LIMIT_S)
+        process.kill()
 
 
 @pytest.mark.parametrize("how", ["hangs", "spoils"])
 def test_each_candidate_that_hangs_or_spoils_the_device_costs_a_process_and_is_not_met_again(tmp_path, how):
-    ends = []
-    while not ends or ends[-1].returncode == 75:
-        ends.append(run(how, "fixed", tmp_path))
-        assert len(ends) < 12
-    assert ends[-1].stdout.split() == ["262144.0", "0"], ends[-1].stderr[-2000:]
-    assert len(ends) > 1
+    restarts = 0
+    while (end := run(how, "fixed", tmp_path))[0] == os.EX_TEMPFAIL:
+        restarts += 1
+        assert restarts < 12
+    _, out, err = end
+    assert restarts > 0 and out.split() == ["262144.0", "0"], err[-2000:]
 
 
 def test_one_that_only_fails_is_left_out_at_once(tmp_path):
-    value, met = run("fails", "fixed", tmp_path).stdout.split()
+    value, met = run("fails", "fixed", tmp_path)[1].split()
     assert (value, met != "0") == ("262144.0", True)
-    assert run("fails", "fixed", tmp_path).stdout.split() == ["262144.0", "0"]
+    assert run("fails", "fixed", tmp_path)[1].split() == ["262144.0", "0"]
 
 
 TWICE = """
@@ -83,7 +97,7 @@ print((a * 2 + 1).sum().item(), len(searched))
 
 
 def test_what_was_searched_is_not_searched_again(tmp_path):
-    first, second = (run("", "", tmp_path, code=TWICE).stdout.split() for _ in range(2))
+    first, second = (run("", "", tmp_path, code=TWICE)[1].split() for _ in range(2))
     assert first[0] == second[0] == "262144.0"
     assert int(first[1]) > 0 == int(second[1])
 
