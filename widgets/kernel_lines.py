@@ -36,12 +36,13 @@ _SHORT_ROLES: dict[KernelRole, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class KernelProfiles:
-    """The last profiles. `copy_gbps` is the measured copy bandwidth of the device (None: not known). `note` says why
-    there is no profile, or that one is being measured."""
+    """The last profiles. `copy_gbps` is the measured copy bandwidth of the device, `answer_us` the microseconds a token
+    of the last answer (None: not known). `note` says why there is no profile, or that one is being measured."""
 
     decode: KernelProfile | None = None
     prefill: KernelProfile | None = None
     copy_gbps: float | None = None
+    answer_us: float | None = None
     note: str = ""
 
 
@@ -113,7 +114,8 @@ def of_roofline(gbps: float, n_bytes: int, copy_gbps: float | None) -> str:
 def header(
     profile: KernelProfile, data: KernelProfiles, width: int, *, is_paused: bool = False
 ) -> list[Line]:
-    """The sum and the wall time of the step, a line for each group, and the titles of the rows."""
+    """The sum and the wall time of the step, its share of a step of the last answer, a line for each group, and the
+    titles of the rows."""
     state = "  paused" if is_paused else f"  {one_line(data.note)}" if data.note else ""
     text = _totals(profile, width - (len(state) if is_paused else 0))
     if len(state) > (room := max(0, width - len(text))):
@@ -123,6 +125,7 @@ def header(
     longer = kernels_us(profile) > profile.wall_us
     return [
         [(text[:width], "strong"), (state, "warning")],
+        *_answer_line(profile, data.answer_us, width),
         *(_group_line(group, data.copy_gbps, width, digits) for group in groups),
         _no_gaps_line(profile, width) if longer else _group_line(gaps, None, width, digits),
         [(_titles(width), "strong")],
@@ -142,6 +145,21 @@ def _totals(profile: KernelProfile, width: int) -> str:
     ):
         text += more if len(text + more) <= width else ""
     return text
+
+
+def _answer_line(profile: KernelProfile, answer_us: float | None, width: int) -> list[Line]:
+    """How much of a step of the last answer the profiled step is. The rest is not in the kernels: other programs, the
+    host, other clocks than at the time of the measurement, or a longer context."""
+    if profile.step != "decode" or not answer_us:
+        return []
+    share = f"{profile.wall_us / answer_us:.0%}"
+    texts = (
+        f"explains {share} of the last answer's {answer_us:,.0f} µs a token",
+        f"explains {share} of the last answer's time",
+        f"explains {share} of the last answer",
+        f"{share} of last answer",
+    )
+    return [[(longest_fitting(texts, width), "")]]
 
 
 def _group_line(group: GroupTime, copy_gbps: float | None, width: int, digits: int) -> Line:

@@ -33,7 +33,7 @@ from engine.events import (
     decode_rate,
     prefill_rate,
 )
-from engine.measure.memory import gpu_used_bytes, resident
+from engine.measure.memory import gpu_used_bytes, resident_memory
 from engine.peers.llama_server import LlamaServer
 
 GREEDY = Sampling(temperature=0)
@@ -172,8 +172,8 @@ class Benchmark:
                     await self._repeat(case, repetition)
         finally:
             for engine in self.engines:
-                memory = resident(engine.engine.pid)
-                engine.peak_resident_bytes = memory.peak if memory else None
+                memory = resident_memory(engine.engine.pid)
+                engine.peak_resident_bytes = memory.peak_bytes if memory else None
                 await engine.engine.close()
 
     async def _start(self) -> None:

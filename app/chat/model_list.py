@@ -13,7 +13,7 @@ from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name
 from engine.errors import ModelFileError, OrinError
 from engine.formats.gguf import GGUF
-from engine.model import file_summary
+from engine.model import file_summary, packed_weights_cache
 from engine.model.config import ModelConfig
 
 
@@ -92,6 +92,11 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
         size = path.stat().st_size if path.is_file() else 0
         problem = error.message if isinstance(error, OrinError) else str(error)
         return Entry(name, source, path, size, quantization_of(path.name), record=record, problem=problem)
+
+
+def delete_downloaded(model: cache.Installed) -> int:
+    """Deletes a downloaded model and its packed weights; returns the bytes freed. Raises OSError."""
+    return packed_weights_cache.delete(model.path) + cache.remove(model)
 
 
 def source_of(name: str, names: Mapping[str, str] = {}) -> tuple[Source, Path | None]:

@@ -19,6 +19,8 @@ from engine.formats.gguf import GGUF
 from engine.model import file_summary
 from widgets.text import clean
 
+KEPT = "The next try goes on with what has arrived."
+
 
 def obtain(
     name: str,
@@ -51,9 +53,11 @@ def fetch(
 ) -> Path:
     """Downloads a file and shows the progress on a line of `messages`, or as lines of JSON. Raises what `download`
     does, but UsageError soon after `cancelled` returns true."""
-    line = StatusLine(messages)
+    line, has_arrived = StatusLine(messages), False
 
     def report(progress: Progress) -> None:
+        nonlocal has_arrived
+        has_arrived = progress.done_bytes > 0
         if as_json:
             fields = {name: getattr(progress, name) for name in progress.__dataclass_fields__}
             write_json(messages, {"event": "progress", **fields})
@@ -65,10 +69,10 @@ def fetch(
     try:
         return download(source, report, cancelled)
     except Cancelled:
-        raise UsageError("Stopped.", "The next try goes on with what has arrived.") from None
+        raise UsageError("Stopped.", KEPT if has_arrived else "") from None
     except KeyboardInterrupt:
         line.clear()
-        say(messages, "Stopped. The next try goes on with what has arrived.")
+        say(messages, "Stopped.", KEPT if has_arrived else "")
         raise
     finally:
         line.clear()

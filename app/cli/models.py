@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from app.chat.model_list import Entry, not_here, on_this_machine, read_entry, source_of
+from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry, source_of
 from app.chat.settings import Settings
 from app.cli import options
 from app.cli.download import fetch, write_json
@@ -134,7 +134,7 @@ def remove(args: Namespace, aliases: Mapping[str, str]) -> None:
         print("It stays.", file=sys.stderr)
         return
     try:
-        freed = packed_weights_cache.delete(model.path) + cache.remove(model)
+        freed = delete_downloaded(model)
     except OSError as error:
         raise ModelFileError(f"{model.path} cannot be deleted: {error.strerror}.") from error
     if args.json:

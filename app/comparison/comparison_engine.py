@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -45,7 +43,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
 from engine.formats.thinking import split_thinking
-from engine.measure.counters import Cpu
+from engine.measure.cpu_counters import CpuCounters
 from engine.measure.memory import gpu_used_bytes
 from engine.peers.llama_server import LlamaServer
 from widgets.comparison_data import ComparisonData, Difference
@@ -344,7 +342,7 @@ class ComparisonEngine:
 
 def _cpu_counters() -> Callable[[], tuple[Counter, ...]]:
     """Reads the CPU's counters alone. Others take long (a Jetson's power mode), and an answer would wait."""
-    cpu = Cpu(Path("/"), os.getpid())
+    cpu = CpuCounters()
     return lambda: tuple(cpu.read())
 
 

@@ -15,7 +15,7 @@ from engine.events import (
     decode_rate,
     shown_prefill_rate,
 )
-from engine.measure.memory import resident
+from engine.measure.memory import resident_memory
 from widgets.comparison_data import EngineAnswer
 from widgets.text import counted
 
@@ -99,8 +99,8 @@ class Side:
         decode, first_token_s, prefill = self._rates()
         mean_position = self._prompt_tokens + len(self.tokens) / 2
         gbps = model.bytes_per_token(mean_position) * (decode or 0) / 1e9 if model else 0.0
-        if memory := resident(self.pid):
-            self._peak_bytes = memory.peak + self.device_bytes
+        if memory := resident_memory(self.pid):
+            self._peak_bytes = memory.peak_bytes + self.device_bytes
         about = (self.ready.backend, self.ready.device_name) if self.ready else ()
         return EngineAnswer(
             name=self.name,

@@ -74,6 +74,10 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         """The entries that match a search; all of them for ""."""
         raise NotImplementedError
 
+    def nothing_found(self, text: str) -> str:
+        """What the list says if a search finds nothing."""
+        return self.NOTHING_FOUND
+
     def line(self, entry: Entry) -> Content:
         """How an entry looks in the list."""
         raise NotImplementedError
@@ -118,7 +122,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         if self.entries:
             self.options.highlighted = min(row or 0, len(self.entries) - 1)
         else:
-            text = self.NOTHING_FOUND if self.search_text else self.EMPTY
+            text = self.nothing_found(self.search_text) if self.search_text else self.EMPTY
             self.options.add_option(Option(text, disabled=True))
 
     def action_move(self, rows: int) -> None:

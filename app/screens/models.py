@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from textual.fuzzy import FuzzySearch
 from textual.widgets import OptionList, Static
 
 from app.chat.download import Download, progress_text
-from app.chat.model_list import Entry, not_here, on_this_machine, read_entry
+from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry
 from app.screens.list_page import ListPage, show_line
 from app.screens.page import Frame
 from engine.catalog import cache
@@ -100,6 +101,13 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         if isinstance(source, Path):
             return Entry(str(source), source, source) if source.is_file() else None
         return Entry(str(source), source, quantization=getattr(source, "quantization", ""))
+
+    def nothing_found(self, text: str) -> str:
+        with contextlib.suppress(ModelFileError):
+            if isinstance(path := parse(text, self.names), Path):
+                shown = one_line(str(path))
+                return f"{shown} is a folder." if path.is_dir() else f"There is no file {shown}."
+        return super().nothing_found(text)
 
     def line(self, model: Entry) -> Content:
         """The name with what the file is; below, where it is, or would come from."""
@@ -197,7 +205,8 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         if download.error:
             self.say(str(download.error))
         elif download.path is None:
-            self.say(f"Stopped: the downloaded part of {download.name} is kept, and Enter goes on with it")
+            kept = f"the downloaded part of {download.name} is kept, and Enter goes on with it"
+            self.say(f"Stopped: {kept}" if download.progress.done_bytes else "Stopped")
         elif self._use_when_downloaded:
             self._use_file(download.source, download.path)
             return
@@ -230,7 +239,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         try:
             for file in cache.installed():
                 if file.path == model.path:
-                    self.say(f"Deleted {model.name}: {as_bytes(cache.remove(file))} are free again")
+                    self.say(f"Deleted {model.name}: {as_bytes(delete_downloaded(file))} are free again")
         except OSError as error:
             self.say(f"{model.name} cannot be deleted: {error.strerror}")
         self._read_models()

@@ -207,6 +207,8 @@ class PerformanceObserver:
         if end.predicted_n:
             prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
             self._prefill = prefill or self._prefill
+        if speed:
+            self._set_kernels(replace(self.kernels, answer_us=1e6 / speed))
         self._position = end.context_used
         self._end_answer()
 

@@ -141,12 +141,15 @@ def retry_after_s(error: Exception, failures: int) -> float | None:
     return min(float(retry_after), MAX_DELAY_S) if retry_after.isdecimal() else delay
 
 
-def raise_download_error(error: Exception, name: str, *, on_hub: bool = True) -> Never:
-    """Raises DownloadError: a sentence that says why `name` could not be downloaded, and one that says what to do."""
+def raise_download_error(
+    error: Exception, name: str, *, on_hub: bool = True, has_arrived: bool = False
+) -> Never:
+    """Raises DownloadError: a sentence that says why `name` could not be downloaded, and one that says what to do.
+    `has_arrived`: a part of it is on the disk."""
     errors = _library().errors
     code = http_status(error)
     server = "The hub" if on_hub else "The server"
-    kept = "What was downloaded is kept for the next try."
+    kept = " What was downloaded is kept for the next try." if has_arrived else ""
     if isinstance(error, errors.OfflineModeIsEnabled):
         message = f"{name} is not on this machine, and HF_HUB_OFFLINE forbids downloads."
         hint = "Unset HF_HUB_OFFLINE."
@@ -163,17 +166,17 @@ def raise_download_error(error: Exception, name: str, *, on_hub: bool = True) ->
             hint = "Check the address. If it needs a password, download the file with another program."
     elif code == 429:
         message = f"{server} has received too many requests from this network."
-        hint = f"Try again in a few minutes. {kept}"
+        hint = f"Try again in a few minutes.{kept}"
     elif code:
         message = f"{server} failed to deliver {name} (HTTP status {code})."
-        hint = f"Try again later. {kept}"
+        hint = f"Try again later.{kept}"
     else:
         host = f"The hub ({endpoint()})" if on_hub else name
         reason = printable(" ".join(str(error).split())) or type(error).__name__
         message = f"{host} cannot be reached: {reason.rstrip('.')}."
-        hint = f"Check the network, or name a mirror with HF_ENDPOINT. {kept}"
+        hint = f"Check the network, or name a mirror with HF_ENDPOINT.{kept}"
         if not on_hub:
-            hint = f"Check the network and the address. {kept}"
+            hint = f"Check the network and the address.{kept}"
     raise DownloadError(message, hint) from error
 
 

@@ -120,9 +120,8 @@ def _download(target: Target, meter: Meter) -> None:
             failures = 1 if partial.have > before else failures + 1
             delay = hub.retry_after_s(cut, failures)
             if delay is None:
-                hub.raise_download_error(
-                    cut, printable(target.name if target.on_hub else target.url), on_hub=target.on_hub
-                )
+                name = printable(target.name if target.on_hub else target.url)
+                hub.raise_download_error(cut, name, on_hub=target.on_hub, has_arrived=partial.have > 0)
             if failures > 1 or hub.http_status(cut):
                 meter.wait(delay, partial.have, f"interrupted; trying again in {delay:.0f} s")
         partial.verify()

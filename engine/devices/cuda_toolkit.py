@@ -1,8 +1,9 @@
-"""Where CUDA's runtime compiler (NVRTC) and its headers lie on this machine, without loading either.
+"""Finds CUDA's runtime compiler (NVRTC) and its headers on this machine, without loading them.
 
-tinygrad looks for the library in the linker's folders and /usr/local/cuda, and for headers in $CUDA_PATH/include,
-or else in /usr/local/cuda/include, /usr/include and /opt/cuda/include. A toolkit may lie elsewhere: under its
-version (/usr/local/cuda-12.6), in Python's packages (nvidia-cuda-nvrtc, nvidia-cuda-runtime), in a Nix store.
+tinygrad looks for the library in the linker's folders and in /usr/local/cuda. It looks for headers in
+$CUDA_PATH/include, or else in /usr/local/cuda/include, /usr/include and /opt/cuda/include. A toolkit may also be in a
+folder with its version (/usr/local/cuda-12.6), in Python packages (nvidia-cuda-nvrtc, nvidia-cuda-runtime), or in a Nix
+store.
 """
 
 from __future__ import annotations
@@ -15,42 +16,42 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-HEADER = "cuda_fp16.h"  # what kernels in half precision include
+HEADER = "cuda_fp16.h"  # included by kernels in half precision
 _LIBRARY = re.compile(r"libnvrtc\.so(\.\d+)*")
 
 
 def runtime_compilers(root: Path = Path("/")) -> list[Path]:
-    """All libnvrtc there are, the ones that tinygrad itself would load first."""
+    """All libnvrtc on this machine; $NVRTC_PATH first, then those that tinygrad would load itself."""
     named = [Path(path)] if (path := os.environ.get("NVRTC_PATH")) else []
     folders = [*_library_path(), *_system_libraries(root), *_of_toolkits(root, "lib64", "lib")]
     folders += [folder / "lib" for folder in _packages()]
-    found = [path for folder in folders for path in _libraries(folder)]
-    return _unique(path for path in (*named, *found) if path.is_file())
+    libraries = [path for folder in folders for path in _libraries(folder)]
+    return _unique(path for path in (*named, *libraries) if path.is_file())
 
 
 def headers(root: Path = Path("/")) -> list[Path]:
-    """All folders that have CUDA's headers: the user's own word first, then what tinygrad looks through, then what
-    belongs to a runtime compiler, then any other."""
+    """All folders with CUDA's headers: first those in $CUDA_INCLUDE_PATH, then tinygrad's own, then those beside a
+    runtime compiler, then any others."""
     return _unique(folder for folder in _header_folders(root) if (folder / HEADER).is_file())
 
 
 def stock_headers(root: Path = Path("/")) -> list[Path]:
-    """The folders that tinygrad 0.14.0 tells the compiler of."""
+    """The include folders that tinygrad 0.14.0 passes to the compiler."""
     if path := os.environ.get("CUDA_PATH"):
         return [Path(path) / "include"]
     return [root / "usr/local/cuda/include", root / "usr/include", root / "opt/cuda/include"]
 
 
 def _header_folders(root: Path) -> Iterator[Path]:
-    if own := os.environ.get("CUDA_INCLUDE_PATH"):
-        yield from map(Path, own.split(os.pathsep))
+    if named := os.environ.get("CUDA_INCLUDE_PATH"):
+        yield from map(Path, named.split(os.pathsep))
     yield from stock_headers(root)
     if home := os.environ.get("CUDA_HOME"):
         yield Path(home) / "include"
     for library in runtime_compilers(root):
         for parent in list(library.resolve().parents)[:5]:
             yield parent / "include"
-            if parent.name == "nvidia":  # Python's packages: the library in one, the headers in another
+            if parent.name == "nvidia":  # Python packages: the headers are in another one
                 yield from sorted(parent.glob("cu*/include"))
     if nvcc := shutil.which("nvcc"):
         yield Path(nvcc).resolve().parents[1] / "include"
@@ -60,7 +61,7 @@ def _header_folders(root: Path) -> Iterator[Path]:
 
 
 def _of_toolkits(root: Path, *names: str) -> Iterator[Path]:
-    """Folders of toolkits that are installed whole, the newest first."""
+    """Folders of installed toolkits; among those with a version in their name, the newest first."""
     toolkits = [root / "usr/local/cuda", root / "opt/cuda", root / "usr/lib/cuda"]
     toolkits += sorted((root / "usr/local").glob("cuda-*"), key=_version, reverse=True)
     for toolkit in toolkits:
@@ -75,7 +76,7 @@ def _version(path: Path) -> list[int]:
 
 
 def _packages() -> list[Path]:
-    """Folders of NVIDIA's packages for Python: nvidia/cuda_nvrtc, nvidia/cu13 and the like."""
+    """Folders of NVIDIA's Python packages, as nvidia/cuda_nvrtc and nvidia/cu13."""
     folders = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
     return _unique(path for folder in folders for path in sorted((Path(folder) / "nvidia").glob("cu*")))
 
@@ -98,5 +99,5 @@ def _libraries(folder: Path) -> list[Path]:
 
 
 def _unique(paths: Iterable[Path]) -> list[Path]:
-    """Without repetitions, also under other names."""
+    """Without repetitions, even by symbolic links. The first of equal paths stays."""
     return list({path.resolve(): path for path in reversed(list(paths))}.values())[::-1]

@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs a machine has, and which of them tinygrad's backend NV is for."""
+"""The NVIDIA GPUs of a machine, and which of them tinygrad's NV backend may drive."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from engine.devices import cuda_driver
 from engine.devices.system_files import read_text
 from engine.tegra.abi import CTRL
 
-_FOR_ITS_OWNER = re.compile(r"GeForce|\bRTX\b|TITAN|Quadro", re.IGNORECASE)
+_DESKTOP_GPU = re.compile(r"GeForce|\bRTX\b|TITAN|Quadro", re.IGNORECASE)
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
-    """The names of the GPUs that the desktop driver (nvidia.ko) has, as it tells in /proc; where it does not, as in
-    some containers, CUDA is asked. Empty where there are none, nobody tells, or it is a Jetson."""
+    """The names of the GPUs of the desktop driver (nvidia.ko), from /proc, or from CUDA if /proc does not list them, as
+    in some containers. Empty on a Jetson, and if neither lists any."""
     if (root / CTRL.lstrip("/")).exists():
         return []
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
@@ -23,16 +23,21 @@ def gpus(root: Path = Path("/")) -> list[str]:
     return names or (cuda_driver.device_names() if root == Path("/") else [])
 
 
-def why_not_nv(names: list[str]) -> str:
-    """Why GPUs of these names are not to be driven by NV, in a few words; "" where they may be.
+def is_jetson(root: Path = Path("/")) -> bool:
+    """Whether the system is NVIDIA's Linux for Tegra."""
+    return (root / "etc/nv_tegra_release").exists()
 
-    NV talks to the kernel driver itself. It sets clocks when it starts, and a kernel that goes wrong leaves errors
-    behind: nothing for a GPU in a data centre, which others use too. There, and on chips that tinygrad 0.14 does not
-    know (ops_nv's list of compute classes), CUDA is the way.
+
+def why_not_nv(names: list[str]) -> str:
+    """Why NV must not drive GPUs with these names, in a few words; "" if it may.
+
+    NV calls the kernel driver directly. It changes clocks when it starts, and a faulting kernel leaves the GPU in an
+    error state, so it is not for a data centre GPU that others use too. It also does not support chips that are missing
+    in tinygrad 0.14's list of compute classes (ops_nv). CUDA works on all of these.
     """
     for name in names:
         if _HOPPER.search(name):
             return f"tinygrad's NV does not know Hopper ({name})"
-        if not _FOR_ITS_OWNER.search(name):
+        if not _DESKTOP_GPU.search(name):
             return f"NV is for GeForce, RTX and Jetson, not for a GPU of data centres ({name})"
     return ""

@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from engine.devices.nvidia import is_jetson
 from engine.devices.system_files import read_text
 from engine.doctor import Finding, bad, fair, good, note
 from engine.doctor.host import as_text
 from engine.events import Counter
-from engine.measure.counters import Jetson, is_jetson
+from engine.measure.jetson_counters import JetsonCounters
 from engine.tegra.abi import CTRL, L4T, NVMAP
 
 _RELEASE = re.compile(r"#\s*R(\d+)\s*\(release\),\s*REVISION:\s*([\d.]+)")
@@ -87,7 +88,7 @@ def _group(gid: int) -> str:
 
 
 def _counters(root: Path) -> Iterator[Finding]:
-    counters = {counter.name: counter for counter in Jetson(root).read()}
+    counters = {counter.name: counter for counter in JetsonCounters(root).read()}
     mode = counters["power mode"]
     if mode.absent:
         yield note("power mode", mode.absent)

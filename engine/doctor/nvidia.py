@@ -11,7 +11,7 @@ from engine.devices.nvidia import gpus, why_not_nv
 from engine.devices.system_files import read_text
 from engine.doctor import Finding, bad, fair, good, note
 from engine.doctor.host import as_text
-from engine.measure.counters import Nvml
+from engine.measure.nvml_counters import NvmlCounters
 
 _TOOLKIT = "Install CUDA's toolkit (on a Jetson: sudo apt install cuda-toolkit-12-6)"
 
@@ -41,7 +41,7 @@ def _driver(root: Path, names: list[str], nodes: bool, jetson: bool) -> Iterator
 
 def _counters(nvml: str = "pynvml") -> Iterator[Finding]:
     """Clocks, temperature and power, from NVML."""
-    for counter in Nvml(nvml).read():
+    for counter in NvmlCounters(nvml).read():
         if counter.name == "GPU":  # the only counter without NVML
             yield note("clocks", counter.absent, "pip install 'orin-chat[gpu]'")
         elif counter.name == "throttled" and counter.parts:

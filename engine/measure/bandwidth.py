@@ -1,6 +1,8 @@
-"""The bandwidth of a device's memory: what the speed of decoding is held against. A GPU's is what a copy reaches, read
-and written. A CPU's is what reading alone reaches, as decoding does little else: writing takes more of the
-memory than it moves, so that copies fall short of it."""
+"""The bandwidth of a device's memory, the limit to which the speed of decode is compared.
+
+On a GPU it is that of a copy: bytes read plus bytes written. On a CPU it is that of reading, since decode does little
+else; a CPU's copies are slower, because the cache also reads the lines that it writes.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,24 @@ from engine.kernels.gpu.kernel_sequence import KernelSequence
 
 DEVICE_BYTES = 256 << 20  # beyond the caches of the largest devices (50 MB of L2 on an H100)
 HOST_BYTES = 128 << 20
-COPIES = 16  # in one graph, so that the launch does not count
+COPIES = 16  # in one graph, to hide the time of the launch
 ROUNDS, HOST_ROUNDS = 8, 24
 
 
 def copy_gbps(device: str) -> float:
-    """10^9 bytes a second, by the best of some rounds, in the memory of `device` (tinygrad's name): of copies, read
-    and written; on a CPU, where all cores take part, of reading."""
+    """The bandwidth of the memory of `device` (tinygrad's name), in 10^9 bytes a second: the best of several rounds."""
     if device.split(":")[0] == "CPU":
         from engine.kernels.cpu.read_bandwidth import read_gbps
 
         return read_gbps(HOST_BYTES, HOST_ROUNDS)
     gbps = _kernel_copy_gbps(device)
-    Device[device].allocator.free_cache()  # the memory may be the machine's own, as on Jetson
+    Device[device].allocator.free_cache()  # a Jetson's GPU uses the machine's memory
     return gbps
 
 
 def _kernel_copy_gbps(device: str) -> float:
-    """tinygrad's own cut of a copy, in blocks of 32 threads, reaches 40 % of what the memory of an H200 gives."""
+    """Measured with a kernel of our own: tinygrad's copy, in blocks of 32 threads, reaches 40 % of an H200's
+    bandwidth."""
     size = DEVICE_BYTES // 4 // BLOCK_FLOATS * BLOCK_FLOATS
     source = Tensor.ones(size, dtype=dtypes.float32, device=device).contiguous().realize()
     target = Tensor.empty(size, dtype=dtypes.float32, device=device).contiguous().realize()
@@ -48,7 +50,7 @@ def _kernel_copy_gbps(device: str) -> float:
 
 
 def _best_gbps(n_bytes: int, copy: Callable[[], object]) -> float:
-    """`copy` reads and writes `n_bytes`. The first rounds touch its memory."""
+    """The bandwidth of `copy`, which reads `n_bytes` and writes as many."""
     best_s = float("inf")
     for _ in range(ROUNDS):
         started = time.perf_counter()

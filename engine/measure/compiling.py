@@ -1,4 +1,4 @@
-"""How far tinygrad has come with compiling kernels."""
+"""The progress of tinygrad's kernel compilation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import tinygrad.engine.realize
 
 @contextmanager
 def kernels_reported(report: Callable[[int, int], None]) -> Iterator[None]:
-    """Within it, `report(done, total)` is called before the first and after each kernel that is compiled;
-    `total` grows when more become known. tinygrad tells its progress bar alone, so this stands in for it."""
-    counts = {"done": 0, "total": 0}
+    """In its body, calls `report(done, total)` before the first kernel is compiled and after each one. `total` grows as
+    more kernels become known. tinygrad shows its progress only in a progress bar, so this replaces the bar."""
+    done = total = 0
 
-    class Bar:
+    class ProgressBar:
+        """The part of `tinygrad.helpers.tqdm` that tinygrad uses here."""
+
         def __init__(self, *_: Any, total: int = 0, **__: Any) -> None:
-            counts["total"] += total
-            report(counts["done"], counts["total"])
+            add(0, total)
 
-        def __enter__(self) -> Bar:
+        def __enter__(self) -> ProgressBar:
             return self
 
         def __exit__(self, *_: object) -> None:
@@ -30,12 +31,16 @@ def kernels_reported(report: Callable[[int, int], None]) -> Iterator[None]:
             pass
 
         def update(self, n: int) -> None:
-            counts["done"] += n
-            report(counts["done"], counts["total"])
+            add(n, 0)
 
-    bar: Any = tinygrad.engine.realize
-    before, bar.tqdm = bar.tqdm, Bar
+    def add(new_done: int, new_total: int) -> None:
+        nonlocal done, total
+        done, total = done + new_done, total + new_total
+        report(done, total)
+
+    realize: Any = tinygrad.engine.realize
+    stock, realize.tqdm = realize.tqdm, ProgressBar
     try:
         yield
     finally:
-        bar.tqdm = before
+        realize.tqdm = stock

@@ -1,32 +1,32 @@
-"""How much memory a process and the GPUs use, seen from outside, so that all engines are measured alike."""
+"""The memory that a process and the GPUs use, read from outside the process, so that all engines are measured alike."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from engine.devices.system_files import read_text
+
 
 @dataclass(frozen=True)
-class Resident:
-    """Bytes of a process in the machine's memory: now, and at most so far. The pages of a file that it maps
-    count while they are in memory."""
+class ResidentMemory:
+    """A process's resident memory, now and at its peak. It includes the pages of mapped files that are in memory."""
 
-    now: int
-    peak: int
+    now_bytes: int
+    peak_bytes: int
 
 
-def resident(pid: int | None) -> Resident | None:
-    """None where the system does not tell (it is not Linux, or the process is gone)."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
+def resident_memory(pid: int | None) -> ResidentMemory | None:
+    """The resident memory of a process (proc_pid_status(5): VmRSS, VmHWM). None if the process has ended, or the system
+    is not Linux."""
+    status = read_text(Path(f"/proc/{pid}/status"))
+    kib = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status, re.MULTILINE))
+    if len(kib) < 2:  # a zombie has neither
         return None
-    fields = dict(line.split(":", 1) for line in lines)
-    if "VmRSS" not in fields or "VmHWM" not in fields:  # a zombie has neither
-        return None
-    return Resident(*(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")))  # in "kB"
+    return ResidentMemory(int(kib["VmRSS"]) * 1024, int(kib["VmHWM"]) * 1024)
 
 
 class _NvmlMemory(ctypes.Structure):
@@ -41,6 +41,7 @@ class _NvmlMemory(ctypes.Structure):
 
 @cache
 def _nvml() -> ctypes.CDLL | None:
+    """NVML without its Python module, which is optional."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         return None if nvml.nvmlInit_v2() else nvml
@@ -49,9 +50,10 @@ def _nvml() -> ctypes.CDLL | None:
 
 
 def gpu_used_bytes() -> int | None:
-    """Bytes in use on all NVIDIA GPUs together, by whomever; None without any (Jetson has no NVML for it).
+    """Bytes in use by all processes on all NVIDIA GPUs. None without a GPU, and on a Jetson, whose NVML has no such
+    figure.
 
-    The difference between before and after an engine is started is what it took.
+    What an engine took is the difference before and after its start.
     """
     nvml = _nvml()
     count = ctypes.c_uint()

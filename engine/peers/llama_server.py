@@ -38,7 +38,7 @@ from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
 from engine.formats.thinking import split_thinking
 from engine.logs import log_path
-from engine.measure.memory import resident
+from engine.measure.memory import resident_memory
 from engine.peers import http
 from engine.peers.llama_process import LlamaProcess, find_llama_server
 from engine.peers.server_engine import ServerEngine, chosen_seed
@@ -99,8 +99,8 @@ class LlamaServer(ServerEngine):
                         f"llama-server was not ready after {self._start_s:.0f} s.",
                         f"Its log: {self.log_path}" if self._process else "See its log, where it runs.",
                     )
-                memory = resident(self.pid)
-                done = min(memory.now, file.file_bytes) if memory else 0
+                memory = resident_memory(self.pid)
+                done = min(memory.now_bytes, file.file_bytes) if memory else 0
                 yield Loading(done_bytes=done, total_bytes=file.file_bytes)
                 await asyncio.sleep(POLL_S)
             yield await self._describe(self._server, file, started)

@@ -152,7 +152,8 @@ def test_a_hundred_random_cuts(fake_hub):
             try:
                 path = download(model)
             except DownloadError as error:
-                assert "kept" in error.hint
+                arrived = [left.stat().st_size for left in (folder / "blobs").glob("*.incomplete")]
+                assert ("What was downloaded is kept" in error.hint) == any(arrived)
         assert is_right(path, fake_hub, name)
         fake_hub.cuts.clear()
         cache.remove(next(found for found in cache.installed() if found.path == path))
@@ -177,8 +178,20 @@ def test_a_server_that_gives_nothing_is_given_up(fake_hub, model):
     fake_hub.cuts.extend([0] * 50)
     with pytest.raises(DownloadError, match="cannot be reached") as caught:
         download(model)
-    assert "kept for the next try" in caught.value.hint
+    assert "kept" not in caught.value.hint, "there is nothing to keep"
+    fake_hub.cuts.clear()
+    fake_hub.cuts.extend([100_000, *[0] * 50])
+    with pytest.raises(DownloadError, match="cannot be reached") as caught:
+        download(model)
+    assert "What was downloaded is kept for the next try." in caught.value.hint
     assert cache.find(model) is None
+
+
+def test_without_a_network_nothing_is_kept(fake_hub, model, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(DownloadError, match="cannot be reached") as caught:
+        download(model)
+    assert caught.value.hint == "Check the network, or name a mirror with HF_ENDPOINT."
 
 
 def test_what_a_killed_program_got_is_kept(fake_hub, model):

@@ -314,7 +314,7 @@ def test_clocks_of_a_desktop_gpu(monkeypatch):
     assert [f.text for f in nvidia._counters("no such module")] == [
         "the package nvidia-ml-py is not installed"
     ]
-    monkeypatch.setattr(nvidia, "Nvml", Nvml)
+    monkeypatch.setattr(nvidia, "NvmlCounters", Nvml)
     found = {f.topic: f for f in nvidia._counters()}
     assert found["GPU clock"].text == "1980 of 2520 MHz" and found["power"].text == "NVML: Not Supported"
     assert found["throttled"].state == "fair" and "GPU load" not in found

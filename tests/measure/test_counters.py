@@ -1,12 +1,15 @@
 """The machine's figures, from files that stand in for a Jetson, a PC and a machine that tells nothing."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from engine.measure.counters import Counters, _ticks_since
+from engine.measure.counters import Counters
+from engine.measure.process_times import family_times, ticks_between
 
 
 def lay(root, files):
@@ -79,7 +82,7 @@ def processes(root, *tree):
 def other_load(pc, before, after):
     """In percent, of 200 ticks of which 100 were busy."""
     processes(pc, *before)
-    counters = Counters(pc, own=7)
+    counters = Counters(pc, process_id=7)
     processes(pc, *after)
     lay(pc, {"proc/stat": "cpu 180 0 40 300 20 0 0 0 0 0\n"})
     return {c.name: c.value for c in counters.read()}["other load"]
@@ -133,16 +136,14 @@ def test_a_jetson(jetson):
 
 
 def test_a_jetson_whose_debugfs_is_closed(jetson, monkeypatch):
-    from engine.measure import counters
-
-    real = counters.Path.read_text
+    real = Path.read_text
 
     def closed(path, *args, **kwargs):
         if "debug" in path.parts:
             raise PermissionError
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(counters.Path, "read_text", closed)
+    monkeypatch.setattr(Path, "read_text", closed)
     figures = read(jetson)
     for name in ("EMC clock", "EMC activity"):
         assert figures[name].value is None and figures[name].absent.startswith("no permission")
@@ -196,7 +197,7 @@ def test_an_nvidia_gpu(gpu_pc, monkeypatch):
     not_supported = RuntimeError("Not Supported")
     module = nvml(nvmlDeviceGetPowerUsage=not_supported, nvmlDeviceGetMaxClockInfo=not_supported)
     monkeypatch.setitem(sys.modules, "fake_nvml", module)
-    figures = read(gpu_pc, nvml="fake_nvml")
+    figures = read(gpu_pc, nvml_module="fake_nvml")
     assert (figures["GPU load"].value, figures["memory activity"].value) == (97, 62)
     assert (figures["GPU clock"].value, figures["GPU clock"].maximum) == (1700, None)
     assert figures["power"].absent == "NVML: Not Supported"
@@ -208,18 +209,16 @@ def test_an_nvidia_gpu_that_cannot_be_asked(gpu_pc, monkeypatch, reason):
     if "Driver" in reason:
         module = nvml(nvmlInit=RuntimeError("Driver Not Loaded"))
         monkeypatch.setitem(sys.modules, "fake_nvml", module)
-    figures = read(gpu_pc, nvml="fake_nvml")
+    figures = read(gpu_pc, nvml_module="fake_nvml")
     assert reason in figures["GPU"].absent
     assert figures["CPU load"].value == 50
 
 
 def test_what_this_process_started_is_not_the_load_of_others():
-    counters = Counters()
-    source = counters._sources[-1]
-    before = source._family()
+    before = family_times(Path("/"), os.getpid())
     work = "import time\nwhile time.process_time() < 0.2: pass"
     subprocess.run([sys.executable, "-c", work], check=True)
-    assert _ticks_since(before, source._family()) >= 15, "hundredths of a second"
+    assert ticks_between(before, family_times(Path("/"), os.getpid())) >= 15, "hundredths of a second"
 
 
 def test_this_machine_is_read():

@@ -247,6 +247,24 @@ def test_a_note_that_does_not_fit_ends_with_an_ellipsis():
     assert heads[1].endswith("gap 1,810  will …") and heads[2].endswith("1,810")
 
 
+def test_the_header_says_how_much_of_the_last_answer_the_kernels_explain():
+    for width, says in (
+        (100, "explains 18% of the last answer's 1,379 µs a token"),
+        (48, "explains 18% of the last answer's time"),
+        (36, "explains 18% of the last answer"),
+        (24, "18% of last answer"),
+    ):
+        link = KernelProfiles(answer_us=1379.3)
+        lines = text(kernel_lines.header(replace(profile(), wall_us=247.0), link, width))
+        assert lines[1] == says and len(says) <= width
+        assert (
+            lines[2:]
+            == text(kernel_lines.header(replace(profile(), wall_us=247.0), KernelProfiles(), width))[1:]
+        )
+        prefill = replace(profile("prefill"), wall_us=247.0)
+        assert "explains" not in "".join(text(kernel_lines.header(prefill, link, width)))
+
+
 @pytest.mark.parametrize("sort", kernel_lines.SORTS)
 def test_sorting_loses_no_kernel(sort):
     kernels = profile().kernels

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import engine.client
@@ -19,6 +20,8 @@ from app.main import main
 from engine.catalog import cache
 from engine.catalog.names import HubModel, known_models, parse
 from engine.catalog.progress import Progress
+from engine.formats.gguf import GGUF
+from engine.model import packed_weights_cache
 from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.catalog.fixtures import fake_hub
@@ -210,12 +213,17 @@ def test_rm_asks(hub, run, monkeypatch, capfd):
 
 def test_rm_without_a_terminal_needs_a_yes(hub, run):
     run("pull", NAME)
+    with GGUF(cache.find(parse(NAME))) as file:
+        packed_weights_cache.write(file, 8, {"output": np.zeros(5_000, np.uint8)})
+    [packed] = packed_weights_cache.folder().iterdir()
+    packed_bytes = packed.stat().st_size
     code, _, err = run("rm", NAME, stdin="y\n")
     assert code == 2 and "--yes" in err
     code, out, _ = run("rm", NAME, "--yes", "--json")
     assert code == 0
-    assert json.loads(out)["freed_bytes"] == len(hub.files["model-Q8_0.gguf"])
-    assert run("rm", NAME, "--yes")[0] == 3
+    assert json.loads(out)["freed_bytes"] == len(hub.files["model-Q8_0.gguf"]) + packed_bytes
+    assert not packed.exists()
+    assert run("rm", NAME, "--yes")[0] == run("rm", "nosuch", "--yes")[0] == 3
 
 
 def test_rm_takes_the_path_of_a_download_and_no_other(hub, run, home):

@@ -30,7 +30,7 @@ from engine.events import (
     TokenIds,
 )
 from engine.formats.template import Prompt
-from engine.measure import counters
+from engine.measure import counters, jetson_counters
 from tests import generated_model, synthetic
 from tests.synthetic import _pieces
 
@@ -151,7 +151,9 @@ async def test_together_they_compete(compare):
 
 def test_no_answer_waits_for_counters_that_are_not_the_cpus(monkeypatch):
     monkeypatch.setattr(counters, "is_jetson", lambda root: True)
-    monkeypatch.setattr(counters.subprocess, "run", None)  # a Jetson's power mode is asked of a program
+    monkeypatch.setattr(
+        jetson_counters.subprocess, "run", None
+    )  # a Jetson's power mode is asked of a program
     read = ComparisonEngine(None, None, None)._read_counters()
     assert {"CPU load", "memory"} <= {counter.name for counter in read}
 

@@ -113,7 +113,7 @@ async def test_keys_of_the_kernel_table():
         await pilot.press("down", "enter")
         await sees(pilot, "options: UPCAST")
         await pilot.press("escape", "escape")
-        assert app.focused is app.prompt and app.prompt.size.width > 0
+        await until(lambda: app.focused is app.prompt and app.prompt.size.width > 0)
 
 
 async def test_what_is_measured_again_is_shown_although_the_table_was_held():

@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 from textual.app import App
 from textual.widgets import Input, OptionList, Static
@@ -12,6 +13,8 @@ from app.screens.models import ModelsScreen
 from engine.catalog import cache
 from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
+from engine.formats.gguf import GGUF
+from engine.model import packed_weights_cache
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
 from tests.waiting import until
@@ -208,6 +211,10 @@ async def test_repositories_addresses_and_files_can_be_typed(hub, home):
         assert user.chosen == "https://example.org/x.gguf"
         await user.type("hf.co/user")
         assert "No model has this name" in user.text()
+        await user.type(str(home / "typo.gguf"))
+        assert f"There is no file {home / 'typo.gguf'}." in user.text()
+        await user.type(f"{home}/")
+        assert f"{home} is a folder." in user.text()
         await user.type(str(mine))
         await user.press("enter")
         await user.until(lambda: user.results)
@@ -218,6 +225,8 @@ async def test_deleting_asks_and_spares_what_is_in_use(hub, home):
     current = download(parse("noise:f16"))
     path = download(parse("noise:q8_0"))
     mine = write(home / "mine.gguf")
+    with GGUF(path) as file:
+        packed_weights_cache.write(file, 8, {"output": np.zeros(5_000_000, np.uint8)})
     async with opened({"work": str(mine)}, current=current) as user:
         await user.press("delete")
         await user.sees("noise:f16 is in use")
@@ -227,8 +236,8 @@ async def test_deleting_asks_and_spares_what_is_in_use(hub, home):
         await user.press("n")
         assert path.exists()
         await user.press("delete", "y")
-        await user.sees("are free again")
-        assert not path.exists()
+        await user.sees("5.14 MB are free again")
+        assert not path.exists() and not list(packed_weights_cache.folder().iterdir())
         await user.type("work")
         await user.press("delete")
         await user.sees("Only a model that was downloaded by its name")

@@ -144,6 +144,17 @@ def test_nothing_changes_while_nothing_happens(performance):
     assert performance.kernels.decode == profile()
 
 
+def test_kernels_are_held_against_the_last_answer(performance):
+    assert performance.kernels.answer_us is None
+    for event in (profile(), *reply("word " * 100, predicted_n=101, predicted_ms=137.9)):
+        performance.observe(event)
+    assert performance.kernels.answer_us == pytest.approx(1379)
+    performance.observe(reply("", predicted_n=1)[-1])
+    assert performance.kernels.answer_us == pytest.approx(1379), "one token is no speed"
+    performance.observe(READY)
+    assert performance.kernels.answer_us is None, "that was another engine"
+
+
 def test_another_engine_begins_anew_on_the_same_time_axis(performance, clock):
     decode(performance, 100, 100.0)
     performance.observe(READY)

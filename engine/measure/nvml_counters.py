@@ -1,0 +1,79 @@
+"""Counters of the first NVIDIA GPU, from NVML by its Python module (the package nvidia-ml-py)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from engine.events import Counter
+
+# The reasons in nvmlClocksEventReasons (nvml.h) that slow a GPU down, without idleness and the user's own limits.
+_THROTTLE_REASONS = {
+    0x04: "power limit", 0x08: "hardware slowdown", 0x20: "too hot", 0x40: "too hot (hardware)",
+    0x80: "power brake",
+}  # fmt: skip
+
+
+class NvmlCounters:
+    """Load, memory activity, clocks, temperature, power, memory in use, and why the clocks are throttled."""
+
+    def __init__(self, module: str) -> None:
+        self._absent = ""
+        try:
+            self._nvml: Any = importlib.import_module(module)
+            self._nvml.nvmlInit()
+            self._gpu = self._nvml.nvmlDeviceGetHandleByIndex(0)
+        except ImportError:
+            self._absent = "the package nvidia-ml-py is not installed"
+        except Exception as error:  # NVMLError, whose class is in the module
+            self._absent = f"NVML: {error}"
+
+    def read(self) -> Iterator[Counter]:
+        if self._absent:
+            yield Counter(name="GPU", absent=self._absent)
+            return
+        n, gpu = self._nvml, self._gpu
+        utilization, memory = (
+            partial(f, gpu) for f in (n.nvmlDeviceGetUtilizationRates, n.nvmlDeviceGetMemoryInfo)
+        )
+        yield _counter("GPU load", "%", lambda: utilization().gpu, lambda: 100)
+        yield _counter("memory activity", "%", lambda: utilization().memory, lambda: 100)
+        for name, clock in (("GPU clock", n.NVML_CLOCK_SM), ("memory clock", n.NVML_CLOCK_MEM)):
+            current, maximum = (
+                partial(f, gpu, clock) for f in (n.nvmlDeviceGetClockInfo, n.nvmlDeviceGetMaxClockInfo)
+            )
+            yield _counter(name, "MHz", current, maximum)
+        yield _counter("temperature", "°C", lambda: n.nvmlDeviceGetTemperature(gpu, n.NVML_TEMPERATURE_GPU))
+        yield _counter(
+            "power",
+            "W",
+            lambda: n.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+            lambda: n.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+        )
+        yield _counter("GPU memory", "GB", lambda: memory().used / 1e9, lambda: memory().total / 1e9)
+        yield self._throttling()
+
+    def _throttling(self) -> Counter:
+        try:
+            bits = int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu))
+        except Exception as error:
+            return Counter(name="throttled", absent=f"NVML: {error}")
+        reasons = tuple(dict.fromkeys(text for bit, text in _THROTTLE_REASONS.items() if bits & bit))
+        return Counter(name="throttled", text=", ".join(reasons) or "no", parts=reasons)
+
+
+def _counter(
+    name: str, unit: str, value: Callable[[], float], maximum: Callable[[], float] = lambda: 0
+) -> Counter:
+    """A counter from two calls of NVML, which may raise."""
+    try:
+        current = float(value())
+    except Exception as error:
+        return Counter(name=name, absent=f"NVML: {error}")
+    limit = 0.0
+    with contextlib.suppress(Exception):
+        limit = float(maximum())
+    return Counter(name=name, value=current, unit=unit, maximum=limit or None)
