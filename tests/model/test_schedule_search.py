@@ -1,7 +1,6 @@
 """The search for schedules, with fake runners whose best schedule the test knows."""
 
 import math
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,14 +139,23 @@ def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypat
     assert restarts == wanted > 0 and runner.products[0].schedule == FASTEST
 
 
-def test_it_ends_when_its_time_is_up():
+def test_it_ends_when_its_time_is_up(monkeypatch):
+    """Each product gets a share of the time. A step takes a hundredth of a second by this clock."""
+    now = 0.0
+
+    def step_seconds(run):
+        nonlocal now
+        now += 0.01
+        return slow(run)
+
+    monkeypatch.setattr(schedule_search, "time", SimpleNamespace(monotonic=lambda: now))
     runner = FakeRunner(*(product(rows=1024 * n) for n in range(1, 5)))
-    slow = runner.step_seconds
-    runner.step_seconds = lambda run: time.sleep(0.01) or slow(run)
+    slow, runner.step_seconds = runner.step_seconds, step_seconds
     told = run(runner, seconds=0.5)
     assert told[-1][:2] == (4, 4)
-    tried = {said[3].what: said[3].tried for said in told}
-    assert len(tried) == 4 and min(tried.values()) > 0
+    last = {said[3].what: said[3] for said in told}
+    assert len(last) == 4 and all(0 < search.tried < search.total for search in last.values())
+    assert 0.4 < now < 0.7  # the best of each product are timed once more when its share is over
 
 
 @pytest.mark.parametrize(
