@@ -172,7 +172,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
             of_type["tensors"] += 1
             of_type["bytes"] += tensor.n_bytes
         bytes_per_token = file_summary.weight_bytes_per_token(file)
-    device, gbps, problem = _copy_gbps(args.backend)
+    device, gbps, problem = _bandwidth(args.backend)
     ceiling = gbps * 1e9 / bytes_per_token if gbps and bytes_per_token else None
     if args.json:
         figures = {
@@ -202,8 +202,11 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
             ("packed weights", f"{as_bytes(cached.size_bytes)} in {cached.path}")
             for cached in packed_weights_cache.cached_files(path)
         ),
-        ("copy bandwidth", f"{gbps:.0f} GB/s on {device}" if gbps else f"not measured: {problem}"),
-        ("ceiling", f"{ceiling:.0f} tokens/s: that bandwidth by those bytes" if ceiling else UNKNOWN),
+        (
+            "read bandwidth" if device.startswith("CPU") else "copy bandwidth",
+            f"{gbps:.0f} GB/s on {device}" if gbps else f"not measured: {problem}",
+        ),
+        ("ceiling", _ceiling_text(ceiling, entry, device)),
         ("last measured", f"{speed}{on_backend}"),
         *([("cannot be used", entry.problem)] if entry.problem else ()),
         ("", ""),
@@ -223,12 +226,25 @@ def _plain(value: object) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _copy_gbps(backend: str | None) -> tuple[str, float | None, str]:
-    """The device, its copy bandwidth in 10^9 bytes/s (None: not known), and why it is not known."""
-    try:
-        from engine.backends import prepare
+def _ceiling_text(ceiling: float | None, entry: Entry, device: str) -> str:
+    """The decode speed that the memory allows, in tokens/s, and what to think of it if a reply was faster."""
+    if ceiling is None:
+        return UNKNOWN
+    text = f"{ceiling:.0f} tokens/s: that bandwidth by those bytes"
+    has_same_device = entry.record is not None and device.startswith(entry.record.backend or UNKNOWN)
+    if has_same_device and (entry.tokens_per_s or 0.0) > ceiling:
+        text += "; replies were faster, since caches hold weights, or other programs slow the memory now"
+    return text
 
-        prepare(EngineOptions(model_path="", backend=backend or "auto"))
+
+def _bandwidth(backend: str | None) -> tuple[str, float | None, str]:
+    """The device, the bandwidth of its memory in 10^9 bytes/s (None: not known), and why it is not known."""
+    from engine.backends import install, no_device_error, prepare
+
+    dev = ""
+    try:
+        dev = prepare(EngineOptions(model_path="", backend=backend or "auto"))
+        install(dev)
         from tinygrad import Device
 
         from engine.devices.device_name import device_name
@@ -238,6 +254,8 @@ def _copy_gbps(backend: str | None) -> tuple[str, float | None, str]:
         return f"{device} ({device_name(device)})", copy_gbps(device), ""
     except OrinError as error:
         return "", None, str(error)
+    except ExceptionGroup as failures:
+        return "", None, str(no_device_error(dev, failures))
     except Exception as error:  # a driver may raise anything
         return "", None, one_line(f"{type(error).__name__}: {error}")
 

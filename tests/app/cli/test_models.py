@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from app.chat.settings import last_model
 from app.cli import models
 from app.cli.download import obtain
 from app.main import main
+from engine.backends import unusable_because
 from engine.catalog import cache
 from engine.catalog.names import HubModel, known_models, parse
 from engine.catalog.progress import Progress
@@ -26,6 +28,7 @@ from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
+from tests.paths import ROOT
 from tests.waiting import wait_until
 from widgets.text import as_bytes
 
@@ -251,7 +254,7 @@ def test_show_predicts_the_ceiling(hub, run, monkeypatch):
     assert shown["metadata"]["tokenizer.ggml.tokens"].endswith(" strings]")
     out = run("show", NAME, "--backend", "CPU")[1]
     for words in (
-        "copy bandwidth",
+        "read bandwidth",  # which decoding on a CPU does: a copy would be slower
         "100 GB/s on CPU",
         "tokens/s: that bandwidth by those bytes",
         "tensors in Q8_0",
@@ -259,11 +262,24 @@ def test_show_predicts_the_ceiling(hub, run, monkeypatch):
         assert words in out
 
 
+def test_show_measures_a_cpu_by_reading_as_the_dashboard_does(run, home, monkeypatch):
+    monkeypatch.setattr("engine.kernels.cpu.read_bandwidth.read_gbps", lambda n_bytes, rounds: 77.0)
+    path = write(home / "mine.gguf")
+    assert json.loads(run("show", path, "--json", "--backend", "CPU")[1])["copy_gbps"] == 77.0
+    assert "faster" not in run("show", path, "--backend", "CPU")[1]
+    speed_history.record_use(path, "CPU", 100, 1e9)
+    assert "replies were faster, since caches hold weights" in run("show", path, "--backend", "CPU")[1]
+
+
 def test_show_says_why_there_is_no_ceiling(run, home):
     path = write(home / "mine.gguf")
     code, out, _ = run("show", path, "--backend", "CUDA")
     if "GB/s on CUDA" not in out:
         assert code == 0 and "not measured: The CUDA backend cannot be used" in out
+    if unusable_because("NV"):  # in a process of its own, since this one has its device
+        command = [sys.executable, "-m", "app", "show", str(path), "--backend", "NV"]
+        out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        assert "not measured: The NV backend cannot be used: " in out and "ExceptionGroup" not in out
 
 
 def test_an_untied_embedding_is_not_read_whole(run, home, monkeypatch):
