@@ -1,9 +1,5 @@
-"""A step kernel by kernel: what each is for, how long it takes, how many bytes it must move.
-
-Kernels are told apart by the buffers they work on, of which the model says what they are for (`Use`): who
-reads the query matrix is the query projection, whatever a scheduler calls the kernel. A kernel that works on
-none of them, as a maximum of the attention's scores, belongs to what it lies between.
-"""
+"""Profiles a captured step kernel by kernel: the role of each kernel (`kernel_roles`), its time, and the bytes that it
+must move."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal, TypeVar, cast
+from typing import TypeVar, cast
 
 from tinygrad import Device, UOp
 from tinygrad.engine.jit import graph_split_rewrite
@@ -22,46 +18,41 @@ from tinygrad.uop.ops import Ops, sym_infer
 
 from engine.errors import PreemptedError
 from engine.events import KernelProfile, KernelRole, KernelTime, Profile
+from engine.measure.kernel_roles import BufferUse, buffers_of, roles_of
 
-SECONDS = 0.4  # for the rounds, unless fewer than MIN_ROUNDS fit in
+ROUNDS_S = 0.4  # the time for the rounds, but at least MIN_ROUNDS
 MIN_ROUNDS, MAX_ROUNDS = 3, 25
-GRAPH_CALLS = 32  # kernels that are launched together at least
+MIN_GRAPH_CALLS = 32  # kernels in a graph that is timed
 MAX_SOURCE_CHARS = 20_000
 T = TypeVar("T")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
-class Use:
-    """What a buffer of the model is for. A step touches all of it, or the rows of its tokens ("token") out of
-    `rows`, or those of the tokens up to its last ("past"); or it reads those and writes its own ("context")."""
-
-    role: KernelRole
-    touched: Literal["all", "token", "past", "context"] = "all"
-    rows: int = 1
-
-
-@dataclass(frozen=True)
 class Replay:
-    """A captured step that can be run again. `calls` are its kernels, with what they take besides buffers;
-    `run` launches them as an answer does; `reset` makes the device ready for another round. `time` runs one of
-    the calls and says how many seconds it took, where tinygrad itself would run it in another way."""
+    """A captured step that can be run again.
+
+    `calls`: its kernels with their buffers; `uses`: the model's buffers; `tokens`: the tokens of the step; `run`:
+    launches the step as generation does; `variables` and `inputs`: what the kernels take beside their buffers; `reset`:
+    makes the device ready for another round; `call_s`: runs call i and returns its seconds, if tinygrad would run it
+    differently.
+    """
 
     calls: Sequence[UOp]
-    uses: Mapping[UOp, Use]
+    uses: Mapping[UOp, BufferUse]
     tokens: int
     run: Callable[[], object]
     variables: Mapping[str, int] = field(default_factory=dict)
     inputs: tuple[UOp, ...] = ()
     reset: Callable[[], None] = lambda: None
-    time: Callable[[int], float] | None = None
+    call_s: Callable[[int], float] | None = None
 
 
 def profile(
     request: Profile, replay: Replay, position: int, interrupted: Callable[[], bool] = lambda: False
 ) -> KernelProfile:
-    """Times the kernels of `replay`, a step at `position`. Raises PreemptedError when `interrupted`, asked
-    before each kernel, says so."""
+    """Times the kernels of `replay`, a step at `position`. Kernels with the same name and role are counted together.
+    Raises PreemptedError when `interrupted`, which is called before each kernel, returns true."""
     roles = roles_of(replay.calls, replay.uses)
     groups: dict[tuple[str, KernelRole], list[int]] = {}
     for i, call in enumerate(replay.calls):
@@ -96,28 +87,29 @@ def profile(
 def _totals_us(
     replay: Replay, groups: Sequence[Sequence[int]], interrupted: Callable[[], bool]
 ) -> list[float]:
-    """Microseconds that the kernels of each group take in a step."""
+    """The microseconds that the kernels of each group take in a step. `groups` are indices of calls."""
     device = Device[Device.DEFAULT]
-    if replay.time is None and device.graph is not None and Device.DEFAULT.split(":")[0] != "CPU":
-        return [_graph_us(replay, members, SECONDS / len(groups), interrupted) for members in groups]
+    if replay.call_s is None and device.graph is not None and Device.DEFAULT.split(":")[0] != "CPU":
+        return [_graph_us(replay, members, ROUNDS_S / len(groups), interrupted) for members in groups]
     kernels_us = _kernels_us(replay, interrupted)
     return [sum(median(kernels_us[i]) for i in members) for members in groups]
 
 
 def _graph_us(
-    replay: Replay, members: Sequence[int], seconds: float, interrupted: Callable[[], bool]
+    replay: Replay, members: Sequence[int], limit_s: float, interrupted: Callable[[], bool]
 ) -> float:
-    """On a GPU a launch takes longer than most kernels of a decode step. So alike kernels run as a graph of their
-    own, as they do in an answer: the weights of layer after layer, often enough to hide the launch of the graph."""
-    repeats = -(-GRAPH_CALLS // len(members))
+    """The microseconds of a group, run as a graph of its own. On a GPU a launch takes longer than most kernels of a
+    decode step, so the graph repeats the group often enough to hide its launch. As in generation, each kernel reads the
+    weights of another layer than the one before it."""
+    repeats = -(-MIN_GRAPH_CALLS // len(members))
     calls = tuple(replay.calls[i] for i in members) * repeats
     linear = graph_split_rewrite(UOp(Ops.LINEAR, src=calls))
 
     def one_round() -> float:
-        _give_way(interrupted)
+        _check(interrupted)
         return sum(_call_us(replay, call) for call in linear.src) / repeats
 
-    return median(_rounds(one_round, replay.reset, seconds))
+    return median(_rounds(one_round, replay.reset, limit_s))
 
 
 def _call_us(replay: Replay, call: UOp) -> float:
@@ -130,151 +122,81 @@ def _call_us(replay: Replay, call: UOp) -> float:
 
 
 def _kernels_us(replay: Replay, interrupted: Callable[[], bool]) -> list[list[float]]:
-    """Microseconds of each kernel, round by round: one after the other in their order, so that each finds the
-    caches as it does in an answer."""
-    times: list[list[float]] = [[] for _ in replay.calls]
+    """The microseconds of each kernel in each round. Kernels run in the order of the step, so that each finds the
+    caches as in generation."""
+    kernels_us: list[list[float]] = [[] for _ in replay.calls]
 
     def one_round() -> list[float]:
-        taken = []
+        round_us = []
         for i, call in enumerate(replay.calls):
-            _give_way(interrupted)
-            taken.append(replay.time(i) * 1e6 if replay.time else _call_us(replay, call))
-        return taken
+            _check(interrupted)
+            round_us.append(replay.call_s(i) * 1e6 if replay.call_s else _call_us(replay, call))
+        return round_us
 
-    for taken in _rounds(one_round, replay.reset):
-        for series, us in zip(times, taken, strict=True):
-            series.append(us)
-    return times
+    for round_us in _rounds(one_round, replay.reset):
+        for times, us in zip(kernels_us, round_us, strict=True):
+            times.append(us)
+    return kernels_us
 
 
 def _walls_us(replay: Replay, interrupted: Callable[[], bool]) -> list[float]:
+    """The microseconds of the whole step in each round."""
+
     def one_round() -> float:
-        _give_way(interrupted)
+        _check(interrupted)
         started = time.perf_counter()
         replay.run()
         Device[Device.DEFAULT].synchronize()
         return (time.perf_counter() - started) * 1e6
 
-    counted = GlobalCounters.kernel_count
+    kernel_count = GlobalCounters.kernel_count
     walls = _rounds(one_round, replay.reset)
-    GlobalCounters.kernel_count = counted
+    GlobalCounters.kernel_count = kernel_count
     return walls
 
 
-def _give_way(interrupted: Callable[[], bool]) -> None:
+def _check(interrupted: Callable[[], bool]) -> None:
     if interrupted():
         raise PreemptedError("The profile was given up for a prompt.", "It is made while the engine is idle.")
 
 
-def _rounds(one_round: Callable[[], T], reset: Callable[[], None], seconds: float = SECONDS) -> list[T]:
-    """Results of as many rounds as there is time for, after one that warms up."""
+def _rounds(one_round: Callable[[], T], reset: Callable[[], None], limit_s: float = ROUNDS_S) -> list[T]:
+    """The results of as many rounds as fit `limit_s`, after a warm-up round."""
     reset()
     one_round()
     results: list[T] = []
     started = time.perf_counter()
     while len(results) < MIN_ROUNDS or (
-        len(results) < MAX_ROUNDS and time.perf_counter() - started < seconds
+        len(results) < MAX_ROUNDS and time.perf_counter() - started < limit_s
     ):
         reset()
         results.append(one_round())
     return results
 
 
-# --- roles ---------------------------------------------------------------------------------------------
-
-
-def roles_of(calls: Sequence[UOp], uses: Mapping[UOp, Use]) -> list[KernelRole]:
-    """What each kernel is for: by the largest of the model's buffers that it works on, else by its neighbours
-    in the flow of data."""
-    known: list[KernelRole | None] = []
-    for call in calls:
-        role = _own_role(call, uses)
-        if role == "embedding" and any(r not in (None, "embedding", "element-wise") for r in known):
-            role = "output head"  # which may be the same matrix
-        known.append(role)
-    sources, readers = _flow(calls)
-    return [
-        role or _role_between(_nearest(i, sources, known), _nearest(i, readers, known))
-        for i, role in enumerate(known)
-    ]
-
-
-def _own_role(call: UOp, uses: Mapping[UOp, Use]) -> KernelRole | None:
-    if call.src[0].op is Ops.COPY:
-        return "copy"
-    found = [uses[b] for arg in get_call_arg_uops(call) for b in _buffers(arg) if b in uses]
-    matrices = [use for use in found if use.role not in ("norm", "attention")]
-    caches = [use for use in found if use.role == "attention"]
-    return next((use.role for use in (*matrices, *caches, *found)), None)
-
-
-def _role_between(before: set[KernelRole], after: set[KernelRole]) -> KernelRole:
-    if "attention" in before and "attention" in after:
-        return "attention"
-    if before and before <= {"output head", "sampling"}:
-        return "sampling"
-    return "element-wise"
-
-
-def _flow(calls: Sequence[UOp]) -> tuple[list[set[int]], list[set[int]]]:
-    """For each kernel, those whose results it reads, and those that read its results."""
-    sources: list[set[int]] = [set() for _ in calls]
-    readers: list[set[int]] = [set() for _ in calls]
-    writer: dict[UOp, int] = {}
-    for i, call in enumerate(calls):
-        arguments = get_call_arg_uops(call)
-        outs, ins = get_call_outs_ins(call)
-        for slot in ins:
-            if (source := writer.get(arguments[slot])) is not None:
-                sources[i].add(source)
-                readers[source].add(i)
-        for slot in outs:
-            writer[arguments[slot]] = i
-    return sources, readers
-
-
-def _nearest(start: int, edges: list[set[int]], known: Sequence[KernelRole | None]) -> set[KernelRole]:
-    """The roles that are met first along `edges`."""
-    roles: set[KernelRole] = set()
-    seen, ahead = {start}, list(edges[start])
-    while ahead:
-        if (i := ahead.pop()) in seen:
-            continue
-        seen.add(i)
-        if (role := known[i]) is None:
-            ahead += edges[i]
-        else:
-            roles.add(role)
-    return roles
-
-
-def _buffers(argument: UOp) -> list[UOp]:
-    return [u for u in argument.toposort() if u.op is Ops.BUFFER]
-
-
-# --- what else is known of a kernel --------------------------------------------------------------------
+# --- properties of a kernel ----------------------------------------------------------------------------
 
 
 def _bytes(replay: Replay, call: UOp, role: KernelRole, position: int) -> int:
-    """What a kernel must move: each argument once, of the model's buffers the rows that the step touches."""
+    """The bytes that a kernel must move: each argument once, and of the model's buffers the rows that the step uses."""
     outs, ins = get_call_outs_ins(call)
     total = 0.0
     arguments = get_call_arg_uops(call)
     for argument in dict.fromkeys(arguments):
         slots = [slot for slot, other in enumerate(arguments) if other is argument]
         n_bytes = int(argument.max_numel()) * argument.dtype.itemsize
-        use = next((replay.uses[b] for b in _buffers(argument) if b in replay.uses), None)
-        if use is not None and use.touched != "all" and role != "output head":
-            written = all(slot in outs and slot not in ins for slot in slots)
-            own = use.touched == "token" or (use.touched == "context" and written)
-            rows = replay.tokens if own else position + replay.tokens
+        use = next((replay.uses[b] for b in buffers_of(argument) if b in replay.uses), None)
+        if use is not None and use.rows_used != "all" and role != "output head":
+            only_written = all(slot in outs and slot not in ins for slot in slots)
+            only_new = use.rows_used == "token" or (use.rows_used == "context" and only_written)
+            rows = replay.tokens if only_new else position + replay.tokens
             n_bytes = n_bytes * min(rows, use.rows) // use.rows
         total += n_bytes
     program = call.src[0]
     if program.op is Ops.PROGRAM and replay.variables and program.arg.vars:
-        # Intermediates of a step at any position are as long as the longest; the kernel's loops are not.
-        by_loops = sym_infer(program.src[0].arg.estimates.mem, dict(replay.variables))
-        total = min(total, by_loops) if by_loops else total
+        # Intermediate buffers have the size for the longest context; the loops of the kernels have the actual one.
+        loop_bytes = sym_infer(program.src[0].arg.estimates.mem, dict(replay.variables))
+        total = min(total, loop_bytes) if loop_bytes else total
     return int(total)
 
 

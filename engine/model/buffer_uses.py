@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tinygrad import Tensor, UOp
 
-from engine.measure.profile import Use
+from engine.measure.kernel_roles import BufferUse
 
 
-class BufferUses(dict[UOp, Use]):
+class BufferUses(dict[UOp, BufferUse]):
     """Buffer -> its use."""
 
-    def add(self, use: Use, *tensors: Tensor | None) -> None:
+    def add(self, use: BufferUse, *tensors: Tensor | None) -> None:
         self.update((tensor.uop.base, use) for tensor in tensors if tensor is not None)

@@ -32,7 +32,8 @@ from engine.kernels.cpu.step_state import POSITION, SIZE, TILES
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
 from engine.kernels.cpu.weight_repacking import repack
-from engine.measure.profile import Replay, Use
+from engine.measure.kernel_roles import BufferUse
+from engine.measure.profile import Replay
 from engine.model import packed_weights_cache
 from engine.model.buffer_uses import BufferUses
 from engine.model.packed_weights_cache import PackedReader
@@ -127,7 +128,7 @@ class CPURunner:
         sequence, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
         self._tokens_view[:] = 0
         self._set_state(position, tokens)
-        return Replay(sequence.calls, self._uses(), tokens, sequence, time=sequence.call_s)
+        return Replay(sequence.calls, self._uses(), tokens, sequence, call_s=sequence.call_s)
 
     def _set_state(self, position: int, tokens: int) -> None:
         self._state_view[POSITION], self._state_view[TILES] = position, ceil(tokens / self._lanes)
@@ -135,21 +136,21 @@ class CPURunner:
     def _uses(self) -> BufferUses:
         """The uses of the weights, the cache and the scratch buffers."""
         uses, length = BufferUses(), self._heads.length
-        uses.add(Use("output head"), self._head.stream)
-        uses.add(Use("embedding", "token", self._config.vocab), self._embedding.stream)
-        uses.add(Use("attention", "token", length), self._cos, self._sin)
-        uses.add(Use("norm"), self._output_norm)
+        uses.add(BufferUse("output head"), self._head.stream)
+        uses.add(BufferUse("embedding", "token", self._config.vocab), self._embedding.stream)
+        uses.add(BufferUse("attention", "token", length), self._cos, self._sin)
+        uses.add(BufferUse("norm"), self._output_norm)
         # A kernel touches only as much of these two as its product, or the context, is long.
-        uses.add(Use("norm", "token", self._zeros.numel()), self._zeros)
+        uses.add(BufferUse("norm", "token", self._zeros.numel()), self._zeros)
         scores = [buffer for (name, _), buffer in self._scratch.items() if name == "scores"]
-        uses.add(Use("attention", "context", length), *scores)
+        uses.add(BufferUse("attention", "context", length), *scores)
         for layer in self._layers:
-            uses.add(Use("QKV projection"), layer.bias, *(matrix.stream for matrix in layer.qkv))
-            uses.add(Use("attention", "context", length), layer.keys, layer.values)
-            uses.add(Use("attention output"), layer.o.stream)
-            uses.add(Use("FFN gate+up"), layer.gate.stream, layer.up.stream)
-            uses.add(Use("FFN down"), layer.down.stream)
-            uses.add(Use("norm"), *layer.norms, *layer.head_norms)
+            uses.add(BufferUse("QKV projection"), layer.bias, *(matrix.stream for matrix in layer.qkv))
+            uses.add(BufferUse("attention", "context", length), layer.keys, layer.values)
+            uses.add(BufferUse("attention output"), layer.o.stream)
+            uses.add(BufferUse("FFN gate+up"), layer.gate.stream, layer.up.stream)
+            uses.add(BufferUse("FFN down"), layer.down.stream)
+            uses.add(BufferUse("norm"), *layer.norms, *layer.head_norms)
         return uses
 
     # --- weights ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tinygrad import Tensor, UOp, dtypes
 
 from engine.formats.rope_order import half_split
 from engine.kernels.quantized_matrix import QuantizedMatrix
-from engine.measure.profile import Use
+from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
 from engine.model.config import ModelConfig
 from engine.model.weights import Weights
@@ -111,21 +111,21 @@ class Transformer:
         """The uses of the weights and of the cache."""
         uses = BufferUses()
 
-        def add_matrices(use: Use, *matrices: QuantizedMatrix) -> None:
+        def add_matrices(use: BufferUse, *matrices: QuantizedMatrix) -> None:
             uses.add(use, *(plane for matrix in matrices for plane in matrix.planes.values()))
 
-        add_matrices(Use("output head"), self.output)
-        add_matrices(Use("embedding", "token", self.config.vocab), self.embedding)
-        uses.add(Use("norm"), self.output_norm)
-        uses.add(Use("attention", "token", self.cache.length), self.cos, self.sin)
-        uses.add(Use("attention", "context", self.cache.length), *self.cache.layers)
+        add_matrices(BufferUse("output head"), self.output)
+        add_matrices(BufferUse("embedding", "token", self.config.vocab), self.embedding)
+        uses.add(BufferUse("norm"), self.output_norm)
+        uses.add(BufferUse("attention", "token", self.cache.length), self.cos, self.sin)
+        uses.add(BufferUse("attention", "context", self.cache.length), *self.cache.layers)
         for layer in self.layers:
-            add_matrices(Use("QKV projection"), layer.q, layer.k, layer.v)
-            uses.add(Use("QKV projection"), layer.q_bias, layer.k_bias, layer.v_bias)
-            add_matrices(Use("attention output"), layer.o)
-            add_matrices(Use("FFN gate+up"), layer.gate, layer.up)
-            add_matrices(Use("FFN down"), layer.down)
-            uses.add(Use("norm"), layer.attn_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
+            add_matrices(BufferUse("QKV projection"), layer.q, layer.k, layer.v)
+            uses.add(BufferUse("QKV projection"), layer.q_bias, layer.k_bias, layer.v_bias)
+            add_matrices(BufferUse("attention output"), layer.o)
+            add_matrices(BufferUse("FFN gate+up"), layer.gate, layer.up)
+            add_matrices(BufferUse("FFN down"), layer.down)
+            uses.add(BufferUse("norm"), layer.attn_norm, layer.ffn_norm, layer.q_norm, layer.k_norm)
         return uses
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

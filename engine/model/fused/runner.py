@@ -24,7 +24,8 @@ from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.sampling import Shortlist
 from engine.kernels.gpu.weight_repacking import repacking_kernels
-from engine.measure.profile import Replay, Use
+from engine.measure.kernel_roles import BufferUse
+from engine.measure.profile import Replay
 from engine.model.buffer_uses import BufferUses
 from engine.model.fused.decode import DecodeKernels
 from engine.model.fused.device_sampler import DeviceSampler
@@ -239,17 +240,17 @@ class FusedRunner:
     def _uses(self) -> BufferUses:
         """The uses of the weights, the cache and the scratch buffers."""
         uses, model, length = BufferUses(), self._model, self._heads.length
-        uses.add(Use("output head"), *model.head.planes)
-        uses.add(Use("embedding", "token", model.config.vocab), *model.embedding.planes)
-        uses.add(Use("attention", "token", self._context), *self._rope_tables)
-        uses.add(Use("attention"), *self._decode.attention_parts)
+        uses.add(BufferUse("output head"), *model.head.planes)
+        uses.add(BufferUse("embedding", "token", model.config.vocab), *model.embedding.planes)
+        uses.add(BufferUse("attention", "token", self._context), *self._rope_tables)
+        uses.add(BufferUse("attention"), *self._decode.attention_parts)
         if self._decode.uses_tensor_cores:
-            uses.add(Use("attention", "past", length), *self._prefill.past)
-        uses.add(Use("norm"), *self._prescales.norms.values())
+            uses.add(BufferUse("attention", "past", length), *self._prefill.past)
+        uses.add(BufferUse("norm"), *self._prescales.norms.values())
         for layer in model.layers:
-            uses.add(Use("QKV projection"), layer.bias, *layer.qkv.planes)
-            uses.add(Use("attention", "context", length), layer.keys, layer.values)
-            uses.add(Use("attention output"), *layer.o.planes)
-            uses.add(Use("FFN gate+up"), *layer.gate_up.planes)
-            uses.add(Use("FFN down"), *layer.down.planes)
+            uses.add(BufferUse("QKV projection"), layer.bias, *layer.qkv.planes)
+            uses.add(BufferUse("attention", "context", length), layer.keys, layer.values)
+            uses.add(BufferUse("attention output"), *layer.o.planes)
+            uses.add(BufferUse("FFN gate+up"), *layer.gate_up.planes)
+            uses.add(BufferUse("FFN down"), *layer.down.planes)
         return uses

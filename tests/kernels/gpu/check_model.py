@@ -10,6 +10,7 @@ from engine.events import Sampling
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu.sampling import Shortlist
 from engine.measure import profile
+from engine.measure.kernel_roles import roles_of
 from engine.model.config import ModelConfig
 from engine.model.fused import FusedRunner
 from engine.model.fused.device_sampler import DeviceSampler
@@ -54,7 +55,7 @@ def check_profile_of_a_prompt() -> None:
     kernels = runner._prefill.step(padded).compile().src
     replay = profile.Replay(kernels, runner._uses(), tokens, run=lambda: None)
     told = {}
-    for call, role in zip(replay.calls, profile.roles_of(replay.calls, replay.uses), strict=True):
+    for call, role in zip(replay.calls, roles_of(replay.calls, replay.uses), strict=True):
         name = profile._name(call).split("_")[1]
         told[name] = role, profile._bytes(replay, call, role, position)
     assert {name: role for name, (role, _) in told.items()} == {
