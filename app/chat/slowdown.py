@@ -11,6 +11,7 @@ TOLERANCE = 0.85
 _CLOCKS = ("GPU clock", "EMC clock", "memory clock", "CPU clock")
 _HOT_C = 92
 _BUSY_PERCENT = 25
+_QUIET_PERCENT = 10
 
 
 def explain_slowdown(
@@ -35,8 +36,18 @@ def explain_slowdown(
 
 def other_programs(counters: Iterable[Counter]) -> str:
     """A phrase about the CPU load of other programs; "" if it is low or unknown."""
-    load = next((counter.value for counter in counters if counter.name == "other load"), None)
+    load = _other_load(counters)
     return f"other programs take {load:.0f} % of the CPU" if load and load >= _BUSY_PERCENT else ""
+
+
+def is_quiet(counters: Iterable[Counter]) -> bool:
+    """Whether other programs are known to leave the CPU to this one."""
+    load = _other_load(counters)
+    return load is not None and load < _QUIET_PERCENT
+
+
+def _other_load(counters: Iterable[Counter]) -> float | None:
+    return next((counter.value for counter in counters if counter.name == "other load"), None)
 
 
 def _cause(counters: dict[str, Counter]) -> str:

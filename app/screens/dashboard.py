@@ -13,6 +13,7 @@ from textual.containers import Vertical
 from textual.widget import Widget
 
 from app.chat.session import Session
+from app.chat.slowdown import is_quiet
 from app.comparison.engine_pair import answered_together
 from app.screens.engine_setup import EngineSetup
 from app.screens.idle_profiler import IdleProfiler
@@ -132,7 +133,9 @@ class Dashboard(Vertical):
             return False
         self._drawn_at = now
         if self.is_visible:
-            self.profiler.measure_if_idle(with_kernels=not self.table.is_paused)
+            self.profiler.measure_if_idle(
+                with_kernels=not self.table.is_paused, is_quiet=is_quiet(self._counters)
+            )
         if not self.is_visible or self._drawn_changes == self.performance.changes:
             return False
         self._drawn_changes = self.performance.changes

@@ -20,6 +20,7 @@ class IdleProfiler:
     def __init__(self, session: Session, performance: PerformanceObserver) -> None:
         self._session, self._performance = session, performance
         self._needs_bandwidth = False
+        self._was_disturbed = False  # other programs may have worked while the bandwidth was measured
         self._steps: list[Step] = []  # to be profiled, the next one first
         self._task: asyncio.Task[None] | None = None
         self._idle_since: float | None = None
@@ -35,8 +36,9 @@ class IdleProfiler:
         self._steps.append(step)
         self._performance.note("will be measured when the engine is idle")
 
-    def measure_if_idle(self, *, with_kernels: bool) -> None:
-        """Starts the next measurement, if the engine has been idle for `IDLE_S`. Call it again and again."""
+    def measure_if_idle(self, *, with_kernels: bool, is_quiet: bool) -> None:
+        """Starts the next measurement, if the engine has been idle for `IDLE_S`. Call it again and again. `is_quiet`:
+        other programs leave the machine alone. A bandwidth measured while they did not is measured once more then."""
         now, session, engine = time.monotonic(), self._session, self._session.engine
         if session.is_busy or not session.status.is_ready or session.candidate is not None:
             self._idle_since = None
@@ -48,8 +50,8 @@ class IdleProfiler:
             if self._steps:
                 self._steps.clear()
                 self._performance.note(f"{engine.name} cannot measure its kernels")
-        elif self._needs_bandwidth:
-            self._needs_bandwidth = False
+        elif self._needs_bandwidth or (self._was_disturbed and is_quiet):
+            self._needs_bandwidth, self._was_disturbed = False, not is_quiet
             self._task = asyncio.ensure_future(self._measure_bandwidth(engine))
         elif self._steps and with_kernels:
             self._task = asyncio.ensure_future(self._profile(engine, self._steps[0]))

@@ -54,6 +54,7 @@ class PerformanceObserver:
         )  # decode samples of the engine in use, in tokens/s
         self._current: deque[float] = deque(maxlen=_CURRENT_SAMPLES)  # the last ones, of one answer
         self._best: tuple[float, int] | None = None  # the best current speed, and the bytes a token read then
+        self._best_gbps: dict[str, float] = {}  # the highest bandwidth measured, by device
         self._prefill: float | None = None
         self._position = self._cached = 0  # tokens in the context; tokens of the prompt from earlier turns
         self._tokens, self._since_s = 0, 0.0  # of the decode sample in progress
@@ -78,7 +79,7 @@ class PerformanceObserver:
             case Ready():
                 self._engine_ready(event)
             case Measured(copy_gbps=copy_gbps):
-                self._set_kernels(replace(self.kernels, copy_gbps=copy_gbps))
+                self._bandwidth_measured(copy_gbps)
             case KernelProfile(step="decode"):
                 self._set_kernels(replace(self.kernels, note="", decode=event))
             case KernelProfile():
@@ -89,6 +90,12 @@ class PerformanceObserver:
     def note(self, text: str) -> None:
         """Shows `text` in the kernel table."""
         self._set_kernels(replace(self.kernels, note=text))
+
+    def _bandwidth_measured(self, copy_gbps: float) -> None:
+        """The best of a device counts: other programs only make it less."""
+        device = f"{self.ready.backend} {self.ready.device_name}" if self.ready else ""
+        self._best_gbps[device] = max(copy_gbps, self._best_gbps.get(device, 0.0))
+        self._set_kernels(replace(self.kernels, copy_gbps=self._best_gbps[device]))
 
     def _set_kernels(self, kernels: KernelProfiles) -> None:
         self.kernels = kernels

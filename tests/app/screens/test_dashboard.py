@@ -15,7 +15,7 @@ from app.chat.history import History
 from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
-from engine.events import EngineOptions, Failed, Search, Warming
+from engine.events import Counter, EngineOptions, Failed, Measured, Search, Warming
 from presets import loader
 from tests.app.fake_engine import STARTED, FakeEngine, MeasuredEngine, profile, reply, tokens
 from tests.app.scenes import COUNTERS, sees, settled
@@ -69,6 +69,29 @@ async def test_an_idle_engine_is_measured_once_and_after_each_reply():
         await pilot.press("enter")
         await until(lambda: engine.profiles == ["decode"] * 2)
         await sees(pilot, "42% of roofline")
+
+
+async def test_a_bandwidth_measured_beside_other_programs_is_measured_again_when_they_are_quiet():
+    """Otherwise the roofline of a busy start would stay for the session."""
+    engine, figures, load = MeasuredEngine(), iter([30.0, 52.0]), 80.0
+    measured = []
+
+    async def measure():
+        measured.append(next(figures))
+        return Measured(request_id=0, copy_gbps=measured[-1], kernels_per_token=1, device_bytes=1)
+
+    engine.measure = measure
+    async with dashboard(engine) as (app, _, _):
+        panes = app.dashboard
+        panes._read_counters = lambda: (Counter(name="other load", value=load, unit="%"),)
+        await until(lambda: panes.performance.copy_gbps == 30)
+        await until(lambda: panes.machine.data.counters[0].value == 80)
+        await asyncio.sleep(0.2)
+        assert measured == [30], "not while they work"
+        load = 3.0
+        await until(lambda: panes.performance.copy_gbps == 52)
+        await asyncio.sleep(0.2)
+        assert measured == [30, 52], "once"
 
 
 async def test_an_engine_that_does_not_measure_itself_says_so():
@@ -316,7 +339,7 @@ async def test_where_there_is_no_room_a_key_shows_it_and_what_happens_under_it()
         await sees(pilot, "cuda-beam2: preparing kernels")
         await pilot.press("escape", "f5")
         await pilot.pause()
-        assert app.column.size.width == 80 and app.focused is app.prompt
+        await until(lambda: app.column.size.width == 80 and app.focused is app.prompt)
 
 
 async def test_a_notice_does_not_hide_the_way_back():

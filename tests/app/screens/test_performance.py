@@ -79,6 +79,18 @@ def test_a_small_model_faster_than_the_memory_is_in_a_cache(performance, weights
     assert performance.throughput().is_cached is is_cached
 
 
+def test_the_best_bandwidth_of_a_device_counts(performance):
+    for gbps in (30.0, 120.0, 55.0):
+        performance.observe(replace(MEASURED, copy_gbps=gbps))
+    assert performance.copy_gbps == 120, "other programs only make it less"
+    performance.observe(replace(READY, backend="CPU", device_name="a CPU"))
+    performance.observe(replace(MEASURED, copy_gbps=50.0))
+    assert performance.copy_gbps == 50, "of this device"
+    performance.observe(READY)
+    performance.observe(MEASURED)
+    assert performance.copy_gbps == 120, "of the earlier engine on the same device"
+
+
 def test_an_engine_that_tells_no_bytes_has_no_roofline(clock):
     performance = PerformanceObserver(clock)
     decode(performance, 100, 100.0)
