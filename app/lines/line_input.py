@@ -39,6 +39,7 @@ class TerminalLines:
                 completer=CommandCompleter(commands),
                 key_bindings=keys,
                 multiline=True,
+                enable_suspend=True,  # Ctrl-Z, as in a shell
                 prompt_continuation=" " * len(PROMPT),
             )
 

@@ -7,7 +7,7 @@ import signal
 import sys
 
 import pytest
-from prompt_toolkit.application import create_app_session
+from prompt_toolkit.application import Application, create_app_session
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.data_structures import Size
 from prompt_toolkit.document import Document
@@ -333,6 +333,16 @@ async def test_keys_of_the_prompt(keys):
     keys.send_text("\x04")  # Ctrl-D
     with pytest.raises(EOFError):
         await lines.read("")
+
+
+async def test_ctrl_z_suspends_the_program_and_is_no_text(keys, monkeypatch):
+    suspended = []
+    monkeypatch.setattr(
+        Application, "suspend_to_background", lambda app: suspended.append(app.current_buffer.text)
+    )
+    keys.send_text("be\x1afore\r")
+    assert await TerminalLines([], completions()).read("") == "before"
+    assert suspended == ["be"]
 
 
 async def test_a_dumb_terminal_is_shown_the_draft_and_sent_no_escape_sequences(monkeypatch, capsys):
