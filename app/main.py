@@ -154,7 +154,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     from app.cli.oneshot import JsonOutput, TextOutput, run
     from engine.events import Generate
 
-    greet(args.model, configuration.engine.model_path)
+    greet(args.model, configuration.engine.model_path, is_chat=False)
     request = Generate(
         request_id=1,
         prompt=options.prompt(args),
@@ -187,8 +187,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
     from app.chat.conversation import past_chat
     from app.chat.history import History
     from app.chat.session import ChatOptions
-    from app.cli.model_file import greet
-    from app.cli.model_file import remember as remember_model
+    from app.cli.model_file import greet, remember_last_model
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not is_terminal and not args.plain:
@@ -209,7 +208,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             think=not args.no_think,
         )
         engine = _engine(
-            args, configuration, lambda: None if problem else remember_model(args.model, settings)
+            args, configuration, lambda: None if problem else remember_last_model(args.model, settings)
         )
         if in_lines:
             from app.lines.line_chat import LineChat, completions
@@ -219,7 +218,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             if problem:
                 print(f"orin-chat: {problem}.", file=sys.stderr, flush=True)
             else:
-                greet(args.model, configuration.engine.model_path)
+                greet(args.model, configuration.engine.model_path, is_chat=True)
             typed = is_terminal and TerminalLines(history.prompts(), completions())
             lines = typed or FileLines(sys.stdin, sys.stdout)
             models = None if args.engine else OtherModels(configuration.engine, settings)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from app.chat.settings import Settings, last_model, remember_model
+from app.chat.settings import Settings, last_model, remember, remember_model, remembered
 from engine.catalog.names import parse
 from engine.errors import ModelFileError
 from presets import GREETING, GUIDE, guide_path
@@ -53,13 +53,16 @@ def find_model(named: str | None, settings: Settings, *, or_built_in: bool) -> t
         return guide_path(), f"{error.message} {GUIDE} answers, a small model that is built in"
 
 
-def greet(named: str | None, model_path: str) -> None:
-    """Introduces the built-in model on standard error, if no model was named and it answers."""
-    if named is None and model_path == str(guide_path()):
+def greet(named: str | None, model_path: str, *, is_chat: bool) -> None:
+    """Introduces the built-in model on standard error, if no model was named and it answers: in every chat, and before
+    the first single answer."""
+    is_known = remembered("greeting") and not is_chat
+    if named is None and model_path == str(guide_path()) and not is_known:
         print(f"orin-chat: {GREETING}", file=sys.stderr, flush=True)
+        remember("greeting", "shown")
 
 
-def remember(named: str | None, settings: Settings) -> None:
+def remember_last_model(named: str | None, settings: Settings) -> None:
     """Remembers the model as the last one used: a file by its full path, else by its name, which finds newer files."""
     name = _name(named, settings)
     source = parse(name, settings.names)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from app.chat.configuration import with_other_model
 from app.chat.settings import Settings
 from app.chat.speed_history import recording_engine
-from app.cli.model_file import model_path, remember
+from app.cli.model_file import model_path, remember_last_model
 from engine.client import Engine
 from engine.errors import ModelFileError
 from engine.events import EngineOptions
@@ -35,4 +35,4 @@ class OtherModels:
         if model.problem:
             raise ModelFileError(model.problem)
         options = with_other_model(self._options, path, model.context_length)
-        return recording_engine(options, lambda: remember(name, self._settings))
+        return recording_engine(options, lambda: remember_last_model(name, self._settings))

@@ -273,6 +273,7 @@ def test_where_the_model_comes_from(run, model, home):
     code, out, err, options = run("why?")
     assert (code, out) == (0, "You said: why?\n") and options.model_path == str(guide_path())
     assert GUIDE in err and "--model qwen3:0.6b" in err and err.count("\n") == 1
+    assert run("why?")[2] == ""  # known by now
     assert run("--model", GUIDE, "why?")[2] == ""  # asked for, it needs no introduction
     run("--plain")
     assert last_model() == GUIDE
