@@ -24,6 +24,7 @@ from engine.events import (
     shown_prefill_rate,
 )  # fmt: skip
 from widgets.kernel_lines import CACHEABLE_BYTES, KernelProfiles
+from widgets.text import counted
 from widgets.throughput_lines import Throughput
 from widgets.timeline import Mark, Sample
 
@@ -174,7 +175,7 @@ class PerformanceObserver:
         now = self._clock()
         if self._in_decode or self._prompt is None or event.done < self._prompt[0]:
             self._in_decode, self._has_prompt_sample, self._prompt = False, False, (event.done, now)
-            self.mark("P", "prompt", f"of {event.total:,} tokens")
+            self.mark("P", "prompt", f"of {counted(event.total, 'token')}")
         done, since_s = self._prompt
         is_long = event.total - event.cached >= MIN_TOKENS
         if is_long and event.done > done and now - since_s >= PREFILL_SAMPLE_S:
