@@ -17,7 +17,7 @@ from engine.events import (
     decode_rate,
     shown_prefill_rate,
 )
-from widgets.text import counted, one_line
+from widgets.text import as_latency, counted, one_line
 
 
 def describe(event: Event) -> str:
@@ -47,10 +47,12 @@ def figures(end: Finished) -> str:
     """The figures of an answer on one line, and how it ended unless it came to its own end."""
     ended = {"stop": "", "length": ", cut at the limit", "cancelled": ", stopped"}[end.reason]
     prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+    decode = decode_rate(end.predicted_n, end.predicted_ms)
+    first_token = as_latency(end.prompt_ms / 1e3)
     return (
-        f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached), first token after {end.prompt_ms:.0f} ms"
+        f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached), first token after {first_token}"
         f"{'' if prefill is None else f' ({prefill:.0f} tok/s)'}; "
-        f"reply {counted(end.predicted_n, 'token')}, {decode_rate(end.predicted_n, end.predicted_ms):.1f} tok/s{ended}"
+        f"reply {counted(end.predicted_n, 'token')}{f', {decode:.1f} tok/s' if decode else ''}{ended}"
     )
 
 

@@ -24,3 +24,8 @@ def test_a_prompt_that_was_nearly_all_cached_has_no_prefill_rate():
         for cached in (968, 969, 1000)
     ]
     assert rates == [True, False, False]
+
+
+def test_the_figures_of_one_token():
+    end = reply("", prompt_n=1, prompt_ms=0.42, predicted_n=1, predicted_ms=0.0)[-1]
+    assert figures(end) == "prompt 1 token (0 cached), first token after 0.4 ms; reply 1 token"
