@@ -56,6 +56,16 @@ async def test_a_short_conversation_begins_at_the_top():
         assert "prompt 11" in text(transcript), "it follows its end once it is longer than the screen"
 
 
+async def test_a_scrollbar_that_appears_shows_where_the_text_is():
+    reply = Turn("assistant", "start", finished=False)
+    async with showing([Turn("user", "prompt"), reply]) as (transcript, pilot):
+        assert not transcript.show_vertical_scrollbar
+        reply.content += "\n\nmore" * 20
+        transcript.sync(reply)
+        await pilot.pause()
+        assert transcript.vertical_scrollbar.position == transcript.scroll_y > 0
+
+
 async def test_it_follows_its_end_until_the_user_scrolls_up():
     turns = conversation(12)
     turns.append(reply := Turn("assistant", "start", finished=False))
