@@ -68,10 +68,12 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    """What a test leaves in the environment is no other's."""
-    with mock.patch.dict(os.environ):
-        yield
+def home() -> Iterator[Path]:
+    """An empty home folder. The environment is as it was after the test, whatever the test made of it."""
+    path = tests_environment.empty_home()
+    with mock.patch.dict(os.environ, HOME=str(path)):
+        yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,15 @@ def enter() -> None:
     for name in [name for name in os.environ if name.startswith(_REMOVED)]:
         del os.environ[name]
     folder = tempfile.mkdtemp(prefix="orin-tests-")
-    os.environ |= {_FOLDER: folder, "HOME": folder, "TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    places = {"HOME": folder, "XDG_CACHE_HOME": f"{folder}/.cache", "TMPDIR": f"{folder}/tmp"}
+    os.environ |= {_FOLDER: folder, "TERM": "xterm-256color", "LANG": "C.UTF-8", **places}
+    Path(places["TMPDIR"]).mkdir()
+    tempfile.tempdir = None  # what it was before
+
+
+def empty_home() -> Path:
+    """A new home folder, for one test. Compiled kernels are not in it, but in the cache that all tests share."""
+    return Path(tempfile.mkdtemp(prefix="home-", dir=os.environ[_FOLDER]))
 
 
 def leave() -> None:

@@ -40,7 +40,9 @@ class Driver:
         await self.pilot.click(offset=(column + 1, row))
 
     async def sees(self, text: str) -> None:
-        await self.until(lambda: text in self.screen(), f"{text!r} on the screen")
+        """Waits for `text`, wherever its lines are broken."""
+        words = lambda text: " ".join(text.split())
+        await self.until(lambda: words(text) in words(self.screen()), f"{text!r} on the screen")
 
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)

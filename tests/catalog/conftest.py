@@ -8,13 +8,11 @@ __all__ = ["fake_hub"]
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(home, monkeypatch):
     """An empty home with empty caches."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    isolate_hub(tmp_path, monkeypatch)
-    return tmp_path
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    isolate_hub(home, monkeypatch)
+    return home
 
 
 @pytest.fixture

@@ -5,12 +5,6 @@ import pytest
 from tests import synthetic
 
 
-@pytest.fixture(autouse=True)
-def _own_log(tmp_path, monkeypatch):
-    """The engine's log goes to the test's own folder (platformdirs reads this variable)."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 @pytest.fixture
 async def engines():
     """Makes engines, and closes them afterwards: `engines(rate=…)` or `engines.add(engine)`."""

@@ -5,12 +5,6 @@ from engine.peers.llama_server import LlamaServer
 from tests import generated_model
 
 
-@pytest.fixture(autouse=True)
-def _own_log(tmp_path, monkeypatch):
-    """Logs go to the test's own folder (platformdirs reads this variable)."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     return str(generated_model.write(tmp_path_factory.mktemp("model") / "noise.gguf", architecture="qwen3"))

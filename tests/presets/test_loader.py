@@ -11,11 +11,12 @@ from presets import loader
 CONTEXT = Settings(context=4096)
 
 
-@pytest.fixture(autouse=True)
-def own(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "user_folder", lambda: tmp_path / "presets")
-    (tmp_path / "presets").mkdir()
-    return tmp_path / "presets"
+@pytest.fixture
+def own(home):
+    """The folder of the user's own presets."""
+    folder = home / ".config" / "orin-chat" / "presets"
+    folder.mkdir(parents=True)
+    return folder
 
 
 def test_the_built_in_ones_are_there_and_sound():

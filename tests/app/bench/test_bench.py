@@ -27,7 +27,6 @@ from engine.events import EngineOptions, Finished
 from tests import generated_model, synthetic
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.usefixtures("home")
 QUICK = {"load_s": 0.0, "prefill_s": 0.01, "rate": 0, "tokens": 10_000}
 
 
@@ -477,9 +476,6 @@ def test_no_llama_server(model, monkeypatch, capsys):
 
 
 def test_a_real_pair(llama_server, model, monkeypatch, capsys):
-    from tests.app.comparison.test_comparison_engine import CACHE
-
-    monkeypatch.setenv("XDG_CACHE_HOME", CACHE)
     code, out, _ = bench(
         capsys,
         *("--model", model, "--backend", "CPU", "-p", "32", "-n", "16", "-d", "0,64", "-r", "2"),

@@ -11,12 +11,6 @@ from presets import GUIDE
 from tests.generated_model import write
 
 
-@pytest.fixture(autouse=True)
-def _own_folders(tmp_path, monkeypatch):
-    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"):  # the cache, with its kernels, stays
-        monkeypatch.setenv(name, str(tmp_path))
-
-
 def test_processes_that_compile_together_make_the_same_kernels(tmp_path, monkeypatch, capfd):
     model = write(tmp_path / "noise.gguf")
     options = "--backend CPU --context 64 --temperature 0 --max-tokens 5 --ignore-eos --prompt-ids 1,2,3"

@@ -9,11 +9,9 @@ import pytest
 
 from app.main import main
 from tests import generated_model
-from tests.app.comparison.test_comparison_engine import CACHE
 from tests.peers.fake_server import FakeServer, sse
 
 LONG = "why? " * 30  # long enough for a prefill rate
-pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture
@@ -93,7 +91,6 @@ def test_wrong_usage(capsys, monkeypatch, arguments, message):
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setenv("XDG_CACHE_HOME", CACHE)
     path = generated_model.write(tmp_path / "noise.gguf", architecture="qwen3")
     return ["--model", str(path), "--backend", "CPU", "--context", "256", "--max-tokens", "12", "--compare"]
 

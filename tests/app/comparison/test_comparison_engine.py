@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-import os
-from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -34,8 +32,6 @@ from engine.measure import counters, jetson_counters
 from tests import generated_model, synthetic
 from tests.synthetic import _pieces
 
-pytestmark = pytest.mark.usefixtures("home")
-CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
 HELLO = Chat(messages=(Message(role="user", content="hello"),))
 QUICK = {"load_s": 0.0, "prefill_s": 0.02, "rate": 400, "tokens": 12}
 
@@ -362,7 +358,6 @@ def test_the_common_prefix_grows_with_the_answers():
 async def real(llama_server, tmp_path, home, monkeypatch):
     from engine.client import LocalEngine
 
-    monkeypatch.setenv("XDG_CACHE_HOME", CACHE)  # with kernels that other tests have compiled
     path = str(generated_model.write(tmp_path / "noise.gguf", architecture="qwen3"))
     comparison = compare_with_llama_server(
         LocalEngine(EngineOptions(model_path=path, backend="CPU", context_length=256)), llama_server

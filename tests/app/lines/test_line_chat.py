@@ -47,7 +47,7 @@ class Script:
 
 
 @pytest.fixture
-def history(home):
+def history():
     history = History()
     yield history
     history.close()

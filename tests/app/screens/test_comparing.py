@@ -13,13 +13,11 @@ from app.screens.engine_setup import EngineSetup
 from engine.client import LocalEngine
 from engine.events import EngineOptions, Failed, Loading
 from tests import generated_model, synthetic
-from tests.app.comparison.test_comparison_engine import CACHE
 from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
 from tests.app.scenes import beside, sees
 from tests.waiting import until
 from widgets.comparison_pane import ComparisonPane
 
-pytestmark = pytest.mark.usefixtures("home")
 NOT_FOUND = Failed(kind="backend", message="There is no llama-server.", hint="Install it.")
 
 
@@ -233,7 +231,6 @@ async def test_it_fits(size):
 
 
 async def test_with_a_real_llama_server(llama_server, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", CACHE)  # with kernels that other tests have compiled
     path = str(generated_model.write(tmp_path / "noise.gguf", architecture="qwen3"))
     options = EngineOptions(model_path=path, backend="CPU", context_length=256)
     setup = EngineSetup(options, "cpu", llama_server=llama_server)

@@ -16,7 +16,6 @@ from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.events import Counter, EngineOptions, Failed, Measured, Search, Warming
-from presets import loader
 from tests.app.fake_engine import STARTED, FakeEngine, MeasuredEngine, profile, reply, tokens
 from tests.app.scenes import COUNTERS, sees, settled
 from tests.waiting import until
@@ -24,10 +23,12 @@ from tests.waiting import until
 NO_DRIVER = Failed(kind="backend", message="There is no driver.", hint="Choose CPU.")
 
 
-@pytest.fixture(autouse=True)
-def own_presets(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader, "user_folder", lambda: tmp_path / "presets")
-    monkeypatch.setattr(speed_history, "_path", lambda: tmp_path / "evidence.json")
+@pytest.fixture
+def own_presets(home):
+    """The folder of the user's own presets."""
+    folder = home / ".config" / "orin-chat" / "presets"
+    folder.mkdir(parents=True)
+    return folder
 
 
 @asynccontextmanager
@@ -213,7 +214,7 @@ async def test_escape_gives_up_a_switch():
         assert app.setup.name == "cuda" and app.session.candidate is None
 
 
-async def test_presets_are_chosen_and_edited_in_a_list(tmp_path):
+async def test_presets_are_chosen_and_edited_in_a_list(own_presets):
     other = MeasuredEngine()
     async with dashboard(MeasuredEngine(), other) as (app, pilot, made):
         await pilot.press("f8")
@@ -228,12 +229,11 @@ async def test_presets_are_chosen_and_edited_in_a_list(tmp_path):
         await sees(pilot, "your own")
         await pilot.press("home", "enter")
         await until(lambda: app.session.engine is other)
-        assert made[0].kernels == "graph" and (tmp_path / "presets" / "cpu.toml").is_file()
+        assert made[0].kernels == "graph" and (own_presets / "cpu.toml").is_file()
 
 
-async def test_no_edit_of_a_preset_is_lost_by_one_key(tmp_path):
-    mine = tmp_path / "presets" / "mine.toml"
-    mine.parent.mkdir()
+async def test_no_edit_of_a_preset_is_lost_by_one_key(own_presets):
+    mine = own_presets / "mine.toml"
     mine.write_text('title = "Of last week"\nbackend = "CPU"\n')
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
         await pilot.press("f8", "home", "f2")
@@ -260,19 +260,18 @@ async def test_no_edit_of_a_preset_is_lost_by_one_key(tmp_path):
         assert mine.read_text() == text
 
 
-async def test_what_was_typed_before_a_key_that_saves_is_saved(tmp_path):
+async def test_what_was_typed_before_a_key_that_saves_is_saved(own_presets):
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
         await pilot.press("f8", "home", "f2")
         await sees(pilot, "Ctrl+S saves · Esc closes")
         for key in ("#", "x", "enter", "ctrl+s"):  # at once, as on a slow line
             app.post_message(Key(key, key if len(key) == 1 else None))
         await sees(pilot, "your own")
-        assert (tmp_path / "presets" / "cpu.toml").read_text().startswith("#x\n")
+        assert (own_presets / "cpu.toml").read_text().startswith("#x\n")
 
 
-async def test_a_preset_of_ones_own_is_deleted_after_a_question(tmp_path):
-    own = tmp_path / "presets" / "safe.toml"
-    own.parent.mkdir()
+async def test_a_preset_of_ones_own_is_deleted_after_a_question(own_presets):
+    own = own_presets / "safe.toml"
     own.write_text('title = "Mine"\nbackend = "CPU"\n')
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
         await pilot.press("f8", "end", "f2")

@@ -4,7 +4,6 @@ import pytest
 from msgspec.structs import replace
 
 from app.chat import model_list
-from app.chat.history import History
 from app.chat.settings import Settings, last_model
 from app.screens import models as screen_module
 from app.screens.engine_setup import EngineSetup
@@ -33,13 +32,6 @@ def hub(fake_hub, tmp_path, monkeypatch):
     monkeypatch.setattr(screen_module, "POLL_S", 0.02)
     monkeypatch.setattr(screen_module, "memory_bytes", lambda backend: 8_000_000_000)
     return fake_hub
-
-
-@pytest.fixture
-def history(home):
-    history = History(":memory:")
-    yield history
-    history.close()
 
 
 @pytest.fixture

@@ -261,13 +261,7 @@ def test_a_slowdown_is_explained(rate, slowdown, counters, says):
 # --- speed history -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def remembered(tmp_path, monkeypatch):
-    monkeypatch.setattr(speed_history, "_path", lambda: tmp_path / "state" / "evidence.json")
-    return tmp_path
-
-
-def test_speeds_are_kept_by_model_machine_and_preset(remembered, monkeypatch):
+def test_speeds_are_kept_by_model_machine_and_preset(monkeypatch):
     model = Path("/models/a.gguf")
     for decode_rate in (84.0, 85.0, 83.0):
         speed_history.record_run(model, "cuda", decode=decode_rate, prefill=1200.0)
@@ -281,14 +275,14 @@ def test_speeds_are_kept_by_model_machine_and_preset(remembered, monkeypatch):
     assert speed_history.preset_speeds(model) == {}
 
 
-def test_only_the_last_runs_count(remembered):
+def test_only_the_last_runs_count():
     for rate in range(1, 20):
         speed_history.record_run(Path("m"), "cuda", decode=float(rate), prefill=None)
     assert [run.decode for run in speed_history.preset_speeds(Path("m"))["cuda"].runs] == list(range(12, 20))
 
 
-def test_a_history_that_cannot_be_written_stops_nothing(remembered):
-    speed_history._path().parent.mkdir()
+def test_a_history_that_cannot_be_written_stops_nothing():
+    speed_history._path().parent.mkdir(parents=True)
     speed_history._path().write_text("{ damaged")
     assert speed_history.preset_speeds(Path("m")) == {}
     speed_history.record_run(Path("m"), "cuda", decode=1.0, prefill=None)
