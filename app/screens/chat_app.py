@@ -184,7 +184,9 @@ class ChatApp(EngineActions):
     def _tick(self) -> None:
         if not self._pacer.is_due():
             return
-        self._focus_visible()
+        self.call_after_refresh(
+            self._focus_visible
+        )  # until then a widget that has just been shown has no size
         self.report_download()
         # A frame draws one of the two, since a key waits until the frame is drawn.
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()

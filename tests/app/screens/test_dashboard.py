@@ -406,6 +406,18 @@ async def test_what_is_not_seen_costs_nothing():
         assert engine.profiles == []
 
 
+async def test_a_frame_before_the_layout_leaves_the_focus_where_it_is():
+    async with dashboard(MeasuredEngine(), size=(80, 30)) as (app, pilot, _):
+        app._pacer.is_due = lambda: True
+        app._show_whole(table := app.dashboard.table)
+        app.page.set_focus(table)
+        assert app.focused is table and not table.size
+        app._tick()
+        assert app.focused is table
+        await pilot.pause()
+        assert app.focused is table and table.size
+
+
 async def test_tab_goes_to_the_graphs_the_kernels_and_back():
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
         await pilot.press("tab")
