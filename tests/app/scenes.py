@@ -146,7 +146,9 @@ def beside(peer: FakeEngine) -> Callable[..., ComparisonEngine]:
 
 
 async def sees(pilot: Pilot[None], text: str) -> None:
-    shows = lambda: text in "\n".join(strip.text for strip in drawn(pilot.app))
+    """Waits for `text`, wherever its lines are broken."""
+    words = lambda text: " ".join(text.split())
+    shows = lambda: words(text) in words("\n".join(strip.text for strip in drawn(pilot.app)))
     await until(shows, lambda: f"{text!r} did not come")
 
 
