@@ -246,6 +246,8 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
         app = ChatApp(engine, history, setup=setup, theme=theme, chat_id=chat_id, warning=warning, **chat)
         app.run()
         remember("theme", app.theme)
+        if not app.return_code and (way_back := app.session.conversation.way_back()):
+            print(way_back)
         return app.return_code or 0
     finally:
         history.close()

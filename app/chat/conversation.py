@@ -84,6 +84,16 @@ class Conversation:
                 return self.history.title(self.chat_id)
         return UNTITLED
 
+    def way_back(self, options: str = "") -> str:
+        """A sentence with the command that goes on with this chat; "" if it is not stored. `options` of that command:
+        "--plain "."""
+        with contextlib.suppress(HistoryError):
+            if self.chat_id is not None and self.history.problem is None:
+                is_latest = self.history.chats(limit=1)[0].id == self.chat_id
+                chat = "--continue" if is_latest else f"--chat {self.chat_id}"
+                return f"orin-chat {options}{chat} goes on with this chat."
+        return ""
+
     def all_messages(self) -> list[Message]:
         """The system prompt and all turns."""
         system = [Message(role="system", content=self.system)] if self.system else []

@@ -115,6 +115,8 @@ class LineChat:
             try:
                 await self._handle(await self._lines.read(draft))
             except EOFError:
+                if self._lines.is_terminal and (way_back := self.session.conversation.way_back("--plain ")):
+                    self._print(way_back)
                 return 0
             except KeyboardInterrupt:
                 self._print("Ctrl-D or /quit ends the chat.")

@@ -1,11 +1,16 @@
 """The command line, in this process with a synthetic engine; signals and pipes in processes of their own."""
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -496,3 +501,41 @@ def test_progress_is_shown_on_a_terminal_alone(model):
     assert out == b"# A syntheti\n"
     assert "loading" in shown and "preparing kernels" in shown and "\x1b" not in shown
     assert shown.endswith(" \r")  # and taken away before the reply
+
+
+def test_the_way_back_is_printed_after_the_screen_is_left(model):
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.app.synthetic_cli",
+            json.dumps(INSTANT | {"tokens": 3}),
+            "--model",
+            model,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"TERM": "xterm-256color"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = ""
+
+    def read_until(text):
+        nonlocal seen
+        with contextlib.suppress(OSError):  # the terminal is closed
+            while text not in seen and select.select([ours], [], [], 60)[0]:
+                seen += os.read(ours, 1 << 16).decode(errors="replace")
+        assert text in seen, seen[-2000:]
+
+    read_until("Ask anything")
+    os.write(ours, b"why?\r")
+    read_until("A syntheti")
+    os.write(ours, b"\x11")  # Ctrl+Q
+    read_until("orin-chat --continue goes on with this chat.")
+    assert process.wait(timeout=60) == 0
+    os.close(ours)
+    assert seen.index("\x1b[?1049l") < seen.index("orin-chat --continue"), "the screen was left before"

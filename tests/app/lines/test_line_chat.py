@@ -57,10 +57,10 @@ def history():
 def chat(history):
     """Runs lines through a chat: the chat, its exit code, what it printed, what it complained of."""
 
-    async def chat(*lines, chat_id=None, system="", **behaviour):
+    async def chat(*lines, chat_id=None, system="", is_terminal=False, **behaviour):
         behaviour = {"rate": 0, "load_s": 0, "prefill_s": 0, "text": "Yes.\n", "tokens": 2} | behaviour
         out, messages = io.StringIO(), io.StringIO()
-        script = Script(*lines)
+        script = Script(*lines, is_terminal=is_terminal)
         chat = LineChat(
             synthetic.engine(**behaviour), history, script, out, messages, system=system, chat_id=chat_id
         )
@@ -170,6 +170,16 @@ async def test_a_mistaken_command_is_not_sent_and_not_lost(chat, history):
     assert c.drafts[1] == " /etc/hosts is a file"
     assert c.err.count("\n") == 4
     assert history.chats() == []
+
+
+async def test_leaving_names_the_way_back_on_a_terminal(chat, history):
+    c = await chat("Is it?", is_terminal=True)
+    assert c.out.endswith("\norin-chat --plain --continue goes on with this chat.\n")
+    await chat("Another one.")
+    c = await chat(chat_id=1, is_terminal=True)  # read again, but not changed
+    assert c.out.endswith("\norin-chat --plain --chat 1 goes on with this chat.\n")
+    assert "goes on" not in (await chat(is_terminal=True)).out, "an empty chat"
+    assert "goes on" not in (await chat("Is it?")).out, "a program reads it"
 
 
 async def test_help_lists_every_command(chat):
