@@ -247,9 +247,35 @@ class LineChat:
 
     async def do_open(self, number: str) -> None:
         """NUMBER: go on with a past chat"""
-        if not (number.isascii() and number.isdigit()):
-            raise UsageError("/open needs the number of a chat.", "/chats lists them.")
-        await self._open(int(number))
+        await self._open(_chat_number("open", number))
+
+    async def do_delete(self, number: str) -> None:
+        """NUMBER: delete a past chat for good"""
+        chat_id = _chat_number("delete", number)
+        history = self.session.history
+        require_chat(history, chat_id)
+        self._print(f"Delete “{one_line(history.title(chat_id))}” for good? y deletes it.")
+        if (await self._lines.read("")).strip().lower() not in ("y", "yes"):
+            self._print("It stays.")
+            return
+        history.delete(chat_id)
+        self._print("Deleted.")
+        if chat_id == self.session.conversation.chat_id:
+            await self.do_new("")
+
+    async def do_continue(self, _: str) -> None:
+        """go on with the last reply where it ended or, in a new chat, with the most recent chat"""
+        turns = self.session.conversation.turns
+        if not turns:
+            if not (chats := self.session.history.chats(limit=1)):
+                raise UsageError("There is no chat to go on with yet.")
+            await self._open(chats[0].id)
+            return
+        if turns[-1].role == "user":
+            await self.session.regenerate()
+        else:
+            await self.session.go_on()
+        await self._finish_reply()
 
     async def do_regenerate(self, _: str) -> None:
         """answer the last message again"""
@@ -353,3 +379,9 @@ class LineChat:
     async def do_quit(self, _: str) -> None:
         """end the chat"""
         raise EOFError
+
+
+def _chat_number(command: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"/{command} needs the number of a chat.", "/chats lists them.")
+    return int(text)

@@ -24,7 +24,7 @@ from engine.errors import UsageError
 from engine.events import EngineOptions, Failed
 from presets import GUIDE
 from tests import synthetic
-from tests.app.fake_engine import DIED, FakeEngine, reply
+from tests.app.fake_engine import DIED, TOO_LONG, FakeEngine, reply
 from tests.generated_model import write
 
 
@@ -120,6 +120,34 @@ async def test_a_past_chat_goes_on(chat, history):
     assert [role for role, _ in contents(history)] == ["user", "assistant"] * 2
     with pytest.raises(UsageError, match="no chat 7"):
         await chat(chat_id=7)
+
+
+async def test_a_past_chat_is_deleted_after_a_question(chat, history):
+    await chat("Is it?", "/new", "Other.")
+    c = await chat("/delete 1", "no", "/delete 2", "y", "/delete 7", "/delete", chat_id=1)
+    assert [summary.id for summary in history.chats()] == [1]
+    assert "Delete “Is it?” for good?" in c.out and "It stays." in c.out
+    assert "no chat 7" in c.err and "/delete needs the number" in c.err
+    await chat("/delete 1", "y", "A new one.", chat_id=1)
+    assert [summary.title for summary in history.chats()] == ["A new one."]
+
+
+async def test_continue_goes_on_with_the_reply_or_in_a_new_chat_with_the_latest(history):
+    async def lines(engine, *lines):
+        out, messages = io.StringIO(), io.StringIO()
+        assert await LineChat(engine, history, Script(*lines), out, messages).run() == 0
+        return out.getvalue(), messages.getvalue()
+
+    assert "no chat to go on with" in (await lines(FakeEngine(), "/continue"))[1]
+    engine = FakeEngine(reply("One,"), reply(" two."))
+    await lines(engine, "Count.", "/continue")
+    assert contents(history) == [("user", "Count."), ("assistant", "One, two.")]
+    assert engine.prompts()[1] == [("user", "Count."), ("assistant", "One,")]
+    engine = FakeEngine(reply("Three."))
+    out, _ = await lines(engine, "/continue", "And now?")
+    assert "> Count.\nOne, two." in out and contents(history)[-1] == ("assistant", "Three.")
+    await lines(FakeEngine([TOO_LONG], reply("Yes.")), "Is it?", "/continue")
+    assert contents(history, 2) == [("user", "Is it?"), ("assistant", "Yes.")], "a prompt without a reply"
 
 
 async def test_a_system_prompt_begins_a_new_chat(chat, history):
