@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
@@ -59,15 +59,23 @@ class Pane(Widget, Generic[Data]):
         return {**named, "": self.rich_style}
 
     def redraw(self) -> None:
-        """Makes the lines again after a change of anything else that `draw` depends on."""
-        self._drawn = None
-        self.refresh()
+        """Makes the lines again after a change of anything that `draw` depends on, and paints those that differ."""
+        before, self._drawn = self._strips, None
+        self._update_strips()
+        rows = [y for y, (old, new) in enumerate(zip(before, self._strips, strict=False)) if old != new]
+        if len(before) != len(self._strips):
+            self.refresh()
+        elif rows:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in rows))
 
     def render_line(self, y: int) -> Strip:
+        self._update_strips()
+        return self._strips[y]
+
+    def _update_strips(self) -> None:
         wanted = (self.data, self.size, self.app.theme)
         if wanted != self._drawn:
             self._drawn, self._strips = wanted, tuple(self._make_strips())
-        return self._strips[y]
 
     def _make_strips(self) -> list[Strip]:
         width, height = self.size

@@ -7,6 +7,7 @@ from dataclasses import replace
 from rich.style import Style
 from textual.binding import Binding
 from textual.color import Gradient
+from textual.content import Content
 from textual.events import Leave, MouseMove
 from textual.reactive import reactive
 
@@ -45,6 +46,7 @@ class ThroughputGraph(Pane[Throughput]):
     def __init__(self) -> None:
         super().__init__()
         self._visible: Throughput | None = None
+        self._subtitle = ""
         self._scale: tuple[str, dict[str, Style]] | None = None  # the theme, and its styles
 
     def draw(self, data: Throughput, width: int, height: int) -> list[Line]:
@@ -85,7 +87,10 @@ class ThroughputGraph(Pane[Throughput]):
             texts = readouts(data, width, self.seconds, cell)
         else:
             texts = list(KEYS) if self.has_focus else [legend(data, width, self.seconds), ""]
-        self.border_subtitle = longest_fitting(texts, width - 2)
+        text = longest_fitting(texts, width - 2)
+        if text != self._subtitle:  # else setting it would paint the whole pane
+            self._subtitle = text
+            self.border_subtitle = Content(text)
         self.redraw()
 
     watch_seconds = watch_hovered = watch_chosen = on_resize = _changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import floor
 
 _PAUSE_S = 1.0  # between two samples, at most: a longer one separates two answers
@@ -59,11 +60,11 @@ class TimeAxis:
     seconds: float
     width: int
 
-    @property
+    @cached_property
     def cell_s(self) -> float:
         return self.seconds / self.width
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The number of the first cell, counted from the clock's zero."""
         return floor(self.now_s / self.cell_s) - self.width + 1

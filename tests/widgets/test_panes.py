@@ -332,6 +332,34 @@ async def test_a_table_that_is_not_seen_whole_says_so():
         assert text(table.draw(table.data, 56, 12))[-1] == "5–8 of 8"
 
 
+async def test_only_the_lines_that_differ_are_painted():
+    async with Panes().run_test(size=(60, 24)) as pilot:
+        pane = pilot.app.query_one(ThroughputGraph)
+        pane.data = view()
+        await pilot.pause()
+        painted, refresh = [], pane.refresh
+        pane.refresh = lambda *regions, **options: (painted.append(regions), refresh(*regions, **options))[1]
+        pane.data = view(current=97.0)
+        await pilot.pause()
+        assert [[region.y for region in regions] for regions in painted] == [[0]]
+        shown = "".join(segment.text for segment in pane.render_line(0))
+        assert shown.startswith("97 tok/s")
+        painted.clear()
+        pane.data = view(current=97.0)
+        await pilot.pause()
+        assert painted == []
+
+
+async def test_a_name_in_the_border_is_no_markup():
+    async with Panes().run_test(size=(90, 24)) as pilot:
+        pane = pilot.app.query_one(ThroughputGraph)
+        pane.data = view(marks=(Mark(SAMPLES[-1].at_s, "E", "engine", "mine [b]x[/b] \x1b[1m"),))
+        pane.focus()
+        await pilot.press("left")
+        await pilot.pause()
+        assert pane._border_subtitle.plain.endswith("engine mine [b]x[/b] [1m")
+
+
 async def test_keys_are_told_where_they_are_heard_and_in_words_where_there_is_room():
     async with Table().run_test(size=(100, 14)) as pilot:
         table = pilot.app.query_one(KernelTable)
