@@ -188,6 +188,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
     from app.chat.history import History
     from app.chat.session import ChatOptions
     from app.cli.model_file import greet, remember_last_model
+    from app.cli.progress import say
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not is_terminal and not args.plain:
@@ -216,7 +217,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             from app.lines.other_models import OtherModels
 
             if problem:
-                print(f"orin-chat: {problem}.", file=sys.stderr, flush=True)
+                say(sys.stderr, f"{problem}.")
             else:
                 greet(args.model, configuration.engine.model_path, is_chat=True)
             typed = is_terminal and TerminalLines(history.prompts(), completions())

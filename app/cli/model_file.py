@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from app.chat.settings import Settings, last_model, remember, remember_model, remembered
+from app.cli.progress import say
 from engine.catalog.names import parse
 from engine.errors import ModelFileError
 from presets import GREETING, GUIDE, guide_path
@@ -58,7 +59,7 @@ def greet(named: str | None, model_path: str, *, is_chat: bool) -> None:
     the first single answer."""
     is_known = remembered("greeting") and not is_chat
     if named is None and model_path == str(guide_path()) and not is_known:
-        print(f"orin-chat: {GREETING}", file=sys.stderr, flush=True)
+        say(sys.stderr, GREETING)
         remember("greeting", "shown")
 
 

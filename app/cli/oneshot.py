@@ -16,6 +16,14 @@ from engine.events import Event, Failed, Finished, Generate, Ready, Thinking, To
 from widgets.text import clean
 
 
+class Writer(Protocol):
+    """The part of a text stream that an answer needs."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
 class Output(Protocol):
     def show(self, event: Event) -> None: ...
 
@@ -46,7 +54,7 @@ async def follow(events: AsyncIterator[Event], show: Callable[[Event], None]) ->
 class TextOutput:
     """Writes the reply to `out`. Writes failures, progress (on a terminal) and, if `verbose`, figures to `messages`."""
 
-    def __init__(self, out: TextIO, messages: TextIO, *, verbose: bool = False) -> None:
+    def __init__(self, out: Writer, messages: TextIO, *, verbose: bool = False) -> None:
         self._out = out
         self._messages = messages
         self._status = StatusLine(messages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from typing import TextIO
 
 from engine.events import (
@@ -57,8 +58,12 @@ def figures(end: Finished) -> str:
 
 
 def say(messages: TextIO, *sentences: str) -> None:
-    """Writes one line that begins with the program's name."""
-    print("orin-chat:", *(one_line(text) for text in sentences if text), file=messages, flush=True)
+    """Writes one line that begins with the program's name. On a terminal, it is broken between words."""
+    text = " ".join(("orin-chat:", *(one_line(text) for text in sentences if text)))
+    if messages.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
+    print(text, file=messages, flush=True)
 
 
 class StatusLine:

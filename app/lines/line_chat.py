@@ -26,6 +26,7 @@ from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
 from app.cli.signals import run_until_signal
 from app.lines.other_models import OtherModels
+from app.lines.word_wrap import WordWrap
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
 from engine.events import Event, Failed, Finished, Ready, Sampling, Token
@@ -82,8 +83,8 @@ class LineChat:
         self._models = models
         self.session.watch = self._observe
         self._lines = lines
-        self._out = out
-        self._output = TextOutput(out, messages)
+        self._out = WordWrap(out) if lines.is_terminal else out
+        self._output = TextOutput(self._out, messages)
         self._past_chat = chat_id
         self._draft = ""  # what the next line begins with
         self._tasks: list[asyncio.Task[None]] = []  # what the session works on

@@ -3,7 +3,7 @@ import io
 import pytest
 
 from app.cli.oneshot import TextOutput
-from app.cli.progress import figures
+from app.cli.progress import figures, say
 from tests.app.fake_engine import READY, STARTED, reply
 
 
@@ -24,6 +24,19 @@ def test_a_prompt_that_was_nearly_all_cached_has_no_prefill_rate():
         for cached in (968, 969, 1000)
     ]
     assert rates == [True, False, False]
+
+
+def test_a_message_is_broken_between_words_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "30")
+    terminal, file = Terminal(), io.StringIO()
+    for messages in (terminal, file):
+        say(messages, "There is no file model.gguf.", "Check the path.")
+    assert terminal.getvalue() == "orin-chat: There is no file\nmodel.gguf. Check the path.\n"
+    assert file.getvalue() == "orin-chat: There is no file model.gguf. Check the path.\n"
 
 
 def test_the_figures_of_one_token():

@@ -46,6 +46,12 @@ class Script:
         raise EOFError
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    """Lines are not broken, so that they can be compared."""
+    monkeypatch.setenv("COLUMNS", "500")
+
+
 @pytest.fixture
 def history():
     history = History()
@@ -208,6 +214,16 @@ async def test_leaving_names_the_way_back_on_a_terminal(chat, history):
     assert c.out.endswith("\norin-chat --plain --chat 1 goes on with this chat.\n")
     assert "goes on" not in (await chat(is_terminal=True)).out, "an empty chat"
     assert "goes on" not in (await chat("Is it?")).out, "a program reads it"
+
+
+async def test_words_are_not_broken_on_a_terminal(chat, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    text = "Press Ctrl+J or Alt+Enter: it begins a new line."
+    wrapped = "Press Ctrl+J or Alt+Enter: it\nbegins a new line."
+    c = await chat("How?", "/new", "/open 1", text=text, tokens=20, is_terminal=True)
+    assert c.out.count(wrapped) == 2, "the reply, and again when the chat is opened"
+    assert all(len(line) <= 30 for line in c.out.splitlines())
+    assert text in (await chat("How?", text=text, tokens=20)).out, "a file gets whole lines"
 
 
 async def test_help_lists_every_command(chat):
