@@ -5,10 +5,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-# Variables that change what the program shows, where it writes, or how tinygrad computes.
+# Variables that change what the program shows, where it writes, or how tinygrad computes. PYTHONDONTWRITEBYTECODE is
+# one of them: each process would compile the program anew.
 _REMOVED = (
     "XDG_", "HF_", "HUGGINGFACE_", "LC_", "LANG", "TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR",
     "CLICOLOR", "TEXTUAL", "TMUX", "SSH_", "BEAM", "JITBEAM", "DEBUG", "CACHE", "PARALLEL", "MV_", "NOOPT",
+    "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
 _FOLDER = "ORIN_TESTS_FOLDER"
 

@@ -19,10 +19,10 @@ def opened(path):
 # Every architecture, tied and untied heads, with and without rope frequency factors, floats and blocks of both sizes.
 # Every quantization type by itself is proven in tests/kernels.
 MODELS = {
-    "llama F16 untied": {"quant": "F16", "tied": False},
+    "llama F32 untied": {"quant": "F32", "tied": False},
     "llama Q8_0 rope factors": {"quant": "Q8_0", "rope_factors": True},
-    "qwen2 Q5_0 untied": {"architecture": "qwen2", "quant": "Q5_0", "tied": False},
-    "qwen3 Q6_K": {"architecture": "qwen3", "quant": "Q6_K", "dim": 256},
+    "qwen2 BF16 untied": {"architecture": "qwen2", "quant": "BF16", "tied": False},
+    "qwen3 Q6_K": {"architecture": "qwen3", "quant": "Q6_K", "dim": 256, "ffn": 256},
 }
 
 

@@ -24,7 +24,7 @@ from engine.kernels.cpu.weight_repacking import repack
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
 
 unicorn = pytest.importorskip("unicorn", reason="the emulator unicorn is not installed")
-LANES, PARTS = 8, 2
+LANES, PARTS, TILE = 8, 2, 4
 
 
 class ArmCore:
@@ -89,7 +89,7 @@ def random(n: int, dtype=dtypes.float32, scale: float = 1.0) -> Tensor:
 @pytest.mark.parametrize(
     "kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q5_1, Type.Q4_K, Type.Q6_K], ids=lambda k: k.name
 )
-@pytest.mark.parametrize("tile", [1, LANES])
+@pytest.mark.parametrize("tile", [1, TILE])
 def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
     rows, cols, layout = 24, 256, WeightLayout(kind, LANES)
     stream = repack(pool, blocks_of(kind, rows, cols)[0], layout, np.arange(rows, dtype=np.int32), cols)
@@ -103,7 +103,7 @@ def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
     assert on_arm(pool, kernel, [memory.zeros(tile * rows, dtypes.float32)], ins) < 1e-6
 
 
-@pytest.mark.parametrize("tile", [1, LANES])
+@pytest.mark.parametrize("tile", [1, TILE])
 @pytest.mark.parametrize("kind", ["plain", "normed", "gated"])
 def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     cols = 128
@@ -118,7 +118,7 @@ def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     )  # a rounding, of 16 bits
 
 
-@pytest.mark.parametrize("tile", [1, LANES])
+@pytest.mark.parametrize("tile", [1, TILE])
 def test_attention(pool: ThreadPool, tile: int) -> None:
     heads = Heads(query=4, kv=2, dim=32, length=32, lanes=LANES, norm_eps=1e-6)
     state, rows = ints(0, 13, 1), random(tile * heads.rows)
