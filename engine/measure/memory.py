@@ -32,11 +32,7 @@ def resident_memory(pid: int | None) -> ResidentMemory | None:
 class _NvmlMemory(ctypes.Structure):
     """nvmlMemory_t of nvml.h."""
 
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 @cache

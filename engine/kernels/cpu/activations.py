@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
 from engine.kernels.compilation import Kernel
-from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, even_share
+from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, add, even_share
 from engine.kernels.cpu.step_state import TILES
 from engine.kernels.cpu.weight_layout import PAIRS, UNIT, WeightLayout
 
@@ -56,7 +56,7 @@ class Activations:
         """The sum of the n-th run of 16 or 32 `columns`, int32."""
         assert self.sums is not None
         n = columns // PAIRS
-        return functools.reduce(lambda a, b: a + b, [k.load(self.sums, run * n + i) for i in range(n)])
+        return add(k.load(self.sums, run * n + i) for i in range(n))
 
     def scaled_sum(self, k: KernelBuilder, tile_number: Index, unit: Index, token: Index) -> UOp:
         """The sum of the 32 columns of a unit, float32."""
@@ -152,15 +152,12 @@ def _silu(k: KernelBuilder, x: UOp) -> UOp:
 def sum_of_squares(k: KernelBuilder, rows: UOp, at: Index, n: Index, lanes: int = 0) -> UOp:
     """The sum of squares of n elements: a multiple of 32, or of `lanes` if given."""
     chains, lanes = (1, lanes) if lanes else (UNIT // k.lanes, k.lanes)
-    sums = [k.registers(lanes) for _ in range(chains)]
-    for s in sums:
-        k.fill(s, 0, UOp.const(0.0, F32), lanes)
+    sums = [k.zeros(lanes) for _ in range(chains)]
     with k.loop(n // (lanes * chains)) as i:
         for c, s in enumerate(sums):
             v = k.vector(rows, at + (i * chains + c) * lanes, lanes)
             k.store(s, 0, k.vector(s, 0, lanes) + v * v)
-    total = functools.reduce(lambda a, b: a + b, [k.vector(s, 0, lanes) for s in sums])
-    return k.across(total, Ops.ADD)
+    return k.across(add(k.vector(s, 0, lanes) for s in sums), Ops.ADD)
 
 
 def _store_unit(
@@ -176,9 +173,8 @@ def _store_unit(
                 k.store_elements(outs["floats"], at, tile, value)
     if "values" not in outs:
         return
-    largest = k.across(
-        functools.reduce(lambda a, b: a.maximum(b), [v.maximum(v * -1.0) for v in values]), Ops.MAX
-    )
+    magnitudes = (v.maximum(v * -1.0) for v in values)
+    largest = k.across(functools.reduce(UOp.maximum, magnitudes), Ops.MAX)
     limit = _MAX_ONE_TOKEN if tile == 1 else _MAX_TILES
     scale = largest * (1 / limit)
     inverse = (largest.maximum(UOp.const(1e-30, F32))).reciprocal() * float(limit)
@@ -192,9 +188,7 @@ def _store_unit(
             k.store_elements(outs["values"], at, 2 * tile, q.cast(I16), together=2)
     k.store(outs["scales"], place + token, scale)
     half = len(integers) // 2
-    sums = [
-        k.across(functools.reduce(lambda a, b: a + b, integers[i : i + half]), Ops.ADD) for i in (0, half)
-    ]
+    sums = [k.across(add(integers[i : i + half]), Ops.ADD) for i in (0, half)]
     if "sums" in outs:
         for i, s in enumerate(sums):
             k.store(outs["sums"], unit * (UNIT // PAIRS) + i, s)

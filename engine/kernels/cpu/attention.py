@@ -65,17 +65,8 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
     at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _MAX_SUMS))
     width = h.query * h.dim
 
-    def kernel(
-        part: UOp,
-        parts: UOp,
-        out: UOp,
-        scores: UOp,
-        keys: UOp,
-        values: UOp,
-        state: UOp,
-        queries: UOp,
-        score_mask: UOp,
-    ) -> UOp:
+    def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
+        out, scores, keys, values, state, queries, score_mask = buffers
         k = KernelBuilder(lanes)
         k.scratch(scores)
         start = k.index(state, POSITION)
@@ -105,9 +96,7 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
             for m in largest:
                 k.fill(m, 0, UOp.const(_MASKED, F32))
             with k.loop(blocks) as b:
-                sums = [k.registers(lanes) for _ in range(n)]
-                for s in sums:
-                    k.fill(s, 0, UOp.const(0.0, F32))
+                sums = [k.zeros() for _ in range(n)]
                 with k.loop(h.dim) as d:
                     key = k.vector(keys, h.key_index(kv, b, d)).cast(F32)
                     for q, s in enumerate(sums):
@@ -134,9 +123,7 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
 
             # the weighted sum of values
             with k.loop(vectors // at_once) as j:
-                sums = [k.registers(lanes) for _ in range(n * at_once)]
-                for s in sums:
-                    k.fill(s, 0, UOp.const(0.0, F32))
+                sums = [k.zeros() for _ in range(n * at_once)]
                 with k.loop(end) as t:
                     for v in range(at_once):
                         value = k.vector(values, h.value_index(kv, t, (j * at_once + v) * lanes)).cast(F32)

@@ -6,6 +6,7 @@ memory: for every buffer that the kernel writes, the builder remembers the store
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -54,6 +55,10 @@ def shift_right(v: UOp, bits: Index) -> UOp:
     return v.alu(Ops.SHR, _count(v, bits)) if not isinstance(bits, int) or bits else v
 
 
+def add(values: Iterable[UOp]) -> UOp:
+    return functools.reduce(lambda a, b: a + b, values)
+
+
 def _count(v: UOp, bits: Index) -> UOp:
     return UOp.const(bits, v.dtype) if isinstance(bits, int) else bits.cast(v.dtype)
 
@@ -71,6 +76,12 @@ class KernelBuilder:
     def registers(self, n: int, dtype: DType = F32) -> UOp:
         """An array of n elements that the compiler keeps in registers if it can."""
         return self.scratch(UOp.placeholder((n,), dtype, next(self._numbers), AddrSpace.REG))
+
+    def zeros(self, n: int = 0, dtype: DType = F32) -> UOp:
+        """`registers` that are set to 0 at this point of the kernel, by default `lanes`."""
+        array = self.registers(n or self.lanes, dtype)
+        self.fill(array, 0, UOp.const(0, dtype), n)
+        return array
 
     def scratch(self, buffer: UOp) -> UOp:
         """Declares that the kernel loads from this buffer what it has stored there itself."""

@@ -13,12 +13,13 @@ A kernel is compiled for a type of matrices, not for a shape: it reads the sizes
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from tinygrad import UOp
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.activations import Activations, buffer_names
-from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, even_share
+from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, add, even_share
 from engine.kernels.cpu.step_state import TILES
 from engine.kernels.cpu.weight_layout import PAIRS, UNIT, WeightLayout, as_float
 
@@ -59,18 +60,19 @@ def product(layout: WeightLayout, tile: int, span: int = 1) -> Kernel:
         with k.loop(count) as i:
             group = first + i
             row = offset + group * layout.lanes
+            rows = _GroupOfRows(k, layout, stream, group, blocks, x)
 
             def finish(token: Index, total: UOp) -> None:
                 k.store(out, token * out_rows + row, total + k.vector(added, token * added_rows + row))
 
             if layout.format is None:
                 with k.loop(tiles) as tile_number:
-                    for t, total in enumerate(_floats(k, stream, group, x, tile_number)):
+                    for t, total in enumerate(_floats(rows, tile_number)):
                         finish(tile_number * tile + t, total)
             elif tile == 1:
-                finish(0, _one_token(k, layout, stream, group, blocks, x))
+                finish(0, _one_token(rows))
             else:
-                totals = _tiles(k, layout, stream, group, blocks, x, tiles, span)
+                totals = _tiles(rows, tiles, span)
                 with k.loop(tiles) as tile_number, k.loop(tile) as t:
                     token = tile_number * tile + t
                     finish(token, k.vector(totals, token * layout.lanes))
@@ -79,13 +81,23 @@ def product(layout: WeightLayout, tile: int, span: int = 1) -> Kernel:
     return kernel
 
 
-def _floats(k: KernelBuilder, stream: UOp, group: UOp, x: Activations, tile_number: Index) -> list[UOp]:
-    """The products of a group of rows with each token of a tile, float32 (lanes,)."""
+class _GroupOfRows(NamedTuple):
+    """`lanes` rows of a matrix, and the activations that they are multiplied by."""
+
+    k: KernelBuilder
+    layout: WeightLayout
+    stream: UOp
+    group: UOp
+    blocks: UOp
+    x: Activations
+
+
+def _floats(rows: _GroupOfRows, tile_number: Index) -> list[UOp]:
+    """The products with each token of a tile, float32 (lanes,)."""
+    k, _, stream, group, _, x = rows
     lanes, tile = k.lanes, x.tile
     chains = 4 if tile == 1 else 1  # independent sums, since each addition waits for the one before
-    sums = [k.registers(lanes) for _ in range(chains * tile)]
-    for s in sums:
-        k.fill(s, 0, UOp.const(0.0, F32))
+    sums = [k.zeros() for _ in range(chains * tile)]
     with k.loop(x.cols // chains) as step:
         for c in range(chains):
             column = step * chains + c
@@ -94,13 +106,12 @@ def _floats(k: KernelBuilder, stream: UOp, group: UOp, x: Activations, tile_numb
                 s = sums[c * tile + token]
                 k.store(s, 0, k.vector(s, 0) + weight * x.float(k, tile_number, column, token))
     totals = [k.vector(s, 0) for s in sums]
-    return totals if tile > 1 else [functools.reduce(lambda a, b: a + b, totals)]
+    return totals if tile > 1 else [add(totals)]
 
 
-def _one_token(
-    k: KernelBuilder, layout: WeightLayout, stream: UOp, group: UOp, blocks: UOp, x: Activations
-) -> UOp:
-    """The products of a group of rows with the one token, float32 (lanes,)."""
+def _one_token(rows: _GroupOfRows) -> UOp:
+    """The products with the one token, float32 (lanes,)."""
+    k, layout, stream, group, blocks, x = rows
     lanes, format = k.lanes, layout.format
     assert format
     units = layout.block // UNIT
@@ -138,17 +149,9 @@ def _one_token(
     return k.vector(total, 0)
 
 
-def _tiles(
-    k: KernelBuilder,
-    layout: WeightLayout,
-    stream: UOp,
-    group: UOp,
-    blocks: UOp,
-    x: Activations,
-    tiles: Index,
-    span: int,
-) -> UOp:
-    """The products of a group of rows with all tokens, an array of float32 (tokens, lanes)."""
+def _tiles(rows: _GroupOfRows, tiles: Index, span: int) -> UOp:
+    """The products with all tokens, an array of float32 (tokens, lanes)."""
+    k, layout, stream, group, blocks, x = rows
     lanes, tile, format = k.lanes, x.tile, layout.format
     assert format
     units = layout.block // UNIT
@@ -170,20 +173,15 @@ def _tiles(
                 k.store(minima, i * lanes, minimum)
         with k.loop(tiles) as tile_number, k.loop(span) as i:
             unit = s * span + i
-            sums = [k.registers(2 * lanes, I32) for _ in range(tile // 2)]  # two tokens side by side
-            for pair_sums in sums:
-                k.fill(pair_sums, 0, UOp.const(0, I32), 2 * lanes)
+            sums = [k.zeros(2 * lanes, I32) for _ in range(tile // 2)]  # two tokens side by side
             with k.loop(PAIRS // _PAIRS_A_STEP) as step:
                 values = [k.vector(pair_sums, 0, 2 * lanes) for pair_sums in sums]
                 for p in range(_PAIRS_A_STEP):
                     pair = step * _PAIRS_A_STEP + p
                     w = k.vector(weights, (i * PAIRS + pair) * (2 * lanes), 2 * lanes)
                     for two in range(tile // 2):
-                        tokens = (
-                            k.repeat_pair(x.pair(k, tile_number, unit * PAIRS + pair, 2 * two + t))
-                            for t in range(2)
-                        )
-                        dots = (k.multiply_pairs(w, token) for token in tokens)
+                        xs = (x.pair(k, tile_number, unit * PAIRS + pair, 2 * two + t) for t in range(2))
+                        dots = (k.multiply_pairs(w, k.repeat_pair(pair_x)) for pair_x in xs)
                         values[two] = values[two] + k.concat(*dots)
                 for pair_sums, value in zip(sums, values, strict=True):
                     k.store(pair_sums, 0, value)

@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.kernel_builder import F32, KernelBuilder, even_share, register_lanes
+from engine.kernels.cpu.kernel_builder import KernelBuilder, add, even_share, register_lanes
 from engine.kernels.cpu.kernel_sequence import KernelSequence
 from engine.kernels.cpu.thread_pool import default_pool
 
@@ -50,15 +50,12 @@ def _sum(lanes: int) -> Kernel:
         k = KernelBuilder(lanes)
         start, size = (k.index(section, i) for i in range(2))
         first, count = even_share(size, part, parts)
-        totals = [k.registers(lanes) for _ in range(_STREAMS)]
-        for total in totals:
-            k.fill(total, 0, UOp.const(0.0, F32))
+        totals = [k.zeros() for _ in range(_STREAMS)]
         with k.loop(count) as i:
             for s, total in enumerate(totals):
                 at = ((start + first + i) * _STREAMS + s) * lanes
                 k.store(total, 0, k.vector(total, 0) + k.vector(data, at))
-        whole = functools.reduce(lambda a, b: a + b, [k.vector(total, 0) for total in totals])
-        k.store(sums, part, k.across(whole, Ops.ADD))
+        k.store(sums, part, k.across(add(k.vector(total, 0) for total in totals), Ops.ADD))
         return k.finish("read")
 
     return kernel

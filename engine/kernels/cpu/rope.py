@@ -54,18 +54,8 @@ def rotate(heads: Heads, tile: int) -> Kernel:
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
-    def kernel(
-        part: UOp,
-        parts: UOp,
-        queries: UOp,
-        keys: UOp,
-        values: UOp,
-        state: UOp,
-        rows: UOp,
-        cos: UOp,
-        sin: UOp,
-        *norms: UOp,
-    ) -> UOp:
+    def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
+        queries, keys, values, state, rows, cos, sin, *norms = buffers
         k = KernelBuilder(h.lanes)
         start = k.index(state, POSITION)
 

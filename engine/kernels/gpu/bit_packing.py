@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 
-from engine.kernels.gpu.uops import F32, bitwise_or, mask, shift, shift_right, u32
+from engine.kernels.gpu.uops import F32, bitwise_or, mask, shift, u32
 
 CENTER = 100
 DENORMAL_EXPONENT = 149  # float32's smallest denormal is 2**-149
@@ -92,30 +92,21 @@ class BitPacking:
 
     def unpack(self, words: Sequence[UOp], j: int) -> UOp:
         """Integer j of the period in `words`, shifted left by `position(j)`: uint32."""
-        fields = self.fields(j)
-        if len(fields) == 1:
-            word, low, n, _ = fields[0]
-            by = low - self.position(j)
-            moved = shift_right(words[word], by)
-            return (
-                moved if by + n == 32 and not self.position(j) else mask(moved, ((1 << n) - 1) << (low - by))
-            )
-        parts = []
-        for word, low, n, start in fields:
-            moved = shift_right(words[word], low - start)
-            parts.append(
-                moved if low - start + n == 32 and not start else mask(moved, ((1 << n) - 1) << start)
-            )
-        return bitwise_or(parts)
+        return bitwise_or(self._moved(words, j, self.position(j)))
 
     def unpack_fraction(self, words: Sequence[UOp], j: int) -> UOp:
         """1 + q / 256 as a float32, where q is integer j of the period in `words`. q goes to the upper bits of the
         significand, so no conversion is needed."""
-        parts = [
-            mask(shift(words[word], low - start - _FRACTION_TOP), ((1 << n) - 1) << (start + _FRACTION_TOP))
-            for word, low, n, start in self.fields(j)
-        ]
-        return bitwise_or([*parts, u32(_ONE)]).bitcast(F32)
+        return bitwise_or([*self._moved(words, j, _FRACTION_TOP), u32(_ONE)]).bitcast(F32)
+
+    def _moved(self, words: Sequence[UOp], j: int, to: int) -> list[UOp]:
+        """The fields of integer j, moved to bit `to` and masked."""
+        parts = []
+        for word, low, n, start in self.fields(j):
+            part = shift(words[word], low - (to + start))
+            is_alone = low + n == 32 and to + start == 0  # the shift has cleared all other bits
+            parts.append(part if is_alone else mask(part, ((1 << n) - 1) << (to + start)))
+        return parts
 
     def pack(self, q: Tensor) -> Tensor:
         """Packs integers: uint8 (n, period) -> uint32 (n, words)."""

@@ -7,7 +7,7 @@ import functools
 from tinygrad import UOp
 
 from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.uops import at, finish, load
+from engine.kernels.gpu.uops import finish, load, store
 
 _THREADS = 256
 _LOAD_FLOATS = 4  # 16 bytes, the widest load of a thread
@@ -28,7 +28,7 @@ def copy_kernel(size: int) -> Kernel:
             for j in range(_LOAD_FLOATS)
         ]
         values = [load(source, index) for index in indices]
-        stores = [at(target, index).store(value) for index, value in zip(indices, values, strict=True)]
+        stores = [store(target, index, value) for index, value in zip(indices, values, strict=True)]
         return finish("copy", stores, n_bytes=2 * 4 * size)
 
     return kernel

@@ -21,22 +21,24 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.decode_block import DecodeBlock
 from engine.kernels.gpu.kv_cache import Heads
-from engine.kernels.gpu.new_token import AttentionResult, CacheRange, NewToken
 from engine.kernels.gpu.uops import (
     F16,
     F32,
     LOWEST,
     after_store,
-    at,
     chain,
     f32,
     finish,
     half_registers,
     load,
+    load_run,
     maximum,
     registers,
     shared,
+    store,
+    store_run,
     tree,
     zeroed_registers,
 )
@@ -78,10 +80,7 @@ def split_for(heads: Heads, limit: int, short: int, multiprocessors: int) -> Spl
 
 @functools.cache
 def attention(heads: Heads, split: Split) -> Kernel:
-    """Attention of one new token without tensor cores. Buffers: the outputs (`AttentionResult`); the cached keys and
-    values, float16 (`Heads`); the new token's rows of queries, keys and values, float32 ((query + 2 * kv) * dim,); cos
-    and sin of its angles, float32 (dim,); the state, int32 (2,): token and position; the weights of the queries' and
-    the keys' norm, float32 (2, dim), if there are norms; with one split, the output's prescale, float32 (UNIT,)."""
+    """Attention of one new token without tensor cores. Buffers: see `DecodeBlock`."""
     h, n_threads, group = heads, split.threads, split.group
     dim = h.dim
     cuts, slices = split.cuts, 1 << ((n_threads // dim).bit_length() - 1)
@@ -91,15 +90,9 @@ def attention(heads: Heads, split: Split) -> Kernel:
     assert n_threads >= dim and h.shared_by % group == 0 and n_threads % (32 * cuts) == 0 and dim % 8 == 0
 
     def kernel(*buffers: UOp) -> UOp:
-        n_outs = 1 if split.splits == 1 else 2
-        outs, (keys, values, rows, angles, state, *rest) = buffers[:n_outs], buffers[n_outs:]
         thread = UOp.special(n_threads, "lidx0")
-        block = UOp.special(h.query // group, "gidx0")
-        blocks_of_kv = h.shared_by // group
-        kv = block // blocks_of_kv
-        cached = CacheRange.of_block(h, state, split.splits)
-        position, start, count, is_first = cached.position, cached.start, cached.count, cached.is_first
-        stores_token = is_first if blocks_of_kv == 1 else is_first & (block % blocks_of_kv).eq(0)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers)
+        kv, start, count, is_first = block.kv, block.start, block.count, block.is_first_part
 
         # the first loads from the cache
         lane, cut = thread % tile_tokens, thread // tile_tokens
@@ -110,53 +103,47 @@ def attention(heads: Heads, split: Split) -> Kernel:
         def key_tile(tile: UOp | int) -> list[UOp]:
             token = tile * tile_tokens + lane
             first = h.key_index(kv, start + token, cut * run)
-            return [load(keys, first + (j // 4 * h.length * 4 + j % 4), token < count) for j in range(run)]
+            return [
+                load(block.keys, first + (j // 4 * h.length * 4 + j % 4), token < count) for j in range(run)
+            ]
 
         def value_step(step: UOp | int) -> list[UOp]:
             quads = [step * step_quads + j * slices + slice_ for j in range(ahead)]
-            return [
-                load(
-                    values,
-                    ((kv * (h.length // 4) + start // 4 + quad) * dim + column) * 4 + i,
-                    quad * 4 < count,
-                )
-                for quad in quads
-                for i in range(4)
-            ]
+            firsts = [((kv * (h.length // 4) + start // 4 + quad) * dim + column) * 4 for quad in quads]
+            runs = (
+                load_run(block.values, first, 4, quad * 4 < count)
+                for first, quad in zip(firsts, quads, strict=True)
+            )
+            return [x for run in runs for x in run]
 
         half = half_registers()
         next_keys, next_values = registers(run, 0, half), registers(ahead * 4, 1, half)
-        first_loads = [at(next_keys, j).store(x.cast(half)) for j, x in enumerate(key_tile(0))]
-        first_loads += [at(next_values, j).store(x.cast(half)) for j, x in enumerate(value_step(0))]
+        first_loads = [*store_run(next_keys, 0, key_tile(0)), *store_run(next_values, 0, value_step(0))]
 
-        norms = rest.pop(0) if h.norm_eps is not None else None
-        new = NewToken(h, thread, n_threads, kv, block * group, group, position)
-        new_rows = shared(new.size, slot=1)
-        elements, key_elements = new.rotate(rows, angles, norms, first_loads)
-        stores = [at(new_rows, e).store(x) for e, x in elements]
-        results = [at(keys, index, ok & stores_token).store(x) for index, ok, x in key_elements]
-        new_value = load(rows, (h.query + h.kv + kv) * dim + column).cast(F16)
-        value_index = h.value_index(kv, position, column)
-        results.append(at(values, value_index, stores_token & (thread < dim)).store(new_value))
+        new_rows = shared(block.n_rotated, slot=1)
+        elements, key_elements = block.rotate(first_loads)
+        stores = [store(new_rows, e, x) for e, x in elements]
+        results = [store(block.keys, index, x, ok & block.stores_token) for index, ok, x in key_elements]
+        new_value = load(block.rows, block.value_row(column)).cast(F16)
+        value_index = h.value_index(kv, block.position, column)
+        results.append(store(block.values, value_index, new_value, block.stores_token & (thread < dim)))
         new_rows = new_rows.after(UOp.group(*stores, *first_loads))
         next_keys, next_values = next_keys.after(new_rows), next_values.after(new_rows)
 
         # Scores: a thread has a token and one of `cuts` runs of dimensions.
         tile = UOp.range((count + (tile_tokens - 1)) // tile_tokens, 0, AxisType.LOOP)
         query_rows, loaded = new_rows.after(tile), next_keys.after(tile)
-        key = [load(loaded, j).cast(F32) for j in range(run)]
+        key = [x.cast(F32) for x in load_run(loaded, 0, run)]
         stride = split.max_tokens
         scores = shared(cuts * group * stride, slot=2)
         stores = []
         for g in range(group):
-            query = [load(query_rows, g * dim + cut * run + j) for j in range(run)]
+            query = load_run(query_rows, g * dim + cut * run, run)
             index = (cut * group + g) * stride + tile * tile_tokens + lane
-            stores.append(at(scores, index).store(_dot(key, query)))
+            stores.append(store(scores, index, _dot(key, query)))
         used = UOp.group(*stores)
-        prefetch = [
-            at(next_keys.after(used), j).store(x.cast(half)) for j, x in enumerate(key_tile(tile + 1))
-        ]
-        partial_scores, new_store = new.partial_scores(new_rows, slot=6)
+        prefetch = store_run(next_keys.after(used), 0, key_tile(tile + 1))
+        partial_scores, new_store = block.partial_scores(new_rows, slot=6)
         eighths = dim // 8
         all_stores = UOp.group(UOp.group(used, *prefetch).end(tile), new_store)
         scores, partial_scores = scores.after(all_stores), partial_scores.after(all_stores)
@@ -178,61 +165,48 @@ def attention(heads: Heads, split: Split) -> Kernel:
         lane_scores = for_lane(loop, lambda t: (t < count).where(score(warp_head, t), f32(LOWEST)))
         lane_max = maximum(lane_scores).reduce(loop, arg=Ops.MAX)
         largest = after_store(shared(group * 32, slot=3), thread, lane_max, has_head)
-        new_scores = [
-            is_first.where(tree([load(partial_scores, g * eighths + k) for k in range(eighths)]), f32(LOWEST))
-            for g in range(group)
-        ]
-        top = [
-            maximum([new_scores[g], *(load(largest, g * 32 + j) for j in range(32))]) for g in range(group)
-        ]
+        new_scores = [tree(load_run(partial_scores, g * eighths, eighths)) for g in range(group)]
+        new_scores = [is_first.where(score, f32(LOWEST)) for score in new_scores]
+        top = [maximum([new_scores[g], *load_run(largest, g * 32, 32)]) for g in range(group)]
 
         # The weights of tokens replace the scores of the first cut.
         loop = UOp.range(tiles, 2, AxisType.LOOP)
         token = loop * n_threads + thread
-        stores = [
-            at(scores, g * stride + token).store(
-                (token < count).where((score(g, token) - top[g]).exp2(), f32(0))
-            )
-            for g in range(group)
-        ]
+        token_weights = [(score(g, token) - top[g]).exp2() for g in range(group)]
+        stores = store_run(
+            scores, token, [(token < count).where(w, f32(0)) for w in token_weights], stride=stride
+        )
         weights = scores.after(UOp.group(*stores).end(loop))
         loop = UOp.range(has_head.where(tiles, 0), 3, AxisType.REDUCE)
         sum_ = tree(for_lane(loop, lambda t: load(weights, warp_head * stride + t)))
         totals = shared(group * 32, slot=7)
-        total_store = at(totals, thread, has_head).store(sum_.reduce(loop, arg=Ops.ADD))
+        total_store = store(totals, thread, sum_.reduce(loop, arg=Ops.ADD), has_head)
 
         # Weighted sums of values: a thread has a dimension and every `slices`-th group of four tokens.
         step = UOp.range((count + (step_quads * 4 - 1)) // (step_quads * 4), 4, AxisType.LOOP)
         loaded = next_values.after(step, weights)
-        value = [load(loaded, j).cast(F32) for j in range(ahead * 4)]
+        value = [x.cast(F32) for x in load_run(loaded, 0, ahead * 4)]
         sums = zeroed_registers(group, 2)
         so_far = sums.after(step)
         stores = []
         for g in range(group):
-            w = [
-                load(weights, g * stride + (step * step_quads + j * slices + slice_) * 4 + i)
-                for j in range(ahead)
-                for i in range(4)
-            ]
+            firsts = (g * stride + (step * step_quads + j * slices + slice_) * 4 for j in range(ahead))
+            w = [x for first in firsts for x in load_run(weights, first, 4)]
             products = [a * b for a, b in zip(w, value, strict=True)]
-            stores.append(at(sums, g).store(chain([load(so_far, g), *products])))
+            stores.append(store(sums, g, chain([load(so_far, g), *products])))
         used = UOp.group(*stores)
-        prefetch = [
-            at(next_values.after(used), j).store(x.cast(half)) for j, x in enumerate(value_step(step + 1))
-        ]
+        prefetch = store_run(next_values.after(used), 0, value_step(step + 1))
         sums = sums.after(UOp.group(used, *prefetch).end(step))
         partial = shared(slices * group * dim, slot=5)
         in_slice = None if slices * dim == n_threads else thread < slices * dim
         stores = [
-            at(partial, (slice_ * group + g) * dim + column, in_slice).store(load(sums, g))
-            for g in range(group)
+            store(partial, (slice_ * group + g) * dim + column, load(sums, g), in_slice) for g in range(group)
         ]
         all_stores = UOp.group(total_store, *stores)
         partial, totals = partial.after(all_stores), totals.after(all_stores)
-        weight_of = [tree([load(totals, g * 32 + j) for j in range(32)]) for g in range(group)]
+        weight_of = [tree(load_run(totals, g * 32, 32)) for g in range(group)]
 
         # The result, with the new token.
-        result = AttentionResult(outs, h, cached.part)
         for i in range(-(-group * dim // n_threads)):
             e = thread + i * n_threads
             inside = None if (i + 1) * n_threads <= group * dim else e < group * dim
@@ -242,16 +216,13 @@ def attention(heads: Heads, split: Split) -> Kernel:
             total = tree([load(partial, k * group * dim + e, inside) for k in range(slices)])
             weight = _pick(weight_of, head)
             # If the threads of a block are a multiple of dim, all elements of a thread are in its own column.
-            value = (
-                new_value
-                if n_threads % dim == 0
-                else load(rows, (h.query + h.kv + kv) * dim + e % dim).cast(F16)
+            own_value = (
+                new_value if n_threads % dim == 0 else load(block.rows, block.value_row(e % dim)).cast(F16)
             )
-            total, weight = total + new_weight * value.cast(F32), weight + new_weight
-            element = block * (group * dim) + e
-            scale = load(rest[-1], element % UNIT) if split.splits == 1 else None
-            results += result.store(
-                block * group, head, element, total, weight, head_top, scale, (e % dim).eq(0), inside
+            sums_of_head = total + new_weight * own_value.cast(F32), weight + new_weight, head_top
+            element = block.number * (group * dim) + e
+            results += block.store_result(
+                element, head, (e % dim).eq(0), sums_of_head, block.prescale, inside
             )
         name = f"attention_{h.query}_{h.kv}_{dim}_{split.limit}_{split.splits}_{group}_{n_threads}_{cuts}_{ahead}"
         return finish(name, results)
@@ -286,7 +257,7 @@ def combine(heads: Heads, splits: int) -> Kernel:
         total = tree([load(sums, s * (heads.query * heads.dim) + element) * f for s, f in enumerate(factor)])
         value = total / tree([w * f for w, f in zip(weight, factor, strict=True)])
         index = permuted(element, heads.query * heads.dim)
-        stores = [at(out, index).store(value * load(prescale, element % UNIT))]
+        stores = [store(out, index, value * load(prescale, element % UNIT))]
         return finish(f"combine_{heads.query}_{heads.dim}_{splits}", stores)
 
     return kernel

@@ -7,7 +7,19 @@ import functools
 from tinygrad import UOp
 
 from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.uops import after_store, at, chain, f32, finish, load, load_index, shared, tree
+from engine.kernels.gpu.uops import (
+    after_store,
+    all_of,
+    chain,
+    f32,
+    finish,
+    load,
+    load_index,
+    load_run,
+    shared,
+    store,
+    tree,
+)
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, permuted, units_of
 
 
@@ -15,11 +27,11 @@ from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, permut
 def embed(
     layout: WeightLayout, vocab: int, cols: int, n_norm_sums: int, copies: int, context: int, half: int
 ) -> Kernel:
-    """Starts the residual stream of a decode step with the token's row. Buffers: the outs of `AddResidual` (the stream,
-    n_norm_sums partial sums of its squares, `copies` vectors for the first products); cos and sin of the position's
-    angles, float32 (2 * half,); the state, int32 (2,): token and position; the tables of cos and of sin, float32
-    (context, half); for each copy the first norm's weight times the prescale, float32 (cols,); the matrix's planes.
-    Tokens outside the vocabulary are clamped."""
+    """Starts the residual stream of a decode step with the token's row. Buffers: the outs of `add_residual` (the
+    stream, n_norm_sums partial sums of its squares, `copies` vectors for the first products); cos and sin of the
+    position's angles, float32 (2 * half,); the state, int32 (2,): token and position; the tables of cos and of sin,
+    float32 (context, half); for each copy the first norm's weight times the prescale, float32 (cols,); the matrix's
+    planes. Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
     quarters = UNIT // QUARTER
     assert n_norm_sums >= quarters
@@ -40,29 +52,25 @@ def embed(
             values = layout.quarter(planes, token, units, safe, quarter)
             for j, value in enumerate(values):
                 column = unit * UNIT + quarter * QUARTER + j
-                ok = (
-                    inside
-                    if cols % UNIT == 0
-                    else (column < cols if inside is None else inside & (column < cols))
-                )
-                stores.append(at(h, column, ok).store(value))
+                ok = all_of(inside, None if cols % UNIT == 0 else column < cols)
+                stores.append(store(h, column, value, ok))
                 for out, weight in zip(outs, weights, strict=True):
-                    stores.append(at(out, permuted(column, cols), ok).store(value * load(weight, column, ok)))
+                    stores.append(store(out, permuted(column, cols), value * load(weight, column, ok), ok))
                 squares.append(value * value if ok is None else ok.where(value * value, f32(0)))
         position = load_index(state, 1, context)
         for i in range(-(-half // threads)):
             k = thread + i * threads
             ok = quarter.eq(0) & (k < half)
             for table, index in ((cos, k), (sin, k + half)):
-                stores.append(at(angles, index, ok).store(load(table, position * half + k, ok)))
+                stores.append(store(angles, index, load(table, position * half + k, ok), ok))
         sums = after_store(shared(threads, slot=0), thread, chain(squares))
-        total = tree([load(sums, i) for i in range(threads)])
+        total = tree(load_run(sums, 0, threads))
         each = -(-n_norm_sums // quarters)  # that this block stores: the total, then zeros
         for i in range(-(-each // threads)):
             k = thread + i * threads
             index = k * quarters + quarter
             ok = (k < each) & (index < n_norm_sums)
-            stores.append(at(norm_sums, index, ok).store(k.eq(0).where(total, f32(0))))
+            stores.append(store(norm_sums, index, k.eq(0).where(total, f32(0)), ok))
         return finish(f"embed_{layout.name}_{cols}", stores)
 
     return kernel
@@ -77,11 +85,8 @@ def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int) -> Ke
     threads = min(quarters, 128)
 
     def kernel(h: UOp, ids: UOp, *planes: UOp) -> UOp:
-        thread, token, chunk = (
-            UOp.special(threads, "lidx0"),
-            UOp.special(tokens, "gidx0"),
-            UOp.special(-(-quarters // threads), "gidx1"),
-        )
+        thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
+        chunk = UOp.special(-(-quarters // threads), "gidx1")
         index = chunk * threads + thread
         safe = index if quarters % threads == 0 else index.minimum(quarters - 1)
         row = load(ids, token).maximum(0).minimum(vocab - 1).cast(thread.dtype)
@@ -90,7 +95,7 @@ def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int) -> Ke
         for j, value in enumerate(values):
             column = index * QUARTER + j
             ok = None if cols % (threads * QUARTER) == 0 else column < cols
-            stores.append(at(h, token * cols + column, ok).store(value))
+            stores.append(store(h, token * cols + column, value, ok))
         return finish(f"prefill_embed_{layout.name}_{tokens}_{cols}", stores)
 
     return kernel

@@ -21,23 +21,25 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.decode_block import DecodeBlock
 from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.matmul import wmma
-from engine.kernels.gpu.new_token import AttentionResult, CacheRange, NewToken
 from engine.kernels.gpu.uops import (
     F16,
     F32,
     LOWEST,
     after_store,
-    at,
     chain,
     f32,
     finish,
     half_registers,
     load,
+    load_run,
     maximum,
     registers,
     shared,
+    store,
+    store_run,
     tree,
     zeroed_registers,
 )
@@ -92,7 +94,7 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
 
 @functools.cache
 def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
-    """Attention of one new token. Buffers: those of `engine.kernels.gpu.decode_attention.attention`."""
+    """Attention of one new token on tensor cores. Buffers: see `DecodeBlock`."""
     h, group, warps, n_threads = heads, split.group, split.warps, split.warps * 32
     dim, eighths, width = h.dim, h.dim // 8, h.dim // split.across
     chunks, lists = dim // 16, warps * 4
@@ -102,18 +104,11 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
     )
 
     def kernel(*buffers: UOp) -> UOp:
-        n_outs = 1 if split.splits == 1 else 2
-        outs, (keys, values, rows, angles, state, *rest) = buffers[:n_outs], buffers[n_outs:]
-        norms = rest.pop(0) if h.norm_eps is not None else None
         lane, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
         thread, g, t = warp * 32 + lane, lane // 4, lane % 4
-        block = UOp.special(h.query // group, "gidx0")
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
-        blocks_of_kv = h.shared_by // group
-        kv = block // blocks_of_kv
-        cached = CacheRange.of_block(h, state, split.splits)
-        position, start, count, is_first = cached.position, cached.start, cached.count, cached.is_first
-        stores_key = is_first & run.eq(0) & (block % blocks_of_kv).eq(0)
+        kv, start, count, is_first = block.kv, block.start, block.count, block.is_first_part
 
         def steps_of(round_: UOp | int) -> list[UOp]:
             return [(round_ * split.steps + s) * warps + warp for s in range(split.steps)]
@@ -127,7 +122,7 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
                     first = ((kv * (dim // 4) + t) * h.length + start + key) * 4
                     for c in range(chunks):
                         index = first + c * (16 * h.length)
-                        loads += [load(keys, index + i, key < count) for i in range(4)]
+                        loads += load_run(block.keys, index, 4, key < count)
             return loads
 
         def value_loads(round_: UOp | int) -> list[UOp]:
@@ -136,38 +131,38 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
                 quad = step * 4 + t
                 first = ((kv * (h.length // 4) + start // 4 + quad) * dim + run * width + g) * 4
                 for j in range(width // 8):
-                    loads += [load(values, first + j * 32 + i, quad * 4 < count) for i in range(4)]
+                    loads += load_run(block.values, first + j * 32, 4, quad * 4 < count)
             return loads
 
         def prefetch(loads: Callable[[UOp | int], list[UOp]], slot: int) -> tuple[UOp, list[UOp]]:
             """Registers for the loads of a round, and the stores of round 0 to them."""
             first = loads(0)
             array = registers(len(first), slot, half_registers())
-            return array, [at(array, i).store(x.cast(array.dtype)) for i, x in enumerate(first)]
+            return array, store_run(array, 0, first)
 
         next_keys, key_stores = prefetch(key_loads, 0)
         next_values, value_stores = prefetch(value_loads, 1)
         first_loads = [*key_stores, *value_stores]
 
         # The new token. The loads for the end of the kernel are issued here too.
-        new = NewToken(h, thread, n_threads, kv, block * group, group, position)
-        half = half_registers()
-        new_rows, upper, lower = shared(new.size, 1), shared(new.size, 10, half), shared(new.size, 11, half)
-        elements, key_elements = new.rotate(rows, angles, norms, first_loads)
-        stores = [at(new_rows, e).store(x) for e, x in elements]
+        half, n = half_registers(), block.n_rotated
+        new_rows, upper, lower = shared(n, 1), shared(n, 10, half), shared(n, 11, half)
+        elements, key_elements = block.rotate(first_loads)
+        stores = [store(new_rows, e, x) for e, x in elements]
         for e, x in elements:
             u, v = split_half(x)
-            stores += [at(upper, e).store(u.cast(half)), at(lower, e).store(v.cast(half))]
-        cache_stores = [at(keys, index, ok & stores_key).store(x) for index, ok, x in key_elements]
+            stores += [store(upper, e, u.cast(half)), store(lower, e, v.cast(half))]
+        stores_key = block.stores_token & run.eq(0)
+        cache_stores = [store(block.keys, index, x, ok & stores_key) for index, ok, x in key_elements]
         new_values, has_column = shared(width, slot=8), thread < width
         column = run * width + thread
-        new_value = load(rows, (h.query + h.kv + kv) * dim + column, has_column).cast(F16)
-        stores.append(at(new_values, thread, has_column).store(new_value.cast(F32)))
-        stores_value = is_first & has_column & (block % blocks_of_kv).eq(0)
-        cache_stores.append(at(values, h.value_index(kv, position, column), stores_value).store(new_value))
+        new_value = load(block.rows, block.value_row(column), has_column).cast(F16)
+        stores.append(store(new_values, thread, new_value.cast(F32), has_column))
+        value_index = h.value_index(kv, block.position, column)
+        cache_stores.append(store(block.values, value_index, new_value, block.stores_token & has_column))
         prescale = shared(UNIT, slot=9)
-        if split.splits == 1:
-            stores.append(at(prescale, thread, thread < UNIT).store(load(rest[-1], thread, thread < UNIT)))
+        if block.prescale is not None:
+            stores.append(store(prescale, thread, load(block.prescale, thread, thread < UNIT), thread < UNIT))
         ready = UOp.group(*stores, *first_loads)
         new_rows, upper, lower, new_values, prescale = (
             x.after(ready) for x in (new_rows, upper, lower, new_values, prescale)
@@ -178,11 +173,9 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
         head = g.minimum(group - 1)
         queries = []
         for c in range(chunks):
-            u, v = (
-                [load(q, head * dim + c * 16 + t * 4 + i).cast(F16) for i in range(4)] for q in (upper, lower)
-            )
-            queries.append(left_operand(u, v))
-        partial_scores, new_store = new.partial_scores(new_rows, slot=6)
+            quads = (load_run(q, head * dim + c * 16 + t * 4, 4) for q in (upper, lower))
+            queries.append(left_operand(*([x.cast(F16) for x in quad] for quad in quads)))
+        partial_scores, new_store = block.partial_scores(new_rows, slot=6)
         many = split.rounds > 1
         rounds = (count + (n_threads // 32 * split.steps * _STEP - 1)) // (warps * split.steps * _STEP)
         loop = UOp.range(rounds, 0, AxisType.LOOP) if many else UOp.const(0)
@@ -193,7 +186,7 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
             for side in (0, 1):
                 acc = [f32(0)] * 4
                 for c in range(chunks):
-                    acc = wmma(queries[c], [load(loaded, i + k).cast(F16) for k in range(4)], acc)
+                    acc = wmma(queries[c], [x.cast(F16) for x in load_run(loaded, i, 4)], acc)
                     i += 4
                 token = step * _STEP + t * 4 + 2 * side
                 scores += [(token + k < count).where(acc[k] + acc[2 + k], f32(LOWEST)) for k in (0, 1)]
@@ -203,29 +196,23 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
             return round_ * (len(scores) * n_threads) + thread * 4 + k // 4 * (4 * n_threads) + k % 4
 
         so_far = load(lane_max.after(loop), 0) if many else load(lane_max, 0)
-        stores = [at(lane_max, 0).store(maximum([so_far, *scores]))]
+        stores = [store(lane_max, 0, maximum([so_far, *scores]))]
         if many:
-            stores += [at(saved_scores, score_index(loop, k)).store(x) for k, x in enumerate(scores)]
+            stores += [store(saved_scores, score_index(loop, k), x) for k, x in enumerate(scores)]
             used = UOp.group(*stores)
-            stores = [
-                at(next_keys.after(used), k).store(x.cast(next_keys.dtype))
-                for k, x in enumerate(key_loads(loop + 1))
-            ]
-            done = UOp.group(used, *stores).end(loop)
+            done = UOp.group(used, *store_run(next_keys.after(used), 0, key_loads(loop + 1))).end(loop)
         else:
             done = stores[0]
         largest = shared(8 * lists, slot=3)
-        store = at(largest, g * lists + warp * 4 + t).store(load(lane_max.after(done), 0))
-        all_stores = UOp.group(store, new_store)
+        max_store = store(largest, g * lists + warp * 4 + t, load(lane_max.after(done), 0))
+        all_stores = UOp.group(max_store, new_store)
         largest, partial_scores = largest.after(all_stores), partial_scores.after(all_stores)
 
         def new_score(head: UOp) -> UOp:
-            return is_first.where(
-                tree([load(partial_scores, head * eighths + k) for k in range(eighths)]), f32(LOWEST)
-            )
+            return is_first.where(tree(load_run(partial_scores, head * eighths, eighths)), f32(LOWEST))
 
         def top_of(head: UOp) -> UOp:
-            return maximum([new_score(head), *(load(largest, head * lists + k) for k in range(lists))])
+            return maximum([new_score(head), *load_run(largest, head * lists, lists)])
 
         # The weights of tokens, and the weighted sums of values.
         top = top_of(head)
@@ -234,53 +221,45 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
         if many:
             loop = UOp.range(rounds, 1, AxisType.LOOP)
             scores = [load(saved_scores.after(largest), score_index(loop, k)) for k in range(len(scores))]
-        sums = [load(sums_array.after(loop) if many else sums_array, k) for k in range(n_acc + 1)]
+        sums = load_run(sums_array.after(loop) if many else sums_array, 0, n_acc + 1)
         loaded, i = next_values.after(loop, largest) if many else next_values.after(largest), 0
         for s in range(split.steps):
             weights = [(x > f32(LOWEST)).where((x - top).exp2(), f32(0)) for x in scores[4 * s : 4 * s + 4]]
             tile = left_operand(*zip(*map(split_half, weights), strict=True))
             for j in range(width // 8):
-                sums[j * 4 : j * 4 + 4] = wmma(
-                    tile, [load(loaded, i + k).cast(F16) for k in range(4)], sums[j * 4 : j * 4 + 4]
-                )
+                right = [x.cast(F16) for x in load_run(loaded, i, 4)]
+                sums[j * 4 : j * 4 + 4] = wmma(tile, right, sums[j * 4 : j * 4 + 4])
                 i += 4
             sums[-1] = chain([sums[-1], *weights])
-        used = UOp.group(*(at(sums_array, k).store(x) for k, x in enumerate(sums)))
+        used = UOp.group(*store_run(sums_array, 0, sums))
         if many:
-            stores = [
-                at(next_values.after(used), k).store(x.cast(next_values.dtype))
-                for k, x in enumerate(value_loads(loop + 1))
-            ]
-            used = UOp.group(used, *stores).end(loop)
+            used = UOp.group(used, *store_run(next_values.after(used), 0, value_loads(loop + 1))).end(loop)
         sums_array = sums_array.after(used)
         partial, totals = shared(warps * group * width, slot=5), shared(8 * lists, slot=7)
-        stores = [at(totals, g * lists + warp * 4 + t).store(load(sums_array, n_acc))]
+        stores = [store(totals, g * lists + warp * 4 + t, load(sums_array, n_acc))]
         for j in range(width // 8):
             for k in (0, 1):
                 total = load(sums_array, j * 4 + k) + load(sums_array, j * 4 + 2 + k)
                 index = (warp * group + g) * width + j * 8 + t * 2 + k
-                stores.append(at(partial, index, g < group).store(total))
+                stores.append(store(partial, index, total, g < group))
         all_stores = UOp.group(*stores, *cache_stores)  # before the loop, whose C variables end with it
         partial, totals = partial.after(all_stores), totals.after(all_stores)
 
         # The result, with the new token, by as many threads as there are elements.
         n_elements = group * width
         loop = UOp.range((n_elements + (n_threads - 1) - thread) // n_threads, 2, AxisType.LOOP)
-        e = (loop * n_threads + thread).minimum(
-            n_elements - 1
-        )  # for devices that run the loop's body in all threads
+        # The minimum is for devices that run the loop's body in all threads.
+        e = (loop * n_threads + thread).minimum(n_elements - 1)
         head, d = (e // width).minimum(group - 1), e % width
         head_top = top_of(head)
         new_weight = is_first.where((new_score(head) - head_top).exp2(), f32(0))
         total = tree([load(partial, e + k * n_elements) for k in range(warps)])
-        weight = tree([load(totals, head * lists + k) for k in range(lists)]) + new_weight
+        weight = tree(load_run(totals, head * lists, lists)) + new_weight
         total = total + new_weight * load(new_values, d)
-        element = (block * group + head) * dim + run * width + d
-        scale = load(prescale, element % UNIT) if split.splits == 1 else None
-        result = AttentionResult(outs, h, cached.part)
-        results = result.store(
-            block * group, head, element, total, weight, head_top, scale, d.eq(0) & run.eq(0)
-        )
+        element, is_first_element = (block.first_head + head) * dim + run * width + d, d.eq(0) & run.eq(0)
+        sums_of_head = total, weight, head_top
+        scale = None if block.prescale is None else prescale
+        results = block.store_result(element, head, is_first_element, sums_of_head, scale)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}"
         return finish(f"attention_flash_{h.query}_{h.kv}_{dim}_{shape}", [UOp.group(*results).end(loop)])
 

@@ -21,10 +21,19 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.uops import F16, at, finish, load, load_index, swiglu, zeroed_registers
+from engine.kernels.gpu.uops import (
+    F16,
+    finish,
+    load_index,
+    load_run,
+    store,
+    store_run,
+    swiglu,
+    zeroed_registers,
+)
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, units_of
 
-MAX_HALF = 65504.0  # the largest float16
+_MAX_HALF = 65504.0  # the largest float16
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,11 @@ def fragments_size(tokens: int, cols: int) -> int:
     return tokens * units_of(cols) * UNIT
 
 
+def as_half(value: UOp) -> UOp:
+    """A float32 as float16, clamped to the largest one."""
+    return value.maximum(-_MAX_HALF).minimum(_MAX_HALF).cast(F16)
+
+
 def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
     """c + a @ b on tensor cores, from a thread's 8, 4 and 4 elements."""
     product = UOp.wmma(UOp.stack(*a), UOp.stack(*b), UOp.stack(*c), (8, 16, 16), "CUDA", 32)
@@ -95,13 +109,11 @@ def matmul(
 
     def kernel(out: UOp, x: UOp, prompt: UOp, *planes: UOp) -> UOp:
         thread, down, across = (
-            UOp.special(32, "lidx0"),
-            UOp.special(tiles.down, "lidx1"),
-            UOp.special(tiles.across, "lidx2"),
+            UOp.special(n, f"lidx{i}") for i, n in enumerate((32, tiles.down, tiles.across))
         )
-        block, column_block = (
-            UOp.special(-(-rows // tiles.width), "gidx1"),
+        column_block, block = (
             UOp.special(tokens // tiles.tokens, "gidx0"),
+            UOp.special(-(-rows // tiles.width), "gidx1"),
         )
         part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
         n = load_index(prompt, 1, tokens + 1)
@@ -114,7 +126,7 @@ def matmul(
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
         unit = part * steps + step
         so_far = acc.after(step) if steps > 1 else acc
-        sums = [[load(so_far, j * 4 + i) for i in range(4)] for j in range(tiles.rows * tiles.cols)]
+        sums = [load_run(so_far, j * 4, 4) for j in range(tiles.rows * tiles.cols)]
         weights = []
         for j in range(tiles.cols):
             row = first_row + j * 8 + thread // 4
@@ -125,31 +137,28 @@ def matmul(
         for quad in range(4):
             for i in range(tiles.rows):
                 index = ((((first_tile + i) * units + unit) * 4 + quad) * 32 + thread) * 8
-                a = [load(x, index + k) for k in range(8)]
+                left = load_run(x, index, 8)
                 for j in range(tiles.cols):
                     k = i * tiles.cols + j
-                    sums[k] = wmma(a, weights[j][quad * 4 : quad * 4 + 4], sums[k])
-        stores = [at(acc, j * 4 + i).store(sums[j][i]) for j in range(len(sums)) for i in range(4)]
-        acc = acc.after(UOp.group(*stores).end(step) if steps > 1 else UOp.group(*stores))
+                    sums[k] = wmma(left, weights[j][quad * 4 : quad * 4 + 4], sums[k])
+        stores = UOp.group(*store_run(acc, 0, (x for four in sums for x in four)))
+        acc = acc.after(stores.end(step) if steps > 1 else stores)
         results = []
         for i in range(tiles.rows):
             for j in range(tiles.cols):
-                value = [load(acc, (i * tiles.cols + j) * 4 + k) for k in range(4)]
+                value = load_run(acc, (i * tiles.cols + j) * 4, 4)
                 for k in (0, 1):
                     token = (first_tile + i) * 16 + thread // 4 + 8 * k
                     row = first_row + j * 8 + thread % 4 * 2
                     ok = token < n if rows % tiles.width == 0 else (token < n) & (row < rows)
                     if paired:
-                        activated = (
-                            swiglu(value[2 * k], value[2 * k + 1]).maximum(-MAX_HALF).minimum(MAX_HALF)
-                        )
                         index = fragment_index(token, row // 2, rows // 2)
-                        results.append(at(out, index, ok).store(activated.cast(F16)))
+                        results.append(store(out, index, as_half(swiglu(value[2 * k], value[2 * k + 1])), ok))
                     else:
                         for e in (0, 1):
                             inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
                             index = part * (tokens * rows) + token * rows + row + e
-                            results.append(at(out, index, inside).store(value[2 * k + e]))
+                            results.append(store(out, index, value[2 * k + e], inside))
         shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}"
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         return finish(full_name, results, layout.n_bytes(rows, cols), 2 * tokens * rows * cols)

@@ -9,7 +9,7 @@ Prologue: the RMS norm of the vector. The kernel that produced the vector has pe
 norm's weight and the prescale (`permuted`, `prescale`). Only one factor is left, which follows from partial sums of
 squares that the producer also stored.
 
-Epilogue: what the kernel does with the rows of a block: `Store`, `AddResidual`, `SwiGLU`, `Argmax`.
+Epilogue: what the kernel does with the rows of a block: `STORE`, `add_residual`, `SWIGLU`, `ARGMAX`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
@@ -26,12 +25,13 @@ from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import (
     I32,
     after_store,
-    at,
     f32,
     finish,
     inverse_rms,
     load,
+    load_run,
     shared,
+    store,
     swiglu,
     tree,
 )
@@ -121,116 +121,82 @@ class BlockRows:
         return ok if self.end is None else ok & (self.index(i * step) < self.end)
 
 
-class Epilogue(Protocol):
-    """The last part of a product's kernel. It writes `outs` buffers, reads `ins` buffers, and returns the kernel's
-    stores. A run of `pair` rows must be in one block."""
-
-    @property
-    def outs(self) -> int: ...
-    @property
-    def ins(self) -> int: ...
-    @property
-    def pair(self) -> int: ...
-
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]: ...
-
-    def __hash__(self) -> int: ...
-
-
 @dataclass(frozen=True)
-class Store:
-    """out[row] = product + bias[row]. outs: out, float32 (rows,); ins: the bias, float32 (rows,), if `biased`."""
+class Epilogue:
+    """The last part of a product's kernel: `stores(outs, ins, rows)` gives the kernel's stores to `n_outs` buffers,
+    which may depend on `n_ins` others. A run of `pair` rows must be in one block."""
 
-    biased: bool = False
-    outs = 1
-    pair = 1
-
-    @property
-    def ins(self) -> int:
-        return int(self.biased)
-
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-        i = rows.thread
-        ok, row = rows.valid(i), rows.index(i)
-        value = rows.product(i, ok)
-        if self.biased:
-            value = value + load(ins[0], row, ok)
-        return [at(outs[0], row, ok).store(value)]
+    n_outs: int
+    n_ins: int
+    pair: int
+    stores: Callable[[Sequence[UOp], Sequence[UOp], BlockRows], list[UOp]]
 
 
-@dataclass(frozen=True)
-class AddResidual:
+def _store(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+    i = rows.thread
+    ok, row = rows.valid(i), rows.index(i)
+    value = rows.product(i, ok)
+    for bias in ins:
+        value = value + load(bias, row, ok)
+    return [store(outs[0], row, value, ok)]
+
+
+def _add_residual(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+    h, sums_of_squares, *copies = outs
+    i = rows.thread
+    ok, row = rows.valid(i), rows.index(i)
+    value = load(h, row, ok) + rows.product(i, ok)
+    square = ok.where(value * value, f32(0))
+    squares = after_store(shared(rows.count, slot=1), i, square, i < rows.count)
+    sum_of_squares = tree(load_run(squares, 0, rows.count))
+    stores = [store(h, row, value, ok), store(sums_of_squares, rows.block, sum_of_squares, i.eq(0))]
+    for out, weight in zip(copies, ins, strict=True):
+        stores.append(store(out, permuted(row, rows.total), value * load(weight, row, ok), ok))
+    return stores
+
+
+def _swiglu(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+    i = rows.thread
+    ok = rows.valid(i, 2)
+    column = rows.first // 2 + i
+    value = swiglu(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok))
+    value = value * load(ins[0], column % UNIT, ok)
+    return [store(outs[0], permuted(column, rows.total // 2), value, ok)]
+
+
+def _argmax(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+    logits, largest, largest_row = outs
+    i = rows.thread
+    ok, row, first = rows.valid(i), rows.index(i), i.eq(0)
+    value = rows.product(i, ok)
+    masked = ok.where(value, f32(LOWEST_LOGIT))
+    values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
+    block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
+    return [
+        store(logits, row, value, ok),
+        store(largest, rows.block, block_max, first),
+        store(largest_row, rows.block, block_row + rows.first.cast(I32), first),
+    ]
+
+
+STORE, STORE_BIASED = Epilogue(1, 0, 1, _store), Epilogue(1, 1, 1, _store)
+"""out[row] = product, or product + bias[row]. outs: out, float32 (rows,); ins: the bias, float32 (rows,)."""
+
+SWIGLU = Epilogue(1, 1, 2, _swiglu)
+"""SiLU(gate) * up, from rows that alternate between gate and up, permuted and prescaled for the next product. outs:
+that vector; ins: its prescale, float32 (UNIT,)."""
+
+ARGMAX = Epilogue(3, 0, 1, _argmax)
+"""Stores logits, and the largest of each block with its row. outs: the logits, float32 (rows,); the largest, float32
+(blocks,); their rows, int32 (blocks,)."""
+
+
+def add_residual(copies: int = 1) -> Epilogue:
     """Adds the product to the residual stream, and prepares the stream for the next products: permuted, and multiplied
-    by the next norm's weight and by their prescales. outs: the stream h, float32 (rows,); partial sums of its squares,
+    by the next norm's weight and by their prescales. outs: the stream, float32 (rows,); partial sums of its squares,
     float32 (blocks,); `copies` permuted vectors, one for each prescale; ins: for each copy the norm's weight times the
     prescale, float32 (rows,)."""
-
-    copies: int = 1
-    pair = 1
-
-    @property
-    def outs(self) -> int:
-        return 2 + self.copies
-
-    @property
-    def ins(self) -> int:
-        return self.copies
-
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-        h, sums_of_squares, *copies = outs
-        i = rows.thread
-        ok, row = rows.valid(i), rows.index(i)
-        value = load(h, row, ok) + rows.product(i, ok)
-        square = ok.where(value * value, f32(0))
-        squares = after_store(shared(rows.count, slot=1), i, square, i < rows.count)
-        sum_of_squares = tree([load(squares, k) for k in range(rows.count)])
-        stores = [at(h, row, ok).store(value), at(sums_of_squares, rows.block, i.eq(0)).store(sum_of_squares)]
-        for out, weight in zip(copies, ins, strict=True):
-            stores.append(at(out, permuted(row, rows.total), ok).store(value * load(weight, row, ok)))
-        return stores
-
-
-@dataclass(frozen=True)
-class SwiGLU:
-    """SiLU(gate) * up, from rows that alternate between gate and up, permuted and prescaled for the next product. outs:
-    that vector; ins: its prescale, float32 (UNIT,)."""
-
-    outs = 1
-    ins = 1
-    pair = 2
-
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-        i = rows.thread
-        ok = rows.valid(i, 2)
-        column = rows.first // 2 + i
-        value = swiglu(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok))
-        value = value * load(ins[0], column % UNIT, ok)
-        return [at(outs[0], permuted(column, rows.total // 2), ok).store(value)]
-
-
-@dataclass(frozen=True)
-class Argmax:
-    """Stores logits, and the largest of each block with its row. outs: the logits, float32 (rows,); the largest,
-    float32 (blocks,); their rows, int32 (blocks,); no ins."""
-
-    outs = 3
-    ins = 0
-    pair = 1
-
-    def __call__(self, outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-        logits, largest, largest_row = outs
-        i = rows.thread
-        ok, row = rows.valid(i), rows.index(i)
-        value = rows.product(i, ok)
-        masked = ok.where(value, f32(LOWEST_LOGIT))
-        values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
-        block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
-        first = i.eq(0)
-        return [
-            at(logits, row, ok).store(value),
-            at(largest, rows.block, first).store(block_max),
-            at(largest_row, rows.block, first).store(block_row + rows.first.cast(I32)),
-        ]
+    return Epilogue(2 + copies, copies, 1, _add_residual)
 
 
 @functools.cache
@@ -242,7 +208,7 @@ def activate(n: int, threads: int = 256) -> Kernel:
         column = UOp.special(-(-n // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
         ok = None if n % threads == 0 else column < n
         value = swiglu(load(rows, column, ok), load(rows, column + n, ok)) * load(prescale, column % UNIT, ok)
-        return finish(f"activate_{n}", [at(out, permuted(column, n), ok).store(value)])
+        return finish(f"activate_{n}", [store(out, permuted(column, n), value, ok)])
 
     return kernel
 
@@ -277,15 +243,12 @@ def matvec(
     whole = all(rows % s.block_rows == 0 for _, rows in matrices)
 
     def kernel(*buffers: UOp) -> UOp:
-        outs, rest = buffers[: epilogue.outs], list(buffers[epilogue.outs :])
+        outs, rest = buffers[: epilogue.n_outs], list(buffers[epilogue.n_outs :])
         xs = {bits: rest.pop(0) for bits in stack.prescale_bits}
         norm_sums = rest.pop(0) if n_norm_sums else None
-        ins, planes = rest[: epilogue.ins], rest[epilogue.ins :]
-        t, group, block = (
-            UOp.special(s.threads, "lidx0"),
-            UOp.special(s.groups, "lidx1"),
-            UOp.special(stack.n_blocks(s), "gidx0"),
-        )
+        ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
+        t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
+        block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
         first, end, factor = block * s.block_rows, UOp.const(matrices[0][1]), f32(matrices[0][0].scale)
         blocks_before = rows_before = 0
@@ -293,10 +256,11 @@ def matvec(
             n_planes = len(layout.shapes(rows, cols))
             matrix_planes, planes = planes[:n_planes], planes[n_planes:]
             matrix_block, starts_here = block - blocks_before, block >= blocks_before
+            first_row = matrix_block * s.block_rows + group * s.rows
             blocks_before += -(-rows // s.block_rows)
             active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
             x = xs[layout.prescale_bits]
-            sums = _row_sums(layout, rows, cols, s, matrix_block, group, t, x, matrix_planes, active, k)
+            sums = _row_sums(layout, (rows, cols), s, first_row, t, x, matrix_planes, active, k)
             products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
             if k:
                 factor = starts_here.where(f32(layout.scale), factor)
@@ -306,10 +270,10 @@ def matvec(
             rows_before += rows
         stride = s.block_rows + 1
         partial = shared(s.threads * stride, slot=0)
-        stores = [at(partial, t * stride + group * s.rows + r).store(p) for r, p in enumerate(products)]
+        stores = [store(partial, t * stride + group * s.rows + r, p) for r, p in enumerate(products)]
         if norm_sums is not None:
             thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
-            stores.append(at(partial, t * stride + s.block_rows, group.eq(0)).store(thread_sum))
+            stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
         partial = partial.after(UOp.group(*stores))
 
         def total(column: UOp, valid: UOp | None) -> UOp:
@@ -326,27 +290,18 @@ def matvec(
         names = "_".join(layout.name for layout, _ in matrices)
         full_name = f"{name}_{names}_{stack.rows}x{cols}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
         n_bytes = stack.n_bytes + permuted_size(cols) * 4 * len(xs)
-        return finish(full_name, epilogue(outs, ins, result), n_bytes, 2 * stack.rows * cols)
+        return finish(full_name, epilogue.stores(outs, ins, result), n_bytes, 2 * stack.rows * cols)
 
     return kernel
 
 
 def _row_sums(
-    layout: WeightLayout,
-    rows: int,
-    cols: int,
-    s: Schedule,
-    block: UOp,
-    group: UOp,
-    t: UOp,
-    x: UOp,
-    planes: Sequence[UOp],
-    active: UOp | None,
-    axis: int,
-) -> list[UOp]:
-    """A thread's partial sums of its rows of one matrix; `block` counts from the matrix's first block. If the block is
-    not `active`, its loop has no steps and the sums are zeros, so that it costs only a branch."""
-    units = units_of(cols)
+    layout: WeightLayout, shape: tuple[int, int], s: Schedule, first_row: UOp, t: UOp, x: UOp,
+    planes: Sequence[UOp], active: UOp | None, axis: int,
+) -> list[UOp]:  # fmt: skip
+    """A thread's partial sums of its rows of one matrix, from `first_row` on. If the block is not `active`, its loop
+    has no steps and the sums are zeros, so that it costs only a branch."""
+    rows, units = shape[0], units_of(shape[1])
     steps = -(-units // s.threads)
     if active is not None:  # tinygrad moves code that precedes a loop of one step at most into the loop
         steps = max(steps, 2)
@@ -358,7 +313,7 @@ def _row_sums(
     group_sums = layout.group_sums(xs)
     products = []
     for r in range(s.rows):
-        row = block * s.block_rows + group * s.rows + r
+        row = first_row + r
         if rows % s.block_rows:
             row = (row < rows).where(row, rows - 1)
         products.append(layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums))

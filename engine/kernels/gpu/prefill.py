@@ -8,20 +8,21 @@ from tinygrad import UOp
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
-from engine.kernels.gpu.matmul import MAX_HALF, fragment_index
+from engine.kernels.gpu.matmul import as_half, fragment_index
 from engine.kernels.gpu.prefill_attention import query_index
 from engine.kernels.gpu.uops import (
     F16,
     after_store,
-    at,
     chain,
     f32,
     finish,
     inverse_rms,
     load,
     load_index,
+    load_run,
     rotated,
     shared,
+    store,
     swiglu,
     tree,
 )
@@ -46,19 +47,18 @@ def norm_prompt(tokens: int, cols: int, parts: int, eps: float) -> Kernel:
                 ok = None if cols % (threads * 4) == 0 else column < cols
                 value = load(h, token * cols + column, ok)
                 if sums is not None:
-                    value = chain(
-                        [value, *(load(sums, (p * tokens + token) * cols + column, ok) for p in range(parts))]
-                    )
-                    stores.append(at(h, token * cols + column, ok).store(value))
+                    part_sums = (load(sums, (p * tokens + token) * cols + column, ok) for p in range(parts))
+                    value = chain([value, *part_sums])
+                    stores.append(store(h, token * cols + column, value, ok))
                 values.append((column, ok, value))
                 squares.append(value * value)
         partial = after_store(shared(threads, slot=0), thread, chain(squares))
         lane_sum = tree([load(partial, thread + 32 * k, thread < 32) for k in range(threads // 32)])
         lane_sums = after_store(shared(32, slot=1), thread, lane_sum, thread < 32)
-        norm = inverse_rms(tree([load(lane_sums, k) for k in range(32)]), cols, eps)
+        norm = inverse_rms(tree(load_run(lane_sums, 0, 32)), cols, eps)
         for column, ok, value in values:
             normed = (value * norm * load(weight, column, ok)).cast(F16)
-            stores.append(at(x, fragment_index(token, column, cols), ok).store(normed))
+            stores.append(store(x, fragment_index(token, column, cols), normed, ok))
         return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
 
     return kernel
@@ -107,10 +107,8 @@ def rotate_prompt(
         is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
         if norms:
             squares = after_store(shared(per_block * dim, slot=0), head_in_block * dim + d, own * own)
-            fours = (
-                chain(load(squares, head_in_block * dim + j + k) for k in range(4)) for j in range(0, dim, 4)
-            )
-            norm = inverse_rms(tree(list(fours)), dim, h.norm_eps or 0.0)
+            fours = [chain(load_run(squares, head_in_block * dim + j, 4)) for j in range(0, dim, 4)]
+            norm = inverse_rms(tree(fours), dim, h.norm_eps or 0.0)
             weight = is_query.where(UOp.const(0), UOp.const(dim))
             x, other = (v * load(norms[0], weight + e) * norm for v, e in ((own, d), (partner, partner_d)))
         else:
@@ -119,11 +117,14 @@ def rotate_prompt(
         z = rotated(x, other, d < half, load(cos, angle), load(sin, angle))
         query = (z * f32(h.query_scale)).cast(F16)
         stores = [
-            at(queries, query_index(h, tokens, head, token, d), live & is_query).store(query),
-            at(keys, h.key_index(head - h.query, position, d), live & is_key).store(z.cast(F16)),
-            at(
-                values, h.value_index(head - (h.query + h.kv), position, d), live & (head >= h.query + h.kv)
-            ).store(own.cast(F16)),
+            store(queries, query_index(h, tokens, head, token, d), query, live & is_query),
+            store(keys, h.key_index(head - h.query, position, d), z.cast(F16), live & is_key),
+            store(
+                values,
+                h.value_index(head - (h.query + h.kv), position, d),
+                own.cast(F16),
+                live & (head >= h.query + h.kv),
+            ),
         ]
         return finish(f"prefill_rotate_{h.query}_{h.kv}_{dim}_{tokens}", stores)
 
@@ -143,9 +144,7 @@ def activate_prompt(tokens: int, n: int, parts: tuple[int, int]) -> Kernel:
             chain(load(sums, (p * tokens + token) * n + column, ok) for p in range(count))
             for sums, count in zip((gate, up), parts, strict=True)
         )
-        value = swiglu(a, b).maximum(-MAX_HALF).minimum(MAX_HALF).cast(F16)
-        return finish(
-            f"prefill_activate_{tokens}_{n}", [at(out, fragment_index(token, column, n), ok).store(value)]
-        )
+        result = store(out, fragment_index(token, column, n), as_half(swiglu(a, b)), ok)
+        return finish(f"prefill_activate_{tokens}_{n}", [result])
 
     return kernel

@@ -15,14 +15,16 @@ from engine.kernels.gpu.matmul import fragment_index, wmma
 from engine.kernels.gpu.uops import (
     F16,
     LOWEST,
-    at,
     chain,
     f32,
     finish,
     load,
     load_index,
+    load_run,
     maximum,
     shared,
+    store,
+    store_run,
     zeroed_registers,
 )
 
@@ -74,8 +76,8 @@ def tile_prompt(heads: Heads, blocks: int) -> Kernel:
         key = ((kv * (h.dim // 4) + c * 4 + t) * h.length + step * 16 + 2 * g) * 4
         value = ((kv * (h.length // 4) + step * 4 + t) * h.dim + c * 16 + 2 * g) * 4
         index = tile_index(h, kv, step, c, thread)
-        stores = [at(key_tiles, index + i).store(load(keys, key + i)) for i in range(8)]
-        stores += [at(value_tiles, index + i).store(load(values, value + i)) for i in range(8)]
+        stores = store_run(key_tiles, index, load_run(keys, key, 8))
+        stores += store_run(value_tiles, index, load_run(values, value, 8))
         return finish(f"prefill_tile_{h.kv}_{h.dim}_{blocks}", [UOp.group(*stores).end(loop)])
 
     return kernel
@@ -131,10 +133,7 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
         seen = (position + first + 16 * rows).minimum(position + n)
         rest = live.where((seen + (16 * turn - 1)) // (16 * turn) - whole, 0)
         q = [
-            [
-                load(queries, (((head * (tokens // 16) + tile + r) * chunks + c) * 32 + thread) * 8 + i)
-                for i in range(8)
-            ]
+            load_run(queries, (((head * (tokens // 16) + tile + r) * chunks + c) * 32 + thread) * 8, 8)
             for r in range(rows)
             for c in range(chunks)
         ]
@@ -142,10 +141,7 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
         def scores(step: UOp, masked: bool) -> list[list[UOp]]:
             """The scores of a thread's four neighbouring keys, for each of its rows of queries: row g of the first
             tile, its row g + 8, row g of the second tile, and so on."""
-            pairs = []
-            for c in range(chunks):
-                index = tile_index(h, kv, step, c, thread)
-                pairs.append([load(keys, index + i) for i in range(8)])
+            pairs = [load_run(keys, tile_index(h, kv, step, c, thread), 8) for c in range(chunks)]
             result = []
             for r in range(rows):
                 acc = [[f32(0)] * 4 for _ in (0, 1)]
@@ -170,7 +166,7 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
             n = len(own)
             values = shared(parts * lanes * n, slot=0)
             index = ((part * warps + warp) * 32 + thread) * n
-            values = values.after(UOp.group(*(at(values, index + r).store(x) for r, x in enumerate(own))))
+            values = values.after(UOp.group(*store_run(values, index, own)))
             others = [((k * warps + warp) * 32 + g * 4 + j) * n for k in range(parts) for j in range(4)]
             return [maximum([load(values, other + r) for other in others]) for r in range(n)]
 
@@ -189,7 +185,7 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
         acc = zeroed_registers(n_acc, 1)
         for axis, (count, offset, masked) in enumerate(((whole, None, False), (rest, whole, True)), 2):
             loop = UOp.range(count, axis, AxisType.REDUCE)
-            sums = [load(acc.after(loop), i) for i in range(n_acc)]
+            sums = load_run(acc.after(loop), 0, n_acc)
             for step in steps_of(loop if offset is None else loop + offset):
                 s = scores(step, masked)
                 weights = [[(x - top[r]).exp2().cast(F16) for x in s[r]] for r in range(2 * rows)]
@@ -202,29 +198,23 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
                     if j == per_row - 1:
                         right = ones
                     elif j % 2 == 0:
-                        index = tile_index(h, kv, step, j // 2, thread)
-                        pair = [load(values, index + i) for i in range(8)]
+                        pair = load_run(values, tile_index(h, kv, step, j // 2, thread), 8)
                         right = pair[:4]
                     else:
                         right = pair[4:]
                     for r in range(rows):
                         k = (r * per_row + j) * 4
                         sums[k : k + 4] = wmma(lefts[r], right, sums[k : k + 4])
-            acc = acc.after(UOp.group(*(at(acc, i).store(x) for i, x in enumerate(sums))).end(loop))
-        result = [load(acc, i) for i in range(n_acc)]
+            acc = acc.after(UOp.group(*store_run(acc, 0, sums)).end(loop))
+        result = load_run(acc, 0, n_acc)
         if parts > 1:
             others = shared((parts - 1) * n_acc * lanes, slot=3)
             lane = warp * 32 + thread
             first_index = ((part - 1) * n_acc) * lanes + warp * 32 + thread
-            others = others.after(
-                UOp.group(
-                    *(at(others, first_index + i * lanes, part > 0).store(x) for i, x in enumerate(result))
-                )
-            )
-            result = [
-                chain([x, *(load(others, (k * n_acc + i) * lanes + lane) for k in range(parts - 1))])
-                for i, x in enumerate(result)
-            ]
+            others = others.after(UOp.group(*store_run(others, first_index, result, part > 0, stride=lanes)))
+            for i, x in enumerate(result):
+                other_sums = (load(others, (k * n_acc + i) * lanes + lane) for k in range(parts - 1))
+                result[i] = chain([x, *other_sums])
         stores = []
         for r in range(rows):
             sums = result[r * per_row * 4 : (r + 1) * per_row * 4]
@@ -236,7 +226,7 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
                         token, column = (tile + r) * 16 + g + 8 * side, head * dim + j * 16 + t * 4 + e
                         index = fragment_index(token, column, h.query * dim)
                         ok = live if parts == 1 else live & part.eq(0)
-                        stores.append(at(out, index, ok).store(value.cast(F16)))
+                        stores.append(store(out, index, value.cast(F16), ok))
         shape = f"{rows}_{warps}_{parts}_{tiling.steps}"
         return finish(f"prefill_attend_{h.query}_{h.kv}_{dim}_{tokens}_{shape}", stores)
 

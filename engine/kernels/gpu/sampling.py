@@ -31,14 +31,15 @@ from engine.kernels.gpu.uops import (
     INDEX,
     LOG2_E,
     after_store,
-    at,
     chain,
     f32,
     finish,
     load,
     load_index,
+    load_run,
     maximum,
     shared,
+    store,
     tree,
 )
 
@@ -49,7 +50,7 @@ _RUN = 16  # numbers that a thread adds for a prefix sum
 
 @functools.cache
 def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
-    """The most probable token, from the outs of `engine.kernels.gpu.matvec.Argmax`. Buffers: the state, int32 (2,):
+    """The most probable token, from the outs of `engine.kernels.gpu.matvec.ARGMAX`. Buffers: the state, int32 (2,):
     token and position, which advances by one; the token after each position, int32 (context,); the largest logit of
     each block, float32 (n_blocks,), and its row, int32 (n_blocks,)."""
     each = -(-n_blocks // threads)
@@ -66,8 +67,8 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
         for slot, width in ((0, threads), (2, 32)):
             values, rows = shared(width, slot), shared(width, slot + 1, I32)
             ok = thread < width
-            store = UOp.group(at(values, thread, ok).store(value), at(rows, thread, ok).store(row))
-            values, rows = values.after(store), rows.after(store)
+            stores = UOp.group(store(values, thread, value, ok), store(rows, thread, row, ok))
+            values, rows = values.after(stores), rows.after(stores)
             if slot == 0:
                 ok = thread < 32
                 pairs = [
@@ -79,14 +80,9 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
             value, row = argmax(pairs)
         first = thread.eq(0)
         position = load(state, 1)
-        return finish(
-            "next_token",
-            [
-                at(state, 0, first).store(row),
-                at(state, 1, first).store(position + UOp.const(1, I32)),
-                at(history, load_index(state, 1, context), first).store(row),
-            ],
-        )
+        stores = [store(state, 0, row, first), store(state, 1, position + UOp.const(1, I32), first)]
+        stores.append(store(history, load_index(state, 1, context), row, first))
+        return finish("next_token", stores)
 
     return kernel
 
@@ -150,7 +146,7 @@ def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N) -> Kerne
         token = token_i.maximum(0).minimum(vocab - 1).cast(INDEX)
         x, penalty = load(logits, token), load(settings, 4)
         smaller = (x > f32(0)).where(x / penalty, x * penalty)
-        return finish(f"penalize_{vocab}", [at(logits, token, is_last).store(smaller)])
+        return finish(f"penalize_{vocab}", [store(logits, token, smaller, is_last)])
 
     return kernel
 
@@ -165,7 +161,7 @@ def leaders(shortlist: Shortlist) -> Kernel:
         group = UOp.special(blocks, "gidx0") * _LANES + UOp.special(_LANES, "lidx0")
         span = shortlist.spans[0]
         largest = _largest(logits, group * span, span, shortlist.vocab)
-        return finish(f"leaders_{shortlist.vocab}", [at(out, group).store(largest)])
+        return finish(f"leaders_{shortlist.vocab}", [store(out, group, largest)])
 
     return kernel
 
@@ -194,12 +190,12 @@ def ranked(shortlist: Shortlist, level: int, items: int = 8) -> Kernel:
         precedes = (value > own) | (value.eq(own) & (id_ < own_id))
         count = precedes.where(f32(1), f32(0)).reduce(loop, arg=Ops.ADD)
         counts = after_store(shared(items * _LANES, slot=0), slot * _LANES + lane, count)
-        rank = tree([load(counts, slot * _LANES + k) for k in range(_LANES)]).cast(I32).cast(INDEX)
+        rank = tree(load_run(counts, slot * _LANES, _LANES)).cast(I32).cast(INDEX)
         part = lane % parts  # lanes beyond the parts store the same values again
         id_ = own_id.cast(INDEX) * parts + part
         value = own if logits is None else _largest(logits, id_ * span, span, shortlist.vocab)
         index, ok = rank * parts + part, rank < shortlist.length
-        stores = [at(out, index, ok).store(value), at(out_ids, index, ok).store(id_.cast(I32))]
+        stores = [store(out, index, value, ok), store(out_ids, index, id_.cast(I32), ok)]
         return finish(f"ranked_{level}_{shortlist.vocab}", stores)
 
     return kernel
@@ -217,15 +213,13 @@ def draw(shortlist: Shortlist, context: int) -> Kernel:
         state: UOp, history: UOp, tokens: UOp, values: UOp, ids: UOp, settings: UOp, uniforms: UOp
     ) -> UOp:
         i = UOp.special(n, "lidx0")
-        log_ratio = load(values, i) - load(
-            values, 0
-        )  # to the most probable token's probability, natural logarithm
-        top_k, top_p, log_min_p, slope = (load(settings, k) for k in range(4))
+        # the natural logarithm of the probability, relative to the most probable token's
+        log_ratio = load(values, i) - load(values, 0)
+        top_k, top_p, log_min_p, slope = load_run(settings, 0, 4)
         # all threads read the position through this number before one of them advances the state
         first = i.eq(0)
-        uniform = after_store(
-            shared(1, slot=0), 0, load(uniforms, load_index(state, 1, context), first), first
-        )
+        number = load(uniforms, load_index(state, 1, context), first)
+        uniform = after_store(shared(1, slot=0), 0, number, first)
         in_top_k = i.cast(F32) < top_k
         up_to, total = _prefix_sums(in_top_k.where((log_ratio * f32(LOG2_E)).exp2(), f32(0)), i, n, 1)
         before = first.where(f32(0), load(up_to, (i - 1).maximum(0)))
@@ -236,10 +230,10 @@ def draw(shortlist: Shortlist, context: int) -> Kernel:
         chosen = (first | (load(up_to, (i - 1).maximum(0)) <= goal)) & (goal < load(up_to, i))
         token, position = load(ids, i), load_index(state, 1, context)
         stores = [
-            at(tokens, position + 1, chosen).store(token),
-            at(history, position, chosen).store(token),
-            at(state, 0, chosen).store(token),
-            at(state, 1, chosen).store((position + 1).cast(I32)),
+            store(tokens, position + 1, token, chosen),
+            store(history, position, token, chosen),
+            store(state, 0, token, chosen),
+            store(state, 1, (position + 1).cast(I32), chosen),
         ]
         return finish(f"draw_{n}", stores)
 

@@ -79,6 +79,23 @@ def load(buffer: UOp, index: UOp | int, valid: UOp | None = None) -> UOp:
     return at(buffer, index, valid).load()
 
 
+def store(buffer: UOp, index: UOp | int, value: UOp, valid: UOp | None = None) -> UOp:
+    return at(buffer, index, valid).store(value)
+
+
+def load_run(buffer: UOp, first: UOp | int, n: int, valid: UOp | None = None) -> list[UOp]:
+    """n neighbouring elements from index `first` on."""
+    return [load(buffer, first + i, valid) for i in range(n)]
+
+
+def store_run(
+    buffer: UOp, first: UOp | int, values: Iterable[UOp], valid: UOp | None = None, stride: int = 1
+) -> list[UOp]:
+    """Stores values, cast to the buffer's type, to indices `stride` apart from `first` on."""
+    dtype = buffer.dtype
+    return [store(buffer, first + i * stride, x.cast(dtype), valid) for i, x in enumerate(values)]
+
+
 def load_index(buffer: UOp, index: int, limit: int) -> UOp:
     """An int32 of a buffer as an index, clamped to 0 <= index < `limit`."""
     return load(buffer, index).maximum(0).minimum(limit - 1).cast(INDEX)
@@ -97,7 +114,12 @@ def registers(size: int, slot: int, dtype: DType = F32) -> UOp:
 def zeroed_registers(size: int, slot: int) -> UOp:
     """An array of float32 zeros in a thread's registers."""
     array = registers(size, slot)
-    return array.after(UOp.group(*(at(array, i).store(f32(0)) for i in range(size))))
+    return array.after(UOp.group(*store_run(array, 0, [f32(0)] * size)))
+
+
+def all_of(*conditions: UOp | None) -> UOp | None:
+    """Whether all conditions hold; None stands for a condition that always holds."""
+    return functools.reduce(lambda a, b: b if a is None else a if b is None else a & b, conditions)
 
 
 def half_registers() -> DType:
@@ -109,7 +131,7 @@ def half_registers() -> DType:
 def after_store(array: UOp, index: UOp | int, value: UOp, valid: UOp | None = None) -> UOp:
     """The array after each thread has stored `value` at its `index`. Loads from shared memory then wait for all threads
     of the block."""
-    return array.after(at(array, index, valid).store(value))
+    return array.after(store(array, index, value, valid))
 
 
 # --- formulas ------------------------------------------------------------------------------------------

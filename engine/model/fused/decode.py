@@ -20,7 +20,16 @@ from engine.kernels.gpu.embedding import embed
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
-from engine.kernels.gpu.matvec import AddResidual, Argmax, Epilogue, Store, SwiGLU, activate, matvec
+from engine.kernels.gpu.matvec import (
+    ARGMAX,
+    STORE,
+    STORE_BIASED,
+    SWIGLU,
+    Epilogue,
+    activate,
+    add_residual,
+    matvec,
+)
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
 from engine.model.fused.device_sampler import DeviceSampler
@@ -33,7 +42,7 @@ _SHORT, _MEDIUM = 256, 8192
 
 @dataclass
 class ResidualStream:
-    """The residual stream as the kernel before leaves it (`matvec.AddResidual`): `h`, partial sums of its squares, and
+    """The residual stream as the kernel before leaves it (`matvec.add_residual`): `h`, partial sums of its squares, and
     the normed input of the next product for each of its prescales (`StackedMatrices.prescale_bits`)."""
 
     h: Tensor
@@ -94,7 +103,9 @@ class DecodeKernels:
         stream = self._embed(step)
         for i, layer in enumerate(model.layers):
             bias = [] if layer.bias is None else [layer.bias]
-            self._multiply_normed(step, layer.qkv, stream, Store(bool(bias)), [self._qkv], bias, "qkv")
+            self._multiply_normed(
+                step, layer.qkv, stream, (STORE_BIASED if bias else STORE), [self._qkv], bias, "qkv"
+            )
             self._attention(step, layer, split)
             stream = self._add_to_residual(
                 step, layer.o, self._attended, layer.gate_up, layer.norms[1], 1, "o"
@@ -106,7 +117,7 @@ class DecodeKernels:
             stream = self._add_to_residual(step, layer.down, self._activated, following, norm, 0, "down")
         blocks = model.head.n_blocks
         best = device_zeros(blocks), device_zeros(blocks, dtypes.int32)
-        self._multiply_normed(step, model.head, stream, Argmax(), [self.logits, *best], [], "head")
+        self._multiply_normed(step, model.head, stream, ARGMAX, [self.logits, *best], [], "head")
         if sampler is None:
             step.add(next_token(blocks, self._context), self.state, history, *best)
         else:
@@ -135,10 +146,10 @@ class DecodeKernels:
         prescale = self._prescales.of(layer.down.single_matrix.layout)
         if len(layer.gate_up.matrices) == 1:
             self._multiply_normed(
-                step, layer.gate_up, stream, SwiGLU(), [self._activated], [prescale], "gate_up"
+                step, layer.gate_up, stream, SWIGLU, [self._activated], [prescale], "gate_up"
             )
             return
-        self._multiply_normed(step, layer.gate_up, stream, Store(), [self._gate_up], [], "gate_up")
+        self._multiply_normed(step, layer.gate_up, stream, STORE, [self._gate_up], [], "gate_up")
         step.add(activate(self._model.config.ffn), self._activated, self._gate_up, prescale)
 
     def _attention(self, step: KernelSequence, layer: Layer, split: Split | FlashSplit) -> None:
@@ -180,7 +191,7 @@ class DecodeKernels:
     ) -> ResidualStream:
         """Adds a product of `x` that is added to the residual stream, before `norm` and the product `following`."""
         stream = self._stream(product.n_blocks, following, parity)
-        kernel = matvec(product.stack, product.schedule, AddResidual(len(stream.inputs)), name)
+        kernel = matvec(product.stack, product.schedule, add_residual(len(stream.inputs)), name)
         norms = [self._prescales.norm_weight(norm, bits) for bits in stream.inputs]
         step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), x, *norms, *product.planes)
         return stream

@@ -9,7 +9,16 @@ from engine.kernels.gpu.embedding import embed
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
-from engine.kernels.gpu.matvec import AddResidual, Argmax, Schedule, StackedMatrices, Store, SwiGLU, matvec
+from engine.kernels.gpu.matvec import (
+    ARGMAX,
+    STORE,
+    STORE_BIASED,
+    SWIGLU,
+    Schedule,
+    StackedMatrices,
+    add_residual,
+    matvec,
+)
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.schedules import matvec_schedule
@@ -39,7 +48,7 @@ def check_every_type() -> None:
         assert [(p.numel(), p.dtype) for p in planes] == layout.shapes(rows, cols)
         x, out = rng.standard_normal(cols).astype(np.float32), zeros(rows)
         run(
-            matvec(StackedMatrices.single(layout, rows, cols), schedule, Store(), "t"),
+            matvec(StackedMatrices.single(layout, rows, cols), schedule, STORE, "t"),
             out,
             laid_out(x, layout),
             *planes,
@@ -58,7 +67,7 @@ def check_epilogues() -> None:
     schedule, vector = Schedule(2, 4, 2), laid_out(x, layout)
 
     out, bias = zeros(rows), rng.standard_normal(rows).astype(np.float32)
-    kernel = matvec(StackedMatrices.single(layout, rows, cols), schedule, Store(True), "t", 5, eps)
+    kernel = matvec(StackedMatrices.single(layout, rows, cols), schedule, STORE_BIASED, "t", 5, eps)
     run(kernel, out, vector, buffer(squares), buffer(bias), *planes)
     close(out.numpy(), normed + bias)
 
@@ -68,7 +77,7 @@ def check_epilogues() -> None:
     )
     h, sums, following = buffer(stream.copy()), zeros(8), zeros(permuted_size(rows))
     run(
-        matvec(StackedMatrices.single(layout, rows, cols), schedule, AddResidual(), "t"),
+        matvec(StackedMatrices.single(layout, rows, cols), schedule, add_residual(), "t"),
         h,
         sums,
         following,
@@ -82,7 +91,7 @@ def check_epilogues() -> None:
 
     activated, scale = zeros(permuted_size(rows // 2)), prescale(6)
     run(
-        matvec(StackedMatrices.single(layout, rows, cols), schedule, SwiGLU(), "t"),
+        matvec(StackedMatrices.single(layout, rows, cols), schedule, SWIGLU, "t"),
         activated,
         vector,
         buffer(scale),
@@ -93,7 +102,7 @@ def check_epilogues() -> None:
 
     logits, best, best_row = zeros(rows), zeros(8), zeros(8, dtypes.int32)
     run(
-        matvec(StackedMatrices.single(layout, rows, cols), schedule, Argmax(), "t"),
+        matvec(StackedMatrices.single(layout, rows, cols), schedule, ARGMAX, "t"),
         logits,
         best,
         best_row,
@@ -125,7 +134,7 @@ def check_matrices_of_several_types() -> None:
         y = np.concatenate([weights.astype(np.float64) @ x for _, weights in matrices])
         logits, n = zeros(stack.rows), stack.n_blocks(schedule)
         best, best_row = zeros(n), zeros(n, dtypes.int32)
-        run(matvec(stack, schedule, Argmax(), "t"), logits, best, best_row, *vectors, *planes)
+        run(matvec(stack, schedule, ARGMAX, "t"), logits, best, best_row, *vectors, *planes)
         close(logits.numpy(), y)
         assert best_row.numpy()[best.numpy().argmax()] == y.argmax()
 

@@ -23,7 +23,7 @@ from tinygrad.runtime.support import compiler_cuda
 
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu.matmul import fragments_size
-from engine.kernels.gpu.matvec import Kernel, StackedMatrices, Store, activate, matvec
+from engine.kernels.gpu.matvec import STORE, STORE_BIASED, Kernel, StackedMatrices, activate, matvec
 from engine.kernels.gpu.prefill import activate_prompt
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size
@@ -64,10 +64,10 @@ def render_other_products() -> None:
     for ggml_type in (8, 12, 13):
         p, rows, cols = WeightLayout(ggml_type), 512, 2048
         stack = StackedMatrices.single(p, rows, cols)
-        kernel = matvec(stack, matvec_schedule(stack), Store(True), "biased", 64, 1e-5)
+        kernel = matvec(stack, matvec_schedule(stack), STORE_BIASED, "biased", 64, 1e-5)
         render(kernel, (rows, F), (permuted_size(cols), F), (64, F), (rows, F), *p.shapes(rows, cols))
     stack = StackedMatrices(((WeightLayout(12), 256), (WeightLayout(14), 128)), 2048)
-    kernel = matvec(stack, matvec_schedule(stack), Store(), "mixed", 64, 1e-5)
+    kernel = matvec(stack, matvec_schedule(stack), STORE, "mixed", 64, 1e-5)
     planes = [shape for p, n in stack.matrices for shape in p.shapes(n, 2048)]
     render(kernel, (384, F), *[(permuted_size(2048), F)] * 2, (64, F), *planes)
     render(activate(512), (permuted_size(512), F), (1024, F), (UNIT, F))

@@ -1,0 +1,150 @@
+"""The parts that both kernels of decode attention share: what a block works on, the new token's rotated queries and
+key, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tinygrad import UOp
+
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.uops import (
+    F16,
+    F32,
+    chain,
+    f32,
+    inverse_rms,
+    load,
+    load_index,
+    load_run,
+    rotated,
+    shared,
+    store,
+    tree,
+)
+from engine.kernels.gpu.weight_layout import UNIT, permuted
+
+
+class DecodeBlock:
+    """A block of decode attention: `group` query heads from `first_head` on, which share the key head `kv`, and `count`
+    cached tokens from `start` on, one of `splits` equal parts of the tokens before `position`. The blocks of the first
+    part also handle the new token.
+
+    Buffers: the outputs; the cached keys and values, float16 (`Heads`); the new token's rows of queries, keys and
+    values, float32 ((query + 2 * kv) * dim,); cos and sin of its angles, float32 (dim,); the state, int32 (2,): token
+    and position; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms; with one split,
+    the output's prescale, float32 (UNIT,).
+
+    The outputs with one split: the result, float32, permuted and prescaled for the next product. With several, for
+    `engine.kernels.gpu.decode_attention.combine`: the weighted sums of values, float32 (splits, query * dim), and for
+    each split and query head the largest score and the sum of weights, float32 (splits, query, 2).
+    """
+
+    def __init__(
+        self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Sequence[UOp]
+    ) -> None:
+        n_outs = 1 if splits == 1 else 2
+        self.outs, (self.keys, self.values, self.rows, self.angles, state, *rest) = (
+            buffers[:n_outs],
+            buffers[n_outs:],
+        )
+        self.norms = rest.pop(0) if heads.norm_eps is not None else None
+        self.prescale = rest[0] if splits == 1 else None
+        self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
+        self.number, blocks_of_kv = UOp.special(heads.query // group, "gidx0"), heads.shared_by // group
+        self.first_head, self.kv = self.number * group, self.number // blocks_of_kv
+        self.part = UOp.special(splits, "gidx1") if splits > 1 else UOp.const(0)
+        self.position = load_index(state, 1, heads.length - CACHE_SLACK)
+        self.start, self.count = UOp.const(0), self.position
+        if splits > 1:
+            each = (self.position + splits * 4 - 1) // (splits * 4) * 4
+            self.start = self.part * each
+            self.count = (self.position - self.start).maximum(0).minimum(each)
+        self.is_first_part = self.part.eq(0)
+        self.stores_token = self.is_first_part & (self.number % blocks_of_kv).eq(
+            0
+        )  # one block for each key head
+
+    @property
+    def n_rotated(self) -> int:
+        """Elements of the rotated queries and the key, rounded up to whole elements for each thread."""
+        return -(-(self.group + 1) * self.heads.dim // self.n_threads) * self.n_threads
+
+    def rotate(self, before: Sequence[UOp]) -> tuple[list[tuple[UOp, UOp]], list[tuple[UOp, UOp, UOp]]]:
+        """Rotates (and norms, if the model does) this thread's elements of the queries and the key. `before`: effects
+        that happen before the norm.
+
+        Returns the elements as (index in (group + 1, dim), float32): the queries scaled, and the key rounded as the
+        cache holds it. And the key's elements for the cache, as (index, whether it is an element of the key,
+        float16)."""
+        h, dim, half = self.heads, self.heads.dim, self.heads.dim // 2
+        n = (self.group + 1) * dim
+
+        def first_row(head: UOp) -> UOp:
+            """The first of a head's rows; head `group` is the key."""
+            return head.eq(self.group).where((h.query + self.kv) * dim, (self.first_head + head) * dim)
+
+        indices = [self.thread + i * self.n_threads for i in range(self.n_rotated // self.n_threads)]
+        heads = [(e // dim).minimum(self.group) for e in indices]
+        partners = [(e % dim < half).where(e % dim + half, e % dim - half) for e in indices]
+        xs = [load(self.rows, first_row(head) + e % dim) for head, e in zip(heads, indices, strict=True)]
+        others = [load(self.rows, first_row(head) + p) for head, p in zip(heads, partners, strict=True)]
+        if self.norms is not None:  # sums of squares of a few elements each
+            few = next(k for k in (16, 8) if dim % k == 0)
+            assert n // few <= self.n_threads
+            sums, has_sum = shared(n // few, slot=4), self.thread < n // few
+            first = first_row(self.thread // (dim // few)) + self.thread % (dim // few) * few
+            squares = chain(x * x for x in load_run(self.rows, first, few, has_sum))
+            sums = sums.after(UOp.group(store(sums, self.thread, squares, has_sum), *before))
+            for i, (head, e) in enumerate(zip(heads, indices, strict=True)):
+                total = tree(load_run(sums, head * (dim // few), dim // few))
+                norm = inverse_rms(total, dim, h.norm_eps or 0.0)
+                weight = head.eq(self.group).where(UOp.const(dim), UOp.const(0))
+                xs[i] = xs[i] * load(self.norms, weight + e % dim) * norm
+                others[i] = others[i] * load(self.norms, weight + partners[i]) * norm
+        elements, key_elements = [], []
+        for e, x, other in zip(indices, xs, others, strict=True):
+            d = e % dim
+            cos, sin = load(self.angles, d % half), load(self.angles, d % half + half)
+            z = rotated(x, other, d < half, cos, sin)
+            is_key, as_key = e >= self.group * dim, z.cast(F16)
+            elements.append((e, is_key.where(as_key.cast(F32), z * f32(h.query_scale))))
+            key_elements.append((h.key_index(self.kv, self.position, d), is_key & (e < n), as_key))
+        return elements, key_elements
+
+    def partial_scores(self, rotated_rows: UOp, slot: int) -> tuple[UOp, UOp]:
+        """The new key's scores as sums of eight products each: shared memory (group, dim / 8), and the store to it."""
+        eighths = self.heads.dim // 8
+        sums, has_sum = shared(self.group * eighths, slot), self.thread < self.group * eighths
+        query, key = self.thread * 8, self.group * self.heads.dim + self.thread % eighths * 8
+        pairs = zip(*(load_run(rotated_rows, first, 8, has_sum) for first in (query, key)), strict=True)
+        return sums, store(sums, self.thread, chain(a * b for a, b in pairs), has_sum)
+
+    def value_row(self, column: UOp) -> UOp:
+        """The index of an element of the new token's value in `rows`."""
+        return (self.heads.query + self.heads.kv + self.kv) * self.heads.dim + column
+
+    def store_result(
+        self,
+        element: UOp,
+        head: UOp,
+        is_first: UOp,
+        sums: tuple[UOp, UOp, UOp],
+        prescale: UOp | None,
+        valid: UOp | None = None,
+    ) -> list[UOp]:
+        """Stores an element of (query * dim), which belongs to head `first_head + head`; `is_first`: whether it is the
+        head's first. `sums`: the weighted sum of values, the sum of weights, and the largest score. `prescale`: the
+        output's, if there is one split."""
+        values, weights, top = sums
+        n = self.heads.query * self.heads.dim
+        if prescale is not None:
+            result = values / weights * load(prescale, element % UNIT)
+            return [store(self.outs[0], permuted(element, n), result, valid)]
+        index = (self.part * self.heads.query + self.first_head + head) * 2
+        is_one = is_first if valid is None else valid & is_first
+        return [
+            store(self.outs[0], self.part * n + element, values, valid),
+            store(self.outs[1], index, top, is_one),
+            store(self.outs[1], index + 1, weights, is_one),
+        ]
