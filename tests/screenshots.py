@@ -45,6 +45,8 @@ PROMPTS = (
 )
 """The built-in model knows about this."""
 WAIT_S = 120.0
+READING_S = 6.0
+"""Between two prompts, as of someone who reads the answers: the graphs show a minute."""
 
 
 async def picture_of_scene(name: str) -> str:
@@ -73,6 +75,7 @@ async def picture_of_model(model: str, name: str, keys: tuple[str, ...]) -> str:
             await pilot.press("enter")
             await pilot.pause(0.3)
             await _until(pilot, lambda: not app.session.is_busy)
+            await pilot.pause(READING_S)
         if keys == ("f10",):
             await pilot.pause(0.5)
             return _svg(app)

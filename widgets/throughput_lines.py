@@ -53,7 +53,7 @@ def lines(
     """The figures, the graph of the speeds and, where there is room, that of the bandwidth. The graphs show the last
     `seconds`. The cell `chosen` of the axis is marked."""
     figures = _figures(data)
-    if height - len(figures) < MIN_GRAPH_ROWS:
+    if height - len(figures) <= MIN_GRAPH_ROWS:  # the axis comes before the load of the memory
         figures = figures[:2]
     rows = height - len(figures)
     if rows < 2 or width < 4 * MARGIN:

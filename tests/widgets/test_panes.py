@@ -490,7 +490,7 @@ def test_the_machine_has_one_counter_a_line_where_there_is_height_for_all(width)
     assert low == machine_panel.short_lines(state, width) and len(low) == 4
 
 
-@given(width=st.integers(1, 130), counters=st.lists(st.sampled_from(NAMED)), slowdown=st.text(max_size=60))
+@given(width=st.integers(8, 130), counters=st.lists(st.sampled_from(NAMED)), slowdown=st.text(max_size=60))
 def test_two_counters_a_line_are_no_wider_than_the_pane_nor_more_lines_than_one_a_line(
     width, counters, slowdown
 ):
@@ -503,9 +503,9 @@ def test_two_counters_a_line_are_no_wider_than_the_pane_nor_more_lines_than_one_
 
 def test_a_low_graph_has_the_room_of_what_is_said_of_the_memory():
     of = view(memory="memory 71 % busy, measured")
-    low, high = (text(throughput_lines.lines(of, 60, height)) for height in (5, 6))
-    assert "busy" not in "".join(low) and len(low) == 5
-    assert "busy" in "".join(high) and len(high) == 6
+    low, high = (text(throughput_lines.lines(of, 60, height)) for height in (6, 7))
+    assert "busy" not in "".join(low) and len(low) == 6 and low[-1].startswith("-60 s")
+    assert "busy" in "".join(high) and len(high) == 7 and high[-1].startswith("-60 s")
 
 
 class BarApp(App[None]):
