@@ -6,7 +6,7 @@ import re
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from widgets.markdown import stream
@@ -59,6 +59,7 @@ def test_a_streamed_part_ends_as_the_whole(name, size):
     assert plain(streamed(text, [size])) == plain(whole(text))
 
 
+@example(["fence", "table"], [23])
 @given(
     st.lists(st.sampled_from(sorted(PARTS)), max_size=6), st.lists(st.integers(1, 90), min_size=1, max_size=5)
 )

@@ -88,7 +88,8 @@ class TableBlock:
         self._rows += rows
         self._needed = _widest(self._needed, table.column_widths(rows))
         width, widths = self._key
-        if width and widths == table.fitting_widths(self._needed, width):
+        needed = _widest(self._needed, table.column_widths(self.pending))
+        if width and widths == table.fitting_widths(needed, width):
             self._lines += self._row_lines(rows, width, widths)
 
     def lines(self, width: int) -> Sequence[Line]:

@@ -356,13 +356,13 @@ def test_a_file_that_is_no_earlier_run(tmp_path, content, message):
 def test_the_exit_code_tells_of_a_regression(engines, model, tmp_path, capsys):
     path = tmp_path / "run.json"
     arguments = ("--model", model, "-p", "0", "-n", "16", "-d", "0", "-r", "3")
-    engines({"rate": 1000})
-    assert bench(capsys, *arguments, "--save", path)[0] == 0
     engines({"rate": 100})
+    assert bench(capsys, *arguments, "--save", path)[0] == 0
+    engines({"rate": 25})
     code, _, err = bench(capsys, *arguments, "--against", path)
     assert code == 1
     assert "SLOWER" in err
-    engines({"rate": 0})
+    engines({"rate": 400})
     code, _, err = bench(capsys, *arguments, "--against", path)
     assert code == 0
     assert "faster" in err
