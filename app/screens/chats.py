@@ -19,7 +19,12 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
     """Dismissed with the id of the chat to open, or None. `deleted` are the ids of the chats deleted here."""
 
     FRAME_TITLE = "Past chats"
-    KEYS = "Enter opens · Esc closes · F2 renames · Delete deletes"
+    KEYS = (
+        "Enter opens · Esc closes · F2 renames · Delete deletes",
+        "Enter opens · F2 renames · Delete deletes",
+        "F2 renames · Delete deletes",
+        "F2 renames Del",
+    )
     PLACEHOLDER = "Search in all messages"
     EMPTY = "No chats yet."
     NOTHING_FOUND = "No message has these words."

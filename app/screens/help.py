@@ -27,7 +27,7 @@ class HelpScreen(Page[None]):
 
     def compose(self) -> ComposeResult:
         actions = tuple((key_label(action.key), action.help) for action in ACTIONS)
-        with Frame("Keys", "Up and Down scroll · Esc closes"), VerticalScroll():
+        with Frame("Keys", "Up and Down scroll · Esc closes", "Esc closes"), VerticalScroll():
             for table in (actions, OTHER_KEYS, PANE_KEYS):
                 with Grid():
                     for key, help in table:

@@ -25,7 +25,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     questions. A subclass sets the texts, and implements `find`, `line`, `key`, `choose` and `delete`."""
 
     FRAME_TITLE: ClassVar[str]
-    KEYS: ClassVar[str]
+    KEYS: ClassVar[tuple[str, ...]]
     PLACEHOLDER: ClassVar[str]
     EMPTY: ClassVar[str]
     NOTHING_FOUND: ClassVar[str]
@@ -59,7 +59,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         )
 
     def compose(self) -> ComposeResult:
-        with Frame(self.FRAME_TITLE, self.KEYS):
+        with Frame(self.FRAME_TITLE, *self.KEYS):
             yield self.field
             yield self.options
             yield self.question

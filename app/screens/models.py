@@ -33,7 +33,11 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
     when the page is closed, and can be given to the next page."""
 
     FRAME_TITLE = "Models"
-    KEYS = "Enter chooses or downloads · Esc back · Delete deletes"
+    KEYS = (
+        "Enter chooses or downloads · Esc back · Delete deletes",
+        "Enter chooses · Del deletes",
+        "Delete deletes",
+    )
     PLACEHOLDER = "Search · hf.co/user/repository:Q4_K_M · a file"
     EMPTY = "Looking for models …"
     NOTHING_FOUND = "No model has this name. hf.co/user/repository names any other."

@@ -6,13 +6,21 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen, ScreenResultType
 
+from widgets.text import longest_fitting
+
+_BORDER = 6  # cells of a border that a text in it cannot use
+
 
 class Frame(Vertical):
-    """Shows the title and the keys in its border."""
+    """Shows the title and the keys in its border. `keys` are the same in ever fewer words, for narrow terminals."""
 
-    def __init__(self, title: str, keys: str) -> None:
+    def __init__(self, title: str, *keys: str) -> None:
         super().__init__()
-        self.border_title, self.border_subtitle = Content(title), Content(keys)  # no markup
+        self.keys = keys
+        self.border_title = Content(title)  # no markup
+
+    def on_resize(self) -> None:
+        self.border_subtitle = Content(longest_fitting(self.keys, self.outer_size.width - _BORDER))
 
 
 class Page(ModalScreen[ScreenResultType]):

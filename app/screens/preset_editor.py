@@ -11,7 +11,7 @@ from engine.errors import UsageError
 from presets.loader import preset_files, save
 from widgets.ordered_input import OrderedInput, OrderedTextArea
 
-KEYS = "Ctrl+S saves · Esc closes · Tab to the name"
+KEYS = ("Ctrl+S saves · Esc closes · Tab to the name", "Ctrl+S saves · Esc closes", "Ctrl+S saves")
 
 
 class PresetEditor(EditPage):
@@ -23,7 +23,7 @@ class PresetEditor(EditPage):
         self.preset_name, self.preset_text = name, text
 
     def compose(self) -> ComposeResult:
-        with Frame("Preset", KEYS):
+        with Frame("Preset", *KEYS):
             yield OrderedInput(self.preset_name, placeholder="name")
             yield OrderedTextArea(self.preset_text, soft_wrap=False, show_line_numbers=False)
             yield self.problem_line

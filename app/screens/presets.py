@@ -19,7 +19,12 @@ class PresetsScreen(ListPage[PresetListing, str | None]):
     """Dismissed with the name of the preset to switch to, or None."""
 
     FRAME_TITLE = "Presets"
-    KEYS = "Enter chooses · Esc closes · F2 edits, as your own · Del deletes your own"
+    KEYS = (
+        "Enter chooses · Esc closes · F2 edits, as your own · Del deletes your own",
+        "Enter chooses · F2 edits · Del deletes",
+        "F2 edits · Del deletes",
+        "F2 edits · Del",
+    )
     PLACEHOLDER = "Search"
     EMPTY = NOTHING_FOUND = "No preset has these words."
     BINDINGS = [Binding("f2", "edit", "Edit", priority=True)]

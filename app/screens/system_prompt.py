@@ -11,7 +11,7 @@ from app.screens.page import Frame
 from widgets.ordered_input import OrderedTextArea
 from widgets.text import clean
 
-KEYS = "Ctrl+S saves · Esc closes"
+KEYS = ("Ctrl+S saves · Esc closes", "Ctrl+S saves")
 NONE = "None. For example: Answer briefly."
 
 
@@ -23,7 +23,7 @@ class SystemScreen(EditPage):
         self._text = clean(text)
 
     def compose(self) -> ComposeResult:
-        with Frame("System prompt", KEYS):
+        with Frame("System prompt", *KEYS):
             yield OrderedTextArea(
                 self._text, soft_wrap=True, show_line_numbers=False, placeholder=Content(NONE)
             )
