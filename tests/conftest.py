@@ -20,8 +20,6 @@ from tests.paths import ROOT, SHARED
 
 __all__ = ["fork_server", "forked_engines"]
 
-IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-
 tests_environment.enter()
 os.environ["PARALLEL"] = "0"  # a process that computes for many tests has no compilers of its own
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
@@ -37,7 +35,7 @@ LONGEST = (
     "model/test_transformer.py",
     "kernels/gpu/test_rendered.py",
     "kernels/gpu/test_numbers.py",
-    "model/test_cpu_steps.py",
+    "model/test_cpu_runner.py",
     "app/bench/test_board.py",
     "driver/test_decode.py",
     "kernels/test_quantized_matrix.py",
@@ -50,6 +48,7 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {ROOT / "tests" / name: i for i, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in place), "LONGEST names files that are not there"
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
@@ -63,8 +62,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    if not IS_WORKER:
-        tests_environment.leave()
+    tests_environment.leave()
 
 
 @pytest.fixture(autouse=True)

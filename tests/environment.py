@@ -13,6 +13,7 @@ _REMOVED = (
     "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
 _FOLDER = "ORIN_TESTS_FOLDER"
+_OWNER = "ORIN_TESTS_FOLDER_OWNER"  # the id of the process that made it
 
 
 def enter() -> None:
@@ -24,7 +25,13 @@ def enter() -> None:
         del os.environ[name]
     folder = tempfile.mkdtemp(prefix="orin-tests-")
     places = {"HOME": folder, "XDG_CACHE_HOME": f"{folder}/.cache", "TMPDIR": f"{folder}/tmp"}
-    os.environ |= {_FOLDER: folder, "TERM": "xterm-256color", "LANG": "C.UTF-8", **places}
+    os.environ |= {
+        _FOLDER: folder,
+        _OWNER: str(os.getpid()),
+        "TERM": "xterm-256color",
+        "LANG": "C.UTF-8",
+        **places,
+    }
     Path(places["TMPDIR"]).mkdir()
     tempfile.tempdir = None  # what it was before
 
@@ -35,8 +42,9 @@ def empty_home() -> Path:
 
 
 def leave() -> None:
-    """Deletes the folder. To be called by the process that made it."""
-    shutil.rmtree(os.environ.pop(_FOLDER), ignore_errors=True)
+    """Deletes the folder, if this process has made it. Others, such as pytest run by a test, only inherit it."""
+    if os.environ[_OWNER] == str(os.getpid()):
+        shutil.rmtree(os.environ[_FOLDER], ignore_errors=True)
 
 
 def kernel_cache() -> Path:
