@@ -253,9 +253,8 @@ class CPURunner:
             for name in names:
                 dtype, columns = buffer_type(name)
                 outs[name] = buffer(f"{name}{cols}", tokens * cols // columns, dtype)
-            quantization = Quantization(
-                names, config.norm_eps if norm is not None else None, gated_by is not None
-            )
+            eps = config.norm_eps if norm is not None else None
+            quantization = Quantization(names, eps, "silu" if gated_by is not None else "")
             other = [t for t in (norm, gated_by) if t is not None]
             add(
                 quantize_activations(quantization, lanes, tile),

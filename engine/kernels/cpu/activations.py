@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import pi
+from typing import Literal
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -16,7 +18,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, add, even_share
-from engine.kernels.cpu.step_state import TILES
+from engine.kernels.cpu.step_state import TILES, n_tokens
 from engine.kernels.cpu.weight_layout import PAIRS, UNIT, WeightLayout
 
 # The largest quantized activation. With tiles of tokens, 8-bit scales are multiplied into 6-bit weights (Q6_K), and the
@@ -96,11 +98,11 @@ def buffer_names(layouts: Sequence[WeightLayout], tile: int) -> tuple[str, ...]:
 class Quantization:
     """How the activations of a product are made from rows x, float32 (tokens, cols): `outputs` are the buffers of
     `Activations` to write. With `eps` the rows are RMS-normed and multiplied by a weight; with `gated` they are
-    SiLU(x) * other rows."""
+    SiLU(x) or GELU(x) times other rows."""
 
     outputs: tuple[str, ...]
     eps: float | None = None
-    gated: bool = False
+    gated: Literal["", "silu", "gelu"] = ""
 
 
 @functools.cache
@@ -136,17 +138,55 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
                     if eps is not None:
                         value = value * k.load(factor, 0) * k.vector(other[0], column)
                     if gated:
-                        value = _silu(k, value) * k.vector(other[0], at + column)
+                        value = _ACTIVATIONS[gated](k, value) * k.vector(other[0], at + column)
                     values.append(value)
                 _store_unit(k, outs, values, (tile_number * units + unit) * tile, unit, tile, token)
-        kind = "normed" if eps is not None else "gated" if gated else "plain"
+        kind = "normed" if eps is not None else gated or "plain"
         return k.finish(f"prepare_{kind}_{len(outs)}_{tile}")
 
     return kernel
 
 
+@functools.cache
+def add_normed(eps: float, lanes: int, tile: int) -> Kernel:
+    """out += RMS-normed rows * weight. The threads share the tokens. Buffers: out, float32 (tokens, cols); the number
+    of units in a row, int32 (1,); the state if tile is more than 1; the rows, float32 (tokens, cols); the weight,
+    float32 (cols,)."""
+
+    def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
+        k = KernelBuilder(lanes)
+        k.scratch(out)
+        *state, rows, weight = buffers
+        cols = k.index(shape, 0) * UNIT
+        first, count = even_share(n_tokens(k, state[0], tile) if state else 1, part, parts)
+        factor = k.registers(1)
+        with k.loop(count) as i:
+            at = (first + i) * cols
+            mean = sum_of_squares(k, rows, at, cols) * cols.cast(F32).reciprocal()
+            k.store(factor, 0, (mean + eps).sqrt().reciprocal())
+            with k.loop(cols // lanes) as j:
+                normed = k.vector(rows, at + j * lanes) * k.load(factor, 0) * k.vector(weight, j * lanes)
+                k.store(out, at + j * lanes, k.vector(out, at + j * lanes) + normed)
+        return k.finish(f"add_normed_{tile}")
+
+    return kernel
+
+
+def _sigmoid(k: KernelBuilder, x: UOp) -> UOp:
+    return (k.exp(x * -1.0) + 1.0).reciprocal()
+
+
 def _silu(k: KernelBuilder, x: UOp) -> UOp:
-    return x * (k.exp(x * -1.0) + 1.0).reciprocal()
+    return x * _sigmoid(k, x)
+
+
+def _gelu(k: KernelBuilder, x: UOp) -> UOp:
+    """The form with tanh: 0.5 x (1 + tanh(y)) = x sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x**3)."""
+    return x * _sigmoid(k, x * (x * x * (_GELU * 0.044715) + _GELU))
+
+
+_GELU = 2 * (2 / pi) ** 0.5
+_ACTIVATIONS = {"silu": _silu, "gelu": _gelu}
 
 
 def sum_of_squares(k: KernelBuilder, rows: UOp, at: Index, n: Index, lanes: int = 0) -> UOp:

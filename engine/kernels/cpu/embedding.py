@@ -13,9 +13,10 @@ from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
 
 
 @functools.cache
-def embed(layout: WeightLayout, tile: int) -> Kernel:
-    """Buffers: out, float32 (tokens, cols); the matrix's rows and its blocks in a row, int32 (2,); the state if tile is
-    more than 1; the tokens, int32; the matrix's stream. Tokens outside the vocabulary are clamped."""
+def embed(layout: WeightLayout, tile: int, scale: float = 1.0) -> Kernel:
+    """The rows times `scale`. Buffers: out, float32 (tokens, cols); the matrix's rows and its blocks in a row, int32
+    (2,); the state if tile is more than 1; the tokens, int32; the matrix's stream. Tokens outside the vocabulary are
+    clamped."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(layout.lanes)
@@ -28,7 +29,7 @@ def embed(layout: WeightLayout, tile: int) -> Kernel:
             row = k.index(tokens, token).maximum(0).minimum(rows - 1)
             group, lane, unit = row // layout.lanes, row % layout.lanes, first + i
             for c, value in enumerate(layout.columns(k, stream, group, blocks, unit, lane)):
-                k.store(out, token * cols + unit * columns + c, value)
+                k.store(out, token * cols + unit * columns + c, value * scale if scale != 1.0 else value)
         return k.finish(f"embed_{layout.name}_{tile}")
 
     return kernel

@@ -104,14 +104,15 @@ def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [1, TILE])
-@pytest.mark.parametrize("kind", ["plain", "normed", "gated"])
+@pytest.mark.parametrize("kind", ["", "silu", "gelu", "normed"])
 def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     cols = 128
     names = ("values", "scales", *(("sums",) if tile == 1 else ()), "scaled_sums", "floats")
     outs = [memory.zeros(tile * cols, KINDS.get(name, dtypes.float32)) for name in names]
     state = [ints(0, 0, 1)] if tile > 1 else []
-    other = {"plain": [], "normed": [random(cols)], "gated": [random(tile * cols + 1)]}[kind]
-    quantization = Quantization(names, 1e-5 if kind == "normed" else None, kind == "gated")
+    normed = kind == "normed"
+    other = [random(cols)] if normed else [random(tile * cols + 1)] if kind else []
+    quantization = Quantization(names, 1e-5 if normed else None, "" if normed else kind)
     ins = [ints(cols // UNIT), *state, random(tile * cols), *other]
     assert (
         on_arm(pool, quantize_activations(quantization, LANES, tile), outs, ins) < 1e-4

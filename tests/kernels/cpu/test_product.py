@@ -97,19 +97,18 @@ def test_rows_of_the_embedding(pool: ThreadPool, kind: int) -> None:
         )
 
 
+def test_rows_of_the_embedding_times_a_constant(pool: ThreadPool) -> None:
+    layout, stream, weights = packed(pool, Type.Q4_K, 8, 256)
+    out = memory.zeros(4 * 256, dtypes.float32)
+    step = KernelSequence(pool)
+    step.add(embed(layout, 4, 48.0), out, ints(8, 1), ints(0, 0, 1), ints(3, 7, 0, 3), stream)
+    step.compile()()
+    wanted = 48 * weights[[3, 7, 0, 3]]
+    np.testing.assert_allclose(memory.view(out).reshape(4, -1), wanted, atol=1e-6 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: Type(kind).name)
 def test_bytes_are_the_files(kind: int) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type(kind)]
     in_file = 64 * 1024 // block * block_bytes
     assert in_file <= WeightLayout(kind, LANES).size(64, 1024) * 2 <= 1.03 * in_file
-
-
-def test_a_matrix_of_zeros_and_activations_of_zeros(pool: ThreadPool) -> None:
-    names = buffer_names([WeightLayout(8, LANES)], 1)
-    outs = [memory.zeros(64, KINDS.get(name, dtypes.float32)) for name in names]
-    step = KernelSequence(pool)
-    step.add(
-        quantize_activations(Quantization(names), LANES, 1), *outs, ints(2), memory.zeros(64, dtypes.float32)
-    )
-    step.compile()()
-    assert all(np.all(memory.view(out) == 0) for out in outs)
