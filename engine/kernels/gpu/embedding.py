@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from tinygrad import UOp
 
@@ -25,11 +26,13 @@ from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, permut
 
 @functools.cache
 def embed(
-    layout: WeightLayout, vocab: int, cols: int, n_norm_sums: int, copies: int, context: int, half: int
-) -> Kernel:
-    """Starts the residual stream of a decode step with the token's row. Buffers: the outs of `add_residual` (the
-    stream, n_norm_sums partial sums of its squares, `copies` vectors for the first products); cos and sin of the
-    position's angles, float32 (2 * half,); the state, int32 (2,): token and position; the tables of cos and of sin,
+    layout: WeightLayout, vocab: int, cols: int, n_norm_sums: int, copies: int, context: int, half: int,
+    kinds: int = 1, scale: float = 1.0,
+) -> Kernel:  # fmt: skip
+    """Starts the residual stream of a decode step with the token's row times `scale`, and looks up the position's
+    angles in the tables of each of `kinds` kinds of layers. Buffers: the outs of `add_residual` (the stream,
+    n_norm_sums partial sums of its squares, `copies` vectors for the first products); for each kind cos and sin of the
+    angles, float32 (2 * half,); the state, int32 (2,): token and position; for each kind the tables of cos and of sin,
     float32 (context, half); for each copy the first norm's weight times the prescale, float32 (cols,); the matrix's
     planes. Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
@@ -40,8 +43,14 @@ def embed(
 
     def kernel(*buffers: UOp) -> UOp:
         h, norm_sums, *rest = buffers
-        outs, (angles, state, cos, sin), rest = rest[:copies], rest[copies : copies + 4], rest[copies + 4 :]
-        weights, planes = rest[:copies], rest[copies:]
+        outs, angles, state, rest = (
+            rest[:copies], rest[copies : copies + kinds], rest[copies + kinds], rest[copies + kinds + 1 :]
+        )  # fmt: skip
+        tables, weights, planes = (
+            rest[: 2 * kinds],
+            rest[2 * kinds : 2 * kinds + copies],
+            rest[2 * kinds + copies :],
+        )
         thread, quarter = UOp.special(threads, "lidx0"), UOp.special(quarters, "gidx0")
         token = load_index(state, 0, vocab)
         stores, squares = [], []
@@ -49,7 +58,7 @@ def embed(
             unit = thread + s * threads
             inside = None if (s + 1) * threads <= units else unit < units
             safe = unit if inside is None else inside.where(unit, 0)
-            values = layout.quarter(planes, token, units, safe, quarter)
+            values = scaled(layout.quarter(planes, token, units, safe, quarter), scale)
             for j, value in enumerate(values):
                 column = unit * UNIT + quarter * QUARTER + j
                 ok = all_of(inside, None if cols % UNIT == 0 else column < cols)
@@ -61,8 +70,9 @@ def embed(
         for i in range(-(-half // threads)):
             k = thread + i * threads
             ok = quarter.eq(0) & (k < half)
-            for table, index in ((cos, k), (sin, k + half)):
-                stores.append(store(angles, index, load(table, position * half + k, ok), ok))
+            for j, table in enumerate(tables):
+                value = load(table, position * half + k, ok)
+                stores.append(store(angles[j // 2], k + j % 2 * half, value, ok))
         sums = after_store(shared(threads, slot=0), thread, chain(squares))
         total = tree(load_run(sums, 0, threads))
         each = -(-n_norm_sums // quarters)  # that this block stores: the total, then zeros
@@ -76,10 +86,15 @@ def embed(
     return kernel
 
 
+def scaled(values: Sequence[UOp], scale: float) -> list[UOp]:
+    """The values times `scale`."""
+    return list(values) if scale == 1.0 else [value * f32(scale) for value in values]
+
+
 @functools.cache
-def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int) -> Kernel:
-    """Starts the residual stream of prefill. Buffers: the stream, float32 (tokens, cols); the tokens, int32 (tokens,);
-    the matrix's planes. Tokens outside the vocabulary are clamped."""
+def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int, scale: float = 1.0) -> Kernel:
+    """Starts the residual stream of prefill with the tokens' rows times `scale`. Buffers: the stream, float32 (tokens,
+    cols); the tokens, int32 (tokens,); the matrix's planes. Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
     quarters = units * (UNIT // QUARTER)
     threads = min(quarters, 128)
@@ -90,7 +105,7 @@ def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int) -> Ke
         index = chunk * threads + thread
         safe = index if quarters % threads == 0 else index.minimum(quarters - 1)
         row = load(ids, token).maximum(0).minimum(vocab - 1).cast(thread.dtype)
-        values = layout.quarter(planes, row, units, safe // 4, safe % 4)
+        values = scaled(layout.quarter(planes, row, units, safe // 4, safe % 4), scale)
         stores = []
         for j, value in enumerate(values):
             column = index * QUARTER + j

@@ -23,12 +23,13 @@ from tinygrad.uop.ops import AxisType
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import (
     F16,
+    Activation,
     finish,
+    gated,
     load_index,
     load_run,
     store,
     store_run,
-    swiglu,
     zeroed_registers,
 )
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, units_of
@@ -60,7 +61,7 @@ class Tiles:
 
 def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
     """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few. `paired`
-    products are not divided, because SwiGLU needs the whole sums of gate and up."""
+    products are not divided, because the activation needs the whole sums of gate and up."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
     tiles = Tiles(min(8, tokens // 16), 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
@@ -97,12 +98,13 @@ def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
 
 @functools.cache
 def matmul(
-    layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str
-) -> Kernel:
+    layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
+    activation: Activation = "silu",
+) -> Kernel:  # fmt: skip
     """activations @ matrix.T. Buffers: the output; the activations, float16 (fragments_size(tokens, cols),); the
     prompt, int32 (2,): position and number of tokens; the matrix's planes. The output is a sum for each part, float32
-    (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is SiLU(gate) * up as
-    fragments, float16 (fragments_size(tokens, rows / 2),)."""
+    (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is activation(gate) * up
+    as fragments, float16 (fragments_size(tokens, rows / 2),)."""
     units = units_of(cols)
     assert tokens % tiles.tokens == 0 and tiles.parts <= units
     steps = -(-units // tiles.parts)
@@ -153,7 +155,8 @@ def matmul(
                     ok = token < n if rows % tiles.width == 0 else (token < n) & (row < rows)
                     if paired:
                         index = fragment_index(token, row // 2, rows // 2)
-                        results.append(store(out, index, as_half(swiglu(value[2 * k], value[2 * k + 1])), ok))
+                        product = gated(value[2 * k], value[2 * k + 1], activation)
+                        results.append(store(out, index, as_half(product), ok))
                     else:
                         for e in (0, 1):
                             inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)

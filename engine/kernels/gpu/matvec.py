@@ -9,7 +9,8 @@ Prologue: the RMS norm of the vector. The kernel that produced the vector has pe
 norm's weight and the prescale (`permuted`, `prescale`). Only one factor is left, which follows from partial sums of
 squares that the producer also stored.
 
-Epilogue: what the kernel does with the rows of a block: `STORE`, `add_residual`, `SWIGLU`, `ARGMAX`.
+Epilogue: what the kernel does with the rows of a block: `STORE`, `STORE_SQUARES`, `add_residual`,
+`activated`, `ARGMAX`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from tinygrad.uop.ops import AxisType, Ops
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import (
     I32,
+    Activation,
     after_store,
     f32,
     finish,
+    gated,
     inverse_rms,
     load,
     load_run,
     shared,
     store,
-    swiglu,
     tree,
 )
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted, permuted_size, units_of
@@ -146,22 +148,25 @@ def _add_residual(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> l
     i = rows.thread
     ok, row = rows.valid(i), rows.index(i)
     value = load(h, row, ok) + rows.product(i, ok)
-    square = ok.where(value * value, f32(0))
-    squares = after_store(shared(rows.count, slot=1), i, square, i < rows.count)
-    sum_of_squares = tree(load_run(squares, 0, rows.count))
-    stores = [store(h, row, value, ok), store(sums_of_squares, rows.block, sum_of_squares, i.eq(0))]
+    stores = [store(h, row, value, ok), _store_sum_of_squares(sums_of_squares, value, ok, rows)]
     for out, weight in zip(copies, ins, strict=True):
         stores.append(store(out, permuted(row, rows.total), value * load(weight, row, ok), ok))
     return stores
 
 
-def _swiglu(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+def _store_squares(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
     i = rows.thread
-    ok = rows.valid(i, 2)
-    column = rows.first // 2 + i
-    value = swiglu(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok))
-    value = value * load(ins[0], column % UNIT, ok)
-    return [store(outs[0], permuted(column, rows.total // 2), value, ok)]
+    ok, row = rows.valid(i), rows.index(i)
+    value = rows.product(i, ok)
+    return [store(outs[0], row, value, ok), _store_sum_of_squares(outs[1], value, ok, rows)]
+
+
+def _store_sum_of_squares(out: UOp, value: UOp, ok: UOp, rows: BlockRows) -> UOp:
+    """Stores the sum of the squares of a block's values, of which each thread with `ok` has one."""
+    i = rows.thread
+    square = ok.where(value * value, f32(0))
+    squares = after_store(shared(rows.count, slot=1), i, square, i < rows.count)
+    return store(out, rows.block, tree(load_run(squares, 0, rows.count)), i.eq(0))
 
 
 def _argmax(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
@@ -182,9 +187,9 @@ def _argmax(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UO
 STORE, STORE_BIASED = Epilogue(1, 0, 1, _store), Epilogue(1, 1, 1, _store)
 """out[row] = product, or product + bias[row]. outs: out, float32 (rows,); ins: the bias, float32 (rows,)."""
 
-SWIGLU = Epilogue(1, 1, 2, _swiglu)
-"""SiLU(gate) * up, from rows that alternate between gate and up, permuted and prescaled for the next product. outs:
-that vector; ins: its prescale, float32 (UNIT,)."""
+STORE_SQUARES = Epilogue(2, 0, 1, _store_squares)
+"""As STORE, for `engine.kernels.gpu.post_norm`. outs: out, float32 (rows,); partial sums of its squares, float32
+(blocks,)."""
 
 ARGMAX = Epilogue(3, 0, 1, _argmax)
 """Stores logits, and the largest of each block with its row. outs: the logits, float32 (rows,); the largest, float32
@@ -200,14 +205,31 @@ def add_residual(copies: int = 1) -> Epilogue:
 
 
 @functools.cache
-def activate(n: int, threads: int = 256) -> Kernel:
-    """SiLU(gate) * up, if the two are separate matrices. Buffers: the permuted and prescaled result; gate, then up,
-    float32 (2 * n,); the prescale, float32 (UNIT,)."""
+def activated(activation: Activation) -> Epilogue:
+    """activation(gate) * up, from rows that alternate between gate and up, permuted and prescaled for the next product.
+    outs: that vector; ins: its prescale, float32 (UNIT,)."""
+
+    def stores(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+        i = rows.thread
+        ok = rows.valid(i, 2)
+        column = rows.first // 2 + i
+        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
+        value = value * load(ins[0], column % UNIT, ok)
+        return [store(outs[0], permuted(column, rows.total // 2), value, ok)]
+
+    return Epilogue(1, 1, 2, stores)
+
+
+@functools.cache
+def activate(n: int, activation: Activation = "silu", threads: int = 256) -> Kernel:
+    """activation(gate) * up, if the two are separate matrices. Buffers: the permuted and prescaled result; gate, then
+    up, float32 (2 * n,); the prescale, float32 (UNIT,)."""
 
     def kernel(out: UOp, rows: UOp, prescale: UOp) -> UOp:
         column = UOp.special(-(-n // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
         ok = None if n % threads == 0 else column < n
-        value = swiglu(load(rows, column, ok), load(rows, column + n, ok)) * load(prescale, column % UNIT, ok)
+        value = gated(load(rows, column, ok), load(rows, column + n, ok), activation)
+        value = value * load(prescale, column % UNIT, ok)
         return finish(f"activate_{n}", [store(out, permuted(column, n), value, ok)])
 
     return kernel

@@ -1,8 +1,9 @@
-"""The kernels of prefill between its matrix products: norms, rotary position embedding, and SwiGLU."""
+"""The kernels of prefill between its matrix products: norms, rotary position embedding, and activations."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from tinygrad import UOp
 
@@ -12,10 +13,12 @@ from engine.kernels.gpu.matmul import as_half, fragment_index
 from engine.kernels.gpu.prefill_attention import query_index
 from engine.kernels.gpu.uops import (
     F16,
+    Activation,
     after_store,
     chain,
     f32,
     finish,
+    gated,
     inverse_rms,
     load,
     load_index,
@@ -23,41 +26,50 @@ from engine.kernels.gpu.uops import (
     rotated,
     shared,
     store,
-    swiglu,
     tree,
 )
 
 
 @functools.cache
-def norm_prompt(tokens: int, cols: int, parts: int, eps: float) -> Kernel:
+def norm_prompt(tokens: int, cols: int, parts: int, eps: float, post_norm: bool = False) -> Kernel:
     """Adds a product to the residual stream, and RMS-norms the stream for the next product. Buffers: the normed
     activations, float16 fragments (see `engine.kernels.gpu.matmul`); the stream, float32 (tokens, cols); the product,
-    as partial sums, float32 (parts, tokens, cols), unless `parts` is 0; the norm's weight, float32 (cols,)."""
+    as partial sums, float32 (parts, tokens, cols), unless `parts` is 0; with `post_norm` the weight of the norm of the
+    product before it is added, float32 (cols,); the norm's weight, float32 (cols,)."""
+    assert parts or not post_norm
     threads = max(32, min(256, -(-cols // 4 // 32) * 32))
     quads = -(-cols // 4 // threads)
 
     def kernel(x: UOp, h: UOp, *rest: UOp) -> UOp:
-        sums, weight = (rest[0], rest[1]) if parts else (None, rest[0])
+        sums, weight = rest[0] if parts else None, rest[-1]
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
-        stores, values, squares = [], [], []
-        for q in range(quads):
-            first = (thread + q * threads) * 4
-            for i in range(4):
-                column = first + i
-                ok = None if cols % (threads * 4) == 0 else column < cols
-                value = load(h, token * cols + column, ok)
-                if sums is not None:
-                    part_sums = (load(sums, (p * tokens + token) * cols + column, ok) for p in range(parts))
-                    value = chain([value, *part_sums])
-                    stores.append(store(h, token * cols + column, value, ok))
-                values.append((column, ok, value))
-                squares.append(value * value)
-        partial = after_store(shared(threads, slot=0), thread, chain(squares))
-        lane_sum = tree([load(partial, thread + 32 * k, thread < 32) for k in range(threads // 32)])
-        lane_sums = after_store(shared(32, slot=1), thread, lane_sum, thread < 32)
-        norm = inverse_rms(tree(load_run(lane_sums, 0, 32)), cols, eps)
-        for column, ok, value in values:
-            normed = (value * norm * load(weight, column, ok)).cast(F16)
+        columns = [(thread + q * threads) * 4 + i for q in range(quads) for i in range(4)]
+        places = [(column, None if cols % (threads * 4) == 0 else column < cols) for column in columns]
+
+        def norm(values: Sequence[UOp], slot: int) -> UOp:
+            """The factor of the norm of a token's values, of which this thread has some."""
+            partial = after_store(shared(threads, slot), thread, chain(value * value for value in values))
+            lane_sum = tree([load(partial, thread + 32 * k, thread < 32) for k in range(threads // 32)])
+            lane_sums = after_store(shared(32, slot + 1), thread, lane_sum, thread < 32)
+            return inverse_rms(tree(load_run(lane_sums, 0, 32)), cols, eps)
+
+        stores, values = [], [load(h, token * cols + column, ok) for column, ok in places]
+        if sums is not None:
+            added = [
+                [load(sums, (p * tokens + token) * cols + column, ok) for p in range(parts)]
+                for column, ok in places
+            ]
+            if post_norm:
+                product = [chain(part_sums) for part_sums in added]
+                factor = norm(product, 2)
+                weights = [load(rest[1], column, ok) for column, ok in places]
+                added = [[value * factor * w] for value, w in zip(product, weights, strict=True)]
+            values = [chain([value, *terms]) for value, terms in zip(values, added, strict=True)]
+            for (column, ok), value in zip(places, values, strict=True):
+                stores.append(store(h, token * cols + column, value, ok))
+        factor = norm(values, 0)
+        for (column, ok), value in zip(places, values, strict=True):
+            normed = (value * factor * load(weight, column, ok)).cast(F16)
             stores.append(store(x, fragment_index(token, column, cols), normed, ok))
         return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
 
@@ -132,8 +144,8 @@ def rotate_prompt(
 
 
 @functools.cache
-def activate_prompt(tokens: int, n: int, parts: tuple[int, int]) -> Kernel:
-    """SiLU(gate) * up, if the two are separate products. Buffers: the result, float16 fragments (tokens, n); the
+def activate_prompt(tokens: int, n: int, parts: tuple[int, int], activation: Activation = "silu") -> Kernel:
+    """activation(gate) * up, if the two are separate products. Buffers: the result, float16 fragments (tokens, n); the
     partial sums of gate, float32 (parts[0], tokens, n), and of up, float32 (parts[1], tokens, n)."""
 
     def kernel(out: UOp, gate: UOp, up: UOp) -> UOp:
@@ -144,7 +156,7 @@ def activate_prompt(tokens: int, n: int, parts: tuple[int, int]) -> Kernel:
             chain(load(sums, (p * tokens + token) * n + column, ok) for p in range(count))
             for sums, count in zip((gate, up), parts, strict=True)
         )
-        result = store(out, fragment_index(token, column, n), as_half(swiglu(a, b)), ok)
+        result = store(out, fragment_index(token, column, n), as_half(gated(a, b, activation)), ok)
         return finish(f"prefill_activate_{tokens}_{n}", [result])
 
     return kernel

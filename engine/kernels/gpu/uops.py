@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from tinygrad import Device, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -13,6 +15,9 @@ from tinygrad.uop.ops import KernelInfo, Ops
 F32, F16, I32, U32, INDEX = dtypes.float32, dtypes.float16, dtypes.int32, dtypes.uint32, dtypes.weakint
 LOWEST = -1e30  # a score below all others; minus infinity would give NaN in a difference
 LOG2_E = 1.4426950408889634
+
+Activation = Literal["silu", "gelu"]
+"""The function of a gated feed-forward layer's gate; GELU is the form with tanh."""
 
 
 def f32(value: float) -> UOp:
@@ -137,9 +142,14 @@ def after_store(array: UOp, index: UOp | int, value: UOp, valid: UOp | None = No
 # --- formulas ------------------------------------------------------------------------------------------
 
 
-def swiglu(gate: UOp, up: UOp) -> UOp:
-    """SiLU(gate) * up."""
-    return gate * (f32(1) + (gate * f32(-LOG2_E)).exp2()).reciprocal() * up
+def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
+    """activation(gate) * up. Both activations are gate * sigmoid(x); an infinite power of two gives zero."""
+    x = gate
+    if (
+        activation == "gelu"
+    ):  # (1 + tanh(y)) / 2 = sigmoid(2 * y), of y = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
+        x = gate * (f32(1) + f32(0.044715) * gate * gate) * f32(2 * math.sqrt(2 / math.pi))
+    return gate * (f32(1) + (x * f32(-LOG2_E)).exp2()).reciprocal() * up
 
 
 def inverse_rms(sum_of_squares: UOp, n: int, eps: float) -> UOp:

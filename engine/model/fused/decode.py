@@ -24,9 +24,9 @@ from engine.kernels.gpu.matvec import (
     ARGMAX,
     STORE,
     STORE_BIASED,
-    SWIGLU,
     Epilogue,
     activate,
+    activated,
     add_residual,
     matvec,
 )
@@ -146,7 +146,7 @@ class DecodeKernels:
         prescale = self._prescales.of(layer.down.single_matrix.layout)
         if len(layer.gate_up.matrices) == 1:
             self._multiply_normed(
-                step, layer.gate_up, stream, SWIGLU, [self._activated], [prescale], "gate_up"
+                step, layer.gate_up, stream, activated("silu"), [self._activated], [prescale], "gate_up"
             )
             return
         self._multiply_normed(step, layer.gate_up, stream, STORE, [self._gate_up], [], "gate_up")

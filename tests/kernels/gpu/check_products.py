@@ -5,7 +5,7 @@ from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.decode_attention import attention, split_for
-from engine.kernels.gpu.embedding import embed
+from engine.kernels.gpu.embedding import embed, embed_prompt
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
@@ -13,12 +13,16 @@ from engine.kernels.gpu.matvec import (
     ARGMAX,
     STORE,
     STORE_BIASED,
-    SWIGLU,
+    STORE_SQUARES,
     Schedule,
     StackedMatrices,
+    activate,
+    activated,
     add_residual,
     matvec,
 )
+from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
+from engine.kernels.gpu.prefill import activate_prompt, norm_prompt
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.schedules import matvec_schedule
@@ -89,16 +93,11 @@ def check_epilogues() -> None:
     close(sums.numpy().sum(), ((stream + y) ** 2).sum())
     close(following.numpy()[places(rows)], (stream + y) * weight)
 
-    activated, scale = zeros(permuted_size(rows // 2)), prescale(6)
-    run(
-        matvec(StackedMatrices.single(layout, rows, cols), schedule, SWIGLU, "t"),
-        activated,
-        vector,
-        buffer(scale),
-        *planes,
-    )
-    gate, up = y[0::2], y[1::2]
-    close(activated.numpy()[places(rows // 2)] / scale[: rows // 2], gate / (1 + np.exp(-gate)) * up)
+    for activation in ("silu", "gelu"):
+        out, scale = zeros(permuted_size(rows // 2)), prescale(6)
+        kernel = matvec(StackedMatrices.single(layout, rows, cols), schedule, activated(activation), "t")
+        run(kernel, out, vector, buffer(scale), *planes)
+        close(out.numpy()[places(rows // 2)] / scale[: rows // 2], gated(y[0::2], y[1::2], activation))
 
     logits, best, best_row = zeros(rows), zeros(8), zeros(8, dtypes.int32)
     run(
@@ -113,6 +112,72 @@ def check_epilogues() -> None:
     state, history = buffer(np.array([0, 2], np.int32)), zeros(4, dtypes.int32)
     run(next_token(8, 4, 32), state, history, best, best_row)
     assert state.numpy().tolist() == [y.argmax(), 3] and history.numpy()[2] == y.argmax()
+
+
+def gated(gate, up, activation):
+    if activation == "gelu":
+        return gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2 * up
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def check_activations() -> None:
+    """Gate and up as vectors, for a token and for a prompt, with gates far from zero."""
+    n, tokens = 96, 16
+    gate, up = rng.standard_normal((2, tokens, n)).astype(np.float32)
+    gate[:, :8] = [0, -1e-3, 30, -30, 80, -80, 1e4, -1e4]
+    for activation in ("silu", "gelu"):
+        with np.errstate(over="ignore"):
+            wanted = gated(gate.astype(np.float64), up, activation)
+        out, ones = zeros(permuted_size(n)), buffer(np.ones(64, np.float32))
+        run(activate(n, activation), out, buffer(np.concatenate([gate[0], up[0]])), ones)
+        close(out.numpy()[places(n)], wanted[0])
+        out = zeros(fragments_size(tokens, n), dtypes.float16)
+        halves = [buffer(np.stack([x * 0.75, x * 0.25])) for x in (gate, up)]
+        run(activate_prompt(tokens, n, (2, 2), activation), out, *halves)
+        place = prompt_index(lambda m, e: fragment_index(m, e, n), tokens, n)
+        close(out.numpy()[place], wanted, 1e-3)
+
+
+def normed(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def check_post_norms() -> None:
+    """A product is normed before it is added to the stream, for a token and for a prompt."""
+    layout, cols, rows, eps = WeightLayout(8), 256, 64, 1e-5
+    planes, weights = packed(8, rows, cols)
+    x = rng.standard_normal(cols).astype(np.float32)
+    product, squares = zeros(rows), zeros(8)
+    kernel = matvec(StackedMatrices.single(layout, rows, cols), Schedule(2, 4, 2), STORE_SQUARES, "t")
+    run(kernel, product, squares, laid_out(x, layout), *planes)
+    y = weights.astype(np.float64) @ x
+    close(product.numpy(), y)
+    close(squares.numpy().sum(), (y * y).sum())
+    for n, n_sums, copies in ((64, 8, 1), (320, 131, 2)):  # less than a block; blocks and a part of one
+        y, stream, post, *following = rng.standard_normal((3 + copies, n)).astype(np.float32)
+        squares = np.zeros(n_sums, np.float32)
+        squares[: n_sums // 2] = np.add.reduceat(y * y, np.arange(n_sums // 2) * (n // (n_sums // 2)))
+        wanted = stream + normed(y.astype(np.float64), post, eps)
+        h, sums = buffer(stream), zeros(add_normed_blocks(n))
+        outs, ins = [zeros(permuted_size(n)) for _ in following], [buffer(y), buffer(squares), buffer(post)]
+        run(add_normed(n, n_sums, copies, eps), h, sums, *outs, *ins, *map(buffer, following))
+        close(h.numpy(), wanted)
+        close(sums.numpy().sum(), (wanted**2).sum())
+        for out, weight in zip(outs, following, strict=True):
+            close(out.numpy()[places(n)], wanted * weight)
+    for tokens, n, parts in ((2, 96, 2), (1, 1100, 1)):
+        y = rng.standard_normal((parts, tokens, n)).astype(np.float32)
+        stream, (post, weight) = rng.standard_normal((tokens, n)), rng.standard_normal((2, n))
+        stream, post, weight = (a.astype(np.float32) for a in (stream, post, weight))
+        for has_post_norm in (False, True):
+            added = y.sum(0, dtype=np.float64)
+            wanted = stream + (normed(added, post, eps) if has_post_norm else added)
+            x, h = zeros(fragments_size(16, n), dtypes.float16), buffer(stream)
+            ins = [buffer(y), *([buffer(post)] if has_post_norm else []), buffer(weight)]
+            run(norm_prompt(tokens, n, parts, eps, has_post_norm), x, h, *ins)
+            close(h.numpy().reshape(tokens, n), wanted)
+            place = prompt_index(lambda m, e, n=n: fragment_index(m, e, n), tokens, n)
+            close(x.numpy()[place], normed(wanted, weight, eps), 1e-3)
 
 
 def check_matrices_of_several_types() -> None:
@@ -140,25 +205,27 @@ def check_matrices_of_several_types() -> None:
 
 
 def check_embedding() -> None:
-    """A row of each kind of layout begins the stream; the angles of its position come along."""
-    for ggml_type in (6, 12, 14, 1):
+    """A row of each kind of layout begins the stream; the angles of its position come along, of one table or two."""
+    for ggml_type, kinds, scale in ((6, 1, 1.0), (12, 1, 1.0), (14, 2, 16.0), (1, 1, 1.0)):
         layout, vocab, cols, half, context = WeightLayout(ggml_type), 3, 256, 4, 8
         planes, weights = packed(ggml_type, vocab, cols)
         weight = rng.standard_normal(cols).astype(np.float32)
-        tables = [rng.standard_normal((context, half)).astype(np.float32) for _ in range(2)]
-        h, parts, following, angles = (
-            zeros(cols),
-            buffer(np.ones(6, np.float32)),
-            zeros(cols),
-            zeros(2 * half),
-        )
+        tables = [rng.standard_normal((context, half)).astype(np.float32) for _ in range(2 * kinds)]
+        h, parts, following = zeros(cols), buffer(np.ones(6, np.float32)), zeros(cols)
+        angles = [zeros(2 * half) for _ in range(kinds)]
         state = buffer(np.array([2, 5], np.int32))
-        kernel = embed(layout, vocab, cols, 6, 1, context, half)
-        run(kernel, h, parts, following, angles, state, *map(buffer, tables), buffer(weight), *planes)
-        close(h.numpy(), weights[2], 2e-5)
-        close(parts.numpy().sum(), (weights[2].astype(np.float64) ** 2).sum(), 2e-5)
-        close(following.numpy()[places(cols)], weights[2] * weight, 2e-5)
-        assert np.array_equal(angles.numpy(), np.concatenate([t[5] for t in tables]))
+        kernel = embed(layout, vocab, cols, 6, 1, context, half, kinds, scale)
+        run(kernel, h, parts, following, *angles, state, *map(buffer, tables), buffer(weight), *planes)
+        row = weights[2] * scale
+        close(h.numpy(), row, 2e-5)
+        close(parts.numpy().sum(), (row.astype(np.float64) ** 2).sum(), 2e-5)
+        close(following.numpy()[places(cols)], row * weight, 2e-5)
+        for kind, out in enumerate(angles):
+            cos, sin = tables[2 * kind : 2 * kind + 2]
+            assert np.array_equal(out.numpy(), np.concatenate([cos[5], sin[5]]))
+        prompt, ids = zeros(2 * cols), buffer(np.array([2, 9], np.int32))
+        run(embed_prompt(layout, 2, vocab, cols, scale), prompt, ids, *planes)
+        close(prompt.numpy(), np.concatenate([row, row]), 2e-5)
 
 
 def check_prompt_products() -> None:
@@ -182,8 +249,7 @@ def check_prompt_products() -> None:
         kernel = matmul(layout, tokens, rows, cols, Tiles(1, 2, 1, 1, 1), True, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         place = prompt_index(lambda m, e, rows=rows: fragment_index(m, e, rows // 2), n, rows // 2)
-        gate, up = wanted[:, 0::2], wanted[:, 1::2]
-        close(out.numpy()[place], gate / (1 + np.exp(-gate)) * up, 2e-3)
+        close(out.numpy()[place], gated(wanted[:, 0::2], wanted[:, 1::2], "silu"), 2e-3)
 
 
 def check_any_shape_has_a_schedule() -> None:
