@@ -57,12 +57,12 @@ class Matrix:
 @dataclass
 class Layer:
     """The weights and the cache of a layer. `norms`: those before attention and before the feed-forward layer;
-    `head_norms`: those of queries and keys, or empty."""
+    `head_norms`: those of queries and keys, if there are any."""
 
     norms: tuple[Tensor, Tensor]
     qkv: list[Matrix]
     bias: Tensor | None
-    head_norms: list[Tensor]
+    head_norms: list[Tensor | None]
     o: Matrix
     gate: Matrix
     up: Matrix
@@ -87,8 +87,18 @@ class CPURunner:
         self._pool = default_pool()
         self._layers, self._embedding, self._head, self._output_norm = self._load(weights, keep_packed)
         length = ceil((context_length + self.max_chunk) / self._lanes) * self._lanes
-        eps = config.norm_eps if self._layers[0].head_norms else None
-        self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, self._lanes, eps)
+        normed = [norm is not None for norm in self._layers[0].head_norms]
+        scale = config.head_dim**-0.5
+        self._heads = Heads(
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            length,
+            self._lanes,
+            scale,
+            config.norm_eps,
+            *normed,
+        )
         for layer in self._layers:
             layer.keys, layer.values = (
                 memory.zeros(self._heads.cache_size, dtypes.float16, sparse=True) for _ in range(2)
@@ -209,7 +219,9 @@ class CPURunner:
                         for x, n in sizes.items()
                     ],
                     bias=None if bias is None else memory.array(bias, dtypes.float32),
-                    head_norms=[vector(name, config.head_dim) for name in head_norms if name in weights],
+                    head_norms=[
+                        vector(name, config.head_dim) if name in weights else None for name in head_norms
+                    ],
                     o=matrix(f"{prefix}attn_output", dim, query_size, added=True),
                     gate=matrix(f"{prefix}ffn_gate", ffn, dim),
                     up=matrix(f"{prefix}ffn_up", ffn, dim),
@@ -302,7 +314,15 @@ class CPURunner:
             for i, matrix in enumerate(layer.qkv):
                 multiply(rows, matrix, inputs, added=layer.bias, concurrent=i > 0)
             cached = [layer.keys, layer.values, self._state]
-            add(rotate(heads, tile), queries, *cached, rows, self._cos, self._sin, *layer.head_norms)
+            add(
+                rotate(heads, tile),
+                queries,
+                *cached,
+                rows,
+                self._cos,
+                self._sin,
+                *filter(None, layer.head_norms),
+            )
             parts = n_parts(heads, threads, tile)
             add(attention(heads, threads, tile), attended, scores, *cached, queries, self._mask, parts=parts)
             multiply(y, layer.o, quantize(attended, [layer.o]), added=x)

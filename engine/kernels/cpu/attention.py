@@ -1,8 +1,9 @@
 """Attention over the cached keys and values, for one token or a tile of them.
 
 A task is one key head and the query rows that share it: the query heads of its group, for as many tokens as fit the
-registers. It has three passes: the scores of all cached tokens, `lanes` tokens side by side; their exponentials; and
-the weighted sum of the values, `lanes` elements side by side.
+registers. It has three passes: the scores of the cached tokens, `lanes` tokens side by side; their exponentials; and
+the weighted sum of the values, `lanes` elements side by side. With a window, a task reads only the blocks of `lanes`
+tokens that hold keys of its windows.
 """
 
 from __future__ import annotations
@@ -42,16 +43,24 @@ def n_parts(heads: Heads, threads: int, tile: int) -> int:
     return min(heads.query // task_heads * (tile // tokens), 4 * threads)
 
 
+def max_blocks(heads: Heads, tokens: int) -> int:
+    """The largest number of blocks of `lanes` tokens that a task with `tokens` tokens reads."""
+    if not heads.window:
+        return heads.length // heads.lanes
+    return (heads.window + tokens - 2) // heads.lanes + 2
+
+
 def scratch_size(heads: Heads, threads: int, tile: int) -> int:
     """Elements of the scratch buffer."""
     task_heads, tokens = task_shape(heads, threads, tile)
-    return n_parts(heads, threads, tile) * task_heads * tokens * heads.length
+    return n_parts(heads, threads, tile) * task_heads * tokens * max_blocks(heads, tokens) * heads.lanes
 
 
 def mask(lanes: int) -> NDArray[np.float32]:
-    """float32 (2 * lanes,): zeros, then large negative numbers. The `lanes` elements from `lanes - n` on are added to
-    the scores of a vector of tokens of which only the first n are visible."""
-    return np.where(np.arange(2 * lanes) < lanes, 0, _MASKED).astype(np.float32)
+    """float32 (3 * lanes,): zeros, large negative numbers, and zeros. The `lanes` elements from `lanes - n` on are
+    added to the scores of a vector of tokens of which only the first n are visible; those from `2 * lanes - n` on, if
+    the first n are not."""
+    return np.repeat(np.array([0, _MASKED, 0], np.float32), lanes)
 
 
 @functools.cache
@@ -61,6 +70,7 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile)
     n = task_heads * tokens
+    task_blocks = max_blocks(heads, tokens)
     vectors = h.dim // lanes
     at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _MAX_SUMS))
     width = h.query * h.dim
@@ -73,15 +83,19 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
         step_tokens = n_tokens(k, state, tile)
         # A loop's length must not depend on an outer loop, so all tasks read the keys up to the last token's.
         end = start + step_tokens
-        blocks = (end + (lanes - 1)) // lanes
+        all_blocks = (end + (lanes - 1)) // lanes
+        blocks = all_blocks.minimum(task_blocks) if h.window else all_blocks
         tasks = step_tokens // tokens * (h.query // task_heads)
         part_tasks = (tasks + parts - 1 - part) // parts
-        base = part * (n * h.length)
+        base = part * (n * task_blocks * lanes)
         with k.loop(part_tasks) as i:
             task = i * parts + part
             block, head_block = task // (h.query // task_heads), task % (h.query // task_heads)
             kv = head_block // (h.query // h.kv // task_heads)
             token = block * tokens  # the task's first token
+            first: Index = 0  # the first block that is read
+            if h.window:
+                first = ((start + token - (h.window - 1)).maximum(0) // lanes).minimum(all_blocks - blocks)
             rows = [
                 (token + t) * width + (head_block * task_heads + q) * h.dim
                 for t in range(tokens)
@@ -96,15 +110,20 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
             for m in largest:
                 k.fill(m, 0, UOp.const(_MASKED, F32))
             with k.loop(blocks) as b:
+                first_token = (first + b) * lanes
+                slot = h.slot(first_token)
                 sums = [k.zeros() for _ in range(n)]
                 with k.loop(h.dim) as d:
-                    key = k.vector(keys, h.key_index(kv, b, d)).cast(F32)
+                    key = k.vector(keys, h.key_index(kv, slot // lanes, d)).cast(F32)
                     for q, s in enumerate(sums):
                         k.store(s, 0, k.vector(s, 0) + key * k.load(queries, rows[q] + d))
                 for q, s in enumerate(sums):
                     # a query attends to the tokens up to its own
-                    visible = (start + token + q // task_heads + 1 - b * lanes).maximum(0).minimum(lanes)
-                    score = k.vector(s, 0) + k.vector(score_mask, lanes - visible)
+                    seen = start + token + q // task_heads + 1 - first_token
+                    score = k.vector(s, 0) + k.vector(score_mask, lanes - seen.maximum(0).minimum(lanes))
+                    if h.window:
+                        before = (seen - h.window).maximum(0).minimum(lanes)
+                        score = score + k.vector(score_mask, 2 * lanes - before)
                     k.store(scores, score_index(b, q), score)
                     k.store(largest[q], 0, k.vector(largest[q], 0).maximum(score))
 
@@ -124,12 +143,15 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
             # the weighted sum of values
             with k.loop(vectors // at_once) as j:
                 sums = [k.zeros() for _ in range(n * at_once)]
-                with k.loop(end) as t:
+                # in a ring, a block of slots at a time
+                outer, inner = (blocks, lanes) if h.window else (1, end)
+                with k.loop(outer) as b, k.loop(inner) as t:
+                    slot = h.slot((first + b) * lanes) + t
                     for v in range(at_once):
-                        value = k.vector(values, h.value_index(kv, t, (j * at_once + v) * lanes)).cast(F32)
+                        value = k.vector(values, h.value_index(kv, slot, (j * at_once + v) * lanes)).cast(F32)
                         for q in range(n):
                             s = sums[v * n + q]
-                            weight = k.load(scores, score_index(t // lanes, q) + t % lanes)
+                            weight = k.load(scores, score_index(b + t // lanes, q) + t % lanes)
                             k.store(s, 0, k.vector(s, 0) + value * weight)
                 for v in range(at_once):
                     for q in range(n):

@@ -16,16 +16,26 @@ from engine.kernels.cpu.step_state import POSITION, n_tokens
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention heads of a model: `query` heads share `kv` heads of keys and values, of `dim` elements each.
-    `norm_eps` is set if queries and keys are RMS-normed. The cache of a layer holds up to `length` tokens, a multiple
-    of `lanes`, in float16: keys (kv, length / lanes, dim, lanes), values (kv, length, dim)."""
+    """The attention heads of a kind of layers: `query` heads share `kv` heads of keys and values, of `dim` elements
+    each. Scores are multiplied by `scale`. `query_norm` and `key_norm`: whether these are RMS-normed, with `norm_eps`.
+    `temperature`: whether queries are multiplied by a factor of their position.
+
+    With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
+    has `length` slots, a multiple of `lanes`, in float16: keys (kv, length / lanes, dim, lanes), values (kv, length,
+    dim). Without a window token t lies in slot t. With one it lies in slot t % length, and length is at least the
+    window and the tokens of a step together, since a step stores its tokens before it reads the first one's window."""
 
     query: int
     kv: int
     dim: int
     length: int
     lanes: int
-    norm_eps: float | None
+    scale: float
+    norm_eps: float = 0.0
+    query_norm: bool = False
+    key_norm: bool = False
+    temperature: bool = False
+    window: int = 0
 
     @property
     def rows(self) -> int:
@@ -37,25 +47,31 @@ class Heads:
         """Elements of the keys of a layer; its values have as many."""
         return self.kv * self.length * self.dim
 
+    def slot(self, token: Index) -> Index:
+        """The slot of a token."""
+        return token % self.length if self.window else token
+
     def key_index(self, head: Index, block: Index, d: Index) -> Index:
-        """The index of element d of the first key in a block of `lanes` tokens."""
+        """The index of element d of the first key in a block of `lanes` slots."""
         return ((head * (self.length // self.lanes) + block) * self.dim + d) * self.lanes
 
-    def value_index(self, head: Index, token: Index, d: Index) -> Index:
-        return (head * self.length + token) * self.dim + d
+    def value_index(self, head: Index, slot: Index, d: Index) -> Index:
+        return (head * self.length + slot) * self.dim + d
 
 
 @functools.cache
 def rotate(heads: Heads, tile: int) -> Kernel:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
-    (tokens, query * dim), multiplied by dim**-0.5; the cached keys and values; the state; the products' rows, float32
-    (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (length, dim / 2) each; the weights
-    of the queries' and of the keys' norm, float32 (dim,) each, if there are norms."""
+    (tokens, query * dim), multiplied by `scale`; the cached keys and values; the state; the products' rows, float32
+    (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each; of the
+    queries' norm and of the keys' the weights, float32 (dim,), if there is one; the temperatures, float32 (positions,),
+    if there are any."""
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        queries, keys, values, state, rows, cos, sin, *norms = buffers
+        queries, keys, values, state, rows, cos, sin, *rest = buffers
+        query_norm, key_norm = (rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm))
         k = KernelBuilder(h.lanes)
         start = k.index(state, POSITION)
 
@@ -72,8 +88,8 @@ def rotate(heads: Heads, tile: int) -> Kernel:
             c, s = (k.vector(table, (start + token) * half + j, n) for table in (cos, sin))
             return a * c - b * s, b * c + a * s
 
-        def norm_factor(at: Index) -> UOp | None:
-            if h.norm_eps is None:
+        def norm_factor(at: Index, weight: UOp | None) -> UOp | None:
+            if weight is None:
                 return None
             factor = k.registers(1)
             mean = sum_of_squares(k, rows, at, h.dim, n) * (1.0 / h.dim)
@@ -81,31 +97,32 @@ def rotate(heads: Heads, tile: int) -> Kernel:
             return factor
 
         with k.loop(n_tokens(k, state, tile)) as t:
+            scale: float | UOp = h.scale
+            if h.temperature:
+                scale = k.load(rest[0], start + t) * h.scale
             first, count = even_share(h.query, part, parts)
             with k.loop(count) as i:
                 head = first + i
                 at = t * h.rows + head * h.dim
-                factor = norm_factor(at)
+                factor = norm_factor(at, query_norm)
                 with k.loop(half // n) as j:
-                    a, b = rotated(at, t, j * n, norms[0] if norms else None, factor)
+                    a, b = rotated(at, t, j * n, query_norm, factor)
                     to = t * (h.query * h.dim) + head * h.dim + j * n
-                    k.store(queries, to, a * h.dim**-0.5)
-                    k.store(queries, to + half, b * h.dim**-0.5)
+                    k.store(queries, to, a * scale)
+                    k.store(queries, to + half, b * scale)
             first, count = even_share(h.kv, part, parts)
             with k.loop(count) as i:
                 head = first + i
-                token = start + t
+                slot = h.slot(start + t)
                 at = t * h.rows + (h.query + head) * h.dim
-                factor = norm_factor(at)
+                factor = norm_factor(at, key_norm)
                 with k.loop(half // n) as j:
-                    for v, offset in zip(
-                        rotated(at, t, j * n, norms[1] if norms else None, factor), (0, half), strict=True
-                    ):
-                        to = h.key_index(head, token // h.lanes, j * n + offset) + token % h.lanes
+                    for v, offset in zip(rotated(at, t, j * n, key_norm, factor), (0, half), strict=True):
+                        to = h.key_index(head, slot // h.lanes, j * n + offset) + slot % h.lanes
                         k.store_elements(keys, to, h.lanes, v.cast(F16))
                 with k.loop(h.dim // n) as j:
                     v = k.vector(rows, at + h.kv * h.dim + j * n, n)
-                    k.store(values, h.value_index(head, token, j * n), v.cast(F16))
+                    k.store(values, h.value_index(head, slot, j * n), v.cast(F16))
         return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel

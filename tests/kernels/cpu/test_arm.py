@@ -3,6 +3,7 @@ cannot show is that fences suffice between cores.)"""
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,14 +121,28 @@ def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [1, TILE])
-def test_attention(pool: ThreadPool, tile: int) -> None:
-    heads = Heads(query=4, kv=2, dim=32, length=32, lanes=LANES, norm_eps=1e-6)
-    state, rows = ints(0, 13, 1), random(tile * heads.rows)
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
+    heads = Heads(
+        query=4,
+        kv=2,
+        dim=32,
+        length=32,
+        lanes=LANES,
+        scale=0.2,
+        norm_eps=1e-6,
+        query_norm=True,
+        key_norm=True,
+    )
+    if kind == "window":
+        heads = replace(heads, temperature=True, window=11)
+    state, rows = ints(0, 13 if kind == "full" else 61, 1), random(tile * heads.rows)
     keys, values = (random(heads.cache_size, dtypes.float16) for _ in range(2))
-    cos, sin, norms = random(32 * 16), random(32 * 16 + 1), [random(32), random(32)]
+    tables = [random(70 * 16), random(70 * 16 + 1), random(32), random(32)]
     queries = memory.zeros(tile * 128, dtypes.float32)
     kernel = rotate(heads, tile)
-    assert on_arm(pool, kernel, [queries, keys, values], [state, rows, cos, sin, *norms]) < 1e-5
+    ins = [state, rows, *tables, *([random(70)] if heads.temperature else [])]
+    assert on_arm(pool, kernel, [queries, keys, values], ins) < 1e-5
     out, scores = (
         memory.zeros(tile * 128, dtypes.float32),
         memory.zeros(scratch_size(heads, pool.count, tile), dtypes.float32),

@@ -1,0 +1,141 @@
+"""Rotation, the cache and attention, against numpy: heads of all sizes, norms, temperatures, and windows whose ring is
+written several times over."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tinygrad import dtypes
+
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
+from engine.kernels.cpu.kernel_sequence import CompiledSequence, KernelSequence
+from engine.kernels.cpu.product import MAX_TILES
+from engine.kernels.cpu.rope import Heads, rotate
+from engine.kernels.cpu.step_state import POSITION, TILES
+from engine.kernels.cpu.thread_pool import ThreadPool
+from tests.kernels.cpu.test_product import LANES, ints
+
+EPS = 1e-6
+PLAIN = Heads(query=4, kv=2, dim=32, length=128, lanes=LANES, scale=32**-0.5)
+
+
+class Layer:
+    """A layer's attention on the pool, and what it should be."""
+
+    def __init__(self, pool: ThreadPool, heads: Heads, positions: int) -> None:
+        self.heads, rng = heads, np.random.default_rng(1)
+        h = heads
+        self.rows = rng.standard_normal((positions, h.query + 2 * h.kv, h.dim)).astype(np.float32)
+        angles = rng.uniform(0, 6, (positions, h.dim // 2))
+        self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self.norms = rng.standard_normal((2, h.dim)).astype(np.float32)
+        self.temperatures = rng.uniform(0.5, 2, positions).astype(np.float32)
+        self._state, tokens = ints(0, 0, 0, 0), MAX_TILES * h.lanes
+        self._rows, self._queries, self._out = (
+            memory.zeros(tokens * n, dtypes.float32) for n in (h.rows, h.query * h.dim, h.query * h.dim)
+        )
+        used = [norm for norm, is_used in zip(self.norms, (h.query_norm, h.key_norm), strict=True) if is_used]
+        used += [self.temperatures] if h.temperature else []
+        self._cached = [memory.zeros(h.cache_size, dtypes.float16) for _ in range(2)]
+        self._tables = [memory.array(a, dtypes.float32) for a in (self.cos, self.sin, *used)]
+        self._mask = memory.array(mask(h.lanes), dtypes.float32)
+        self._steps = {tile: self._step(pool, tile) for tile in (1, h.lanes)}
+
+    def _step(self, pool: ThreadPool, tile: int) -> CompiledSequence:
+        h, cached = self.heads, [*self._cached, self._state]
+        scores = memory.zeros(scratch_size(h, pool.count, tile), dtypes.float32)
+        step = KernelSequence(pool)
+        step.add(rotate(h, tile), self._queries, *cached, self._rows, *self._tables)
+        reads = scores, *cached, self._queries, self._mask
+        step.add(attention(h, pool.count, tile), self._out, *reads, parts=n_parts(h, pool.count, tile))
+        return step.compile()
+
+    def run(self, position: int, tokens: int) -> np.ndarray:
+        """Attention of the next tokens, float32 (tokens, query, dim)."""
+        h, tile = self.heads, 1 if tokens == 1 else self.heads.lanes
+        rows = memory.view(self._rows)
+        rows[:] = 7.0  # a step's last tile is filled up with anything
+        rows[: tokens * h.rows] = self.rows[position : position + tokens].reshape(-1)
+        state = memory.view(self._state)
+        state[POSITION], state[TILES] = position, -(-tokens // tile)
+        self._steps[tile]()
+        return memory.view(self._out).reshape(-1, h.query, h.dim)[:tokens]
+
+    def wanted(self) -> np.ndarray:
+        """The same of all tokens, float64 (positions, query, dim)."""
+        h, half = self.heads, self.heads.dim // 2
+        rows = self.rows.astype(np.float64)
+        queries, keys, values = np.split(rows, [h.query, h.query + h.kv], 1)
+
+        def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+            return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+
+        def rotated(x: np.ndarray) -> np.ndarray:
+            a, b, cos, sin = x[..., :half], x[..., half:], self.cos[:, None], self.sin[:, None]
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+        queries = rotated(normed(queries, self.norms[0]) if h.query_norm else queries) * h.scale
+        queries = queries * self.temperatures[:, None, None] if h.temperature else queries
+        keys = rotated(normed(keys, self.norms[1]) if h.key_norm else keys)
+        keys, values = (
+            x.astype(np.float16).repeat(h.query // h.kv, 1).astype(np.float64) for x in (keys, values)
+        )
+        scores = np.einsum("qhd,khd->hqk", queries, keys)
+        age = np.arange(len(rows))[:, None] - np.arange(len(rows))
+        scores[:, (age < 0) | (age >= (h.window or len(rows)))] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), values)
+
+
+def check(pool: ThreadPool, heads: Heads, *steps: int) -> None:
+    """Runs steps of so many tokens, one after another."""
+    layer = Layer(pool, heads, sum(steps) + MAX_TILES * heads.lanes)
+    wanted, position = layer.wanted(), 0
+    for tokens in steps:
+        got = layer.run(position, tokens)
+        np.testing.assert_allclose(got, wanted[position : position + tokens], atol=5e-4)  # of float16
+        position += tokens
+
+
+@pytest.mark.parametrize("query_norm", [False, True])
+def test_a_norm_of_queries_or_keys_alone(pool: ThreadPool, query_norm: bool) -> None:
+    check(pool, replace(PLAIN, norm_eps=EPS, query_norm=query_norm, key_norm=not query_norm), 19, 1, 1)
+
+
+def test_scale_and_temperature(pool: ThreadPool) -> None:
+    check(pool, replace(PLAIN, scale=0.5, norm_eps=EPS, query_norm=True, temperature=True), 19, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("dim", "lanes"), [(64, 4), (96, 4), (96, 8), (96, 16), (128, 4), (256, 4), (256, 8), (256, 16)]
+)
+def test_sizes_of_heads(pool: ThreadPool, dim: int, lanes: int) -> None:
+    heads = Heads(4, 2, dim, 128, lanes, dim**-0.5, EPS, query_norm=True, key_norm=True)
+    check(pool, heads, 2 * lanes + 3, 1, lanes, 1)
+
+
+@pytest.mark.parametrize(("window", "shared_by"), [(1, 1), (7, 8), (16, 2), (20, 3), (9, 4)])
+def test_windows(pool: ThreadPool, window: int, shared_by: int) -> None:
+    """The ring is passed several times, by chunks of any length and by single tokens."""
+    length = -(-(window + MAX_TILES * LANES) // LANES) * LANES
+    heads = replace(PLAIN, query=2 * shared_by, window=window, length=length)
+    check(pool, heads, 5, 1, 1, 64, 64, 1, 40, 3, 64, *[1] * 25, 64, 1, 17, 1)
+
+
+@pytest.mark.parametrize("lanes", [4, 16])
+def test_windows_with_other_widths(pool: ThreadPool, lanes: int) -> None:
+    chunk = MAX_TILES * lanes
+    heads = replace(PLAIN, lanes=lanes, window=2 * lanes + 1, length=chunk + 3 * lanes)
+    check(pool, heads, chunk, chunk, 1, 3, chunk, chunk // 2, *[1] * 10)
+
+
+def test_a_window_longer_than_the_text(pool: ThreadPool) -> None:
+    check(pool, replace(PLAIN, window=300, length=512), 64, 1, 30, 1)
+
+
+def test_a_window_needs_scratch_for_itself_alone(pool: ThreadPool) -> None:
+    heads = replace(PLAIN, window=512, length=4096)
+    assert (
+        scratch_size(heads, pool.count, LANES) < scratch_size(replace(heads, window=0), pool.count, LANES) / 7
+    )
