@@ -314,15 +314,8 @@ class CPURunner:
             for i, matrix in enumerate(layer.qkv):
                 multiply(rows, matrix, inputs, added=layer.bias, concurrent=i > 0)
             cached = [layer.keys, layer.values, self._state]
-            add(
-                rotate(heads, tile),
-                queries,
-                *cached,
-                rows,
-                self._cos,
-                self._sin,
-                *filter(None, layer.head_norms),
-            )
+            norms = [norm for norm in layer.head_norms if norm is not None]
+            add(rotate(heads, tile), queries, *cached, rows, self._cos, self._sin, *norms)
             parts = n_parts(heads, threads, tile)
             add(attention(heads, threads, tile), attended, scores, *cached, queries, self._mask, parts=parts)
             multiply(y, layer.o, quantize(attended, [layer.o]), added=x)
