@@ -37,7 +37,7 @@ class Prompt(OrderedTextArea):
         padding: 0 1;
         border: round $foreground 25%;
         background: $background;
-        border-title-color: $text-muted;
+        border-title-color: $text-muted; border-subtitle-color: $text-muted;
         scrollbar-size-vertical: 1;
         &:focus { border: round $primary 60%; background: $background; background-tint: $background 0%; }
         & .text-area--placeholder { color: $foreground 65%; }

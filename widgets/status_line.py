@@ -1,4 +1,4 @@
-"""The bottom line, which is always visible: model, quantization, backend, speed and how full the context is."""
+"""The bottom line: model, quantization, backend, speed and how full the context is."""
 
 from __future__ import annotations
 
@@ -59,6 +59,18 @@ class StatusLine(Widget):
             "  ",
             meter,
         )
+
+
+def tiny_status(status: EngineStatus, width: int, warning: str = "") -> Content:
+    """Speed and context in the border of the prompt, where there is no room for the line."""
+    rate = status.tokens_per_s
+    speed = "" if rate is None else f"{_rate(rate, True)} tok/s"
+    parts = [(f"{WARNING} {warning}" if width >= COMPACT_WIDTH / 2 else WARNING) if warning else "", speed]
+    text = " ".join(filter(None, parts))
+    rest = width - len(text) - (1 if text else 0)
+    meter = context_meter(status.context_used, status.context_length, rest)
+    styled = Content.styled(text, "$text-warning" if warning else "")
+    return Content(" ").join(part for part in (styled, meter) if part)
 
 
 def _rate(tokens_per_s: float | None, compact: bool) -> str:

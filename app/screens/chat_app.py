@@ -47,6 +47,8 @@ PRIORITY = (*CHAT_ONLY, "quit")
 """Actions with keys that the focused widget does not get."""
 WIDE_WIDTH = 110
 """A terminal of this width shows the dashboard beside the chat, a narrower one in its place."""
+MEDIUM_HEIGHT = 24
+"""A lower terminal leaves out the panes of the machine and the kernels, and what the commands of the palette do."""
 SAVE_S = 1.0
 """A crash loses at most this much of a reply."""
 
@@ -78,6 +80,13 @@ class ChatApp(EngineActions):
     .-tiny ActivityLine.-warning { display: block; padding: 0; }
     .-tiny Prompt { margin: 0; }
     .-tiny Transcript { padding: 0; }
+    CommandPalette.-short > Vertical, CommandPalette.-short SearchIcon { margin-top: 0; }
+    CommandPalette.-short #--input, CommandPalette.-short #--input.--list-visible { border: none; }
+    CommandPalette.-short CommandInput { border: none; height: 1; }
+    CommandPalette.-short CommandList {
+        border: none; max-height: 90vh; text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
+    }
+    CommandPalette.-short CommandList > .option-list--option { padding: 0 1; }
     """
     BINDINGS = [
         *(
@@ -90,7 +99,7 @@ class ChatApp(EngineActions):
         Binding("ctrl+end", "scroll_to_end", show=False, priority=True),
     ]
     HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (TINY_WIDTH, "-narrow"), (WIDE_WIDTH, "-wide")]
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (24, "-medium"), (34, "-tall")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (MEDIUM_HEIGHT, "-medium"), (34, "-tall")]
 
     def __init__(
         self,
@@ -447,7 +456,12 @@ class ChatApp(EngineActions):
         self.transcript.to_end()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        is_short = self.size.height < MEDIUM_HEIGHT  # then each command has one line
         for action in ACTIONS:
-            help = f"{action.help} ({key_label(action.key)})"
-            yield SystemCommand(action.title, help, getattr(self, f"action_{action.name}"))
-        yield SystemCommand("Theme", "Choose light, dark and other colours", self.action_change_theme)
+            key, method = key_label(action.key), getattr(self, f"action_{action.name}")
+            if is_short:
+                yield SystemCommand(f"{action.title} · {key}", "", method)
+            else:
+                yield SystemCommand(action.title, f"{action.help} ({key})", method)
+        help = "" if is_short else "Choose light, dark and other colours"
+        yield SystemCommand("Theme", help, self.action_change_theme)

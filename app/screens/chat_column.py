@@ -19,7 +19,7 @@ from widgets.activity_line import ActivityLine, status_text
 from widgets.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
 from widgets.prompt import Prompt
-from widgets.status_line import StatusLine
+from widgets.status_line import StatusLine, tiny_status
 from widgets.text import longest_fitting, one_line
 from widgets.transcript import Transcript
 from widgets.welcome import Welcome
@@ -35,10 +35,11 @@ EDITING = (
     "editing · Enter replaces · F2 the one before · Esc",
     "editing · Esc leaves it",
 )
+SYSTEM_SET = ("system prompt · F12", "system")
 TINY_WIDTH = 40
-"""A narrower terminal shows only the conversation and the prompt."""
+"""A narrower terminal shows only the conversation and the prompt, whose border has the most important figures."""
 NOTICE_S = 5.0
-_BOX = 8  # cells of the prompt's box that a text in it or in its border cannot use
+_BOX, _BORDER = 8, 6  # cells of the prompt's box that a text in it or in its border cannot use
 
 
 class ChatColumn(Vertical):
@@ -67,6 +68,7 @@ class ChatColumn(Vertical):
         self._draft = ""  # what the prompt held before the editing
         self._notice_until = 0.0
         self._title = ""
+        self._subtitle = Content("")
         # Made here, since `query_one` searches the screen on top, which may be another one.
         self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), ComparisonPane()
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
@@ -154,13 +156,23 @@ class ChatColumn(Vertical):
         self._show_title()
 
     def _show_title(self) -> None:
-        """The border of the prompt says that it edits; on a tiny terminal, it says what the activity line would."""
+        """The border of the prompt says that it edits, and that there is a system prompt; on a tiny terminal, it says
+        what the activity line and the status line would."""
         title = longest_fitting(EDITING, self.size.width - _BOX) if self.editing is not None else ""
+        has_system = bool(self.session.conversation.system)
+        subtitle = Content(longest_fitting(SYSTEM_SET, self.size.width - _BOX) if has_system else "")
         if self.app.size.width < TINY_WIDTH:
+            room = self.app.size.width - _BORDER
             title = title or self.activity.notice or self.activity.text
+            if has_system and len(titled := f"{title} · {SYSTEM_SET[-1]}") <= room:
+                title = titled
+            subtitle = tiny_status(self.status_line.status, room, self.status_line.warning)
         if title != self._title:
             self._title = title
             self.prompt.border_title = Content(title)
+        if not subtitle.is_same(self._subtitle):
+            self._subtitle = subtitle
+            self.prompt.border_subtitle = subtitle
 
     # --- prompts ----------------------------------------------------------------------------------------
 

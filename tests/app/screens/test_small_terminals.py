@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from app.chat.history import History
+from app.screens.chats import ChatsScreen
 from app.screens.engine_setup import EngineSetup
 from app.screens.page import Frame
 from engine.events import EngineOptions
@@ -38,3 +40,44 @@ async def test_the_border_of_a_page_names_its_keys_at_every_width(history, home,
 
         await user.until(lambda: all(key in border() for key in keys), f"{keys} in the border")
         assert "…" not in border()
+
+
+@pytest.mark.parametrize("size", [(34, 12), (20, 6)])
+async def test_a_tiny_terminal_shows_the_speed_and_how_full_the_context_is(history, size):
+    async with chat(FakeEngine(reply("Yes.")), history, size=size) as user:
+        await user.say("Is it?")
+        await user.idle()
+        await user.sees("tok/s")
+        foot = user.screen().split("\n")[-1]
+        assert f"{user.app.session.status.snapshot().tokens_per_s:.0f} tok/s" in foot
+        assert foot.rstrip("─╯ ").endswith("%") and "…" not in foot
+
+
+async def test_a_tiny_terminal_warns_that_the_chat_is_not_saved(tmp_path):
+    history = History.open(tmp_path)  # a folder
+    async with chat(FakeEngine(), history, size=(34, 12)) as user:
+        await user.until(lambda: "⚠ not saved" in user.screen().split("\n")[-1], "the warning in the border")
+
+
+@pytest.mark.parametrize("size", [(60, 20), (34, 12), (20, 6)])
+async def test_the_palette_of_commands_has_entries_at_every_size(history, size):
+    async with chat(FakeEngine(), history, size=size) as user:
+        await user.press("ctrl+p")
+        await user.sees("Compare · F10")
+        lines = user.screen().split("\n")
+        assert [line.partition(" ·")[0].rstrip(" …▆▄").strip() for line in lines[1:5]] == [
+            "Compare", "Copy code block", "Copy reply", "Dashboard",
+        ]  # fmt: skip
+        await user.press(*"past", "enter")
+        await user.until(lambda: isinstance(user.app.screen, ChatsScreen), "the page of past chats")
+
+
+@pytest.mark.parametrize("size", [*SIZES, (120, 40)])
+async def test_the_chat_shows_that_a_system_prompt_is_set(history, size):
+    async with chat(FakeEngine(reply("Yes.")), history, size=size) as user:
+        await user.idle()
+        assert "system" not in user.screen()
+        user.app.session.set_system("Answer briefly.")
+        await user.sees("system")
+        user.app.session.set_system("")
+        await user.until(lambda: "system" not in user.screen(), "the end of the mark")
