@@ -70,7 +70,7 @@ class Split:
 def split_for(heads: Heads, limit: int, short: int, multiprocessors: int) -> Split:
     """The division for up to `limit` tokens. Up to `short` tokens, a block takes all of them; for more, there is one
     block for each multiprocessor."""
-    threads = max(256, -(-heads.dim // 64) * 64)
+    threads, limit = max(256, -(-heads.dim // 64) * 64), heads.cached(limit)
     if limit <= short:
         return Split(limit, 1, 1, threads, 4, 4)
     group = 2 if heads.shared_by % 2 == 0 else 1
@@ -104,12 +104,12 @@ def attention(heads: Heads, split: Split) -> Kernel:
             token = tile * tile_tokens + lane
             first = h.key_index(kv, start + token, cut * run)
             return [
-                load(block.keys, first + (j // 4 * h.length * 4 + j % 4), token < count) for j in range(run)
+                load(block.keys, first + (j // 4 * h.slots * 4 + j % 4), token < count) for j in range(run)
             ]
 
         def value_step(step: UOp | int) -> list[UOp]:
             quads = [step * step_quads + j * slices + slice_ for j in range(ahead)]
-            firsts = [((kv * (h.length // 4) + start // 4 + quad) * dim + column) * 4 for quad in quads]
+            firsts = [(h.run(kv, start // 4, quad, size=4) * dim + column) * 4 for quad in quads]
             runs = (
                 load_run(block.values, first, 4, quad * 4 < count)
                 for first, quad in zip(firsts, quads, strict=True)
@@ -162,7 +162,7 @@ def attention(heads: Heads, split: Split) -> Kernel:
 
         loop = UOp.range(has_head.where(tiles, 0), 1, AxisType.REDUCE)
         warp_head = warp.minimum(group - 1)
-        lane_scores = for_lane(loop, lambda t: (t < count).where(score(warp_head, t), f32(LOWEST)))
+        lane_scores = for_lane(loop, lambda t: block.sees(t).where(score(warp_head, t), f32(LOWEST)))
         lane_max = maximum(lane_scores).reduce(loop, arg=Ops.MAX)
         largest = after_store(shared(group * 32, slot=3), thread, lane_max, has_head)
         new_scores = [tree(load_run(partial_scores, g * eighths, eighths)) for g in range(group)]
@@ -174,7 +174,7 @@ def attention(heads: Heads, split: Split) -> Kernel:
         token = loop * n_threads + thread
         token_weights = [(score(g, token) - top[g]).exp2() for g in range(group)]
         stores = store_run(
-            scores, token, [(token < count).where(w, f32(0)) for w in token_weights], stride=stride
+            scores, token, [block.sees(token).where(w, f32(0)) for w in token_weights], stride=stride
         )
         weights = scores.after(UOp.group(*stores).end(loop))
         loop = UOp.range(has_head.where(tiles, 0), 3, AxisType.REDUCE)
@@ -224,8 +224,8 @@ def attention(heads: Heads, split: Split) -> Kernel:
             results += block.store_result(
                 element, head, (e % dim).eq(0), sums_of_head, block.prescale, inside
             )
-        name = f"attention_{h.query}_{h.kv}_{dim}_{split.limit}_{split.splits}_{group}_{n_threads}_{cuts}_{ahead}"
-        return finish(name, results)
+        shape = f"{split.limit}_{split.splits}_{group}_{n_threads}_{cuts}_{ahead}"
+        return finish(f"attention_{h.name}_{shape}", results)
 
     return kernel
 

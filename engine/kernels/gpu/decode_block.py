@@ -27,13 +27,14 @@ from engine.kernels.gpu.weight_layout import UNIT, permuted
 
 class DecodeBlock:
     """A block of decode attention: `group` query heads from `first_head` on, which share the key head `kv`, and `count`
-    cached tokens from `start` on, one of `splits` equal parts of the tokens before `position`. The blocks of the first
-    part also handle the new token.
+    cached tokens from `start` on, one of `splits` equal parts of the tokens before `position`, or of those of them in
+    the window, from a multiple of four on (`sees`). The blocks of the first part also handle the new token.
 
     Buffers: the outputs; the cached keys and values, float16 (`Heads`); the new token's rows of queries, keys and
     values, float32 ((query + 2 * kv) * dim,); cos and sin of its angles, float32 (dim,); the state, int32 (2,): token
-    and position; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms; with one split,
-    the output's prescale, float32 (UNIT,).
+    and position; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms; the factors of
+    queries by position, float32 (context,), if there is a temperature; with one split, the output's prescale, float32
+    (UNIT,).
 
     The outputs with one split: the result, float32, permuted and prescaled for the next product. With several, for
     `engine.kernels.gpu.decode_attention.combine`: the weighted sums of values, float32 (splits, query * dim), and for
@@ -49,21 +50,34 @@ class DecodeBlock:
             buffers[n_outs:],
         )
         self.norms = rest.pop(0) if heads.norm_eps is not None else None
+        temperature = rest.pop(0) if heads.temperature else None
         self.prescale = rest[0] if splits == 1 else None
         self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
         self.number, blocks_of_kv = UOp.special(heads.query // group, "gidx0"), heads.shared_by // group
         self.first_head, self.kv = self.number * group, self.number // blocks_of_kv
         self.part = UOp.special(splits, "gidx1") if splits > 1 else UOp.const(0)
         self.position = load_index(state, 1, heads.length - CACHE_SLACK)
+        self.query_factor = f32(heads.query_scale)
+        if temperature is not None:
+            self.query_factor = self.query_factor * load(temperature, self.position)
+        self.first_seen = heads.first_seen(self.position)
         self.start, self.count = UOp.const(0), self.position
+        if heads.window:
+            self.start = self.first_seen // 4 * 4
+            self.count = (self.position - self.start).maximum(0)
         if splits > 1:
-            each = (self.position + splits * 4 - 1) // (splits * 4) * 4
-            self.start = self.part * each
+            each = (self.count + splits * 4 - 1) // (splits * 4) * 4
+            self.start = self.start + self.part * each if heads.window else self.part * each
             self.count = (self.position - self.start).maximum(0).minimum(each)
         self.is_first_part = self.part.eq(0)
         self.stores_token = self.is_first_part & (self.number % blocks_of_kv).eq(
             0
         )  # one block for each key head
+
+    def sees(self, token: UOp) -> UOp:
+        """Whether the new token sees a token of the part."""
+        within = token < self.count
+        return within & (self.start + token >= self.first_seen) if self.heads.window else within
 
     @property
     def n_rotated(self) -> int:
@@ -108,7 +122,7 @@ class DecodeBlock:
             cos, sin = load(self.angles, d % half), load(self.angles, d % half + half)
             z = rotated(x, other, d < half, cos, sin)
             is_key, as_key = e >= self.group * dim, z.cast(F16)
-            elements.append((e, is_key.where(as_key.cast(F32), z * f32(h.query_scale))))
+            elements.append((e, is_key.where(as_key.cast(F32), z * self.query_factor)))
             key_elements.append((h.key_index(self.kv, self.position, d), is_key & (e < n), as_key))
         return elements, key_elements
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
@@ -81,6 +81,7 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
     """The division for up to `limit` tokens. Up to `short` tokens, a block reads all keys, and blocks share the values'
     dimensions (measured: reading all keys four times costs less than combining splits). For more, there are at least
     two blocks for each multiprocessor, with as many tokens as fit shared memory."""
+    limit = heads.cached(limit)
     max_group = min(_MAX_HEADS, heads.shared_by, 1024 // heads.dim)
     group = next(n for n in range(max_group, 0, -1) if heads.shared_by % n == 0)
     warps = max(4, -(-heads.dim // 32))
@@ -89,7 +90,10 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
         return FlashSplit(limit, 1, group, max(8, warps), 2, runs[0])
     across = runs[-1] if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES else runs[0]
     splits = max(2, 2 * multiprocessors // (heads.query // group), -(-limit // _MAX_PART))
-    return FlashSplit(limit, splits, group, warps, 1, across)
+    split = FlashSplit(limit, splits, group, warps, 1, across)
+    if heads.window:  # and the groups of four at both its ends, which are to cost no round
+        split = min(split, replace(split, splits=splits + 1), key=lambda s: s.rounds)
+    return split
 
 
 @functools.cache
@@ -119,9 +123,9 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
             for step in steps_of(round_):
                 for side in (0, 1):
                     key = step * _STEP + g // 2 * 4 + g % 2 + 2 * side
-                    first = ((kv * (dim // 4) + t) * h.length + start + key) * 4
+                    first = h.run(kv * (dim // 4) + t, start, key) * 4
                     for c in range(chunks):
-                        index = first + c * (16 * h.length)
+                        index = first + c * (16 * h.slots)
                         loads += load_run(block.keys, index, 4, key < count)
             return loads
 
@@ -129,7 +133,7 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
             loads = []
             for step in steps_of(round_):
                 quad = step * 4 + t
-                first = ((kv * (h.length // 4) + start // 4 + quad) * dim + run * width + g) * 4
+                first = (h.run(kv, start // 4, quad, size=4) * dim + run * width + g) * 4
                 for j in range(width // 8):
                     loads += load_run(block.values, first + j * 32, 4, quad * 4 < count)
             return loads
@@ -189,7 +193,7 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
                     acc = wmma(queries[c], [x.cast(F16) for x in load_run(loaded, i, 4)], acc)
                     i += 4
                 token = step * _STEP + t * 4 + 2 * side
-                scores += [(token + k < count).where(acc[k] + acc[2 + k], f32(LOWEST)) for k in (0, 1)]
+                scores += [block.sees(token + k).where(acc[k] + acc[2 + k], f32(LOWEST)) for k in (0, 1)]
         saved_scores = shared(split.rounds * len(scores) * n_threads, slot=2)
 
         def score_index(round_: UOp, k: int) -> UOp:
@@ -261,7 +265,7 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
         scale = None if block.prescale is None else prescale
         results = block.store_result(element, head, is_first_element, sums_of_head, scale)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}"
-        return finish(f"attention_flash_{h.query}_{h.kv}_{dim}_{shape}", [UOp.group(*results).end(loop)])
+        return finish(f"attention_flash_{h.name}_{shape}", [UOp.group(*results).end(loop)])
 
     return kernel
 

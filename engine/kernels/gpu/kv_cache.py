@@ -3,6 +3,9 @@
 The cache of a layer holds, in float16, for each key head, keys as [dim / 4, token, dim % 4] and values as [token / 4,
 dim, token % 4]. In decode neighbouring threads (one for each token of the keys, one for each dimension of the values)
 load neighbouring 8 bytes. The same groups of four are the operands of tensor cores in prefill.
+
+The cache of a layer with a sliding window is a ring, and "token" above is a slot of the ring: token t is in slot t %
+ring. A chunk of a prompt is stored before its attention, so the ring has room for a window and a chunk.
 """
 
 from __future__ import annotations
@@ -11,21 +14,34 @@ from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from engine.kernels.gpu.uops import LOG2_E
+from engine.kernels.gpu.uops import LOG2_E, chain
 
 CACHE_SLACK = 1024  # tokens of a cache beyond its context, because loads run ahead and take whole tiles
+_TILES_SLACK = (
+    256  # tokens of a window's tiles beyond the ring: the first and the last turn of prefill are not full
+)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention heads of a model: `query` heads share `kv` heads of keys and values, of `dim` elements each.
-    `norm_eps` is set if queries and keys are RMS-normed. The cache of a layer holds up to `length` tokens."""
+    """The attention heads of a layer: `query` heads share `kv` heads of keys and values, of `dim` elements each.
+    Positions are below `length` - CACHE_SLACK. `norm_eps` is set if queries and keys are RMS-normed. Scores are
+    multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. With a
+    `window`, a query sees the last `window` tokens, its own included, and the cache is a ring of `ring` tokens, a
+    multiple of 16 (`ring_for`)."""
 
     query: int
     kv: int
     dim: int
     length: int
     norm_eps: float | None
+    scale: float
+    window: int = 0
+    ring: int = 0
+    temperature: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.ring % 16 == 0 and bool(self.ring) == bool(self.window) and self.ring >= self.window
 
     @property
     def shared_by(self) -> int:
@@ -33,19 +49,59 @@ class Heads:
         return self.query // self.kv
 
     @property
+    def slots(self) -> int:
+        """Tokens for which the cache has room."""
+        return self.ring or self.length
+
+    @property
     def cache_size(self) -> int:
         """Elements of the keys of a layer; its values have as many."""
-        return self.kv * self.length * self.dim
+        return self.kv * self.slots * self.dim
+
+    @property
+    def tiled(self) -> int:
+        """Tokens for which `engine.kernels.gpu.prefill_attention.tile_prompt` has room."""
+        return self.ring + _TILES_SLACK if self.ring else self.length
+
+    @property
+    def tiles_size(self) -> int:
+        """Elements of the tiles of keys of `tile_prompt`; those of values are as many."""
+        return self.kv * self.tiled * self.dim
 
     @property
     def query_scale(self) -> float:
-        """The factor of queries: 1 / sqrt(dim), and log2(e) because the softmax uses exp2."""
-        return float(self.dim**-0.5 * LOG2_E)
+        """The factor of queries: `scale`, and log2(e) because the softmax uses exp2."""
+        return float(self.scale * LOG2_E)
+
+    @property
+    def name(self) -> str:
+        """The part of kernels' names that tells layers of a model apart."""
+        window = f"_window_{self.window}_{self.ring}" if self.window else ""
+        return f"{self.query}_{self.kv}_{self.dim}{window}"
+
+    def cached(self, limit: int) -> int:
+        """The largest number of cached tokens that a query before position `limit` reads, in whole groups of four."""
+        return min(limit, self.window + 2) if self.window else limit
+
+    def first_seen(self, position: UOp) -> UOp:
+        """The first token that a query sees."""
+        return (position - (self.window - 1)).maximum(0) if self.window else UOp.const(0)
+
+    def run(self, row: UOp, *number: UOp, size: int = 1) -> UOp:
+        """Where a run of `size` tokens is in a row of the cache, in such runs. Its number is the sum of `number`;
+        `size` divides 16."""
+        n = self.slots // size
+        return row * n + chain(number) % n if self.ring else chain([row * n, *number])
 
     def key_index(self, head: UOp, token: UOp, d: UOp | int) -> UOp:
         """The index of element d of a token's key."""
-        return ((head * (self.dim // 4) + d // 4) * self.length + token) * 4 + d % 4
+        return self.run(head * (self.dim // 4) + d // 4, token) * 4 + d % 4
 
     def value_index(self, head: UOp, token: UOp, d: UOp) -> UOp:
         """The index of element d of a token's value."""
-        return ((head * (self.length // 4) + token // 4) * self.dim + d) * 4 + token % 4
+        return (self.run(head, token // 4, size=4) * self.dim + d) * 4 + token % 4
+
+
+def ring_for(window: int, chunk: int) -> int:
+    """The ring for a window, if a prompt comes in chunks of up to `chunk` tokens."""
+    return -(-(window + chunk) // 64) * 64

@@ -84,15 +84,18 @@ def rotate_prompt(
     The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers: the
     queries, float16 (see `query_index`); the cached keys and values, float16 (see `Heads`); the sums of each run; the
     tables of cos and of sin, float32 (context, dim / 2); the prompt, int32 (2,): position and number of tokens; the
-    bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms."""
+    bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms; the
+    factors of queries by position, float32 (context,), if there is a temperature."""
     h, dim, half = heads, heads.dim, heads.dim // 2
+    assert not h.window or h.window + tokens <= h.ring
     total = h.query + 2 * h.kv
     per_block = max(1, 256 // dim)  # heads in a block
     blocks = -(-total // per_block)
 
     def kernel(queries: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
         sums, (cos, sin, prompt, *rest_) = rest[: len(sizes)], rest[len(sizes) :]
-        biases, norms = (rest_[0], rest_[1:]) if bias else (None, rest_)
+        biases = rest_.pop(0) if bias else None
+        norms = rest_.pop(0) if h.norm_eps is not None else None
         d, head_in_block = UOp.special(dim, "lidx0"), UOp.special(per_block, "lidx1")
         token, block = UOp.special(tokens, "gidx0"), UOp.special(blocks, "gidx1")
         head = block * per_block + head_in_block
@@ -117,17 +120,20 @@ def rotate_prompt(
         own, partner_d = product(head * dim + d), (d < half).where(d + half, d - half)
         partner = product(head * dim + partner_d)
         is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
-        if norms:
+        if norms is not None:
             squares = after_store(shared(per_block * dim, slot=0), head_in_block * dim + d, own * own)
             fours = [chain(load_run(squares, head_in_block * dim + j, 4)) for j in range(0, dim, 4)]
             norm = inverse_rms(tree(fours), dim, h.norm_eps or 0.0)
             weight = is_query.where(UOp.const(0), UOp.const(dim))
-            x, other = (v * load(norms[0], weight + e) * norm for v, e in ((own, d), (partner, partner_d)))
+            x, other = (v * load(norms, weight + e) * norm for v, e in ((own, d), (partner, partner_d)))
         else:
             x, other = own, partner
         angle = position * half + d % half
         z = rotated(x, other, d < half, load(cos, angle), load(sin, angle))
-        query = (z * f32(h.query_scale)).cast(F16)
+        factor = f32(h.query_scale)
+        if h.temperature:
+            factor = factor * load(rest_[0], position, live & is_query)
+        query = (z * factor).cast(F16)
         stores = [
             store(queries, query_index(h, tokens, head, token, d), query, live & is_query),
             store(keys, h.key_index(head - h.query, position, d), z.cast(F16), live & is_key),
@@ -138,7 +144,7 @@ def rotate_prompt(
                 live & (head >= h.query + h.kv),
             ),
         ]
-        return finish(f"prefill_rotate_{h.query}_{h.kv}_{dim}_{tokens}", stores)
+        return finish(f"prefill_rotate_{h.name}_{tokens}", stores)
 
     return kernel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tinygrad import UOp
@@ -60,33 +60,40 @@ class PromptTiling:
 def tile_prompt(heads: Heads, blocks: int) -> Kernel:
     """Copies the keys and values of all tokens so far to the order in which the threads of `attend_prompt` hold them,
     so that a warp loads neighbouring bytes. In the cache the elements of each four threads are in cache lines of their
-    own, and the time of a load depends on the number of lines. Buffers: tiles of keys, float16 (key heads, length / 16,
+    own, and the time of a load depends on the number of lines. Buffers: tiles of keys, float16 (key heads, tiled / 16,
     dim / 16, thread, 8); tiles of values, float16 (the same); the cached keys and values, float16; the prompt, int32
-    (2,): position and number of tokens. Each block copies every `blocks`-th tile of sixteen tokens."""
+    (2,): position and number of tokens. Each block copies every `blocks`-th tile of sixteen tokens. With a window, the
+    tiles begin with the one of the first token that the chunk sees (`first_tile`)."""
     h, chunks = heads, heads.dim // 16
 
     def kernel(key_tiles: UOp, value_tiles: UOp, keys: UOp, values: UOp, prompt: UOp) -> UOp:
         thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
         g, t = thread // 4, thread % 4
-        seen = load_index(prompt, 0, h.length - CACHE_SLACK) + load_index(prompt, 1, CACHE_SLACK)
-        steps = (seen + 15) // 16
+        position = load_index(prompt, 0, h.length - CACHE_SLACK)
+        seen, first = position + load_index(prompt, 1, CACHE_SLACK), first_tile(h, position)
+        steps = (seen + 15) // 16 - first
         loop = UOp.range((steps - block + (blocks - 1)) // blocks, 0, AxisType.LOOP)
         step = loop * blocks + block
-        key = ((kv * (h.dim // 4) + c * 4 + t) * h.length + step * 16 + 2 * g) * 4
-        value = ((kv * (h.length // 4) + step * 4 + t) * h.dim + c * 16 + 2 * g) * 4
+        key = (h.run(kv * (h.dim // 4) + c * 4 + t, first, step, size=16) * 16 + 2 * g) * 4
+        value = ((h.run(kv, first, step, size=16) * 4 + t) * h.dim + c * 16 + 2 * g) * 4
         index = tile_index(h, kv, step, c, thread)
         stores = store_run(key_tiles, index, load_run(keys, key, 8))
         stores += store_run(value_tiles, index, load_run(values, value, 8))
-        return finish(f"prefill_tile_{h.kv}_{h.dim}_{blocks}", [UOp.group(*stores).end(loop)])
+        return finish(f"prefill_tile_{h.name}_{blocks}", [UOp.group(*stores).end(loop)])
 
     return kernel
 
 
+def first_tile(heads: Heads, position: UOp) -> UOp:
+    """The first tile of sixteen tokens that queries from `position` on see."""
+    return heads.first_seen(position) // 16
+
+
 def tile_index(heads: Heads, kv: UOp, step: UOp, chunk: UOp | int, thread: UOp) -> UOp:
     """The index of a thread's eight elements in the tiles: four dimensions of two neighbouring keys, or the values of
-    four tokens in two neighbouring dimensions. `step` counts tiles of sixteen tokens."""
-    return (((kv * (heads.length // 16) + step) * (heads.dim // 16) + chunk) * 32 + thread) * 8
+    four tokens in two neighbouring dimensions. `step` counts tiles of sixteen tokens from the first tile on."""
+    return (((kv * (heads.tiled // 16) + step) * (heads.dim // 16) + chunk) * 32 + thread) * 8
 
 
 def accumulators(dim: int) -> int:
@@ -103,6 +110,28 @@ def prompt_tiling(heads: Heads, tokens: int) -> PromptTiling:
     rows, warps, steps = (1, 1, 1) if few else (2 if heads.dim <= 64 else 1, 2, 2)
     tilings = [PromptTiling(rows, warps, parts, steps) for parts in ((8, 4, 2, 1) if few else (2, 1))]
     return next((t for t in tilings if t.shared_bytes(heads.dim) <= _MAX_SHARED_BYTES), tilings[-1])
+
+
+def _turns(
+    heads: Heads, first: UOp, last: UOp, seen: UOp, size: int, live: UOp
+) -> list[tuple[UOp, Callable[[UOp], UOp], bool]]:
+    """The turns of `size` keys for the queries of tokens `first` to `last`, of which the last sees `seen` keys; none if
+    they are not `live`. Those that all queries see whole, then those that need a mask: (how many there are, the number
+    of each, whether there is a mask). Tokens are counted from the first tile's on."""
+    whole, end = live.where((first + 1) // size, 0), (seen + (size - 1)) // size
+    if not heads.window:
+        return [(whole, lambda i: i, False), (live.where(end - whole, 0), lambda i: i + whole, True)]
+    # a window's turns are `left` masked ones, those between `start` and `stop`, and more masked ones
+    start = ((heads.first_seen(last) + (size - 1)) // size).minimum(end)
+    stop, left = whole.maximum(start), start - heads.first_seen(first) // size
+    return [
+        (live.where(stop - start, 0), lambda i: i + start, False),
+        (
+            live.where(left + (end - stop), 0),
+            lambda i: (i < left).where(i + (start - left), i + (stop - left)),
+            True,
+        ),
+    ]
 
 
 @functools.cache
@@ -127,11 +156,10 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
         g, t = thread // 4, thread % 4
         position, n = load_index(prompt, 0, h.length - CACHE_SLACK), load_index(prompt, 1, tokens + 1)
         first, live = tile * 16, tile * 16 < n
-        # keys up to the last query's, in turns of all parts; the first `whole` turns need no mask for any query
-        turn = parts * tiling.steps
-        whole = live.where((position + first + 1) // (16 * turn), 0)
-        seen = (position + first + 16 * rows).minimum(position + n)
-        rest = live.where((seen + (16 * turn - 1)) // (16 * turn) - whole, 0)
+        begin = first_tile(h, position) * 16
+        own = position - begin + first  # the first query's token
+        seen = (own + 16 * rows).minimum(position - begin + n)
+        turns = _turns(h, own, own + (16 * rows - 1), seen, 16 * parts * tiling.steps, live)
         q = [
             load_run(queries, (((head * (tokens // 16) + tile + r) * chunks + c) * 32 + thread) * 8, 8)
             for r in range(rows)
@@ -151,15 +179,18 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
                 for side in (0, 1):
                     four = [acc[e % 2][2 * side + e // 2] for e in range(4)]
                     if masked:
-                        ahead = position + first + (16 * r + 8 * side) + g - (step * 16 + t * 4)
-                        four = [(ahead >= e).where(x, f32(LOWEST)) for e, x in enumerate(four)]
+                        ahead = own + (16 * r + 8 * side) + g - (step * 16 + t * 4)
+                        sees = [ahead >= e for e in range(4)]
+                        if h.window:
+                            sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
+                        four = [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
                     result.append(four)
             return result
 
         lanes = warps * 32
 
-        def steps_of(loop: UOp) -> list[UOp]:
-            return [(loop * tiling.steps + k) * parts + part for k in range(tiling.steps)]
+        def steps_of(turn: UOp) -> list[UOp]:
+            return [(turn * tiling.steps + k) * parts + part for k in range(tiling.steps)]
 
         def maxima(own: Sequence[UOp]) -> list[UOp]:
             """The largest value for each row among the four threads and all parts that share the row."""
@@ -171,9 +202,9 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
             return [maximum([load(values, other + r) for other in others]) for r in range(n)]
 
         row_max: list[UOp] = []
-        for axis, (count, offset, masked) in enumerate(((whole, None, False), (rest, whole, True))):
+        for axis, (count, turn_of, masked) in enumerate(turns):
             loop = UOp.range(count, axis, AxisType.REDUCE)
-            all_scores = [scores(s, masked) for s in steps_of(loop if offset is None else loop + offset)]
+            all_scores = [scores(s, masked) for s in steps_of(turn_of(loop))]
             largest = [maximum([x for s in all_scores for x in s[r]]) for r in range(2 * rows)]
             row_max += [x.reduce(loop, arg=Ops.MAX) for x in largest]
         unmasked_and_masked = zip(row_max[: 2 * rows], row_max[2 * rows :], strict=True)
@@ -183,10 +214,10 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
         n_acc = rows * per_row * 4
         ones = [f32(1).cast(F16)] * 4
         acc = zeroed_registers(n_acc, 1)
-        for axis, (count, offset, masked) in enumerate(((whole, None, False), (rest, whole, True)), 2):
+        for axis, (count, turn_of, masked) in enumerate(turns, 2):
             loop = UOp.range(count, axis, AxisType.REDUCE)
             sums = load_run(acc.after(loop), 0, n_acc)
-            for step in steps_of(loop if offset is None else loop + offset):
+            for step in steps_of(turn_of(loop)):
                 s = scores(step, masked)
                 weights = [[(x - top[r]).exp2().cast(F16) for x in s[r]] for r in range(2 * rows)]
                 # a left tile's elements of a thread: two of row g, two of row g + 8, and the same again
@@ -228,6 +259,6 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
                         ok = live if parts == 1 else live & part.eq(0)
                         stores.append(store(out, index, value.cast(F16), ok))
         shape = f"{rows}_{warps}_{parts}_{tiling.steps}"
-        return finish(f"prefill_attend_{h.query}_{h.kv}_{dim}_{tokens}_{shape}", stores)
+        return finish(f"prefill_attend_{h.name}_{tokens}_{shape}", stores)
 
     return kernel

@@ -93,8 +93,8 @@ class PrefillKernels:
 
     @property
     def past(self) -> list[Tensor]:
-        """A layer's keys and values in the tiles that attention reads: float16, as large as the layer's cache."""
-        return [self._buffer(name, self._heads.cache_size, dtypes.float16) for name in ("keys", "values")]
+        """A layer's keys and values in the tiles that attention reads: float16 (`tile_prompt`)."""
+        return [self._buffer(name, self._heads.tiles_size, dtypes.float16) for name in ("keys", "values")]
 
     def _buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
         """Scratch memory that all layers share."""

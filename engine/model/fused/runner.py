@@ -57,7 +57,9 @@ class FusedRunner:
         self._model = model = allocate(weights)
         length = -(-context_length // CACHE_SLACK) * CACHE_SLACK + CACHE_SLACK
         eps = config.norm_eps if model.layers[0].head_norms is not None else None
-        self._heads = Heads(config.heads, config.kv_heads, config.head_dim, length, eps)
+        self._heads = Heads(
+            config.heads, config.kv_heads, config.head_dim, length, eps, config.head_dim**-0.5
+        )
         for layer in model.layers:
             layer.keys, layer.values = (
                 device_zeros(self._heads.cache_size, dtypes.float16) for _ in range(2)

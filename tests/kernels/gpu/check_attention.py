@@ -14,30 +14,52 @@ from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, 
 
 
 class Cache:
-    """A layer's keys and values, random, with a new token at `position`."""
+    """A layer's keys and values, random, with `n_new` tokens from `position` on. Slots without a token hold numbers
+    that would be noticed."""
 
     def __init__(self, heads, position, n_new=1):
         self.heads, self.position = heads, position
         h, n = heads, position + n_new
         self.k, self.v = (rng.standard_normal((h.kv, n, h.dim)).astype(np.float16) for _ in range(2))
-        k, v = (
-            np.zeros((h.kv, h.dim // 4, h.length, 4), np.float16),
-            np.zeros((h.kv, h.length // 4, h.dim, 4), np.float16),
-        )
-        k[:, :, :position] = self.k[:, :position].reshape(h.kv, position, h.dim // 4, 4).transpose(0, 2, 1, 3)
-        padded = np.zeros((h.kv, h.length, h.dim), np.float16)
-        padded[:, :position] = self.v[:, :position]
-        v[:] = padded.reshape(h.kv, -1, 4, h.dim).transpose(0, 1, 3, 2)
-        self.keys, self.values = buffer(k), buffer(v)
+        here = np.arange(max(0, position - h.slots), position)
+        k, v = np.full((2, h.kv, h.slots, h.dim), 100, np.float16)
+        k[:, here % h.slots], v[:, here % h.slots] = self.k[:, here], self.v[:, here]
+        self.keys = buffer(k.reshape(h.kv, h.slots, h.dim // 4, 4).transpose(0, 2, 1, 3))
+        self.values = buffer(v.reshape(h.kv, h.slots // 4, 4, h.dim).transpose(0, 1, 3, 2))
 
     def attended(self, q, k, v):
-        """float64 (query heads * dim): `q` (query, dim), `k` and `v` (kv, n, dim) of all tokens."""
-        shared_by, outs = self.heads.shared_by, []
+        """float64 (query heads * dim): `q` (query, dim) of the last token, `k` and `v` (kv, n, dim) of all tokens."""
+        shared_by, outs, first = (
+            self.heads.shared_by,
+            [],
+            max(0, k.shape[1] - (self.heads.window or k.shape[1])),
+        )
+        k, v = (x[:, first:].astype(np.float64) for x in (k, v))
         for i, query in enumerate(q.astype(np.float64)):
-            s = k[i // shared_by].astype(np.float64) @ query / np.sqrt(self.heads.dim)
+            s = k[i // shared_by] @ query * self.heads.scale
             p = np.exp(s - s.max())
-            outs.append(p @ v[i // shared_by].astype(np.float64) / p.sum())
+            outs.append(p @ v[i // shared_by] / p.sum())
         return np.concatenate(outs)
+
+    def stored(self, tokens):
+        """The keys and values of tokens as they are in the cache: float16 (tokens, kv, dim) each."""
+        h, slots = self.heads, np.asarray(tokens) % self.heads.slots
+        k = self.keys.numpy().reshape(h.kv, h.dim // 4, h.slots, 4).transpose(2, 0, 1, 3)
+        v = self.values.numpy().reshape(h.kv, h.slots // 4, h.dim, 4).transpose(1, 3, 0, 2)
+        return (x.reshape(h.slots, h.kv, h.dim)[slots] for x in (k, v))
+
+
+def heads_of(dim=16, query=4, kv=2, norm_eps=None, **options):
+    return Heads(query, kv, dim, CACHE_SLACK + 512, norm_eps, **{"scale": dim**-0.5} | options)
+
+
+def temperatures(heads):
+    """The factors of queries by position, and the buffers of kernels that they are."""
+    factors = np.ones(512, np.float32)
+    if not heads.temperature:
+        return factors, []
+    factors[:] = rng.uniform(0.5, 2, factors.size)
+    return factors, [buffer(factors)]
 
 
 def turned(x, cos, sin, norm=None, eps=1e-6):
@@ -47,99 +69,116 @@ def turned(x, cos, sin, norm=None, eps=1e-6):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def decode_attention(position, split, normed):
-    heads = Heads(4, 2, 16, CACHE_SLACK + 256, 1e-6 if normed else None)
-    cache, h = Cache(heads, position), heads
+def decode_attention(position, split, h):
+    cache = Cache(h, position)
     rows = rng.standard_normal((h.query + 2 * h.kv, h.dim)).astype(np.float32)
     angles = rng.standard_normal(h.dim).astype(np.float32)
-    norms = rng.standard_normal((2, h.dim)).astype(np.float32)
+    norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
+    factors, temperature = temperatures(h)
     cos, sin = np.split(angles, 2)
-    q = turned(rows[: h.query], cos, sin, norms[0] if normed else None)
-    k = turned(rows[h.query : h.query + h.kv], cos, sin, norms[1] if normed else None)
+    q = turned(rows[: h.query], cos, sin, norms[0]) * factors[position]
+    k = turned(rows[h.query : h.query + h.kv], cos, sin, norms[1])
     keys = np.concatenate([cache.k[:, :position], k[:, None].astype(np.float16)], 1)
     values = np.concatenate([cache.v[:, :position], rows[-h.kv :, None].astype(np.float16)], 1)
     wanted = cache.attended(q, keys, values)
 
-    state = buffer(np.array([7, position], np.int32))
-    ins = [
-        cache.keys,
-        cache.values,
-        buffer(rows),
-        buffer(angles),
-        state,
-        *([buffer(norms)] if normed else []),
-    ]
+    state, norm = buffer(np.array([7, position], np.int32)), [buffer(norms)] if h.norm_eps else []
+    ins = [cache.keys, cache.values, buffer(rows), buffer(angles), state, *norm, *temperature]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
     attend = flash_attention if isinstance(split, FlashSplit) else attention
     if split.splits == 1:
-        run(attend(heads, split), out, *ins, ones)
+        run(attend(h, split), out, *ins, ones)
     else:
         sums, tops = zeros(split.splits * h.query * h.dim), zeros(split.splits * h.query * 2)
-        run(attend(heads, split), sums, tops, *ins)
-        run(combine(heads, split.splits), out, sums, tops, ones)
+        run(attend(h, split), sums, tops, *ins)
+        run(combine(h, split.splits), out, sums, tops, ones)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
-    stored = cache.values.numpy().reshape(h.kv, -1, h.dim, 4)[:, position // 4, :, position % 4]
-    assert np.array_equal(stored, rows[-h.kv :].astype(np.float16))
-    stored = cache.keys.numpy().reshape(h.kv, h.dim // 4, h.length, 4)[:, :, position].reshape(h.kv, h.dim)
-    close(stored, k, 1e-3)
+    stored_key, stored_value = cache.stored([position])
+    assert np.array_equal(stored_value[0], rows[-h.kv :].astype(np.float16))
+    close(stored_key[0], k, 1e-3)
 
 
 def check_one_block_a_head() -> None:
     """One block a head: nothing cached, less than a tile, several tiles."""
     for position in (0, 5, 70):
-        decode_attention(position, Split(128, 1, 1, 64, 2, 4), normed=False)
-    decode_attention(9, Split(128, 1, 1, 64, 2, 4), normed=True)
+        decode_attention(position, Split(128, 1, 1, 64, 2, 4), heads_of())
+    decode_attention(9, Split(128, 1, 1, 64, 2, 4), heads_of(norm_eps=1e-6))
 
 
 def check_several_blocks_a_head() -> None:
     """Several blocks a head, some of them without tokens, two heads to a block; more values ahead than weights."""
     for position in (3, 130):
-        decode_attention(position, Split(256, 3, 2, 64, 2, 4), normed=True)
+        decode_attention(position, Split(256, 3, 2, 64, 2, 4), heads_of(norm_eps=1e-6))
 
 
 def check_tensor_cores() -> None:
     """As above: one round and several, blocks that share heads or the values' dimensions, parts without tokens."""
-    decode_attention(0, FlashSplit(64, 1, 2, 2, 2), normed=False)
-    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), normed=True)
-    decode_attention(100, FlashSplit(128, 1, 2, 2, 1), normed=False)
-    decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), normed=True)
-    decode_attention(70, FlashSplit(128, 3, 2, 2, 1), normed=True)
+    decode_attention(0, FlashSplit(64, 1, 2, 2, 2), heads_of())
+    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(norm_eps=1e-6))
+    decode_attention(100, FlashSplit(128, 1, 2, 2, 1), heads_of())
+    decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), heads_of(norm_eps=1e-6))
+    decode_attention(70, FlashSplit(128, 3, 2, 2, 1), heads_of(norm_eps=1e-6))
+
+
+def check_windows() -> None:
+    """A window, before and after its ring is full, with queries that depend on the position: one block a head and
+    several, one round and several, parts without tokens."""
+    small = heads_of(window=20, ring=48, temperature=True, norm_eps=1e-6)
+    large = heads_of(window=101, ring=128, scale=0.3)
+    for position in (0, 5, 19, 20, 47, 48, 49, 130):
+        decode_attention(position, FlashSplit(22, 1, 2, 2, 2), small)
+        decode_attention(position, Split(22, 1, 1, 64, 2, 4), small)
+    for position in (3, 101, 127, 128, 230, 231, 400):
+        decode_attention(position, FlashSplit(103, 3, 1, 2, 1, 2), large)
+        decode_attention(position, Split(103, 3, 2, 64, 2, 4), large)
 
 
 def check_prompt_attention() -> None:
     """A prompt's queries and keys rotated and put away, and its causal attention over what came before too."""
-    attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18)
+    heads = heads_of(norm_eps=1e-6)
+    attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18, heads)
     # keys that all queries see and keys that they do not, a row unused
-    attended_prompt(PromptTiling(2, 1, 1, 2), 30, 37)
+    attended_prompt(PromptTiling(2, 1, 1, 2), 30, 37, heads)
+    attended_prompt(PromptTiling(1, 1, 1, 1), 9, 40, heads_of(temperature=True))
 
 
-def attended_prompt(cut, n, position):
-    tokens = 32
-    heads = Heads(4, 2, 16, CACHE_SLACK + 128, 1e-6)
-    cache, h = Cache(heads, position, n), heads
+def check_windows_of_prompts() -> None:
+    """Windows smaller than a chunk and larger, before, at and after the end of the ring."""
+    small, large = heads_of(window=20, ring=64, norm_eps=1e-6), heads_of(window=100, ring=144, scale=0.3)
+    for position, n in ((0, 32), (19, 21), (40, 32), (64, 30), (333, 32)):
+        attended_prompt(PromptTiling(1, 2, 2, 1), n, position, small)
+    for position, n in ((0, 20), (90, 32), (112, 32), (130, 32), (144, 5), (301, 32)):
+        attended_prompt(PromptTiling(2, 1, 1, 2), n, position, large)
+        attended_prompt(PromptTiling(1, 1, 1, 1), n, position, large)
+
+
+def attended_prompt(cut, n, position, h):
+    tokens, cache = 32, Cache(h, position, n)
     total = h.query + 2 * h.kv
     sums = rng.standard_normal((2, tokens, total * h.dim)).astype(np.float32)
-    cos, sin = (rng.standard_normal((128, h.dim // 2)).astype(np.float32) for _ in range(2))
-    norms = rng.standard_normal((2, h.dim)).astype(np.float32)
+    cos, sin = (rng.standard_normal((512, h.dim // 2)).astype(np.float32) for _ in range(2))
+    norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
+    factors, temperature = temperatures(h)
     queries = zeros(tokens * h.query * h.dim, dtypes.float16)
-    prompt = buffer(np.array([position, n], np.int32))
-    kernel = rotate_prompt(heads, tokens, (2,), (total * h.dim,), False)
-    ins = [buffer(sums), buffer(cos), buffer(sin), prompt, buffer(norms)]
+    prompt, norm = buffer(np.array([position, n], np.int32)), [buffer(norms)] if h.norm_eps else []
+    kernel = rotate_prompt(h, tokens, (2,), (total * h.dim,), False)
+    ins = [buffer(sums), buffer(cos), buffer(sin), prompt, *norm, *temperature]
     run(kernel, queries, cache.keys, cache.values, *ins)
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
-    attend = attend_prompt(heads, tokens, cut)
-    tiles = [zeros(h.cache_size, dtypes.float16) for _ in range(2)]
-    run(tile_prompt(heads, 2), *tiles, cache.keys, cache.values, prompt)
-    run(attend, out, queries, *tiles, prompt)
+    tiles = [buffer(np.full(h.tiles_size, 100, np.float16)) for _ in range(2)]
+    run(tile_prompt(h, 2), *tiles, cache.keys, cache.values, prompt)
+    run(attend_prompt(h, tokens, cut), out, queries, *tiles, prompt)
 
     rows = sums.sum(0).reshape(tokens, total, h.dim)[:n]
     here = [t[position : position + n, None] for t in (cos, sin)]
-    q = turned(rows[:, : h.query], *here, norms[0])
-    k = turned(rows[:, h.query : h.query + h.kv], *here, norms[1]).astype(np.float16).transpose(1, 0, 2)
-    keys = np.concatenate([cache.k[:, :position], k], 1)
-    values = np.concatenate(
-        [cache.v[:, :position], rows[:, -h.kv :].astype(np.float16).transpose(1, 0, 2)], 1
-    )
+    q = turned(rows[:, : h.query], *here, norms[0]) * factors[position : position + n, None, None]
+    k = turned(rows[:, h.query : h.query + h.kv], *here, norms[1]).astype(np.float16)
+    v = rows[:, -h.kv :].astype(np.float16)
+    stored_keys, stored_values = cache.stored(np.arange(position, position + n))
+    close(stored_keys, k, 1e-3)
+    assert np.array_equal(stored_values, v)
+    keys = np.concatenate([cache.k[:, :position], k.transpose(1, 0, 2)], 1)
+    values = np.concatenate([cache.v[:, :position], v.transpose(1, 0, 2)], 1)
     place = prompt_index(lambda m, e: fragment_index(m, e, h.query * h.dim), n, h.query * h.dim)
     got = out.numpy()[place]
     for i in range(n):

@@ -263,7 +263,7 @@ def check_any_shape_has_a_schedule() -> None:
         (8, 1, 256),
         (9, 3, 64),
     ):
-        heads = Heads(query, kv, dim, CACHE_SLACK, None)
+        heads = Heads(query, kv, dim, CACHE_SLACK, None, dim**-0.5)
         for tokens in (64, 512):
             cut = prompt_tiling(heads, tokens)
             assert cut.shared_bytes(dim) <= 48 << 10, (heads, cut)
