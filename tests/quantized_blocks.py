@@ -13,11 +13,10 @@ def random_blocks(kind: Type, rows: int, cols: int) -> np.ndarray:
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if kind in FLOATS:
         return gguf.quantize(rng.standard_normal((rows, cols)).astype(np.float32), kind).view(np.uint8)
+    format = QUANTIZED[kind]
     data = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
     scales = rng.standard_normal((len(data), 2)).astype(np.float16).view(np.uint8)
-    if kind is Type.Q6_K:
-        data[:, -2:] = scales[:, :2]
-    else:
-        n = 4 if "m" in QUANTIZED[kind].scales else 2
-        data[:, :n] = scales[:, :n]
+    data[:, format.d : format.d + 2] = scales[:, :2]
+    if format.m is not None:
+        data[:, format.m : format.m + 2] = scales[:, 2:]
     return data.reshape(rows, -1)

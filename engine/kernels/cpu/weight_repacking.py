@@ -1,8 +1,4 @@
-"""Repacks a matrix from a file's blocks to the CPU's layout, on all threads of a pool.
-
-The positions of the bits in a block: block_q4_0 to block_q6_K of ggml/src/ggml-common.h, and the functions
-dequantize_row_* of ggml/src/ggml-quants.c, both of llama.cpp.
-"""
+"""Repacks a matrix from a file's blocks to the CPU's layout, on all threads of a pool."""
 
 from __future__ import annotations
 
@@ -13,30 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, UOp, dtypes
 
-from engine.formats.quantization import Format
+from engine.formats.quantization import Format, Plane, Planes
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import U16, Index, KernelBuilder, even_share, shift_left, shift_right
 from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
 
-BitPosition = tuple[Index, Index]  # a byte of a block, and the lowest bit in it
-
 _PARTS = 16  # of a matrix, for the threads to share
-# By type name, for each bit plane of the format: the position of column c of a block.
-_COLUMNS: dict[str, tuple[Callable[[UOp], BitPosition], ...]] = {
-    "Q4_0": (lambda c: (2 + c % 16, c // 16 * 4),),
-    "Q4_1": (lambda c: (4 + c % 16, c // 16 * 4),),
-    "Q5_0": (lambda c: (6 + c % 16, c // 16 * 4), lambda c: (2 + c // 8, c % 8)),
-    "Q5_1": (lambda c: (8 + c % 16, c // 16 * 4), lambda c: (4 + c // 8, c % 8)),
-    "Q8_0": (lambda c: (2 + c, 0),),
-    "Q4_K": (lambda c: (16 + c // 64 * 32 + c % 32, c // 32 % 2 * 4),),
-    "Q5_K": (lambda c: (48 + c // 64 * 32 + c % 32, c // 32 % 2 * 4), lambda c: (16 + c % 32, c // 32)),
-    "Q6_K": (
-        lambda c: (c // 128 * 64 + c % 64, c // 64 % 2 * 4),
-        lambda c: (128 + c // 128 * 32 + c % 32, c // 32 % 4 * 2),
-    ),
-}
 
 
 def repack(
@@ -101,33 +81,38 @@ def _block(
     def word(n: int) -> UOp:
         return byte(n) | shift_left(byte(n + 1), 8)
 
-    d = 208 if format.name == "Q6_K" else 0
-    k.store(out, at, word(d))
-    if "m" in format.scales:  # products subtract it; files of types without small scales add it
-        k.store(out, at + lanes, word(2) if "minimum" in format.scales else word(2) ^ 0x8000)
-    units = at + layout.header_words
+    def bits_of(plane: Plane, i: Index, n: int) -> UOp:
+        at, bit = plane.position(i, n)
+        value = byte(at) if plane.bits == 8 else shift_right(byte(at), bit) & (2**plane.bits - 1)
+        return value ^ 2 ** (plane.bits - 1) if plane.signed else value
+
+    def number(planes: Planes, i: Index, n: int) -> UOp:
+        """Number i of n, uint16."""
+        value, low = bits_of(planes[0], i, n), planes[0].bits
+        for plane in planes[1:]:
+            value, low = value | shift_left(bits_of(plane, i, n), low), low + plane.bits
+        return value
+
+    def small(runs: tuple[Planes, ...], group: int) -> UOp:
+        """The scale or the minimum of a group, uint16."""
+        n = format.block // format.group // len(runs)
+        return number(runs[group // n], group % n, n)
+
+    k.store(out, at, word(format.d))
+    if format.m is not None:  # products subtract it
+        k.store(out, at + lanes, word(format.m) if format.minimum else word(format.m) ^ 0x8000)
+    units, groups = at + layout.header_words, UNIT // format.group
     if layout.has_small_scales:
         for u in range(format.block // UNIT):
-            k.store(
-                out,
-                units + u * layout.unit_words,
-                word(192 + 2 * u) if format.group == 16 else _k_scales(byte, u),
-            )
+            scales = [small(format.scale, u * groups + i) for i in range(groups)]
+            low, high = [*scales, small(format.minimum, u)] if format.minimum else scales
+            k.store(out, units + u * layout.unit_words, low | shift_left(high, 8))
         units = units + lanes
-    positions = _COLUMNS[format.name]
-
-    def bits_of(plane: int, column: Index) -> UOp:
-        n, bit = positions[plane](column)
-        bits = format.bits[plane]
-        return byte(n) ^ 128 if bits == 8 else shift_right(byte(n), bit) & (2**bits - 1)
-
-    def weight(column: Index) -> UOp:
-        return bits_of(0, column) | shift_left(bits_of(1, column), format.bits[0])
-
     with k.loop(format.block // UNIT) as u:
         at = units + u * layout.unit_words
-        for plane, bits in enumerate(layout.planes):
-            values = weight if bits == 6 else functools.partial(bits_of, plane)
+        stored = [format.q] if layout.planes == (6,) else [(plane,) for plane in format.q]
+        for planes, bits in zip(stored, layout.planes, strict=True):
+            values = functools.partial(number, planes, n=format.block)
             _plane(k, lanes, out, at, bits, values, u * UNIT)
             at = at + 2 * bits * lanes
 
@@ -155,13 +140,3 @@ def _words(fields: list[UOp], bits: int) -> list[UOp]:
     *rest, a, b = fields
     tops = (a & 15, b & 15, shift_right(a, 4) | shift_left(shift_right(b, 4), 2))
     return [rest[2 * j] | shift_left(rest[2 * j + 1], 6) | shift_left(top, 12) for j, top in enumerate(tops)]
-
-
-def _k_scales(byte: Callable[[Index], UOp], u: int) -> UOp:
-    """The 6-bit scale and minimum of unit u, from the 12 bytes at offset 4 (get_scale_min_k4)."""
-    if u < 4:
-        scale, minimum = byte(4 + u) & 63, byte(8 + u) & 63
-    else:
-        scale = (byte(8 + u) & 15) | shift_left(shift_right(byte(u), 6), 4)
-        minimum = shift_right(byte(8 + u), 4) | shift_left(shift_right(byte(4 + u), 6), 4)
-    return scale | shift_left(minimum, 8)
