@@ -42,6 +42,7 @@ LONGEST = (
     "model/test_llama_cpp.py",
     "fixes/test_search_trials.py",
     "kernels/cpu/test_arm.py",
+    "kernels/cpu/test_attention.py",
     "kernels/cpu/test_product.py",
 )
 
