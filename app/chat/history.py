@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import time
+import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,10 @@ from app.chat.history_database import HistoryDatabase, HistoryError
 from engine.events import Message
 
 TITLE_CHARS = 60
+EXCERPT_CHARS, EXCERPT_BEFORE = (
+    200,
+    40,
+)  # of a message, and at most how many before a word that was searched for
 UNTITLED = "Untitled"
 _WITHOUT_SPACES = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
@@ -134,36 +140,52 @@ class History(HistoryDatabase):
     # --- all chats --------------------------------------------------------------------------------------
 
     def chats(self, limit: int = 100, query: str = "") -> list[ChatSummary]:
-        """The chats, the last updated first. With `query`, those with a message that has all its words (or words that
-        begin so), or with a title that contains it."""
-        of_chat = "messages WHERE chat_id = chats.id"
-        condition, excerpt = f"EXISTS (SELECT 1 FROM {of_chat})", "last.content"
+        """The first chats that `query` finds."""
+        return self.summaries(self.chat_ids(query, limit), query)
+
+    def chat_ids(self, query: str = "", limit: int = -1) -> list[int]:
+        """The first `limit` chats (-1: all), the last updated first. With `query`, those with a message that has all
+        its words (or words that begin so), or with a title that contains it."""
+        condition = "EXISTS (SELECT 1 FROM messages WHERE chat_id = chats.id)"
         parameters: list[str] = []
-        if terms := re.findall(r"\w+", query):
-            condition, excerpt, parameters = _search(query, terms)
+        if terms := _terms(query):
+            in_message, parameters = _search(terms)
+            condition = f"id IN (SELECT chat_id FROM messages WHERE {in_message}) OR instr(lower(title), ?)"
+            parameters = [*parameters, query.strip().lower()]
         elif query.strip():
             return []
+        sql = f"SELECT id FROM chats WHERE {condition} ORDER BY updated DESC, id DESC LIMIT ?"
+        return [id for (id,) in self._run(sql, *parameters, limit)]
+
+    def summaries(self, chat_ids: Sequence[int], query: str = "") -> list[ChatSummary]:
+        """Of some of the chats that `query` has found, in this order, without those that are deleted."""
+        of_chat = "messages WHERE chat_id = chats.id"
+        in_message, parameters = _search(terms) if (terms := _terms(query)) else ("FALSE", [])
         rows = self._run(
-            f"""SELECT chats.id, chats.title, model, updated, (SELECT count(*) FROM {of_chat}), {excerpt},
+            f"""SELECT chats.id, chats.title, model, updated, (SELECT count(*) FROM {of_chat}),
+                coalesce((SELECT content FROM messages WHERE id = found.id), last.content),
                 last.finished, last.writer,
                 (SELECT content FROM {of_chat} AND role = 'user' ORDER BY id LIMIT 1)
             FROM chats LEFT JOIN messages AS last ON last.id = (SELECT max(id) FROM {of_chat})
-            WHERE {condition} ORDER BY updated DESC, chats.id DESC LIMIT ?""",
+            LEFT JOIN (SELECT chat_id, min(id) AS id FROM messages WHERE {in_message} GROUP BY chat_id) AS found
+                ON found.chat_id = chats.id
+            WHERE chats.id IN ({",".join("?" * len(chat_ids))})""",
             *parameters,
-            limit,
+            *chat_ids,
         )
-        return [
-            ChatSummary(
+        summaries = {
+            id: ChatSummary(
                 id=id,
                 title=_title(title, first_prompt),
                 model=model,
                 updated=updated,
                 message_count=count,
-                excerpt=" ".join((excerpt or "").split())[:200],
+                excerpt=_excerpt(content or "", terms),
                 interrupted=not finished and not _is_alive(writer),
             )
-            for id, title, model, updated, count, excerpt, finished, writer, first_prompt in rows
-        ]
+            for id, title, model, updated, count, content, finished, writer, first_prompt in rows
+        }
+        return [summaries[id] for id in chat_ids if id in summaries]
 
     def prompts(self, limit: int = 200) -> list[str]:
         """The last prompts of all chats, oldest first, each once."""
@@ -194,8 +216,12 @@ def _storable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _search(query: str, terms: list[str]) -> tuple[str, str, list[str]]:
-    """The condition and the excerpt of a search, in SQL, and the parameters of both.
+def _terms(query: str) -> list[str]:
+    return re.findall(r"\w+", query)
+
+
+def _search(terms: list[str]) -> tuple[str, list[str]]:
+    """The condition for a message that has all terms, in SQL, and its parameters.
 
     FTS5 finds words by their beginnings. It finds no words in scripts without spaces, so terms of such a script are
     looked for anywhere.
@@ -205,20 +231,26 @@ def _search(query: str, terms: list[str]) -> tuple[str, str, list[str]]:
     match = [" ".join(f'"{word}"*' for word in words)] if words else []  # quoted, or it could be FTS5 syntax
     conditions = ["id IN (SELECT rowid FROM messages_text WHERE messages_text MATCH ?)"] * len(match)
     conditions += ["instr(content, ?)"] * len(others)
-    in_message = " AND ".join(conditions)
-    condition = f"""(instr(lower(title), ?)
-        OR chats.id IN (SELECT chat_id FROM messages WHERE {in_message}))"""
-    if match:
-        excerpt = """SELECT snippet(messages_text, 0, '', '', '…', 16)
-            FROM messages_text JOIN messages ON messages.id = messages_text.rowid
-            WHERE messages_text MATCH ? AND chat_id = chats.id LIMIT 1"""
-        excerpt_parameters = match
-    else:
-        excerpt = f"""SELECT substr(content, max(1, instr(content, ?) - 20)) FROM messages
-            WHERE chat_id = chats.id AND {in_message} LIMIT 1"""
-        excerpt_parameters = [others[0], *others]
-    parameters = [*excerpt_parameters, query.strip().lower(), *match, *others]
-    return condition, f"coalesce(({excerpt}), last.content)", parameters
+    return " AND ".join(conditions), [*match, *others]
+
+
+def _excerpt(text: str, terms: list[str]) -> str:
+    """The text around the first word that begins with a term, or its beginning."""
+    folded = tuple(map(_folded, terms))
+    words = (word.start() for word in re.finditer(r"[^\W_]+", text) if _folded(word[0]).startswith(folded))
+    without_spaces = [text.find(term) for term in terms if _WITHOUT_SPACES.search(term)]
+    place = without_spaces[0] if without_spaces else next(words, 0) if terms else 0
+    start = max(0, place - EXCERPT_BEFORE)
+    start = start and (text.find(" ", start, place) + 1 or start)  # where a word begins, if there are spaces
+    return ("…" if start else "") + " ".join(text[start : start + 2 * EXCERPT_CHARS].split())[:EXCERPT_CHARS]
+
+
+def _folded(word: str) -> str:
+    """Without case and diacritics, as FTS5 compares words."""
+    word = word.lower()
+    if word.isascii():
+        return word
+    return "".join(c for c in unicodedata.normalize("NFD", word) if not unicodedata.combining(c))
 
 
 def _title(title: str | None, first_prompt: str | None) -> str:

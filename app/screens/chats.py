@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import datetime
+from typing import Any
 
 from textual.binding import Binding
 from textual.content import Content
@@ -12,7 +14,35 @@ from app.chat.history import ChatSummary, History, HistoryError
 from app.screens.list_page import ListPage
 from widgets.text import counted, one_line
 
-MAX_CHATS = 200
+PAGE = 50
+"""So many chats are read from the history at once."""
+
+
+class FoundChats(Sequence[ChatSummary]):
+    """The chats that a search finds. A chat is read when it is asked for, so that the number of chats costs nothing."""
+
+    def __init__(self, history: History, query: str) -> None:
+        self.ids = history.chat_ids(query)
+        self._history, self._query = history, query
+        self._pages: dict[int, dict[int, ChatSummary]] = {}
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, row: Any) -> Any:
+        page, chat_id = row // PAGE, self.ids[row]
+        if page not in self._pages:
+            ids = self.ids[page * PAGE : (page + 1) * PAGE]
+            try:
+                self._pages[page] = {chat.id: chat for chat in self._history.summaries(ids, self._query)}
+            except HistoryError:
+                self._pages[page] = {}
+        return self._pages[page].get(chat_id) or gone(chat_id)
+
+
+def gone(chat_id: int) -> ChatSummary:
+    """In place of a chat that cannot be read, such as one that another process has deleted."""
+    return ChatSummary(chat_id, "this chat cannot be read", "", 0.0, 0, "", False)
 
 
 class ChatsScreen(ListPage[ChatSummary, int | None]):
@@ -37,12 +67,19 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
         self.current = current
         self.deleted: set[int] = set()
 
-    def find(self, text: str) -> list[ChatSummary]:
+    def find(self, text: str) -> Sequence[ChatSummary]:
         try:
-            return self.history.chats(limit=MAX_CHATS, query=text)
+            self.found = FoundChats(self.history, text)
         except HistoryError as error:
             self.say(str(error))
-            return []
+            return ()
+        return self.found
+
+    def row_of(self, key: object) -> int | None:
+        return self.found.ids.index(key) if isinstance(key, int) and key in self.found.ids else None
+
+    def row_in_use(self) -> int:
+        return 0
 
     def line(self, chat: ChatSummary) -> Content:
         """The title, the number of messages and the model; below, when it was, its state, and an excerpt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from textual import events, on
@@ -10,10 +10,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import ScreenResultType
-from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import Input, Static
 
 from app.screens.page import Frame, Page
+from widgets.entry_list import EntryList
 from widgets.ordered_input import OrderedInput
 from widgets.text import one_line
 
@@ -48,10 +48,9 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     def __init__(self) -> None:
         super().__init__()
         self.search_text = ""
-        self.entries: list[Entry] = []  # those shown
+        self.entries: Sequence[Entry] = ()  # all that the search finds
         self.field = OrderedInput(placeholder=self.PLACEHOLDER, select_on_focus=False)
-        self.options = OptionList(markup=False)
-        self.options.can_focus = False
+        self.list = EntryList()
         self.question = Static(id="question", classes="line", markup=False)
         self._on_yes: Callable[[], None] | None = None  # while a yes or no is awaited
         self._on_text: Callable[[str], None] | None = (
@@ -61,7 +60,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     def compose(self) -> ComposeResult:
         with Frame(self.FRAME_TITLE, *self.KEYS):
             yield self.field
-            yield self.options
+            yield self.list
             yield self.question
 
     def on_mount(self) -> None:
@@ -70,7 +69,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
 
     # --- what a subclass says of its entries ------------------------------------------------------------
 
-    def find(self, text: str) -> list[Entry]:
+    def find(self, text: str) -> Sequence[Entry]:
         """The entries that match a search; all of them for ""."""
         raise NotImplementedError
 
@@ -79,15 +78,23 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         return self.NOTHING_FOUND
 
     def line(self, entry: Entry) -> Content:
-        """How an entry looks in the list."""
+        """How an entry looks in the list, in two rows."""
         raise NotImplementedError
 
     def key(self, entry: Entry) -> object:
         """What identifies an entry when the list has changed."""
         raise NotImplementedError
 
+    def row_of(self, key: object) -> int | None:
+        """The row of the entry with this key."""
+        return next((row for row, entry in enumerate(self.entries) if self.key(entry) == key), None)
+
+    def row_in_use(self) -> int:
+        """The row that is highlighted when the page opens: of the entry in use, or the first one."""
+        return next((row for row, entry in enumerate(self.entries) if self.is_in_use(entry)), 0)
+
     def is_in_use(self, entry: Entry) -> bool:
-        """Whether an entry is highlighted when the page opens."""
+        """Whether the program uses an entry now."""
         return False
 
     def choose(self, entry: Entry) -> None:
@@ -102,34 +109,27 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
 
     @property
     def highlighted(self) -> Entry | None:
-        row = self.options.highlighted
+        row = self.list.highlighted
         return self.entries[row] if row is not None and row < len(self.entries) else None
 
     def show_entries(self, highlight: object = None) -> None:
         """Lists what the search finds. Highlights the entry with the key `highlight` (None: the one highlighted
         before); if there is none, the same row, or at first the entry in use."""
-        row, entry = self.options.highlighted, self.highlighted
+        row, entry = self.list.highlighted, self.highlighted
         if highlight is None and entry is not None:
             highlight = self.key(entry)
         self.entries = self.find(self.search_text)
-        self.options.clear_options()
-        self.options.add_options([Option(self.line(entry)) for entry in self.entries])
-        keys = [self.key(entry) for entry in self.entries]
-        if highlight in keys:
-            row = keys.index(highlight)
+        if highlight is not None and (found := self.row_of(highlight)) is not None:
+            row = found
         elif row is None and not self.search_text:
-            row = next((i for i, entry in enumerate(self.entries) if self.is_in_use(entry)), 0)
-        if self.entries:
-            self.options.highlighted = min(row or 0, len(self.entries) - 1)
-        else:
-            text = self.nothing_found(self.search_text) if self.search_text else self.EMPTY
-            self.options.add_option(Option(text, disabled=True))
+            row = self.row_in_use()
+        nothing = self.nothing_found(self.search_text) if self.search_text else self.EMPTY
+        self.list.show(len(self.entries), lambda row: self.line(self.entries[row]), nothing)
+        self.list.highlighted = row or 0
 
     def action_move(self, rows: int) -> None:
         self.say("")
-        if self.entries:
-            row = (self.options.highlighted or 0) + rows
-            self.options.highlighted = max(0, min(len(self.entries) - 1, row))
+        self.list.highlighted = (self.list.highlighted or 0) + rows
 
     def action_delete(self) -> None:
         if (entry := self.highlighted) is not None:
@@ -141,16 +141,16 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         else:
             self._end_text()
 
-    @on(OptionList.OptionSelected)
-    def _click(self, event: OptionList.OptionSelected) -> None:
-        if self._on_yes is None and event.option_index < len(self.entries):
-            self.choose(self.entries[event.option_index])
+    @on(EntryList.Chosen)
+    def _click(self, event: EntryList.Chosen) -> None:
+        if self._on_yes is None:
+            self.choose(self.entries[event.index])
 
     @on(Input.Changed)
     def _search(self, event: Input.Changed) -> None:
         if self._on_text is None:
             self.search_text = event.value.strip()
-            self.options.highlighted = None  # the best match is highlighted
+            self.list.highlighted = None  # the best match is highlighted
             self.show_entries()
 
     @on(Input.Submitted)

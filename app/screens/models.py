@@ -10,7 +10,7 @@ from pathlib import Path
 from textual import on, work
 from textual.content import Content
 from textual.fuzzy import FuzzySearch
-from textual.widgets import OptionList, Static
+from textual.widgets import Static
 
 from app.chat.download import Download, progress_text
 from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry
@@ -21,6 +21,7 @@ from engine.catalog.downloads import find_on_hub
 from engine.catalog.memory_fit import fits, memory_bytes
 from engine.catalog.names import HubModel, Source, parse
 from engine.errors import ModelFileError, OrinError
+from widgets.entry_list import EntryList
 from widgets.text import as_bytes, as_count, one_line
 
 SIZE_DELAY_S = 0.4
@@ -156,7 +157,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
     def is_in_use(self, model: Entry) -> bool:
         return model.path is not None and self.current == model.path.resolve()
 
-    @on(OptionList.OptionHighlighted)
+    @on(EntryList.Highlighted)
     def _highlight_changed(self) -> None:
         model = self.highlighted
         if model and model.path is None and isinstance(model.source, HubModel):
@@ -172,8 +173,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
             self._hub_sizes[name] = (await asyncio.to_thread(find_on_hub, source)).size_bytes
         except OrinError as error:
             self._hub_sizes[name] = f"size not known: {error.message}"
-        if model in self.entries:
-            self.options.replace_option_prompt_at_index(self.entries.index(model), self.line(model))
+        self.list.refresh()
 
     # --- choosing and downloading -----------------------------------------------------------------------
 

@@ -36,11 +36,4 @@ class Page(ModalScreen[ScreenResultType]):
     Page Input, Page Input:focus {
         border: none; height: 1; padding: 0 1; background: $surface; margin-bottom: 1;
     }
-    Page OptionList, Page OptionList:focus {
-        height: 1fr; border: none; background: $background; background-tint: $background 0%; padding: 0;
-        text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
-    }
-    Page OptionList:focus > .option-list--option-highlighted {
-        color: $block-cursor-blurred-foreground; background: $block-cursor-blurred-background;
-    }
     """

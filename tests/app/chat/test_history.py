@@ -121,6 +121,28 @@ def test_scripts_without_spaces_are_searched_anywhere(history):
     assert "潮汐" in history.chats(query="潮汐")[0].excerpt
 
 
+def test_the_excerpt_of_a_search_is_around_the_word(history):
+    chat_id = history.new_chat("m")
+    long = "The beginning of a long answer. " * 20
+    history.append(chat_id, assistant(f"{long} In the Océan\x1b\n\nthere are tides. {long}"))
+    history.append(chat_id, assistant("The end."))
+    [chat] = history.chats(query="ocean")
+    assert chat.excerpt.startswith("…") and "In the Océan\x1b there are tides." in chat.excerpt
+    assert len(chat.excerpt) <= 201
+    assert history.chats()[0].excerpt == "The end."
+    history.rename(chat_id, "salt water")
+    assert history.chats(query="salt")[0].excerpt == "The end.", "only the title has the word"
+
+
+def test_summaries_are_of_the_chats_asked_for(history):
+    ids = [history.new_chat("m") for _ in range(3)]
+    for chat_id in ids:
+        history.append(chat_id, user(f"prompt {chat_id}"))
+    history.delete(ids[1])
+    assert history.chat_ids() == [ids[2], ids[0]]
+    assert [chat.title for chat in history.summaries(ids)] == ["prompt 1", "prompt 3"]
+
+
 def test_a_chat_without_messages_is_not_listed(history):
     history.new_chat("m")
     assert history.chats() == []

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from textual.widgets import Input, OptionList
+from textual.widgets import Input
 
 from app.chat.history import History
 from app.screens.chat_app import ChatApp
-from app.screens.chats import ChatsScreen
+from app.screens.chats import PAGE, ChatsScreen
 from app.screens.help import HelpScreen
 from engine.events import Loading, Message, Prefilling
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, READY, STARTED, FakeEngine, reply, tokens
+from widgets.entry_list import EntryList
 
 # --- a conversation --------------------------------------------------------------------------------------
 
@@ -499,7 +500,7 @@ async def test_a_past_chat_is_found_and_gone_on_with(history):
         await user.press("ctrl+o")
         await user.sees("Use [b]yeast[/b].")
         user.app.screen.query_one(Input).value = "moon"
-        await user.until(lambda: user.app.screen.query_one(OptionList).option_count == 1)
+        await user.until(lambda: user.app.screen.query_one(EntryList).count == 1)
         await user.press("enter")
         await user.sees("The Moon.")
         assert user.app.session.conversation.chat_id == sea
@@ -535,6 +536,44 @@ async def test_rename_and_delete_a_past_chat(history):
             lambda: user.app.session.conversation.chat_id is None, "a new chat in place of the deleted"
         )
         assert user.turns() == []
+
+
+def fill_many(history: History, count: int) -> None:
+    """`count` chats, chat 0 the oldest."""
+    for i in range(count):
+        chat_id = history.new_chat("m")
+        history.append(chat_id, Message(role="user", content=f"prompt {i} about tides"))
+
+
+async def test_the_list_of_past_chats_has_no_end(history):
+    fill_many(history, 320)
+    read = []
+    summaries = history.summaries
+    history.summaries = lambda ids, query: read.append(len(ids)) or summaries(ids, query)
+    async with chat(FakeEngine(), history) as user:
+        await user.press("ctrl+o")
+        await user.sees("prompt 319")
+        assert sum(read) <= 2 * PAGE, "only what is seen is read from the history"
+        await user.press("end")
+        await user.sees("prompt 0 about")
+        assert sum(read) <= 4 * PAGE
+        await user.press("up", "delete", "y")
+        await user.until(lambda: "prompt 1 about" not in user.screen())
+        assert user.app.screen.highlighted.title == "prompt 0 about tides"
+        await user.press("t", "i", "d")
+        await user.until(lambda: user.app.screen.list.count == 319)
+        await user.press("end", "enter")
+        await user.until(lambda: user.turns() == [("user", "prompt 0 about tides")])
+
+
+async def test_a_chat_that_another_process_deletes_is_still_a_line_of_the_list(history):
+    fill_many(history, 2 * PAGE)
+    async with chat(FakeEngine(), history) as user:
+        await user.press("ctrl+o")
+        await user.sees("prompt 99")
+        history.delete(1)
+        await user.press("end")
+        await user.sees("this chat cannot be read")
 
 
 async def test_what_matters_in_the_list_is_not_cut_off_on_narrow_screens(history):

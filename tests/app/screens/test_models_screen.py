@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from textual.app import App
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import Input, Static
 
 from app.chat import speed_history
 from app.screens import models as screen_module
@@ -18,6 +18,7 @@ from engine.model import packed_weights_cache
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
 from tests.waiting import until
+from widgets.entry_list import EntryList
 from widgets.text import as_bytes
 
 __all__ = ["fake_hub"]
@@ -55,8 +56,7 @@ class User:
         await self.until(lambda: text in self.text())
 
     def rows(self):
-        options = self.screen.query_one(OptionList)
-        return [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
+        return self.screen.query_one(EntryList).texts
 
     def text(self):
         lines = [str(line.content) for line in self.screen.query(Static) if line.has_class("-shown")]
@@ -68,8 +68,7 @@ class User:
 
     @property
     def chosen(self):
-        options = self.screen.query_one(OptionList)
-        return self.rows()[options.highlighted].split()[0]
+        return self.rows()[self.screen.query_one(EntryList).highlighted].split()[0]
 
 
 @asynccontextmanager
