@@ -23,7 +23,7 @@ def tokens_in(prompt: Chat | RawText | TokenIds, model: Path) -> int:
 
 def think_splitter(prompt: Chat | RawText | TokenIds, encoded: Prompt) -> ThinkSplitter | None:
     """Separates thinking from the answer in a chat's reply. None for other prompts: their reply is one text."""
-    return ThinkSplitter(inside=encoded.opens_thinking) if isinstance(prompt, Chat) else None
+    return ThinkSplitter(encoded.marks, inside=encoded.opens_thinking) if isinstance(prompt, Chat) else None
 
 
 class PromptEncoder:

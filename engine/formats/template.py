@@ -19,17 +19,18 @@ from engine.events import Message
 from engine.formats.fallback_templates import CHATML, fallback_template
 from engine.formats.gguf import GGUF, printable
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
-from engine.formats.thinking import CLOSE, OPEN
+from engine.formats.thinking import HARMONY, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens that the model is given. `opens_thinking`: they end in an open `<think>`, so the reply begins with
-    thinking."""
+    """The tokens that the model is given. `opens_thinking`: they end in the mark that opens thinking, so the reply
+    begins with thinking. `marks` are those that the model writes."""
 
     ids: list[int]
     opens_thinking: bool = False
+    marks: ThinkMarks = THINK
 
 
 class ChatTemplate:
@@ -44,8 +45,10 @@ class ChatTemplate:
         )
         self.now: Callable[[], datetime] = datetime.now  # templates may write the date
         self._tokenizer = tokenizer
-        self._can_think = fallback is CHATML and OPEN in tokenizer.special_tokens
-        self.thinks = "think>" in source or "enable_thinking" in source if source else self._can_think
+        self._can_think = fallback is CHATML and THINK.open in tokenizer.special_tokens
+        self._marks = marks_of(source or "")
+        signs = ("think>", "enable_thinking", self._marks.open)
+        self.thinks = any(sign in source for sign in signs) if source else self._can_think
         self._renderer, self._fallback = TemplateRenderer(source or fallback), TemplateRenderer(fallback)
         self._renderer.start()
 
@@ -79,6 +82,7 @@ class ChatTemplate:
             {
                 "enable_thinking": think,
                 "thinking": think,
+                **({"reasoning_effort": "medium" if think else "low"} if self._marks is HARMONY else {}),
                 "can_think": self._can_think,
                 "add_generation_prompt": add_generation_prompt,
                 "bos_token": self._tokenizer.text(self._tokenizer.bos_id),
@@ -89,16 +93,16 @@ class ChatTemplate:
             },
             [_disguised(message, disguise) for message in messages],
         )
-        opens_thinking = add_generation_prompt and text.rstrip().endswith(OPEN)
+        opens_thinking = add_generation_prompt and text.rstrip().endswith(self._marks.open)
         segments = [*_segments(text, disguise)]
         if unfinished:
-            segments += _unfinished_reply(unfinished, text)
+            segments += _unfinished_reply(unfinished, text, self._marks)
             opens_thinking = not unfinished.content and bool(unfinished.thinking or opens_thinking)
         ids = self._tokenizer.encode_segments(segments)
         bos = self._tokenizer.bos_id
         if self._tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
-        return Prompt(ids, opens_thinking)
+        return Prompt(ids, opens_thinking, self._marks)
 
     def _render(self, variables: dict[str, Any], messages: list[Message]) -> str:
         simpler = _simplified(messages)
@@ -149,21 +153,27 @@ def _segments(text: str, disguise: dict[int, str]) -> Iterable[tuple[str, bool]]
         yield part.translate(back), i % 2 == 0
 
 
-def _unfinished_reply(reply: Message, prompt: str) -> Iterable[tuple[str, bool]]:
+def _unfinished_reply(reply: Message, prompt: str, marks: ThinkMarks) -> Iterable[tuple[str, bool]]:
     """The segments of a reply that was stopped, as the model wrote them after `prompt`."""
-    if reply.thinking and not prompt.rstrip().endswith(CLOSE):
-        if not prompt.rstrip().endswith(OPEN):
-            yield OPEN + "\n", True
+    after_open, before_close, after_close = marks.breaks
+    if reply.thinking and not prompt.rstrip().endswith(marks.close):
+        if not prompt.rstrip().endswith(marks.open):
+            yield marks.open + after_open, True
         yield reply.thinking, False
         if reply.content:
-            yield f"\n{CLOSE}\n\n", True
+            yield before_close + marks.close + after_close + "".join(marks.begin[:1]), True
+    elif reply.content:
+        yield "".join(marks.begin[1:]), True
     yield reply.content, False
 
 
 def _simplified(messages: list[Message]) -> list[Message]:
-    """The conversation for templates without a system role, or that require alternating roles."""
+    """The conversation for templates without a system role, that require alternating roles or that refuse replies
+    without an answer (they were stopped while the model was thinking)."""
     joined: list[Message] = []
     for message in messages:
+        if message.role == "assistant" and not message.content:
+            continue
         role = "user" if message.role == "system" else message.role
         if joined and joined[-1].role == role:
             content = "\n\n".join(filter(None, (joined[-1].content, message.content)))

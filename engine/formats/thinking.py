@@ -2,61 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from msgspec.structs import asdict, replace
 
 from engine.events import Event, Finished, Thinking, Token
 
-OPEN, CLOSE = "<think>", "</think>"
+
+@dataclass(frozen=True)
+class ThinkMarks:
+    """The texts that a family of models writes around its thinking, and around the answer: `begin` has the one that
+    comes after thinking and the one in a reply without thinking; `end` closes an answer that a `begin` opened.
+    `breaks`: the line breaks after `open`, before `close` and after it, for a reply that is written into a prompt."""
+
+    open: str
+    close: str
+    begin: tuple[str, ...] = ()
+    end: str = ""
+    breaks: tuple[str, str, str] = ("", "", "")
+
+
+THINK = ThinkMarks("<think>", "</think>", breaks=("\n", "\n", "\n\n"))  # DeepSeek-R1, Qwen3, SmolLM3
+MISTRAL = ThinkMarks("[THINK]", "[/THINK]")
+GEMMA = ThinkMarks("<|channel>thought", "<channel|>", breaks=("\n", "\n", ""))
+HARMONY = ThinkMarks(  # gpt-oss: https://github.com/openai/harmony, docs/format.md
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
+)
+GRANITE = ThinkMarks("<think>", "</think>", ("<response>",), "</response>")
+_FAMILIES = (THINK, MISTRAL, GEMMA, HARMONY)  # of a reply whose model is not known
+
+# The special tokens in these marks. `ThinkSplitter` has to see them.
+MARK_TOKENS = frozenset(
+    token
+    for marks in _FAMILIES
+    for mark in (marks.open, marks.close, *marks.begin)
+    for token in re.findall(r"<[^>]+>|\[[^]]+\]", mark)
+)
+
+
+def marks_of(template: str) -> ThinkMarks:
+    """The marks that a chat template names; those of most models if it names none."""
+    for marks in (GRANITE, *_FAMILIES):
+        if all(mark in template for mark in (marks.open, marks.close, *marks.begin[:1])):
+            return marks
+    return THINK
 
 
 class _Phase(Enum):
     START = auto()
     THINKING = auto()
+    BEFORE_ANSWER = auto()
     ANSWER = auto()
 
 
 class ThinkSplitter:
     """Takes the text of a reply token by token.
 
-    Thinking can only be at the start of a reply: from `<think>`, or from the first token if `inside` (the prompt ended
-    in `<think>`), to the first `</think>`. Later marks are ordinary text. The marks are removed, and so are line breaks
-    after them and white space before the first. A mark may be one token or several, so text that could be the beginning
-    of one is held back until the next tokens decide.
+    Thinking can only be at the start of a reply: from the opening mark, or from the first token if `inside` (the prompt
+    ended in that mark), to the first closing mark. Later marks are ordinary text. The marks are removed, and so are
+    line breaks after them and white space before the first. A mark may be one token or several, so text that could be
+    the beginning of one is held back until the next tokens decide. Without `marks`, those of any family count.
     """
 
-    def __init__(self, *, inside: bool = False) -> None:
+    def __init__(self, marks: ThinkMarks | None = None, *, inside: bool = False) -> None:
+        families = (marks,) if marks else _FAMILIES
+        self._marks = families[0]
+        self._first = {mark: family for family in families for mark in (family.open, *family.begin)}
         self._phase = _Phase.THINKING if inside else _Phase.START
         self._held = ""
         self._after_mark = inside
+        self._end = ""  # the mark that closes the answer
 
     def feed(self, text: str) -> tuple[bool, str]:
-        """(whether the token is thinking, the text that can be shown now). Text after `</think>` in the same token is
-        returned with the next token."""
+        """(whether the token is thinking, the text that can be shown now). Text after the closing mark in the same
+        token is returned with the next token."""
         self._held += text
         if self._phase is _Phase.START:
-            stripped = self._held.lstrip()
-            if len(stripped) < len(OPEN) and OPEN.startswith(stripped):
+            if (mark := self._drop(self._first)) is None:
                 return False, ""
-            if stripped.startswith(OPEN):
-                self._phase, self._after_mark, self._held = _Phase.THINKING, True, stripped[len(OPEN) :]
-            else:
-                self._phase = _Phase.ANSWER
-        if self._phase is _Phase.ANSWER:
+            self._marks = self._first.get(mark, self._marks)
+            self._phase = _Phase.THINKING if mark == self._marks.open else _Phase.ANSWER
+            self._end = self._marks.end if mark in self._marks.begin else ""
+        if self._phase is _Phase.THINKING:
+            thought, mark, rest = self._held.partition(self._marks.close)
+            if not mark:
+                return True, self._take(len(self._held) - _overlap(self._held, self._marks.close))
+            self._held = thought
+            shown = self._take(len(thought))
+            self._phase, self._after_mark, self._held = _Phase.BEFORE_ANSWER, True, rest
+            return True, shown
+        if self._phase is _Phase.BEFORE_ANSWER:
+            if (mark := self._drop(self._marks.begin)) is None:
+                return False, ""
+            self._phase, self._end = _Phase.ANSWER, self._marks.end if mark else ""
+        if not self._end:
             return False, self._take(len(self._held))
-        thought, mark, rest = self._held.partition(CLOSE)
-        if not mark:
-            return True, self._take(len(self._held) - _overlap(self._held, CLOSE))
-        self._held = thought
-        shown = self._take(len(thought))
-        self._phase, self._after_mark, self._held = _Phase.ANSWER, True, rest
-        return True, shown
+        answer, mark, rest = self._held.partition(self._end)
+        if mark:
+            self._held, self._end = answer + rest, ""
+        return False, self._take(len(self._held) - _overlap(self._held, self._end))
 
     def flush(self) -> tuple[bool, str]:
         """The text that is still held back at the end of the reply, as `feed` returns it."""
-        return self._phase is _Phase.THINKING, self._take(len(self._held))
+        shown = self.feed("")[1] if self._phase is _Phase.BEFORE_ANSWER else ""
+        return self._phase is _Phase.THINKING, shown + self._take(len(self._held))
+
+    def _drop(self, marks: Iterable[str]) -> str | None:
+        """Removes the one of `marks` that the held text begins with, and white space before it. Returns it; "" if the
+        text begins with none; None if more text has to tell."""
+        text = self._held.lstrip()
+        for mark in marks:
+            if text.startswith(mark):
+                self._held, self._after_mark = text[len(mark) :], True
+                return mark
+        return None if any(mark.startswith(text) for mark in marks) else ""
 
     def _take(self, n: int) -> str:
         """Removes the first `n` characters from the held text; returns them without line breaks that follow a mark."""

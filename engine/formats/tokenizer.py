@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the vocabulary in a model file: byte-level BPE or SentencePiece.
+"""Text to token ids and back, with the vocabulary in a model file: byte-level BPE, SentencePiece, or Gemma 4's BPE.
 
 The library `tokenizers` merges. Everything around that follows llama.cpp (src/llama-vocab.cpp), so that both give the
 same ids, with one difference: names of special tokens in a text are ordinary text unless the caller says otherwise.
@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Merger
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, StringArray, damaged, printable
-from engine.formats.pretokenizers import DEFAULT, PRETOKENIZERS
+from engine.formats.pretokenizers import DEFAULT, GEMMA4, PRETOKENIZERS
+from engine.formats.thinking import MARK_TOKENS
 
 # tokenizer.ggml.token_type: enum llama_token_type in include/llama.h
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -27,15 +28,18 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
     "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>",
-    "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<｜end▁of▁sentence｜>", "<|fim_pad|>",
-    "<|repo_name|>", "<|file_sep|>",
+    "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<reponame>", "<|file_sep|>",
 )  # fmt: skip
-# Never hidden, even if they are control tokens: `thinking` looks for them.
-_THINK_MARKS = ("<think>", "</think>")
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes it for a space
 _MAX_PIECE = 512  # characters; merges never produce a longer SentencePiece piece
 _SURROGATES = re.compile("[\ud800-\udfff]")
+# Gemma 3's user-defined tokens that people write, unlike those of chat templates
+_HTML = re.compile(
+    r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup|code|a|html|body|img"
+    r"|span|bbox|ul|li|div|iframe|footer)>"
+)
 
 
 def _byte_alphabet() -> dict[int, int]:
@@ -48,6 +52,20 @@ def _byte_alphabet() -> dict[int, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+def check_tokenizer(file: GGUF) -> None:
+    """Raises ModelFileError if the file has no vocabulary, or one of a kind that `Tokenizer` does not know. Fast."""
+    kind = file.get("tokenizer.ggml.model", str)
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise ModelFileError(
+            f'{printable(file.path.name)} has a tokenizer of the kind "{printable(kind)}"; orin-chat supports '
+            'byte-level BPE ("gpt2"), SentencePiece ("llama") and the BPE of Gemma 4 ("gemma4").',
+            "Choose a model of another family.",
+        )
+    file.get("tokenizer.ggml.tokens", StringArray)
+    if kind != "llama":
+        file.get("tokenizer.ggml.merges", StringArray)
+
+
 class Tokenizer:
     """The tokenizer of a model file. The file needs no weights.
 
@@ -58,15 +76,13 @@ class Tokenizer:
     """
 
     def __init__(self, gguf: GGUF) -> None:
+        check_tokenizer(gguf)
         kind = gguf.get("tokenizer.ggml.model", str)
-        if kind not in ("gpt2", "llama"):
-            raise ModelFileError(
-                f'{printable(gguf.path.name)} has a tokenizer of the kind "{printable(kind)}"; '
-                'orin-chat supports byte-level BPE ("gpt2") and SentencePiece ("llama").',
-                "Choose a model of another family.",
-            )
         self.warning = ""
         self.sentencepiece = kind == "llama"
+        self._gemma4 = kind == "gemma4"
+        self._spelled: dict[int, list[int]] = {}  # ids after the vocabulary: see `_in_bytes`
+        self._writes_spaces = kind == "gpt2"  # the others write `_SPACE` for them, and <0xNN> for bytes
         self._raw = gguf.get("tokenizer.ggml.tokens", StringArray).raws()
         texts = [raw.decode("utf-8", "replace") for raw in self._raw]
         self.vocab_size = len(texts)
@@ -74,24 +90,44 @@ class Tokenizer:
 
         ids = {text: id for id, text in reversed([*enumerate(texts)])}  # if two are equal, the first counts
         merges = [] if self.sentencepiece else list(gguf.get("tokenizer.ggml.merges", StringArray))
-        ends = {ids[text] for text in _END_TEXTS if text in ids and not self._is_ordinary(text, ids, merges)}
-        if {"<|return|>", "<|call|>"} <= ids.keys():  # gpt-oss: its <|end|> ends only a part of a reply
-            ends.discard(ids.get("<|end|>", -1))
+        ends = self._ends(ids, merges)
         self._types[list(ends)] = _CONTROL
         self._set_special_ids(gguf, ends)
 
         special_ids = np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist()
         special = {texts[i]: i for i in reversed(special_ids) if texts[i]}
         hidden = np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist()
-        self._hidden = frozenset(hidden) - {special.get(mark) for mark in _THINK_MARKS}
+        shown = {special[mark] for mark in MARK_TOKENS & special.keys()} - self.eos_ids
+        self._hidden = frozenset(hidden) - shown  # `thinking` looks for the marks
         self.special_tokens: Mapping[str, int] = special
-        # Some models have user-defined tokens for runs of spaces and line breaks: these are part of any text.
-        self._in_any_text = _alternatives(text for text in special if text.isspace())
-        self._in_special_text = _alternatives(special)
+        # Some user-defined tokens are part of any text: runs of spaces and line breaks, and HTML.
+        self._text_tokens = {
+            self._spaced(text): id
+            for text, id in special.items()
+            if self._types[id] == _USER_DEFINED and (self._spaced(text).isspace() or _HTML.fullmatch(text))
+        }
+        self._in_any_text = _alternatives(self._text_tokens)
+        self._in_special_text = _alternatives(special.keys() - self._text_tokens.keys())
+        # Phi-3's tokenizer.json: such tokens take the white space after them ("rstrip").
+        strips = self.sentencepiece and {"<|assistant|>", "<|end|>", "<|placeholder1|>"} <= special.keys()
+        kept = (self.bos_id, special.get("<|endoftext|>"), special.get("<unk>"))
+        self._strips_after = frozenset(special.values()).difference(kept) if strips else frozenset()
 
         for text in special:
             del ids[text]
-        self._merger = self._sentencepiece(gguf, ids) if self.sentencepiece else self._byte_level(ids, merges)
+        self._merger = self._sentencepiece(gguf, ids) if self.sentencepiece else self._bpe(ids, merges)
+
+    def _ends(self, ids: Mapping[str, int], merges: Sequence[str]) -> set[int]:
+        """The tokens whose text says that they end a reply."""
+        ends = {ids[text] for text in _END_TEXTS if text in ids and not self._is_ordinary(text, ids, merges)}
+        if {"<|return|>", "<|call|>"} <= ids.keys():  # gpt-oss: its <|end|> ends only a part of a reply
+            ends.discard(ids.get("<|end|>", -1))
+        if "<eos>" in ids:  # Gemma: its </s> ends struck-out text in HTML
+            ends.discard(ids.get("</s>", -1))
+        return ends
+
+    def _spaced(self, text: str) -> str:
+        return text if self._writes_spaces else text.replace(_SPACE, " ")
 
     def _is_ordinary(self, text: str, ids: Mapping[str, int], merges: Sequence[str]) -> bool:
         """Whether a token with the text of a special one is an ordinary token, made by merges: "</s>" in Qwen."""
@@ -119,18 +155,21 @@ class Tokenizer:
         self.eos_ids = frozenset(ends.union(id for id in end_ids if id is not None))
         pre = gguf.get("tokenizer.ggml.pre", str, "")
         self.pretokenizer = PRETOKENIZERS.get(pre, DEFAULT)
-        if not self.sentencepiece and pre not in PRETOKENIZERS:
+        if self._gemma4:
+            self.pretokenizer = GEMMA4
+        elif not self.sentencepiece and pre not in PRETOKENIZERS:
             named = f'an unknown pre-tokenizer, "{printable(pre)}"' if pre else "no pre-tokenizer"
             self.warning = f"The model file names {named}; answers may be worse than the model can give."
         add_bos = self.sentencepiece or self.pretokenizer.add_bos
-        self.add_bos = gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos) and self.bos_id is not None
+        wants_bos = self._gemma4 or gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+        self.add_bos = wants_bos and self.bos_id is not None
         self.add_eos = gguf.get("tokenizer.ggml.add_eos_token", bool, False) and self.eos_id is not None
         prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, self.sentencepiece)
         self.add_space_prefix = self.sentencepiece and prefix
 
-    def _byte_level(self, ids: dict[str, int], merge_lines: Sequence[str]) -> Merger:
+    def _bpe(self, ids: dict[str, int], merge_lines: Sequence[str]) -> Merger:
         merges = [(left, right) for left, _, right in (line.partition(" ") for line in merge_lines)]
-        options = {"ignore_merges": self.pretokenizer.whole_words}
+        options = {"ignore_merges": self.pretokenizer.whole_words, "byte_fallback": self._gemma4}
         try:
             model = models.BPE(ids, merges, **options)
         except Exception:  # the library has no class for it
@@ -141,9 +180,12 @@ class Tokenizer:
             )
             model = models.BPE(ids, valid, **options)
         merger = Merger(model)
-        splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in self.pretokenizer.patterns]
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        merger.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        splits: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.pretokenizer.patterns
+        ]
+        if not self._gemma4:
+            splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        merger.pre_tokenizer = pre_tokenizers.Sequence(splits)
         return merger
 
     def _sentencepiece(self, gguf: GGUF, ids: dict[str, int]) -> Merger:
@@ -154,18 +196,26 @@ class Tokenizer:
             text for text, id in ids.items() if 1 < len(text) <= _MAX_PIECE and self._types[id] != _BYTE
         ]
         pieces.sort(key=lambda text: (-scores[ids[text]], ids[text]))
+        spelled = sorted({character for text in pieces for character in text} - ids.keys())
+        self._spelled = {self.vocab_size + n: self._in_bytes(c, ids) for n, c in enumerate(spelled)}
+        known = ids | {character: self.vocab_size + n for n, character in enumerate(spelled)}
         merges = [
             (text[:cut], text[cut:])
             for text in pieces
             for cut in range(1, len(text))
-            if text[:cut] in ids and text[cut:] in ids
+            if text[:cut] in known and text[cut:] in known
         ]
         unknown = next(
             (text for text, id in self.special_tokens.items() if self._types[id] == _UNKNOWN), None
         )
         if unknown is not None:  # no merge leads to it: it stands for characters without a token
-            ids = ids | {unknown: self.special_tokens[unknown]}
-        return Merger(models.BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+            known[unknown] = self.special_tokens[unknown]
+        return Merger(models.BPE(known, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+
+    def _in_bytes(self, character: str, ids: Mapping[str, int]) -> list[int]:
+        """The byte tokens of a character that is in pieces, but is none itself."""
+        names = [f"<0x{byte:02X}>" for byte in character.encode("utf-8", "replace")]
+        return [ids[name] for name in names if name in ids]
 
     # --- text to ids -------------------------------------------------------------------------------------
 
@@ -184,27 +234,30 @@ class Tokenizer:
         only if its `special` is true. Plain text merges across segments."""
         parts: list[str | int] = []  # plain text or the id of a special token; never two texts in a row
         for segment, special in segments:
-            pattern = self._in_special_text if special else self._in_any_text
-            for i, text in enumerate(pattern.split(_SURROGATES.sub("\N{REPLACEMENT CHARACTER}", segment))):
+            text = _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", segment)
+            for i, piece in enumerate(self._in_special_text.split(text) if special else [text]):
                 if i % 2:  # split() alternates text and the matched tokens
-                    parts.append(self.special_tokens[text])
+                    parts.append(self.special_tokens[piece])
                 elif parts and isinstance(parts[-1], str):
-                    parts[-1] += text
-                elif text:
-                    parts.append(text)
+                    parts[-1] += piece
+                elif piece := piece.lstrip() if parts and parts[-1] in self._strips_after else piece:
+                    parts.append(piece)
 
         ids: list[int] = []
-        after_special = True  # SentencePiece models expect a space before a text
+        before = " " if self.add_space_prefix else ""  # such models expect a space before a text
         for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                if self.sentencepiece:
-                    part = (_SPACE if self.add_space_prefix and after_special else "") + part.replace(
-                        " ", _SPACE
-                    )
-                ids += self._merger.encode(part, add_special_tokens=False).ids
-            after_special = isinstance(part, int)
+            ids += [part] if isinstance(part, int) else self._encode_text(before + part)
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for i, piece in enumerate(self._in_any_text.split(text)):
+            if i % 2:
+                ids.append(self._text_tokens[piece])
+            elif piece:
+                words = piece if self._writes_spaces else piece.replace(" ", _SPACE)
+                for id in self._merger.encode(words, add_special_tokens=False).ids:
+                    ids += self._spelled.get(id, (id,))
         return ids
 
     # --- ids to text -------------------------------------------------------------------------------------
@@ -221,9 +274,9 @@ class Tokenizer:
         raw, kind = self._raw[id], self._types[id]
         if kind == _BYTE and re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", raw):
             return bytes([int(raw[3:5], 16)])
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+        if kind in (_UNKNOWN, _CONTROL) or (kind == _USER_DEFINED and self._writes_spaces):
             return raw
-        if self.sentencepiece:
+        if not self._writes_spaces:
             return raw.replace(_SPACE.encode(), b" ")
         try:
             return bytes(_BYTE_OF[ord(c)] for c in raw.decode())

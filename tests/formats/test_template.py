@@ -232,7 +232,14 @@ def test_a_template_without_system_role_gets_it_in_the_first_user_turn(template)
     t = template(NO_SYSTEM)
     assert text_of(t, [system("S"), user("U"), assistant("A"), user("V")]) == "u:S\n\nU;a:A;u:V;"
     assert text_of(t, [user("U"), user("V")]) == "u:U\n\nV;"  # the reply to U was stopped at once
+    assert text_of(t, [user("U"), assistant("", thinking="T"), user("V")]) == "u:U;a:;u:V;"
     assert text_of(t, [system("S")]) == "u:S;" and t.warning == ""
+
+
+def test_a_template_that_refuses_empty_replies_gets_none(template):
+    t = template(ECHO.replace("{{ m.role", "{{ raise_exception('Empty') if not m.content }}{{ m.role"))
+    stopped = [user("U"), assistant("", thinking="T"), user("V")]
+    assert text_of(t, stopped) == "<|im_start|>user\nU\n\nV<|im_end|>\n"
 
 
 def test_a_template_that_refuses(template):

@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.formats.thinking import ThinkSplitter
+from engine.formats.thinking import (
+    GEMMA,
+    GRANITE,
+    HARMONY,
+    MISTRAL,
+    THINK,
+    ThinkMarks,
+    ThinkSplitter,
+    marks_of,
+)
 
 PARTS = st.lists(
     st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", "</", "\n", " ", "a", "é", "thi"])
@@ -22,8 +31,8 @@ def expected(text: str, inside: bool) -> tuple[str, str]:
     return thought.lstrip("\n"), answer.lstrip("\n") if mark else ""
 
 
-def collect(chunks: list[str], inside: bool) -> tuple[str, str]:
-    splitter, texts = ThinkSplitter(inside=inside), {True: "", False: ""}
+def collect(chunks: list[str], inside: bool = False, marks: ThinkMarks | None = THINK) -> tuple[str, str]:
+    splitter, texts = ThinkSplitter(marks, inside=inside), {True: "", False: ""}
     for thinking, text in [*map(splitter.feed, chunks), splitter.flush()]:
         texts[thinking] += text
         assert not (thinking and texts[False]), "thinking after the answer began"
@@ -68,3 +77,33 @@ def test_marks_elsewhere_are_text(text):
 
 def test_a_reply_cut_off_in_its_thinking():
     assert collect(["<think>", "so </th"], inside=False) == ("so </th", "")
+
+
+# --- other marks than <think> ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("marks", [None, MISTRAL, GEMMA, HARMONY])
+@pytest.mark.parametrize("family", [MISTRAL, GEMMA, HARMONY])
+def test_marks_of_other_families(marks, family):
+    reply = family.open + "Hm" + family.close + "".join(family.begin[:1]) + "Yo"
+    expected = ("Hm", "Yo") if marks in (None, family) else ("", reply)
+    assert collect(list(reply), marks=marks) == collect([reply, ""], marks=marks) == expected
+
+
+def test_a_reply_without_thinking_may_have_a_mark_too():
+    assert collect(list("<|channel|>final<|message|>Yo"), marks=HARMONY) == ("", "Yo")
+    assert collect(list("<|channel|>other<|message|>"), marks=HARMONY) == ("", "<|channel|>other<|message|>")
+
+
+@given(cuts=st.lists(st.integers(0, 60)))
+def test_marks_around_an_answer(cuts):
+    text = "<think>Hm</think>\n\n<response>a</b></response>\n"
+    edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
+    chunks = [text[a:b] for a, b in pairwise(edges)]
+    assert collect(chunks, marks=GRANITE) == ("Hm", "a</b>\n")
+    assert collect(["x</response>"], marks=GRANITE) == ("", "x</response>")  # only after <response>
+
+
+def test_the_marks_of_a_template():
+    assert marks_of("[THINK]{{ x }}[/THINK]") is MISTRAL and marks_of("") is THINK
+    assert marks_of("between <think></think>, <response></response>") is GRANITE

@@ -17,12 +17,14 @@ from tests.formats.vocabularies import (
     byte_characters,
     byte_level,
     decode,
+    gemma4,
     sentencepiece,
     spelled_out,
     write,
 )
 from tests.paths import SHARED
 
+ORACLES = SHARED / "oracle/tokenizer"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared folder with real vocabularies")
 no_function_scope = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -43,14 +45,13 @@ def real():
 # --- against llama.cpp ----------------------------------------------------------------------------------
 
 
-@needs_shared
-@pytest.mark.parametrize("name", ["llama-bpe", "qwen2"])
+@pytest.mark.parametrize("name", sorted(file.stem for file in ORACLES.glob("*.inp")))
 def test_llama_cpp_tokenizer_tests_pass_completely(real, name):
-    folder = SHARED / "oracle/tokenizer"
-    texts = (folder / f"{name}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
-    assert texts.pop() == ""  # the mark follows every text
+    texts = (ORACLES / f"{name}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    if not texts[-1]:  # the mark follows every text, or comes between them
+        texts.pop()
     expected = [
-        [int(id) for id in line.split()] for line in (folder / f"{name}.out").read_text().splitlines()
+        [int(id) for id in line.split()] for line in (ORACLES / f"{name}.out").read_text().splitlines()
     ]
     assert len(texts) == len(expected) > 40
     for text, ids in zip(texts, expected, strict=True):
@@ -145,6 +146,11 @@ WORDS = {
     ("smaug-bpe", "x12345"): ["x", "123", "45"],
     ("qwen2", "I'LL pay 123 $x"): ["I", "'LL", " pay", " ", "1", "2", "3", " $", "x"],
     ("qwen2", "(word)"): ["(word", ")"],
+    ("qwen35", "(re\u0301s\u0301 a\u0301)! \u0301"): ["(re\u0301s\u0301", " a\u0301", ")!", " \u0301"],
+    ("falcon", "`a` 4 ½ 12345"): ["`", "a", "`", " 4", " ½", " ", "123", "45"],
+    ("seed-coder", "f(12);\n"): ["f", "(", "1", "2", ");", "\n"],
+    ("bailingmoe", "a\n\nb"): ["a", "\n\n", "b"],
+    ("viking", "en, 12"): ["en", ",", " ", "1", "2"],
     ("gpt-2", "I'LL, we'll 123 (x)"): ["I", "'", "LL", ",", " we", "'ll", " 123", " (", "x", ")"],
     ("gpt-2", "a   b\n\nc"): ["a", "  ", " b", "\n", "\n", "c"],
     ("olmo", "don't 42"): ["don", "'t", " 42"],
@@ -334,6 +340,12 @@ def test_sentencepiece_control_and_byte_tokens_cannot_be_typed(tmp_path):
         assert 3 + 0x41 not in ids
 
 
+def test_sentencepiece_joins_characters_that_are_no_pieces(tmp_path):
+    t = Tokenizer(sentencepiece(tmp_path / "v", {SPACE: -1.0, "a": -1.0, "éa": -2.0}))
+    assert names(t, "éa é") == [SPACE, "éa", SPACE, "<0xC3>", "<0xA9>"]
+    assert decode(t, t.encode("éa é")) == "éa é"
+
+
 def test_sentencepiece_without_scores_types_or_bytes(tmp_path):
     t = Tokenizer(
         write(
@@ -369,6 +381,24 @@ def test_sentencepiece_agrees_for_any_vocabulary(tmp_path, data):
         st.lists(st.text(alphabet="abc ", min_size=1, max_size=16), min_size=1, max_size=5)
     ):
         assert names(t, text) == spm_reference(pieces, " " + text)
+
+
+# --- Gemma 4 --------------------------------------------------------------------------------------------
+
+
+def test_gemma4_merges_across_words_but_not_lines(tmp_path):
+    t = Tokenizer(gemma4(tmp_path / "v", ["▁ a", "a ▁a", "▁ ▁", "\n \n", "\n\n \n", "a \n"]))
+    assert names(t, "a a a") == ["a▁a", "▁a"] and names(t, "a  a") == ["a", "▁", "▁a"]
+    assert names(t, "a\n\n\n a") == ["a", "\n\n\n", "▁a"]
+    assert names(t, "a<é")[1:] == ["<0x3C>", "<0xC3>", "<0xA9>"]
+    for text in ("a a", " a\n\n", "é😀 ", "", "<eos>", "<0x41>"):
+        assert decode(t, t.encode(text)) == text
+    assert names(t, "a", add_special=True) == ["<bos>", "a"] and not t.warning
+
+
+def test_gemma4_begins_with_bos_whatever_its_file_says(tmp_path):
+    t = Tokenizer(gemma4(tmp_path / "v", ["▁ a"], add_bos_token=False))
+    assert names(t, "a", add_special=True) == ["<bos>", "a"]
 
 
 # --- what is refused ------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
 """Small vocabularies in real GGUF files, for the tests of tokenizers and templates."""
 
+import importlib.util
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import gguf as peer
+import numpy as np
+import pytest
 
-from engine.formats.gguf import GGUF
+from engine.formats.gguf import GGUF, StringArray
 from engine.formats.tokenizer import StreamDecoder, Tokenizer
+from tests.paths import SHARED
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
@@ -77,6 +83,17 @@ def sentencepiece(
     return write(path, "llama", tokens, scores=scores, **more)
 
 
+def gemma4(path: Path, merges: list[str], special: tuple[tuple[str, int], ...] = (), **more) -> GGUF:
+    """<pad>, <eos> and <bos>, all bytes, the characters and results of the merges, then the special tokens."""
+    texts = dict.fromkeys([part for merge in merges for part in merge.split(" ")])
+    texts |= dict.fromkeys(merge.replace(" ", "", 1) for merge in merges)
+    tokens = [("<pad>", CONTROL), ("<eos>", CONTROL), ("<bos>", CONTROL)]
+    tokens += [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
+    tokens += [(text, NORMAL) for text in texts] + list(special)
+    keys = {"bos_token_id": 2, "eos_token_id": 1} | more
+    return write(path, "gemma4", tokens, merges=merges, **keys)
+
+
 def decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     """The text of a reply of these tokens."""
     stream = StreamDecoder(tokenizer)
@@ -87,3 +104,47 @@ def spelled_out(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     """The text of tokens with the names of all special tokens."""
     text = b"".join(map(tokenizer.piece, ids)).decode("utf-8", "replace")
     return text.removeprefix(" ") if tokenizer.add_space_prefix else text
+
+
+@cache
+def maker() -> ModuleType:
+    """The maker of models beside the checkout. Skips the test if there is none."""
+    path = SHARED / "models/make_model.py"
+    if not path.is_file():
+        pytest.skip(f"there is no test data at {SHARED} (ORIN_SHARED names another place)")
+    spec = importlib.util.spec_from_file_location("make_model", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.GGUFReader = _Reader  # the library's own takes many seconds
+    return module
+
+
+class _Reader:
+    """As much of gguf.GGUFReader as the maker uses for vocabularies."""
+
+    def __init__(self, path: str) -> None:
+        with GGUF(Path(path)) as file:
+            self.fields = {key: _Field(value) for key, value in file.metadata.items()}
+
+
+class _Field:
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def contents(self) -> object:
+        if isinstance(self._value, np.ndarray):
+            return self._value.tolist()
+        return list(self._value) if isinstance(self._value, StringArray) else self._value
+
+
+def of_shape(shape: str, path: Path) -> GGUF:
+    """The vocabulary and the chat template of one of the maker's models."""
+    folder, of = SHARED / "models/vocab", maker().SHAPES[shape]
+    w = peer.GGUFWriter(str(path), of.arch)
+    maker().write_vocab(w, of, folder)
+    w.add_chat_template((folder / f"{of.template}.jinja").read_text())
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.close()
+    return GGUF(path)
