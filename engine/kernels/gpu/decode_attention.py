@@ -44,6 +44,7 @@ from engine.kernels.gpu.uops import (
 )
 from engine.kernels.gpu.weight_layout import UNIT, permuted
 
+_MIN_PART = 64  # tokens of a part of a window
 _MAX_SCORES_BYTES = 36 << 10  # of a block's shared memory
 
 
@@ -74,7 +75,10 @@ def split_for(heads: Heads, limit: int, short: int, multiprocessors: int) -> Spl
     if limit <= short:
         return Split(limit, 1, 1, threads, 4, 4)
     group = 2 if heads.shared_by % 2 == 0 else 1
-    splits = max(2, multiprocessors // heads.kv, -(-limit * group * 4 * 4 // _MAX_SCORES_BYTES))
+    wanted = multiprocessors // heads.kv
+    if heads.window:
+        wanted = min(wanted, -(-limit // _MIN_PART))
+    splits = max(2, wanted, -(-limit * group * 4 * 4 // _MAX_SCORES_BYTES))
     return Split(limit, splits, group, threads, 4, 4)
 
 

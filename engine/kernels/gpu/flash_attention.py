@@ -47,7 +47,7 @@ from engine.kernels.gpu.weight_layout import UNIT
 
 _STEP = 16  # tokens that a warp works on at a time
 _MAX_HEADS = 8  # query heads in a block
-_MAX_PART = 512  # tokens of a part
+_MIN_PART, _MAX_PART = 64, 512  # tokens of a part: at least, for a window; at most
 _MAX_SUMS_BYTES = 16 << 10  # of a block's shared memory, for the sums of all dimensions
 _MAX_SHARED_BYTES = 46 << 10  # of a block
 
@@ -91,8 +91,9 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
     across = runs[-1] if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES else runs[0]
     splits = max(2, 2 * multiprocessors // (heads.query // group), -(-limit // _MAX_PART))
     split = FlashSplit(limit, splits, group, warps, 1, across)
-    if heads.window:  # and the groups of four at both its ends, which are to cost no round
-        split = min(split, replace(split, splits=splits + 1), key=lambda s: s.rounds)
+    if heads.window:  # The few tokens by which `limit` exceeds it are to cost no round.
+        fewer = min(splits, max(2, -(-limit // _MIN_PART)))
+        split = min((replace(split, splits=n) for n in (fewer, fewer + 1)), key=lambda s: s.rounds)
     return split
 
 

@@ -104,10 +104,10 @@ def accumulators(dim: int) -> int:
 
 def prompt_tiling(heads: Heads, tokens: int) -> PromptTiling:
     """The tiling for a chunk of `tokens` tokens. A warp loads the keys once for all its queries, and these loads limit
-    the speed for many queries, so a warp gets as many queries as its registers hold. Few queries give too few warps, so
-    several of them share the keys."""
+    the speed for many queries, so a warp gets as many queries as its registers hold, and the larger heads leave room
+    for the scores of one step only. Few queries give too few warps, so several of them share the keys."""
     few = tokens <= 64
-    rows, warps, steps = (1, 1, 1) if few else (2 if heads.dim <= 64 else 1, 2, 2)
+    rows, warps, steps = (1, 1, 1) if few else (2 if heads.dim <= 64 else 1, 2, 2 if heads.dim <= 128 else 1)
     tilings = [PromptTiling(rows, warps, parts, steps) for parts in ((8, 4, 2, 1) if few else (2, 1))]
     return next((t for t in tilings if t.shared_bytes(heads.dim) <= _MAX_SHARED_BYTES), tilings[-1])
 

@@ -3,12 +3,12 @@
 import numpy as np
 from tinygrad import dtypes
 
-from engine.kernels.gpu.decode_attention import Split, attention, combine
-from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention
+from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
+from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import fragment_index, fragments_size
 from engine.kernels.gpu.prefill import rotate_prompt
-from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt, tile_prompt
+from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt, prompt_tiling, tile_prompt
 from engine.kernels.gpu.weight_layout import UNIT, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
 
@@ -118,6 +118,17 @@ def check_tensor_cores() -> None:
     decode_attention(100, FlashSplit(128, 1, 2, 2, 1), heads_of())
     decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), heads_of(norm_eps=1e-6))
     decode_attention(70, FlashSplit(128, 3, 2, 2, 1), heads_of(norm_eps=1e-6))
+
+
+def check_head_sizes() -> None:
+    """Heads that are larger, or no power of two: of one token and of a prompt, in the division that a model gets."""
+    odd, large = heads_of(80, 3, 1, 1e-6), heads_of(256, 2, 1, 1e-6, window=40, ring=96)
+    decode_attention(130, flash_split(odd, 256, 256, 2), odd)
+    decode_attention(130, split_for(heads_of(96), 256, 32, 2), heads_of(96))
+    for split in (flash_split(large, 256, 32, 2), split_for(large, 256, 32, 2)):
+        decode_attention(130, split, large)
+    for h in (odd, large):
+        attended_prompt(prompt_tiling(h, 32), 18, 100, h)
 
 
 def check_windows() -> None:

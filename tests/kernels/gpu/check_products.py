@@ -7,7 +7,7 @@ from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.decode_attention import attention, split_for
 from engine.kernels.gpu.embedding import embed, embed_prompt
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
 from engine.kernels.gpu.matvec import (
     ARGMAX,
@@ -254,16 +254,22 @@ def check_prompt_products() -> None:
 
 def check_any_shape_has_a_schedule() -> None:
     """Any shape has a schedule, and any attention a cut whose blocks have room in shared memory."""
-    for query, kv, dim in (
-        (32, 8, 64),
-        (16, 8, 128),
-        (14, 2, 64),
-        (28, 4, 128),
-        (64, 8, 128),
-        (8, 1, 256),
-        (9, 3, 64),
+    for query, kv, dim, window in (
+        (32, 8, 64, 0),
+        (16, 8, 128, 0),
+        (14, 2, 64, 0),
+        (28, 4, 128, 0),
+        (64, 8, 128, 0),
+        (32, 32, 96, 0),
+        (32, 32, 80, 0),
+        (8, 1, 256, 0),
+        (8, 4, 256, 0),
+        (8, 4, 256, 1024),
+        (4, 1, 256, 512),
+        (9, 3, 64, 100),
     ):
-        heads = Heads(query, kv, dim, CACHE_SLACK, None, dim**-0.5)
+        ring = ring_for(window, 512) if window else 0
+        heads = Heads(query, kv, dim, CACHE_SLACK, None, dim**-0.5, window, ring)
         for tokens in (64, 512):
             cut = prompt_tiling(heads, tokens)
             assert cut.shared_bytes(dim) <= 48 << 10, (heads, cut)
