@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.catalog import cache, hub
+from engine.catalog.architectures import check_architecture
 from engine.catalog.files import models_among, must_pick
 from engine.catalog.hub import DownloadError, RemoteFile
 from engine.catalog.names import HubModel, WebFile
@@ -23,7 +24,6 @@ from engine.catalog.progress import Meter, Progress
 from engine.catalog.transfer import Target, fetch
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
-from engine.model.config import check_architecture
 
 
 def download(

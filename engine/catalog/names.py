@@ -62,7 +62,7 @@ Source = Path | HubModel | WebFile
 
 
 class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of models.toml: a model that the engine can run."""
+    """An entry of models.toml."""
 
     name: str
     repository: str
@@ -76,7 +76,15 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
-    """The models that have a short name, in the order of models.toml."""
+    """The models that have a short name and that the engine runs, in the order of models.toml."""
+    from engine.catalog.architectures import runs  # reads more modules than a name needs
+
+    return tuple(model for model in named_models() if runs(model.architecture))
+
+
+@cache
+def named_models() -> tuple[KnownModel, ...]:
+    """The models of models.toml, also those whose architecture the engine does not run yet."""
     text = Path(__file__).with_name("models.toml").read_bytes()
     return msgspec.toml.decode(text, type=dict[str, tuple[KnownModel, ...]])["model"]
 
@@ -86,7 +94,8 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     `aliases` (the user's names, for a path, a URL or a known name), else a known model, else a path that does not
     exist, if `text` looks like a path.
 
-    Raises ModelFileError, with the most similar names, for an unknown name.
+    Raises ModelFileError for an unknown name, with the most similar names, and for the name of a model that the engine
+    does not run. Hyphens in known names do not count: others write ministral-3:3b.
     """
     text = text.strip()
     path = _path(text)
@@ -97,8 +106,11 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     names = {name.lower(): name for name in aliases}
     if name := names.get(text.lower()):
         return parse(aliases[name])
-    for model in known_models():
-        if model.name == text.lower():
+    for model in named_models():
+        if _without_hyphens(model.name) == _without_hyphens(text.lower()):
+            from engine.catalog.architectures import check_architecture
+
+            check_architecture(model.architecture, model.name)
             return model.source
     if path is not None and (os.sep in text or text.lower().endswith(".gguf")):
         return path.absolute()
@@ -112,7 +124,11 @@ def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:
         with contextlib.suppress(ModelFileError):
             if parse(meaning) == source:
                 return name
-    return next((model.name for model in known_models() if model.source == source), str(source))
+    return next((model.name for model in named_models() if model.source == source), str(source))
+
+
+def _without_hyphens(name: str) -> str:
+    return name.replace("-", "")
 
 
 def _path(text: str) -> Path | None:

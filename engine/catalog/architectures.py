@@ -1,0 +1,17 @@
+"""Which architectures the engine runs."""
+
+from __future__ import annotations
+
+from engine.errors import ModelFileError
+from engine.model.config import check_architecture
+
+__all__ = ["check_architecture", "runs"]
+
+
+def runs(architecture: str) -> bool:
+    """Whether the engine runs models of this architecture."""
+    try:
+        check_architecture(architecture, "")
+    except ModelFileError:
+        return False
+    return True
