@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from importlib import import_module
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Never, Protocol
 
@@ -319,19 +319,32 @@ def _read_all(fd: int) -> bytes:
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import install, no_device_error, prepare
 
-    # Takes long to import and needs no device: so it is imported while the device's driver starts.
-    threading.Thread(target=import_module, args=("engine.formats.prompt",), daemon=True).start()
+    beside_driver = ThreadPoolExecutor(1)
+    tokenizer_checked = beside_driver.submit(_check_tokenizer, options.model_path)
     dev = prepare(options)  # sets the variables that tinygrad reads at import
     install(dev)
     from engine import candidate_trial
     from engine.model.generate import TextModel
 
     candidate_trial.restart = restart
+    tokenizer_checked.result()
+    beside_driver.shutdown()
     try:
         model: Model = TextModel(options, report)
     except ExceptionGroup as failures:  # one for each of the interfaces through which tinygrad tries a device
         raise no_device_error(dev, failures) from failures
     return model
+
+
+def _check_tokenizer(model_path: str) -> None:
+    """Raises ModelFileError if the model cannot be used because of its tokenizer. Imports what takes long and needs no
+    device, while the device's driver starts."""
+    import engine.formats.prompt  # noqa: F401
+    from engine.formats.gguf import GGUF
+    from engine.formats.tokenizer import check_tokenizer
+
+    with GGUF(model_path) as file:
+        check_tokenizer(file)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name
 from engine.errors import ModelFileError, OrinError
 from engine.formats.gguf import GGUF
+from engine.formats.tokenizer import check_tokenizer
 from engine.model import file_summary, packed_weights_cache
 from engine.model.config import ModelConfig
 
@@ -73,6 +74,7 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
             problem = ""
             try:
                 ModelConfig.from_gguf(file)
+                check_tokenizer(file)
             except ModelFileError as error:
                 problem = error.message
             architecture = file.get("general.architecture", str, "")

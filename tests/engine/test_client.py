@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from engine import candidate_trial
 from engine.client import LocalEngine
+from engine.errors import ModelFileError
 from engine.events import (
     Chat,
     EngineOptions,
@@ -24,6 +26,8 @@ from engine.events import (
     TokenIds,
     Warming,
 )
+from engine.worker import _load_text_model
+from tests.formats.vocabularies import NORMAL, write
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -232,6 +236,16 @@ async def test_a_model_that_does_not_load(engines):
     assert engine.pid is None
     events = await collect(engine.generate(ask()))
     assert isinstance(events[0], Loading) and events[-1] == last, "the next prompt tries again"
+
+
+def test_a_tokenizer_that_is_not_known_is_refused_before_the_weights_load(monkeypatch, tmp_path):
+    monkeypatch.setattr("engine.backends.prepare", lambda options: "CPU")
+    monkeypatch.setattr("engine.backends.install", lambda device: None)
+    monkeypatch.setattr("engine.model.generate.TextModel", lambda *_: pytest.fail("it loads"))
+    monkeypatch.setattr(candidate_trial, "restart", candidate_trial.restart)
+    write(tmp_path / "model.gguf", "bert", [("a", NORMAL)])
+    with pytest.raises(ModelFileError, match='has a tokenizer of the kind "bert"'):
+        _load_text_model(EngineOptions(model_path=str(tmp_path / "model.gguf")), lambda event: None)
 
 
 async def test_an_engine_that_fails_once_it_is_ready(engines):
