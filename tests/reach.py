@@ -1,4 +1,4 @@
-"""Measures how the screen keeps up, in a terminal of its own: python -m tests.reach [--tokens N] [--rates N ...]
+"""Measures how the screen keeps up, in a terminal of its own: python -m tests.reach [--kinds NAME ...] [--rates N ...]
 
 The synthetic engine emits tokens. The chat runs as a program behind a pseudo-terminal of 160 x 48 with every pane of
 the dashboard open, so that all it draws is written. For each kind of text and rate, while a reply grows: CPU of the
@@ -221,7 +221,8 @@ def long_chat(home: Path, model: Path, turns: int) -> LongChat:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=50_000, help="of each reply, at most two minutes of it")
+    parser.add_argument("--tokens", type=int, default=50_000, help="of each reply")
+    parser.add_argument("--seconds", type=float, default=120, help="of each reply, at most")
     parser.add_argument("--rates", type=float, nargs="*", default=[100, 300, 1000], help="tokens a second")
     parser.add_argument("--kinds", nargs="*", choices=TEXTS, default=["prose", "mixed"])
     parser.add_argument("--turns", type=int, nargs="*", default=[10, 300, 3000], help="of long chats")
@@ -233,7 +234,7 @@ def main() -> None:
         header = f"{'text':8} {'asked':>6} {'shown':>6} {'tokens':>7} {'CPU':>6} {'key p50':>8} {'p99':>6} {'max':>6}"
         print(f"{header} {'Esc':>6} {'MB':>5}", flush=True)
         for kind, rate in itertools.product(given.kinds, given.rates):
-            tokens = min(given.tokens, round(120 * rate))
+            tokens = min(given.tokens, round(given.seconds * rate))
             load = under_load(next(homes), model, TEXTS[kind], rate, tokens)
             p99 = statistics.quantiles(load.key_ms, n=100)[-1]
             print(

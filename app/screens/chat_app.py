@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from textual.widget import Widget
 from app.chat.export import ExportError, to_markdown, write_new_file
 from app.chat.history import History, HistoryError
 from app.chat.session import ChatOptions, Session
+from app.screens import garbage
 from app.screens.actions import ACTIONS, key_label
 from app.screens.chat_column import TINY_WIDTH, ChatColumn
 from app.screens.chats import ChatsScreen
@@ -165,7 +165,7 @@ class ChatApp(EngineActions):
         self.session.start()
         if self._send_first:
             await self.session.send(self._send_first)
-        gc.freeze()  # a collection that visits all the objects made so far would delay a key
+        garbage.postpone()
         self.set_interval(TICK_S, self._tick)
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no signals outside the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
@@ -173,6 +173,7 @@ class ChatApp(EngineActions):
     async def on_unmount(self) -> None:
         self.session.save()
         self._save_draft()
+        garbage.resume()
         await self.session.close()
 
     def _read_history(self) -> None:
@@ -206,6 +207,8 @@ class ChatApp(EngineActions):
             if self.session.reply is not None and self.column.problem is None:
                 self.session.save()
             self._save_draft()
+        if not self.session.is_answering and self._pacer.is_idle:
+            garbage.collect_if_due()
 
     def _focus_visible(self) -> None:
         """Focuses the prompt when it becomes visible, and never leaves the focus on something that is not visible."""

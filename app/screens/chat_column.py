@@ -15,6 +15,7 @@ from app.chat.history import HistoryError
 from app.chat.session import Session
 from app.chat.turn import Turn
 from app.comparison.engine_pair import EnginePair
+from app.screens import garbage
 from widgets.activity_line import ActivityLine, status_text
 from widgets.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
@@ -104,6 +105,7 @@ class ChatColumn(Vertical):
         if isinstance(pair := self.session.engine, EnginePair):
             pair.forget()
         self.transcript.show(self.session.conversation.turns)
+        garbage.forget_survivors()  # the turns of another chat
         self.show_status()
 
     def queue_changed(self) -> None:

@@ -15,6 +15,8 @@ TICK_S = FRAME_S / 4
 AFTER_KEY_S, TYPING_S, MAX_TYPING_FRAME_S = 0.03, 0.2, 0.5
 """While keys are less than TYPING_S apart, a frame is drawn just after a key has been shown (AFTER_KEY_S), because the
 next key is least likely then. MAX_TYPING_FRAME_S is the longest time between such frames."""
+IDLE_S = 2.0
+"""A user who has pressed no key for so long will hardly press one in the next tenths of a second."""
 
 
 class FramePacer:
@@ -23,6 +25,11 @@ class FramePacer:
 
     def key_pressed(self) -> None:
         self._key_at = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no key was pressed for IDLE_S."""
+        return time.monotonic() - self._key_at > IDLE_S
 
     def is_due(self) -> bool:
         """Whether to draw a frame now. Call it from the thread that draws, since it reads that thread's CPU time."""

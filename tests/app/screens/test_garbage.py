@@ -1,0 +1,61 @@
+"""Full collections of garbage wait until nothing happens."""
+
+import gc
+import weakref
+
+import pytest
+
+from app.screens import garbage
+
+
+class Ring:
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture
+def collections():
+    """The generations of the collections that were made."""
+    made = []
+    note = lambda phase, info: phase == "start" and made.append(info["generation"])
+    gc.callbacks.append(note)
+    yield made
+    gc.callbacks.remove(note)
+    garbage.resume()
+
+
+def allocate(count: int) -> list[list[int]]:
+    return [[i] for i in range(count)]
+
+
+def test_no_full_collection_comes_by_itself(collections):
+    allocate(2_000_000)
+    kept = allocate(200_000)
+    assert 2 in collections, "as Python does it"
+    garbage.postpone()
+    collections.clear()
+    more = allocate(400_000)
+    assert 1 in collections and 2 not in collections
+    garbage.collect_if_due()
+    assert 2 in collections
+    assert gc.get_freeze_count() > len(kept) + len(more), "the next collection leaves them out"
+    collections.clear()
+    garbage.collect_if_due()
+    assert collections == [], "nothing is due"
+
+
+def test_rings_of_a_chat_that_was_closed_are_found():
+    garbage.postpone()
+    try:
+        ring = Ring()
+        gc.freeze()
+        found = []
+        weakref.finalize(ring, found.append, True)
+        del ring
+        gc.collect()
+        assert not found
+        garbage.forget_survivors()
+        gc.collect()
+        assert found
+    finally:
+        garbage.resume()
