@@ -16,6 +16,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.events import Event, Key, Resize, TextSelected
 from textual.screen import ModalScreen, Screen
+from textual.theme import ThemeProvider
 from textual.widget import Widget
 
 from app.chat.export import ExportError, to_markdown, write_new_file
@@ -32,6 +33,7 @@ from app.screens.engine_actions import EngineActions
 from app.screens.engine_setup import EngineSetup
 from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
+from app.screens.palette import Palette
 from app.screens.system_prompt import SystemScreen
 from engine.client import Engine
 from engine.events import Counter
@@ -80,13 +82,6 @@ class ChatApp(EngineActions):
     .-tiny ActivityLine.-warning { display: block; padding: 0; }
     .-tiny Prompt { margin: 0; }
     .-tiny Transcript { padding: 0; }
-    CommandPalette.-short > Vertical, CommandPalette.-short SearchIcon { margin-top: 0; }
-    CommandPalette.-short #--input, CommandPalette.-short #--input.--list-visible { border: none; }
-    CommandPalette.-short CommandInput { border: none; height: 1; }
-    CommandPalette.-short CommandList {
-        border: none; max-height: 90vh; text-wrap: nowrap; text-overflow: ellipsis; scrollbar-size-vertical: 1;
-    }
-    CommandPalette.-short CommandList > .option-list--option { padding: 0 1; }
     """
     BINDINGS = [
         *(
@@ -457,6 +452,13 @@ class ChatApp(EngineActions):
 
     def action_scroll_to_end(self) -> None:
         self.transcript.to_end()
+
+    def action_command_palette(self) -> None:
+        if not isinstance(self.screen, Palette):
+            self.push_screen(Palette())
+
+    def search_themes(self) -> None:
+        self.push_screen(Palette([ThemeProvider], placeholder="Search for themes…"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         is_short = self.size.height < MEDIUM_HEIGHT  # then each command has one line

@@ -1,0 +1,32 @@
+"""Keys that come while a page closes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from textual.events import Key
+
+from app.screens.engine_setup import EngineSetup
+from engine.events import EngineOptions
+from tests.app.driver import chat
+from tests.app.fake_engine import FakeEngine
+
+
+@pytest.mark.parametrize("page", ["f1", "f12", "ctrl+o", "f8", "ctrl+p"])
+async def test_the_second_of_two_quick_escapes_is_not_lost(history, home, page):
+    setup = EngineSetup(EngineOptions(model_path="m.gguf", backend="CUDA"), "cuda")
+    async with chat(FakeEngine(), history, setup=setup) as user:
+        stops = []
+        user.app.action_stop = lambda: stops.append(True)
+        for steps in range(40):
+            await user.press(page)
+            await user.until(lambda: len(user.app.screen_stack) == 2, "the page")
+            user.app.post_message(Key("escape", None))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            user.app.post_message(Key("escape", None))
+            await user.until(
+                lambda steps=steps: len(stops) == steps + 1, f"the second Esc, {steps} steps later"
+            )
+            await user.until(lambda: len(user.app.screen_stack) == 1)
