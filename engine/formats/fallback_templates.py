@@ -20,17 +20,49 @@ _LLAMA_2 = (
     "{% elif m.role == 'user' %}{{ bos_token }}[INST] {{ ns.system + m.content | trim }} [/INST]"
     "{% set ns.system = '' %}{% else %} {{ m.content | trim }} {{ eos_token }}{% endif %}{% endfor %}"
 )
+_GEMMA = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content | trim + '\n\n' %}{% else %}"
+    "<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
+    "{{ ns.system + m.content | trim }}<end_of_turn>\n{% set ns.system = '' %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+_GEMMA_4 = (
+    "{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+_MISTRAL = (
+    "{% set ns = namespace(system='') %}{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}"
+    "{% elif m.role == 'user' %}[INST]{{ ns.system + m.content }}[/INST]{% set ns.system = '' %}"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+_PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+_GRANITE = (
+    "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
+)
 _PLAIN = (
     "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content | trim }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+_FAMILIES = (  # the special tokens that tell a family
+    ({"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}, _LLAMA_3),
+    ({"<|im_start|>", "<|im_end|>"}, CHATML),
+    ({"<start_of_turn>", "<end_of_turn>"}, _GEMMA),
+    ({"<|turn>", "<turn|>"}, _GEMMA_4),
+    ({"<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"}, _GRANITE),
+    ({"<|user|>", "<|assistant|>", "<|end|>"}, _PHI),
+    ({"[INST]", "[/INST]"}, _MISTRAL),
+)
 
 
 def fallback_template(architecture: str, tokenizer: Tokenizer) -> str:
-    """The template of the model's family, as Jinja source. The special tokens tell the family."""
-    known = tokenizer.special_tokens.keys()
-    if {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= known:
-        return _LLAMA_3
-    if {"<|im_start|>", "<|im_end|>"} <= known:
-        return CHATML
+    """The template of the model's family, as Jinja source."""
+    for tokens, template in _FAMILIES:
+        if tokens <= tokenizer.special_tokens.keys():
+            return template
     return _LLAMA_2 if architecture == "llama" and tokenizer.sentencepiece else _PLAIN

@@ -357,6 +357,36 @@ def test_formats_of_families(tmp_path):
     assert family(plain) == "System: S\n\nUser: U\n\nAssistant: A\n\nUser: V\n\nAssistant:"
 
 
+@pytest.mark.parametrize(
+    ("marks", "text"),
+    [
+        (
+            ["<start_of_turn>", "<end_of_turn>"],
+            "<start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
+            "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n",
+        ),
+        (
+            ["<|turn>", "<turn|>"],
+            "<|turn>system\nS<turn|>\n<|turn>user\nU<turn|>\n<|turn>model\nA<turn|>\n<|turn>user\nV<turn|>\n"
+            "<|turn>model\n",
+        ),
+        (
+            ["<|user|>", "<|assistant|>", "<|end|>"],
+            "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n<|user|>\nV<|end|>\n<|assistant|>\n",
+        ),
+        (
+            ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"],
+            "<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>U<|end_of_text|>\n"
+            "<|start_of_role|>assistant<|end_of_role|>A<|end_of_text|>\n<|start_of_role|>user<|end_of_role|>V"
+            "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
+        ),
+        (["[INST]", "[/INST]"], "[INST]S\n\nU[/INST]A[INST]V[/INST]"),
+    ],
+)
+def test_special_tokens_tell_the_format(tmp_path, marks, text):
+    assert family(byte_level(tmp_path / "v", special=tuple((mark, CONTROL) for mark in marks))) == text
+
+
 def test_the_template_of_the_file_is_used(tmp_path):
     gguf = byte_level(tmp_path / "v", special=CHATML, template="file: {{ messages[0].content }}")
     template = ChatTemplate.from_gguf(gguf, Tokenizer(gguf))

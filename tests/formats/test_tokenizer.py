@@ -458,6 +458,9 @@ def test_think_marks_are_shown_even_if_they_are_control_tokens(tmp_path):
         )
     )
     assert decode(t, [257, 259, 258]) == "<think></think>"
+    others = ("[THINK]", "<|channel>", "<|message|>", "<|end|>")
+    t = Tokenizer(byte_level(tmp_path / "w", special=tuple((mark, CONTROL) for mark in others)))
+    assert decode(t, [257, 258, 259, 260]) == "[THINK]<|channel><|message|>"  # <|end|> ends a reply here
 
 
 def test_the_first_space_of_a_sentencepiece_reply_is_dropped(spm):
