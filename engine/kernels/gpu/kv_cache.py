@@ -83,6 +83,12 @@ class Heads:
         """The largest number of cached tokens that a query before position `limit` reads, in whole groups of four."""
         return min(limit, self.window + 2) if self.window else limit
 
+    def holds(self, position: int, written: int) -> bool:
+        """Whether the cache still holds all cached tokens that a query at `position` sees, after `written` tokens were
+        stored."""
+        first_seen = max(0, position - self.window + 1)
+        return not self.window or first_seen >= min(position, written - self.ring)
+
     def first_seen(self, position: UOp) -> UOp:
         """The first token that a query sees."""
         return (position - (self.window - 1)).maximum(0) if self.window else UOp.const(0)

@@ -13,7 +13,6 @@ from tinygrad import UOp
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import (
     after_store,
-    chain,
     f32,
     finish,
     inverse_rms,
@@ -25,7 +24,7 @@ from engine.kernels.gpu.uops import (
 )
 from engine.kernels.gpu.weight_layout import permuted
 
-_THREADS = 128  # of a block; each has an element
+_THREADS = 32  # of a block, one warp, so that its sums wait for no other; each has an element
 
 
 def add_normed_blocks(n: int) -> int:
@@ -52,7 +51,7 @@ def add_normed(n: int, n_norm_sums: int, copies: int, eps: float) -> Kernel:
         own = [
             load(product_sums, i, None if n_norm_sums % _THREADS == 0 else i < n_norm_sums) for i in indices
         ]
-        sums = after_store(shared(_THREADS, slot=0), thread, chain(own))
+        sums = after_store(shared(_THREADS, slot=0), thread, tree(own))
         value = stream + added * inverse_rms(tree(load_run(sums, 0, _THREADS)), n, eps)
         square = value * value if ok is None else ok.where(value * value, f32(0))
         squares = after_store(shared(_THREADS, slot=1), thread, square)

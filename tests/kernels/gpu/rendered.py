@@ -22,9 +22,14 @@ from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
 from engine.formats.gguf import GGUF
+from engine.kernels.gpu.decode_attention import attention, split_for
+from engine.kernels.gpu.flash_attention import flash_attention, flash_split
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matmul import fragments_size
 from engine.kernels.gpu.matvec import STORE, STORE_BIASED, Kernel, StackedMatrices, activate, matvec
-from engine.kernels.gpu.prefill import activate_prompt
+from engine.kernels.gpu.post_norm import add_normed
+from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt
+from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size
 from engine.model.config import ModelConfig
@@ -60,7 +65,7 @@ def render(kernel: Kernel, *buffers: tuple[int, DType]) -> None:
 
 
 def render_other_products() -> None:
-    """What only models with biases, or with matrices of several types, take."""
+    """What only models with biases, with matrices of several types, with GELU or with post-norms take."""
     for ggml_type in (8, 12, 13):
         p, rows, cols = WeightLayout(ggml_type), 512, 2048
         stack = StackedMatrices.single(p, rows, cols)
@@ -70,9 +75,30 @@ def render_other_products() -> None:
     kernel = matvec(stack, matvec_schedule(stack), STORE, "mixed", 64, 1e-5)
     planes = [shape for p, n in stack.matrices for shape in p.shapes(n, 2048)]
     render(kernel, (384, F), *[(permuted_size(2048), F)] * 2, (64, F), *planes)
-    render(activate(512), (permuted_size(512), F), (1024, F), (UNIT, F))
+    render(activate(512, "gelu"), (permuted_size(512), F), (1024, F), (UNIT, F))
     halves = (fragments_size(64, 512), H), (64 * 512 * 2, F), (64 * 512 * 2, F)
-    render(activate_prompt(64, 512, (2, 2)), *halves)
+    render(activate_prompt(64, 512, (2, 2), "gelu"), *halves)
+    vector, sums = (320, F), (64, F)
+    render(add_normed(320, 64, 1, 1e-6), vector, (10, F), vector, vector, sums, vector, vector)
+    halves = (fragments_size(64, 320), H), (64 * 320, F), (2 * 64 * 320, F)
+    render(norm_prompt(64, 320, 2, 1e-6, post_norm=True), *halves, vector, vector)
+
+
+def render_window() -> None:
+    """The attention of a layer with a window, and queries that depend on the position."""
+    h, tokens = Heads(4, 2, 96, CONTEXT + CACHE_SLACK, None, 0.1, 100, ring_for(100, 64), True), 64
+    size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
+    cache, tiles, queries = [(h.cache_size, H)] * 2, [(h.tiles_size, H)] * 2, (tokens * size, H)
+    table, ints, factors = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (CONTEXT, F)
+    ins = *cache, (rows, F), (h.dim, F), ints, factors
+    for attend, split in (
+        (flash_attention, flash_split(h, CONTEXT, 64, 16)), (attention, split_for(h, CONTEXT, 64, 16))
+    ):  # fmt: skip
+        render(attend(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *ins)
+    rotate = rotate_prompt(h, tokens, (1,), (rows,), False)
+    render(rotate, queries, *cache, (tokens * rows, F), table, table, ints, factors)
+    render(tile_prompt(h, 16), *tiles, *cache, ints)
+    render(attend_prompt(h, tokens, prompt_tiling(h, tokens)), queries, queries, *tiles, ints)
 
 
 def joined(sources: list[str]) -> str:
@@ -117,6 +143,7 @@ def main(path: str, folder: str, *quants: str) -> None:
         run_model(path, quant, layers=1 if is_ptx else 2)
         if not is_ptx and path == "fused" and quant == quants[0]:
             render_other_products()
+            render_window()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]
         Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined(sources))

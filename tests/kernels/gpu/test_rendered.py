@@ -24,7 +24,7 @@ FAMILIES = (
     "embed", "qkv", "attention", "combine", "o_", "gate_up", "down", "head", "next_token", "biased", "mixed",
     "activate", "penalize", "leaders", "ranked", "draw",
     "prefill_embed", "prefill_norm", "prefill_qkv", "prefill_rotate", "prefill_tile", "prefill_attend", "prefill_o",
-    "prefill_gate_up", "prefill_down", "prefill_activate",
+    "prefill_gate_up", "prefill_down", "prefill_activate", "add_normed", "96_window",
 )  # fmt: skip
 nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="CUDA's compiler is not installed")
 
