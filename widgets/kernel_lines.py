@@ -20,6 +20,8 @@ GROUPS: dict[str, tuple[KernelRole, ...]] = {
     "sampling": ("sampling",),
 }  # fmt: skip
 GAPS = "launch gaps"
+SMALL_SHARE = 0.015
+"""In a brief header, groups below this share of the step are one."""
 Sort = Literal["total", "GB/s", "calls", "role", "name"]
 SORTS: tuple[Sort, ...] = ("total", "GB/s", "calls", "role", "name")
 CACHEABLE_BYTES = 512 << 20
@@ -88,6 +90,15 @@ def summary(profile: KernelProfile) -> list[GroupTime]:
     return [*groups, GroupTime(GAPS, gaps_us, gaps_us / whole)]
 
 
+def without_small(groups: Sequence[GroupTime]) -> list[GroupTime]:
+    """Groups below `SMALL_SHARE` become one, "other", which is left out if it is small too."""
+    small = [group for group in groups if group.share < SMALL_SHARE]
+    us, share = sum(group.us for group in small), sum(group.share for group in small)
+    calls, n_bytes = sum(group.calls for group in small), sum(group.bytes for group in small)
+    other = [GroupTime("other", us, share, calls, n_bytes)] if share >= SMALL_SHARE else []
+    return [*(group for group in groups if group not in small), *other]
+
+
 def ordered(kernels: Sequence[KernelTime], sort: Sort) -> list[KernelTime]:
     """By figures from the largest, or by role or name from A; among equals the slowest first."""
     keys: dict[Sort, Callable[[KernelTime], object]] = {
@@ -112,22 +123,31 @@ def of_roofline(gbps: float, n_bytes: int, copy_gbps: float | None) -> str:
 
 
 def header(
-    profile: KernelProfile, data: KernelProfiles, width: int, *, is_paused: bool = False
+    profile: KernelProfile,
+    data: KernelProfiles,
+    width: int,
+    *,
+    is_paused: bool = False,
+    is_brief: bool = False,
 ) -> list[Line]:
     """The sum and the wall time of the step, its share of a step of the last answer, a line for each group, and the
-    titles of the rows."""
+    titles of the rows. `is_brief`: without groups that hardly count."""
     state = "  paused" if is_paused else f"  {one_line(data.note)}" if data.note else ""
     text = _totals(profile, width - (len(state) if is_paused else 0))
     if len(state) > (room := max(0, width - len(text))):
         state = f"{state[: room - 1]}…" if room > 4 else ""
     digits = len(f"{step_us(profile):,.0f}")
-    *groups, gaps = summary(profile)
-    longer = kernels_us(profile) > profile.wall_us
+    groups = summary(profile)
+    has_gaps = kernels_us(profile) <= profile.wall_us
+    if is_brief:
+        groups = without_small(groups)
+    elif not has_gaps:
+        groups.pop()
     return [
         [(text[:width], "strong"), (state, "warning")],
         *_answer_line(profile, data.answer_us, width),
         *(_group_line(group, data.copy_gbps, width, digits) for group in groups),
-        _no_gaps_line(profile, width) if longer else _group_line(gaps, None, width, digits),
+        *([] if has_gaps or is_brief else [_no_gaps_line(profile, width)]),
         [(_titles(width), "strong")],
     ]
 

@@ -74,6 +74,8 @@ class KernelTable(Pane[KernelProfiles]):
         if profile is None:
             return [[(one_line(data.note) or "will be measured when the engine is idle", "dim")]]
         lines = header(profile, data, width, is_paused=self.is_paused)
+        if len(lines) + len(kernels) > height:
+            lines = header(profile, data, width, is_paused=self.is_paused, is_brief=True)
         if not kernels:
             return [*lines, [(f"none for {self.group}" if self.group else "none", "dim")]]
         visible = max(0, height - len(lines))

@@ -240,6 +240,29 @@ def test_kernels_that_take_longer_alone_than_together():
     assert text(kernel_lines.header(alike, KernelProfiles(), 50))[-2].split() == ["launch", "gaps", "none"]
 
 
+def names(lines):
+    return [line.split("  ")[0] for line in lines[1:-1]]
+
+
+def test_a_brief_header_leaves_out_groups_that_hardly_count():
+    head = lambda of: text(kernel_lines.header(of, KernelProfiles(), 50, is_brief=True))
+    assert names(head(profile())) == ["dequantize + matmul", "attention", GAPS]
+    assert names(head(replace(profile(), wall_us=7500.0))) == ["dequantize + matmul", "attention"]
+    of = replace(profile(), wall_us=8290.0)  # gaps of 1.2 %, which make 2 % with the norms and the sampling
+    assert names(head(of)) == ["dequantize + matmul", "attention", "other"]
+    assert " 190   2%" in head(of)[-2]
+    assert sum(group.us for group in kernel_lines.without_small(summary(of))) == pytest.approx(8290)
+
+
+async def test_a_low_table_has_a_brief_header():
+    async with Table().run_test(size=(60, 14)) as pilot:
+        table = pilot.app.query_one(KernelTable)
+        table.data = KernelProfiles(decode=profile())
+        await pilot.pause()
+        assert "sampling" not in "".join(text(table.draw(table.data, 56, 9))[:5])
+        assert "sampling" in "".join(text(table.draw(table.data, 56, 20))[:7])
+
+
 def test_a_note_that_does_not_fit_ends_with_an_ellipsis():
     waits = KernelProfiles(note="will be measured when the engine is idle")
     heads = [text(kernel_lines.header(profile(), waits, width))[0] for width in (100, 60, 52)]
@@ -324,12 +347,12 @@ async def test_a_table_that_is_not_seen_whole_says_so():
         table = pilot.app.query_one(KernelTable)
         table.data = KernelProfiles(decode=profile())
         await pilot.pause()
-        assert text(table.draw(table.data, 56, 12))[-1] == "1–4 of 8"
+        assert text(table.draw(table.data, 56, 12))[-1] == "1–6 of 8"
         assert len(text(table.draw(table.data, 56, 15))) == 15
         assert "of 8" not in "".join(text(table.draw(table.data, 56, 15)))
         table.focus()
         await pilot.press(*["down"] * 7)
-        assert text(table.draw(table.data, 56, 12))[-1] == "5–8 of 8"
+        assert text(table.draw(table.data, 56, 12))[-1] == "3–8 of 8"
 
 
 async def test_only_the_lines_that_differ_are_painted():
