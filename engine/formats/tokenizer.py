@@ -35,7 +35,9 @@ _END_TEXTS = (
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes it for a space
 _MAX_PIECE = 512  # characters; merges never produce a longer SentencePiece piece
 _SURROGATES = re.compile("[\ud800-\udfff]")
-# Gemma 3's user-defined tokens that people write, unlike those of chat templates
+# User-defined tokens that begin like this belong to chat templates; the others are part of any text, and so is HTML,
+# which Gemma 3 has tokens for.
+_BRACKETS = ("<", "[", "{", "|")
 _HTML = re.compile(
     r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|s|sub|sup|code|a|html|body|img"
     r"|span|bbox|ul|li|div|iframe|footer)>"
@@ -100,11 +102,10 @@ class Tokenizer:
         shown = {special[mark] for mark in MARK_TOKENS & special.keys()} - self.eos_ids
         self._hidden = frozenset(hidden) - shown  # `thinking` looks for the marks
         self.special_tokens: Mapping[str, int] = special
-        # Some user-defined tokens are part of any text: runs of spaces and line breaks, and HTML.
         self._text_tokens = {
             self._spaced(text): id
             for text, id in special.items()
-            if self._types[id] == _USER_DEFINED and (self._spaced(text).isspace() or _HTML.fullmatch(text))
+            if self._types[id] == _USER_DEFINED and (not text.startswith(_BRACKETS) or _HTML.fullmatch(text))
         }
         self._in_any_text = _alternatives(self._text_tokens)
         self._in_special_text = _alternatives(special.keys() - self._text_tokens.keys())

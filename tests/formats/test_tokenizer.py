@@ -202,9 +202,10 @@ def test_segments_merge_as_text_but_never_into_a_special_token(tmp_path):
     assert names([("", True), ("", False)]) == [] == t.encode("")
 
 
-def test_user_defined_whitespace_is_plain_text_to_such_models(tmp_path):
-    t = Tokenizer(byte_level(tmp_path / "v", special=MARKS))
-    assert [t.text(id) for id in t.encode("a  b")] == ["a", "  ", "b"]
+def test_user_defined_tokens_without_brackets_are_plain_text(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v", special=(*MARKS, ("ö", USER_DEFINED))))
+    assert [t.text(id) for id in t.encode("a  bö")] == ["a", "  ", "b", "ö"]
+    assert decode(t, t.encode("a  bö")) == "a  bö"
 
 
 def test_a_whole_word_is_no_special_token_either(tmp_path):
