@@ -200,8 +200,9 @@ class Warming(_Record, frozen=True, kw_only=True):
 
 class Ready(_Record, frozen=True, kw_only=True):
     """The engine can answer. `context_length` is in tokens, `load_ms` the time from the start of loading. `warnings`
-    are sentences about unexpected things in the model. A decode step reads `weight_bytes_per_token`, and
-    `kv_bytes_per_token` for each token before it (0: not known)."""
+    are sentences about unexpected things in the model. A decode step reads `weight_bytes_per_token`,
+    `kv_bytes_per_token` for each token before it (0: not known), and `window_kv_bytes_per_token` for each of those in
+    the sliding `window`."""
 
     model: ModelInfo
     backend: str
@@ -211,6 +212,8 @@ class Ready(_Record, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     weight_bytes_per_token: int = 0
     kv_bytes_per_token: int = 0
+    window: int = 0
+    window_kv_bytes_per_token: int = 0
 
     @property
     def is_on_cpu(self) -> bool:
@@ -218,9 +221,10 @@ class Ready(_Record, frozen=True, kw_only=True):
 
     def bytes_per_token(self, position: float) -> float:
         """What a decode step reads after `position` tokens; 0 if the engine does not know its weights."""
-        return (
-            self.weight_bytes_per_token and self.weight_bytes_per_token + position * self.kv_bytes_per_token
-        )
+        if not self.weight_bytes_per_token:
+            return 0
+        in_windows = min(position, self.window) * self.window_kv_bytes_per_token
+        return self.weight_bytes_per_token + position * self.kv_bytes_per_token + in_windows
 
 
 class Prefilling(_Record, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from engine.errors import ModelFileError, OrinError
 from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import check_tokenizer
 from engine.model import file_summary, packed_weights_cache
-from engine.model.config import ModelConfig
+from engine.model.architectures import read_spec
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
         with GGUF(path) as file:
             problem = ""
             try:
-                ModelConfig.from_gguf(file)
+                read_spec(file)
                 check_tokenizer(file)
             except ModelFileError as error:
                 problem = error.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -21,6 +22,8 @@ from engine.errors import ModelFileError, OrinError, UsageError
 from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
 from engine.model import file_summary, packed_weights_cache
+from engine.model.architectures import read_spec
+from engine.model.lower.coverage import runs_as_graph_because
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, as_count, counted, one_line
 
@@ -171,12 +174,17 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
             of_type = types.setdefault(tensor.type_name, {"tensors": 0, "bytes": 0})
             of_type["tensors"] += 1
             of_type["bytes"] += tensor.n_bytes
-        bytes_per_token = file_summary.weight_bytes_per_token(file)
+        bytes_per_token, spec = file_summary.weight_bytes(file), None
+        with contextlib.suppress(ModelFileError):  # the entry says what is wrong
+            spec = read_spec(file)
+            bytes_per_token = spec.weight_bytes_per_token
     device, gbps, problem = _bandwidth(args.backend)
     ceiling = gbps * 1e9 / bytes_per_token if gbps and bytes_per_token else None
+    as_graph = runs_as_graph_because(spec, device.split()[0]) if spec and device else ""
     if args.json:
         figures = {
             "tensors": types,
+            "runs_as_graph_because": as_graph or None,
             "bytes_per_token": bytes_per_token,
             "device": device or None,
             "copy_gbps": gbps,
@@ -209,6 +217,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
         ("ceiling", _ceiling_text(ceiling, entry, device)),
         ("last measured", f"{speed}{on_backend}"),
         *([("cannot be used", entry.problem)] if entry.problem else ()),
+        *([("kernels", as_graph)] if as_graph else ()),
         ("", ""),
         *((key, str(value)) for key, value in metadata.items()),
     ]

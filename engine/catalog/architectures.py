@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.errors import ModelFileError
-from engine.model.config import check_architecture
+from engine.model.architectures import check_architecture
 
 __all__ = ["check_architecture", "runs"]
 

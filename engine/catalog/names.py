@@ -182,4 +182,4 @@ def _suggestion(text: str, names: Iterable[str]) -> str:
         return f"For the repository of that name on the hub, write hf.co/{text}."
     if not similar:
         return "orin-chat models lists the known names; hf.co/user/repository names any other model."
-    return f"Similar names: {', '.join(similar[:6])}."
+    return f"Similar names: {', '.join(similar[:3])}."

@@ -1,24 +1,52 @@
-"""The order of rows in the query and key matrices of files whose rotary pairs are interleaved.
+"""The order of a head's elements, so that every model's rotary pairs lie half a head apart.
 
-llama.cpp's convert_hf_to_gguf (LlamaModel.permute) stores the two elements of a rotated pair side by side in files of
-architecture llama. The engine rotates element i of a head with element i + head_dim / 2, so it undoes that.
+A file's heads may differ from that in two ways. Pairs may be neighbours (llama and others: LlamaModel.permute in
+llama.cpp's convert_hf_to_gguf). And only the first elements of a head may be rotated (`rope.dimension_count`). The
+engine rotates element i of a head with element i + head_dim / 2; pairs that are not rotated turn by no angle. Queries
+and keys are put in the same order, which leaves their products as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import Tensor
 
-Rows = TypeVar("Rows", Tensor, NDArray[Any])
+if TYPE_CHECKING:  # lists of models are made without tinygrad
+    from tinygrad import Tensor
+
+Rows = TypeVar("Rows", "Tensor", NDArray[Any])
 
 
-def half_split(rows: Rows, head_dim: int) -> Rows:
-    """Reorders the rows of heads, (heads * head_dim, ...), from interleaved pairs to halves: in each head the first
-    elements of all pairs come first, then the second elements."""
-    shape = int(rows.shape[0]) // head_dim, head_dim // 2, 2, *rows.shape[1:]
-    pairs = rows.reshape(shape)
-    halves = pairs.swapaxes(1, 2) if isinstance(pairs, np.ndarray) else pairs.transpose(1, 2)
-    return halves.reshape(rows.shape)
+@dataclass(frozen=True)
+class HeadOrder:
+    """The order of a file's heads of `head_dim` elements, of which the first `rotated` are rotated. `interleaved`: the
+    two elements of a pair are neighbours; else they are rotated / 2 apart."""
+
+    head_dim: int
+    rotated: int
+    interleaved: bool
+
+    @property
+    def is_engines(self) -> bool:
+        """Whether the file's order is the engine's."""
+        return not self.interleaved and self.rotated in (0, self.head_dim)
+
+    def apply(self, rows: Rows) -> Rows:
+        """Reorders the rows of heads, (heads * head_dim, ...): in each head the first elements of all pairs come first,
+        then the second elements."""
+        if self.is_engines:
+            return rows
+        heads = rows.reshape(int(rows.shape[0]) // self.head_dim, self.head_dim, *rows.shape[1:])
+        turned, still = heads[:, : self.rotated], heads[:, self.rotated :]
+        if self.interleaved:
+            first, second = turned[:, 0::2], turned[:, 1::2]
+        else:
+            first, second = turned[:, : self.rotated // 2], turned[:, self.rotated // 2 :]
+        half = (self.head_dim - self.rotated) // 2
+        parts = [first, still[:, :half], second, still[:, half:]] if half else [first, second]
+        if isinstance(parts[0], np.ndarray):
+            return np.concatenate(parts, axis=1).reshape(rows.shape)
+        return parts[0].cat(*parts[1:], dim=1).reshape(rows.shape)

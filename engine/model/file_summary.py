@@ -30,12 +30,3 @@ def parameters(file: GGUF) -> int:
 def weight_bytes(file: GGUF) -> int:
     """The bytes of all tensors."""
     return sum(tensor.n_bytes for tensor in file.tensors.values())
-
-
-def weight_bytes_per_token(file: GGUF) -> int:
-    """The bytes of weights that a decode step reads: all, except that it reads one row of an embedding that is not the
-    output head as well."""
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or "output.weight" not in file.tensors:
-        return weight_bytes(file)
-    return weight_bytes(file) - embedding.n_bytes * (embedding.shape[0] - 1) // embedding.shape[0]

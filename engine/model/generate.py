@@ -43,10 +43,12 @@ from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.profile import profile
 from engine.model import file_summary
-from engine.model.config import ModelConfig
+from engine.model.architectures import read_spec
+from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.model_runner import ModelRunner, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
 from engine.model.sampling import Sampler, log_probabilities
+from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
 
 Report = Callable[[Event], None]
@@ -62,15 +64,16 @@ class TextModel:
         """Loads `options.model_path` and compiles its kernels, reporting `Loading` and `Warming`. Raises
         ModelFileError, UsageError and BackendError."""
         file = GGUF(options.model_path)
-        config = ModelConfig.from_gguf(file)
+        spec = read_spec(file)
         beside_loading = ThreadPoolExecutor(1)
         prompts = beside_loading.submit(PromptEncoder, file)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.result()
-        self.context_length = _context_length(options, config)
+        self.context_length = _context_length(options, spec)
         total = file_summary.weight_bytes(file)
-        weights = Weights(file, config, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
+        weights = Weights(file, spec, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
+        self._stored = 0  # the most tokens that were in the KV cache since it was empty
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
             self._runner: ModelRunner = open_runner(
@@ -86,15 +89,22 @@ class TextModel:
         beside_loading.shutdown()
         self.tokenizer = self.prompts.tokenizer
         self.ready = Ready(
-            model=_model_info(file, config, self.prompts.template.thinks),
+            model=_model_info(file, spec, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
             device_name=device_name(str(Device.DEFAULT)),
             context_length=self.context_length,
             load_ms=0.0,
-            warnings=self.prompts.warnings,
-            weight_bytes_per_token=file_summary.weight_bytes_per_token(file),
-            kv_bytes_per_token=config.kv_bytes_per_token,
+            warnings=self._warnings(spec, options),
+            weight_bytes_per_token=spec.weight_bytes_per_token,
+            kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False),
+            window=spec.window,
+            window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True),
         )
+
+    def _warnings(self, spec: ModelSpec, options: EngineOptions) -> tuple[str, ...]:
+        """Sentences about what a user would not expect of this model."""
+        as_graph = "" if options.kernels == "graph" else runs_as_graph_because(spec, str(Device.DEFAULT))
+        return (*self.prompts.warnings, *filter(None, [as_graph]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that
@@ -204,12 +214,17 @@ class TextModel:
     def _reuse_prefix(self, prompt: list[int]) -> int:
         """Cuts the KV cache to the longest prefix that it shares with the prompt, without the prompt's last token,
         whose logits are always needed; returns its length. Most templates leave the thinking out of earlier turns,
-        so a reply that had some is prefilled again from there."""
+        so a reply that had some is prefilled again from there. If a layer with a window no longer has the tokens that
+        it needs (`ModelRunner.max_rewind`), nothing is shared."""
         common = 0
         for cached, wanted in zip(self._cached, prompt[:-1], strict=False):
             if cached != wanted:
                 break
             common += 1
+        self._stored = max(self._stored, len(self._cached))
+        rewind = self._runner.max_rewind
+        if not common or (rewind is not None and self._stored - common > rewind):
+            common = self._stored = 0
         del self._cached[common:]
         return common
 
@@ -284,24 +299,24 @@ class _TokenReporter:
         self.report(event(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
 
 
-def _context_length(options: EngineOptions, config: ModelConfig) -> int:
+def _context_length(options: EngineOptions, spec: ModelSpec) -> int:
     if options.context_length is None:
-        return min(config.trained_context, DEFAULT_CONTEXT)
-    if not 1 < options.context_length <= config.trained_context:
+        return min(spec.trained_context, DEFAULT_CONTEXT)
+    if not 1 < options.context_length <= spec.trained_context:
         raise UsageError(
-            f"{config.name} cannot have a context of {options.context_length} tokens.",
-            f"Choose one between 2 and {config.trained_context} tokens, which it was trained for.",
+            f"{spec.name} cannot have a context of {options.context_length} tokens.",
+            f"Choose one between 2 and {spec.trained_context} tokens, which it was trained for.",
         )
     return options.context_length
 
 
-def _model_info(file: GGUF, config: ModelConfig, thinks: bool) -> ModelInfo:
+def _model_info(file: GGUF, spec: ModelSpec, thinks: bool) -> ModelInfo:
     return ModelInfo(
-        name=config.name,
-        architecture=config.architecture,
+        name=spec.name,
+        architecture=spec.architecture,
         quantization=file_summary.quantization(file),
         parameters=file_summary.parameters(file),
         file_bytes=file.file_bytes,
-        trained_context=config.trained_context,
+        trained_context=spec.trained_context,
         thinks=thinks,
     )

@@ -11,8 +11,8 @@ from tinygrad.uop.ops import Ops
 from engine.events import Step
 from engine.fixes import matvec_heuristic, search_trials
 from engine.measure.profile import Replay
+from engine.model.lower.graph import Transformer
 from engine.model.sampling import Logits
-from engine.model.transformer import KVCache, Transformer
 from engine.model.weights import Weights
 
 
@@ -23,12 +23,13 @@ class GraphRunner:
     max_chunk = 32
     chunk_sizes: tuple[int, ...] = (max_chunk,)
     decode_depths: tuple[int, ...] = (0,)
+    max_rewind: int | None = None
 
     def __init__(self, weights: Weights, context_length: int) -> None:
         matvec_heuristic.apply()
         search_trials.apply()
         # The cache also holds the padding after a prompt, which later tokens overwrite before any token attends to it.
-        self._transformer = Transformer(weights, KVCache(weights.config, context_length + self.max_chunk))
+        self._transformer = Transformer(weights, context_length + self.max_chunk, context_length)
         self._position = UOp.variable("position", 0, context_length - 1)
         self._prefill, self._decode = TinyJit(self._prefill_step), TinyJit(self._decode_step)
         self._prefill.cnt = self._decode.cnt = 1  # capture at the first call, not at the second

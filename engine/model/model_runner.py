@@ -31,6 +31,12 @@ class ModelRunner(Protocol):
     """The most tokens that `prefill` takes at once."""
 
     @property
+    def max_rewind(self) -> int | None:
+        """The number of tokens by which a sequence may be cut back, to continue it from there. Layers with a sliding
+        window keep no older ones. None: any number."""
+        ...
+
+    @property
     def chunk_sizes(self) -> tuple[int, ...]:
         """The sizes for which a prefill step is captured, ascending; smaller chunks use the next larger one."""
         ...

@@ -8,6 +8,7 @@ from engine.errors import UsageError
 from engine.events import KernelPath
 from engine.fixes import cuda_binaries
 from engine.model.graph_runner import GraphRunner
+from engine.model.lower.coverage import lacking_parts, runs_as_graph_because
 from engine.model.model_runner import ModelRunner
 from engine.model.weights import Weights
 
@@ -16,9 +17,14 @@ def open_runner(
     weights: Weights, context_length: int, kernels: KernelPath = "auto", keep_packed: bool = False
 ) -> ModelRunner:
     """Loads the weights into the runner for tinygrad's default device: the one with its own quantized kernels where
-    there is one, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is for the CPU runner. Raises
-    UsageError if `kernels` is "fused" and the device has no such kernels, ModelFileError for damaged weights."""
+    there is one that has all parts of the model, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is
+    for the CPU runner. Raises UsageError if `kernels` is "fused" and the device has no such kernels, ModelFileError for
+    damaged weights."""
     device = Device.DEFAULT.split(":")[0]
+    if kernels == "fused" and (why := runs_as_graph_because(weights.spec, device)):
+        raise UsageError(why, 'Choose a preset with kernels = "graph" or "auto".')
+    if kernels == "auto" and lacking_parts(weights.spec, device):
+        kernels = "graph"
     if device == "CUDA":
         cuda_binaries.apply()
     if kernels != "graph" and device == "CPU":

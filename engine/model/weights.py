@@ -1,4 +1,4 @@
-"""The tensors of a model file by name, with their shapes and types checked."""
+"""The weights of a model file: the bytes of its matrices and the floats of its vectors."""
 
 from __future__ import annotations
 
@@ -12,80 +12,64 @@ from tinygrad import dtypes
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, QUANTIZED
-from engine.model.config import ModelConfig
+from engine.model.spec import ModelSpec, Vector, Weight
 
 
 class Weights:
-    """Reads tensors from a file, and reports the number of bytes read so far with every matrix."""
+    """Reads a model's weights from its file, and reports the number of bytes read so far with every matrix."""
 
-    def __init__(self, file: GGUF, config: ModelConfig, report: Callable[[int], None]) -> None:
-        self.file, self.config = file, config
+    def __init__(self, file: GGUF, spec: ModelSpec, report: Callable[[int], None]) -> None:
+        """Raises ModelFileError if a matrix is of a type that the engine does not run."""
+        self.file, self.spec = file, spec
         self._report, self._bytes_read = report, 0
+        for weight in spec.weights():
+            if weight.type not in QUANTIZED and weight.type not in FLOATS:
+                types = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
+                raise ModelFileError(
+                    f"{printable(file.path.name)} holds {weight.tensor} as "
+                    f"{file.tensors[weight.tensor].type_name}, which orin-chat does not run.",
+                    f"Choose a file with other quantization types: {types}.",
+                )
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.file.tensors
-
-    def matrix_type(self, name: str, rows: int, cols: int) -> tuple[int, bool]:
-        """The ggml type of a matrix (rows, cols), and whether its rows are in the order of interleaved rotary pairs
-        (`formats.rope_order`). Raises ModelFileError."""
-        info = self._tensor(name, (rows, cols))
-        if info.type not in QUANTIZED and info.type not in FLOATS:
-            types = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
-            raise ModelFileError(
-                f"{self._file_name} holds {name} as {info.type_name}, which orin-chat does not run.",
-                f"Choose a file with other quantization types: {types}.",
-            )
-        interleaved = self.config.interleaved_rope and name.endswith(("attn_q.weight", "attn_k.weight"))
-        return info.type, interleaved
-
-    def matrix_bytes(self, name: str, rows: int, cols: int) -> NDArray[np.uint8]:
-        """The bytes of a matrix (rows, cols) in the file, uint8 (bytes,), not copied. Raises ModelFileError."""
-        data = self._data(self._tensor(name, (rows, cols)))
+    def matrix_bytes(self, weight: Weight) -> NDArray[np.uint8]:
+        """The bytes of a matrix in the file, uint8 (weight.n_bytes,), not copied."""
+        data = self._data(self.file.tensors[weight.tensor], weight.first * weight.row_bytes, weight.n_bytes)
+        self._bytes_read += weight.n_bytes
         self._report(self._bytes_read)
         return data
 
-    def release(self, name: str) -> None:
-        """Removes a tensor's pages from memory, once its bytes have been copied."""
-        self.file.tensors[name].release()
+    def release(self, weight: Weight) -> None:
+        """Removes the pages of a matrix's tensor from memory, once its bytes have been copied."""
+        self.file.tensors[weight.tensor].release()
 
-    def vector(self, name: str, size: int) -> NDArray[np.float32]:
-        """A vector, float32 (size,). Raises ModelFileError."""
-        info = self._tensor(name, (size,))
+    def vector(self, vector: Vector) -> NDArray[np.float32]:
+        """float32 (vector.size,). Raises ModelFileError."""
+        info = self.file.tensors[vector.tensor]
         if info.type not in FLOATS:
-            raise damaged(self.file.path, f"it holds {name} as {info.type_name}, not as floats")
-        data = self._data(info)
+            raise damaged(self.file.path, f"it holds {vector.tensor} as {info.type_name}, not as floats")
+        data = self._data(info, 0, info.n_bytes)
         if FLOATS[info.type] == dtypes.bfloat16:  # the upper half of a float32
-            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return data.view(np.float32 if info.type == 0 else np.float16).astype(np.float32)
+            values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = data.view(np.float32 if info.type == 0 else np.float16).astype(np.float32)
+        values = values[vector.first : vector.first + vector.size]
+        if vector.order:
+            values = vector.order.apply(values)
+        return values * np.float32(vector.factor)
 
-    def joined_vectors(self, parts: Sequence[tuple[str, int]], default: float) -> NDArray[np.float32] | None:
-        """Vectors (name, size) one after another, float32 (sum of sizes,); `default` in place of those that the file
-        does not have. None if it has none of them. Raises ModelFileError."""
-        if not any(name in self for name, _ in parts):
+    def joined_vectors(
+        self, parts: Sequence[tuple[Vector | None, int]], default: float
+    ) -> NDArray[np.float32] | None:
+        """Vectors of these sizes one after another, float32 (sum of sizes,); `default` in place of those that are None.
+        None if all are. Raises ModelFileError."""
+        if not any(vector for vector, _ in parts):
             return None
         return np.concatenate(
-            [
-                self.vector(name, size) if name in self else np.full(size, default, np.float32)
-                for name, size in parts
-            ]
+            [self.vector(vector) if vector else np.full(size, default, np.float32) for vector, size in parts]
         )
 
-    @property
-    def _file_name(self) -> str:
-        return printable(self.file.path.name)
-
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        info = self.file.tensors.get(name)
-        if info is None or info.shape != shape:
-            problem = f"has no {name}" if info is None else f"has {name} with the shape {info.shape}"
-            raise ModelFileError(
-                f"{self._file_name} {problem}; the model needs it with the shape {shape}.",
-                "The file is damaged, or of a variant that orin-chat does not run. Get another copy.",
-            )
-        return info
-
-    def _data(self, info: TensorInfo) -> NDArray[np.uint8]:
-        self._bytes_read += info.n_bytes
+    @staticmethod
+    def _data(info: TensorInfo, start: int, n_bytes: int) -> NDArray[np.uint8]:
         # tinygrad's CUDA device copies only from memory that is marked as writable, though it just reads it.
-        buffer = (ctypes.c_uint8 * info.n_bytes).from_address(info.data.ctypes.data)
+        buffer = (ctypes.c_uint8 * n_bytes).from_address(info.data.ctypes.data + start)
         return np.ctypeslib.as_array(buffer)

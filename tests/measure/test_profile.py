@@ -148,7 +148,7 @@ def test_it_gives_way(model):
 
 def test_ready_says_what_a_token_must_read(model, request):
     is_tied = request.node.callspec.params["model"]
-    head = model._runner._transformer.output.rows * DIM
+    head = model._runner._transformer.spec.vocab * DIM
     embedding = 0 if is_tied else DIM  # a row
     norms = LAYERS * (2 * DIM + 2 * HEAD_DIM) + DIM
     quantized = head + embedding + sum(MATRICES.values())

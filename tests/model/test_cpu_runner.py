@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.model.config import ModelConfig
+from engine.model.architectures import read_spec
 from engine.model.cpu_runner import CPURunner
 from engine.model.weights import Weights
 from tests import generated_model
@@ -14,7 +14,7 @@ from tests.reference import Reference, divergence
 
 def opened(path, context=256):
     file = GGUF(path)
-    return CPURunner(Weights(file, ModelConfig.from_gguf(file), lambda _: None), context)
+    return CPURunner(Weights(file, read_spec(file), lambda _: None), context)
 
 
 @pytest.mark.parametrize("name", MODELS)

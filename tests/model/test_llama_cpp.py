@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.model.config import ModelConfig
+from engine.model.architectures import read_spec
 from engine.model.cpu_runner import CPURunner
 from engine.model.graph_runner import GraphRunner
 from engine.model.weights import Weights
@@ -74,7 +74,7 @@ def agree(runner, oracle, prompt):
 
 def weights(oracle):
     file = GGUF(oracle.path)
-    return Weights(file, ModelConfig.from_gguf(file), lambda _: None)
+    return Weights(file, read_spec(file), lambda _: None)
 
 
 def test_the_reference_agrees(oracle):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.model import cpu_runner
 from engine.model import packed_weights_cache as cache
-from engine.model.config import ModelConfig
+from engine.model.architectures import read_spec
 from engine.model.cpu_runner import CPURunner
+from engine.model.lower import cpu_weights
 from engine.model.packed_weights_cache import PackedReader
 from engine.model.weights import Weights
 from tests import generated_model
@@ -89,9 +89,7 @@ def test_a_full_disk_leaves_nothing(model, monkeypatch):
 def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
     def logits() -> np.ndarray:
         with GGUF(model) as file:
-            runner = CPURunner(
-                Weights(file, ModelConfig.from_gguf(file), lambda _: None), 64, keep_packed=True
-            )
+            runner = CPURunner(Weights(file, read_spec(file), lambda _: None), 64, keep_packed=True)
             runner.decode(5, 0)
             return np.array(runner.logits())
 
@@ -101,5 +99,5 @@ def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
     def fails(*_):
         raise AssertionError("packed again")
 
-    monkeypatch.setattr(cpu_runner, "repack", fails)
+    monkeypatch.setattr(cpu_weights, "repack", fails)
     np.testing.assert_array_equal(logits(), first)

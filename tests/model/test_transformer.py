@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.formats.gguf import GGUF
-from engine.model.config import ModelConfig
+from engine.model.architectures import read_spec
 from engine.model.graph_runner import GraphRunner
 from engine.model.weights import Weights
 from tests import generated_model
@@ -13,7 +13,7 @@ from tests.reference import Reference, divergence
 
 def opened(path):
     file = GGUF(path)
-    return Weights(file, ModelConfig.from_gguf(file), lambda _: None)
+    return Weights(file, read_spec(file), lambda _: None)
 
 
 # Every architecture, tied and untied heads, with and without rope frequency factors, floats and blocks of both sizes.

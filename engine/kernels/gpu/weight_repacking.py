@@ -19,18 +19,17 @@ from tinygrad.engine.realize import run_linear
 from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
-from engine.formats.rope_order import half_split
+from engine.formats.rope_order import HeadOrder
 from engine.kernels.compilation import call_of, compile_calls, fingerprint, program_or_graph
 from engine.kernels.gpu.weight_layout import WeightLayout
 
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows of one tensor of the file. `head_dim` > 0: they are the rows of heads of that many elements, and go from
-    interleaved pairs to halves (`engine.formats.rope_order`)."""
+    """Rows of one tensor of the file. `order`: they are the rows of heads, to be reordered."""
 
     count: int
-    head_dim: int = 0
+    order: HeadOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class _Schedule:
         parts = []
         for source, tensor in zip(sources, spec.tensors, strict=True):
             part = source.reshape(tensor.count, spec.row_bytes)
-            parts.append(half_split(part, tensor.head_dim) if tensor.head_dim else part)
+            parts.append(tensor.order.apply(part) if tensor.order else part)
         raw = Tensor.stack(*parts, dim=1) if spec.alternating else parts[0].cat(*parts[1:])
         planes = spec.layout.planes_of(raw.flatten(), spec.rows, spec.cols)
         linear, _ = Tensor.linear_with_vars(*planes)

@@ -12,27 +12,26 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import Device, dtypes
+from tinygrad import Device
 
 from engine.errors import UsageError
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
 from engine.kernels.compilation import compile_all
-from engine.kernels.gpu.device_memory import device_zeros, overwrite, to_device
+from engine.kernels.gpu.device_memory import overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.sampling import Shortlist
 from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.kernel_roles import BufferUse
 from engine.measure.profile import Replay
 from engine.model.buffer_uses import BufferUses
-from engine.model.fused.decode import DecodeKernels
-from engine.model.fused.device_sampler import DeviceSampler
-from engine.model.fused.packed_model import allocate
-from engine.model.fused.prefill import PrefillKernels
-from engine.model.fused.prescales import Prescales
 from engine.model.fused.schedule_search import SearchTarget, search
+from engine.model.lower.device_sampler import DeviceSampler
+from engine.model.lower.gpu_decode import DecodeKernels
+from engine.model.lower.gpu_prefill import PrefillKernels
+from engine.model.lower.gpu_weights import REWIND, Attention, FeedForward, allocate
+from engine.model.lower.prescales import Prescales
 from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
@@ -53,24 +52,12 @@ class FusedRunner:
     def __init__(self, weights: Weights, context_length: int) -> None:
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
-        config, self._context = weights.config, context_length
-        self._model = model = allocate(weights)
-        length = -(-context_length // CACHE_SLACK) * CACHE_SLACK + CACHE_SLACK
-        eps = config.norm_eps if model.layers[0].head_norms is not None else None
-        self._heads = Heads(
-            config.heads, config.kv_heads, config.head_dim, length, eps, config.head_dim**-0.5
-        )
-        for layer in model.layers:
-            layer.keys, layer.values = (
-                device_zeros(self._heads.cache_size, dtypes.float16) for _ in range(2)
-            )
-        cos, sin = config.rope_tables(context_length)
-        self._rope_tables = to_device(cos), to_device(sin)
+        spec, self._context = weights.spec, context_length
+        self._model = model = allocate(weights, context_length, self.max_chunk)
         self._prescales = Prescales()
-        shared = model, self._heads, self._prescales, self._rope_tables
-        self._decode = DecodeKernels(*shared, context_length)
-        self._prefill = PrefillKernels(*shared, self.max_chunk)
-        self._sampler = DeviceSampler(Shortlist(config.vocab), context_length)
+        self._decode = DecodeKernels(model, self._prescales, context_length)
+        self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
+        self._sampler = DeviceSampler(Shortlist(spec.vocab), context_length)
         self._mailbox = Mailbox(context_length)
         self._decode_steps: dict[tuple[int, bool, bool], Callable[[], None]] = {}
         self._prefill_steps: dict[int, Callable[[], None]] = {}
@@ -96,6 +83,10 @@ class FusedRunner:
     @property
     def decode_depths(self) -> tuple[int, ...]:
         return (0, *(limit for limit in self._decode.context_limits if limit < self._context))
+
+    @property
+    def max_rewind(self) -> int | None:
+        return REWIND if any(a.heads.window for a in self._model.attention) else None
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         if len(tokens) <= _DECODE_AT_MOST or not self._decode.uses_tensor_cores:
@@ -164,7 +155,7 @@ class FusedRunner:
     def _check_logits(self, run: Callable[[], None]) -> Logits:
         """The logits of a captured decode step after a few tokens."""
         for position, token in enumerate(_CHECK_TOKENS[: self._context]):
-            self._send_state(token % self._model.config.vocab, position)
+            self._send_state(token % self._model.spec.vocab, position)
             run()
         return self.logits()
 
@@ -230,7 +221,7 @@ class FusedRunner:
 
     def _decode_step(self, limit: int, samples: bool, penalizes: bool) -> KernelSequence:
         sampler = self._sampler if samples else None
-        return self._decode.step(self._decode.split(limit), self._mailbox.tensor, sampler, penalizes)
+        return self._decode.step(limit, self._mailbox.tensor, sampler, penalizes)
 
     def _launch_prefill(self, size: int) -> None:
         if size not in self._prefill_steps:
@@ -241,18 +232,24 @@ class FusedRunner:
 
     def _uses(self) -> BufferUses:
         """The uses of the weights, the cache and the scratch buffers."""
-        uses, model, length = BufferUses(), self._model, self._heads.length
+        uses, model = BufferUses(), self._model
         uses.add(BufferUse("output head"), *model.head.planes)
-        uses.add(BufferUse("embedding", "token", model.config.vocab), *model.embedding.planes)
-        uses.add(BufferUse("attention", "token", self._context), *self._rope_tables)
+        uses.add(BufferUse("embedding", "token", model.spec.vocab), *model.embedding.planes)
+        tables = [table for tables in model.ropes for table in tables]
+        uses.add(BufferUse("attention", "token", self._context), *tables, *model.temperatures)
         uses.add(BufferUse("attention"), *self._decode.attention_parts)
-        if self._decode.uses_tensor_cores:
-            uses.add(BufferUse("attention", "past", length), *self._prefill.past)
         uses.add(BufferUse("norm"), *self._prescales.norms.values())
         for layer in model.layers:
-            uses.add(BufferUse("QKV projection"), layer.bias, *layer.qkv.planes)
-            uses.add(BufferUse("attention", "context", length), layer.keys, layer.values)
-            uses.add(BufferUse("attention output"), *layer.o.planes)
-            uses.add(BufferUse("FFN gate+up"), *layer.gate_up.planes)
-            uses.add(BufferUse("FFN down"), *layer.down.planes)
+            uses.add(BufferUse("norm"), layer.post_norm)
+            match layer.mix:
+                case Attention() as a:
+                    uses.add(BufferUse("QKV projection"), a.bias, *a.qkv.planes)
+                    uses.add(BufferUse("attention", "context", a.heads.slots), a.keys, a.values)
+                    uses.add(BufferUse("attention output"), *a.o.planes)
+                    if self._decode.uses_tensor_cores:
+                        past = self._prefill.past(a.heads)
+                        uses.add(BufferUse("attention", "past", a.heads.tiled), *past)
+                case FeedForward() as f:
+                    uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)
+                    uses.add(BufferUse("FFN down"), *f.down.planes)
         return uses

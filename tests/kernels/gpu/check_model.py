@@ -11,10 +11,10 @@ from engine.formats.gguf import GGUF
 from engine.kernels.gpu.sampling import Shortlist
 from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
-from engine.model.config import ModelConfig
+from engine.model.architectures import read_spec
 from engine.model.fused import FusedRunner
-from engine.model.fused.device_sampler import DeviceSampler
-from engine.model.fused.packed_model import PackedModel
+from engine.model.lower.device_sampler import DeviceSampler
+from engine.model.lower.gpu_weights import GPUModel
 from engine.model.model_runner import SamplingRunner
 from engine.model.weights import Weights
 from tests import generated_model
@@ -28,7 +28,7 @@ def check_decode_steps() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen2", quant="F32", **shape)
         file, wanted = GGUF(path), Reference(path).logits(tokens)
-    runner = FusedRunner(Weights(file, ModelConfig.from_gguf(file), lambda _: None), 32)
+    runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), 32)
     runner._sampler = DeviceSampler(
         Shortlist(wanted.shape[1], 16, (16, 4, 1)), 32
     )  # emulation takes its time
@@ -46,12 +46,12 @@ def check_profile_of_a_prompt() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen3", quant="F16", **shape)
         file = GGUF(path)
-    config = ModelConfig.from_gguf(file)
+    spec = read_spec(file)
     with (
         mock.patch.object(FusedRunner, "_compile"),
-        mock.patch.object(PackedModel, "fill"),
+        mock.patch.object(GPUModel, "fill"),
     ):  # nothing is to run
-        runner = FusedRunner(Weights(file, config, lambda _: None), 32)
+        runner = FusedRunner(Weights(file, spec, lambda _: None), 32)
     kernels = runner._prefill.step(padded).compile().src
     replay = profile.Replay(kernels, runner._uses(), tokens, run=lambda: None)
     told = {}
@@ -69,7 +69,7 @@ def check_profile_of_a_prompt() -> None:
         "gate": "FFN gate+up",
         "down": "FFN down",
     }
-    row = heads * config.head_dim * 2  # bytes of a token's keys, or values
+    row = heads * spec.attention[0].head_dim * 2  # bytes of a token's keys, or values
     assert told["tile"][1] == 4 * row * (position + tokens) + 8, told
-    queries = 2 * padded * config.heads * config.head_dim * 2  # and what comes of them
+    queries = 2 * padded * spec.attention[0].query_size * 2  # and what comes of them
     assert told["attend"][1] == queries + 2 * row * (position + tokens) + 8, told

@@ -32,7 +32,7 @@ from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prom
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size
-from engine.model.config import ModelConfig
+from engine.model.architectures import read_spec
 from engine.model.fused import FusedRunner
 from engine.model.graph_runner import GraphRunner
 from engine.model.model_runner import ModelRunner
@@ -53,7 +53,7 @@ def run_model(path: str, quant: str, layers: int) -> None:
         file = GGUF(
             generated_model.write(Path(folder) / "m.gguf", architecture="qwen3", quant=quant, **shape)
         )
-    runner = PATHS[path](Weights(file, ModelConfig.from_gguf(file), lambda _: None), CONTEXT)
+    runner = PATHS[path](Weights(file, read_spec(file), lambda _: None), CONTEXT)
     runner.prefill([1] * 20, 0)
     for position in (0, 300):
         runner.decode(1, position)

@@ -1,0 +1,391 @@
+"""Reads a file's metadata and tensor names into the description of its model. No other file knows an architecture.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "Standardized key-value pairs". What each architecture
+does: its file in src/models of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, damaged, printable
+from engine.formats.rope_order import HeadOrder
+from engine.model.spec import (
+    Activation,
+    Attend,
+    Dense,
+    ModelSpec,
+    Rope,
+    Sublayer,
+    Temperature,
+    Vector,
+    Weight,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
+    neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last
+    has no window (0: no layer has one, whatever the metadata say). Of `unrotated_every` layers the last has no rotary
+    embedding. `scaled_embedding`: the embedding is multiplied by sqrt(dim)."""
+
+    interleaved: bool = False
+    activation: Activation = "silu"
+    full_attention_every: int = 0
+    unrotated_every: int = 0
+    scaled_embedding: bool = False
+
+
+ARCHITECTURES: Mapping[str, Family] = {
+    "llama": Family(interleaved=True),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "mistral3": Family(interleaved=True),
+    "phi3": Family(),
+    "gemma3": Family(activation="gelu", full_attention_every=6, scaled_embedding=True),
+    "granite": Family(interleaved=True),
+    "smollm3": Family(interleaved=True, unrotated_every=4),
+    "olmo2": Family(),
+}
+
+
+def check_architecture(architecture: str, model: str) -> None:
+    """Raises ModelFileError if the engine does not run this architecture; the message calls the model `model`."""
+    if architecture not in ARCHITECTURES:
+        raise ModelFileError(
+            f"{model} is of the architecture {printable(architecture)}, which orin-chat does not run.",
+            f"Choose a model of one of these: {', '.join(ARCHITECTURES)}.",
+        )
+
+
+def read_spec(file: GGUF) -> ModelSpec:
+    """Raises ModelFileError for an architecture that the engine does not run, for a variant of one, and for damaged
+    metadata."""
+    architecture = file.get("general.architecture", str)
+    check_architecture(architecture, printable(file.path.name))
+    return _Reader(file, architecture).spec()
+
+
+class _Reader:
+    """Reads one file. The tensors that were read are noted, so that none is left out without a word."""
+
+    def __init__(self, file: GGUF, architecture: str) -> None:
+        self.file, self.architecture, self.family = file, architecture, ARCHITECTURES[architecture]
+        self.name = printable(file.path.name)
+        if "token_embd.weight" not in file.tensors:
+            raise ModelFileError(
+                f"{self.name} has no weights (there is no token_embd.weight).",
+                "It may be a vocabulary or an adapter; choose a model file.",
+            )
+        self._read: set[str] = set()
+        self._ropes: list[Rope] = []
+        self.dim, self.heads = self.size("embedding_length"), self.size("attention.head_count")
+        self.head_dim = self.size("attention.key_length", self.dim // self.heads)
+        self.kv_heads = self.size("attention.head_count_kv", self.heads)
+        self.rotated = self.size("rope.dimension_count", self.head_dim)
+        self.ffn, self.layers = self.size("feed_forward_length"), self.size("block_count")
+        self.context = self.size("context_length")
+        if (
+            self.size("attention.value_length", self.head_dim) != self.head_dim
+            or self.head_dim % 2
+            or self.heads % self.kv_heads
+            or self.rotated % 2
+            or self.rotated > self.head_dim
+        ):
+            raise ModelFileError(
+                f"{self.name} has attention heads of a shape that orin-chat does not run.",
+                "Choose another model.",
+            )
+        order = HeadOrder(self.head_dim, self.rotated, self.family.interleaved)
+        self.order = None if order.is_engines else order
+
+    # --- metadata --------------------------------------------------------------------------------------
+
+    def key(self, key: str) -> str:
+        return f"{self.architecture}.{key}"
+
+    def size(self, key: str, default: int | None = None) -> int:
+        full_key = self.key(key)
+        value = self.file.get(full_key, int) if default is None else self.file.get(full_key, int, default)
+        if not 0 < value < 1 << 31:
+            raise damaged(self.file.path, f"{full_key} is {value}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = float(self.file.get(self.key(key), float, default))
+        if not math.isfinite(value):
+            raise damaged(self.file.path, f"{self.key(key)} is {value}")
+        return value
+
+    def factor(self, key: str, default: float) -> float:
+        """A number that is not 0."""
+        if (value := self.number(key, default)) == 0:
+            raise damaged(self.file.path, f"{self.key(key)} is 0")
+        return value
+
+    # --- tensors ---------------------------------------------------------------------------------------
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
+    def _check(self, tensor: str, shape: tuple[int, ...]) -> int:
+        """The type of a tensor. Raises ModelFileError if the file does not have it with this shape."""
+        info = self.file.tensors.get(tensor)
+        if info is None or info.shape != shape:
+            problem = f"has no {tensor}" if info is None else f"has {tensor} with the shape {info.shape}"
+            raise ModelFileError(
+                f"{self.name} {problem}; the model needs it with the shape {shape}.",
+                "The file is damaged, or of a variant that orin-chat does not run. Get another copy.",
+            )
+        self._read.add(tensor)
+        return info.type
+
+    def weight(
+        self,
+        tensor: str,
+        rows: int,
+        cols: int,
+        first: int = 0,
+        of: int = 0,
+        order: HeadOrder | None = None,
+    ) -> Weight:
+        """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many)."""
+        type = self._check(f"{tensor}.weight", (of or rows, cols))
+        return Weight(f"{tensor}.weight", rows, cols, type, first, order)
+
+    def vector(
+        self, tensor: str, size: int, order: HeadOrder | None = None, first: int = 0, of: int = 0
+    ) -> Vector | None:
+        """A vector, or None if the file does not have it."""
+        if not self.has(tensor):
+            return None
+        self._check(tensor, (of or size,))
+        return Vector(tensor, size, first, order)
+
+    def required(self, vector: Vector | None, tensor: str) -> Vector:
+        if vector is None:
+            self._check(tensor, (self.dim,))
+        assert vector
+        return vector
+
+    # --- the model -------------------------------------------------------------------------------------
+
+    def spec(self) -> ModelSpec:
+        vocab = self.file.tensors["token_embd.weight"].shape[0]
+        embedding = head = self.weight("token_embd", vocab, self.dim)
+        if self.has("output.weight"):
+            head = self.weight("output", vocab, self.dim)
+        # The stream is kept divided by granite's multiplier of what layers add to it: only norms read it, and a norm of
+        # x / c with eps / c**2 is that of x with eps.
+        residual = self.factor("residual_scale", 1.0)
+        scale = self.number("embedding_scale", math.sqrt(self.dim) if self.family.scaled_embedding else 1.0)
+        eps = self.number("attention.layer_norm_rms_epsilon", 1e-5)
+        norm = self.required(self.vector("output_norm.weight", self.dim), "output_norm.weight")
+        slope = self.number("attention.temperature_scale", 0.0)
+        spec = ModelSpec(
+            architecture=self.architecture,
+            name=self.file.get("general.name", str, self.file.path.stem),
+            dim=self.dim,
+            vocab=vocab,
+            trained_context=self.context,
+            embedding=embedding,
+            embedding_scale=scale / residual,
+            sublayers=tuple(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
+            output_norm=Vector(norm.tensor, norm.size, factor=1 / self.factor("logit_scale", 1.0)),
+            head=head,
+            ropes=tuple(self._ropes),
+            eps=eps,
+            stream_eps=eps / residual**2,
+            softcap=self.number("final_logit_softcapping", 0.0),
+            temperature=Temperature(slope, self.original_context) if slope else None,
+        )
+        if unread := sorted(self.file.tensors.keys() - self._read):
+            raise ModelFileError(
+                f"{self.name} holds {printable(unread[0])}, which orin-chat does not know in a model of the "
+                f"architecture {self.architecture}.",
+                "It is of a variant that orin-chat does not run. Choose another model.",
+            )
+        return spec
+
+    def layer(self, i: int) -> tuple[Sublayer, Sublayer]:
+        """Attention and the feed-forward layer of layer i. A file that has post_ffw_norm norms the results of both."""
+        prefix = f"blk.{i}."
+
+        def norm(name: str) -> Vector | None:
+            return self.vector(f"{prefix}{name}.weight", self.dim)
+
+        has_post_norms = self.has(f"{prefix}post_ffw_norm.weight")
+        before = [norm("attn_norm"), norm("ffn_norm")]
+        after = [norm("post_attention_norm"), norm("post_ffw_norm")] if has_post_norms else [None, None]
+        if not has_post_norms:
+            names = f"{prefix}attn_norm.weight", f"{prefix}ffn_norm.weight"
+            before = [self.required(vector, name) for vector, name in zip(before, names, strict=True)]
+        return (
+            Sublayer(before[0], self.attend(i, prefix), after[0]),
+            Sublayer(before[1], self.dense(prefix), after[1]),
+        )
+
+    def attend(self, i: int, prefix: str) -> Attend:
+        dim, head_dim = self.dim, self.head_dim
+        sizes = {"q": self.heads * head_dim, "k": self.kv_heads * head_dim, "v": self.kv_heads * head_dim}
+        firsts = {"q": 0, "k": sizes["q"], "v": sizes["q"] + sizes["k"]}
+        fused = self.has(f"{prefix}attn_qkv.weight")
+
+        def source(x: str) -> tuple[str, int, int]:
+            """The tensor with these rows, the first of them, and the tensor's rows."""
+            return (
+                (f"{prefix}attn_qkv", firsts[x], sum(sizes.values()))
+                if fused
+                else (f"{prefix}attn_{x}", 0, sizes[x])
+            )
+
+        def projection(x: str) -> tuple[Weight, Vector | None]:
+            tensor, first, of = source(x)
+            order = self.order if x != "v" else None
+            weight = self.weight(tensor, sizes[x], dim, first, of, order)
+            return weight, self.vector(f"{tensor}.bias", sizes[x], order, first, of)
+
+        def norm(x: str) -> Vector | None:
+            tensor = f"{prefix}attn_{x}_norm.weight"
+            is_wide = self.has(tensor) and self.file.tensors[tensor].shape != (head_dim,)
+            return self.vector(tensor, sizes[x] if is_wide else head_dim, self.order)
+
+        (q, q_bias), (k, k_bias), (v, v_bias) = (projection(x) for x in "qkv")
+        window = self.window(i)
+        return Attend(
+            q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", dim, sizes["q"]),
+            q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", dim),
+            q_norm=norm("q"), k_norm=norm("k"),
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=head_dim,
+            rope=self.rope(i, window > 0),
+            scale=self.factor("attention.scale", self._default_scale()),
+            window=window,
+        )  # fmt: skip
+
+    def _default_scale(self) -> float:
+        if self.architecture == "gemma3" and self.layers == 62:  # 27B: LLM_TYPE_27B in gemma3.cpp
+            return float((self.dim / self.heads) ** -0.5)
+        return float(self.head_dim**-0.5)
+
+    def dense(self, prefix: str) -> Dense:
+        """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3)."""
+        down = self.weight(f"{prefix}ffn_down", self.dim, self.ffn)
+        if self.has(f"{prefix}ffn_gate.weight"):
+            gate, up = (self.weight(f"{prefix}ffn_{x}", self.ffn, self.dim) for x in ("gate", "up"))
+        else:
+            gate, up = (
+                self.weight(f"{prefix}ffn_up", self.ffn, self.dim, first, 2 * self.ffn)
+                for first in (0, self.ffn)
+            )
+        return Dense(gate, up, down, self.family.activation)
+
+    def window(self, i: int) -> int:
+        """The window of layer i in tokens, 0 if it has none. `sliding_window_pattern` tells the layers that have one:
+        booleans, or the number of layers of which the last has none."""
+        every = self.family.full_attention_every
+        if not every or not self.file.get(self.key("attention.sliding_window"), int, 0):
+            return 0
+        pattern = self.file.metadata.get(self.key("attention.sliding_window_pattern"), every)
+        if isinstance(pattern, np.ndarray):
+            if len(pattern) < self.layers:
+                raise damaged(self.file.path, f"its pattern of windows has {len(pattern)} layers")
+            has_window = bool(pattern[i])
+        else:
+            every = self.size("attention.sliding_window_pattern", every)
+            has_window = i % every < every - 1
+        return self.size("attention.sliding_window") if has_window else 0
+
+    # --- rotary embedding ------------------------------------------------------------------------------
+
+    @property
+    def original_context(self) -> int:
+        return self.size("rope.scaling.original_context_length", self.context)
+
+    def rope(self, i: int, windowed: bool) -> int:
+        """The index of a layer's rotary embedding."""
+        every = self.family.unrotated_every
+        rope = self._unrotated if every and (i + 1) % every == 0 else self._rotation(windowed)
+        if rope not in self._ropes:
+            self._ropes.append(rope)
+        return self._ropes.index(rope)
+
+    @property
+    def _unrotated(self) -> Rope:
+        return Rope(self.head_dim // 2)
+
+    def _rotation(self, windowed: bool) -> Rope:
+        """Layers with a window have a base of their own, and no scaling (gemma3.cpp). Raises ModelFileError."""
+        if windowed:
+            base, kind, scale = self.number("rope.freq_base_swa", 10_000.0), "none", 1.0
+        else:
+            base = self.number("rope.freq_base", 10_000.0)
+            kind = self.file.get(self.key("rope.scaling.type"), str, "none")
+            scale = self.number("rope.scaling.factor", 1.0)
+        if kind not in ("none", "linear", "yarn", "longrope"):
+            raise ModelFileError(
+                f"{self.name} uses RoPE scaling {printable(kind)}, which orin-chat does not run.",
+                "Choose another model.",
+            )
+        plain, long = self._factors("rope_freqs"), self._factors("rope_factors_long")
+        short = self._factors("rope_factors_short")
+        magnitude = self.number("rope.scaling.attn_factor", 1.0)
+
+        def frequencies(factors: NDArray[np.float32] | None) -> tuple[float, ...]:
+            with np.errstate(all="ignore"):  # checked below
+                rates = np.float64(base) ** (-np.arange(0, self.rotated, 2, dtype=np.float64) / self.rotated)
+                if factors is not None and not windowed:
+                    rates = rates / factors
+                if kind == "linear":
+                    rates = rates / scale
+                if kind == "yarn":
+                    kept = self._yarn_share(base)
+                    rates = rates * kept + rates / scale * (1 - kept)
+            if not (np.isfinite(rates).all() and (rates > 0).all()):
+                raise damaged(self.file.path, "its RoPE frequencies are not positive")
+            return tuple(rates.tolist())
+
+        if kind == "yarn":
+            if scale <= 0:
+                raise damaged(self.file.path, "its RoPE frequencies are not positive")
+            log_multiplier = self.number("rope.scaling.yarn_log_multiplier", 0.0)
+            magnitude *= (1 + 0.1 * math.log(scale)) / (1 + 0.1 * log_multiplier * math.log(scale))
+        return Rope(
+            pairs=self.head_dim // 2,
+            frequencies=frequencies(plain if plain is not None else short),
+            long_frequencies=frequencies(long) if long is not None and plain is None else (),
+            short_context=self.original_context,
+            magnitude=1.0 if windowed else magnitude,
+        )
+
+    def _yarn_share(self, base: float) -> NDArray[np.float64]:
+        """The share of each pair's frequency that yarn keeps: rope_yarn in ggml/src/ggml-cpu/ops.cpp, and
+        ggml_rope_yarn_corr_dims in ggml/src/ggml.c."""
+        dims, original = self.rotated, self.original_context
+
+        def pair(turns: float) -> float:
+            if not (turns > 0 and base > 1):
+                raise damaged(self.file.path, "its RoPE scaling yarn has no bounds")
+            return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low = max(0, math.floor(pair(self.number("rope.scaling.yarn_beta_fast", 32.0))))
+        high = min(dims - 1, math.ceil(pair(self.number("rope.scaling.yarn_beta_slow", 1.0))))
+        ramp = np.clip((np.arange(dims // 2) - low) / max(0.001, high - low), 0, 1)
+        return np.asarray(1 - ramp, np.float64)
+
+    def _factors(self, name: str) -> NDArray[np.float32] | None:
+        """Divisors of the frequencies, float32 (rotated / 2,): freq_factors of ggml_rope_ext."""
+        tensor = f"{name}.weight"
+        if not self.has(tensor):
+            return None
+        info = self.file.tensors[tensor]
+        if info.type != 0 or info.shape != (self.rotated // 2,):
+            raise damaged(self.file.path, f"the shape or type of {tensor} does not fit its heads")
+        self._read.add(tensor)
+        return info.data.view(np.float32)

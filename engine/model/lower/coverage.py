@@ -1,0 +1,35 @@
+"""Which parts of models the kernels of each kind of device lack. Tensor graphs have all parts."""
+
+from __future__ import annotations
+
+from engine.model.spec import ModelSpec
+
+_NEITHER = frozenset(
+    {
+        "layers without a norm before them",
+        "norms over all heads",
+        "a bias of attention's output",
+        "a soft cap of the logits",
+    }
+)
+_LACKING = {
+    "CPU": _NEITHER,
+    "GPU": _NEITHER | {"attention of several shapes", "a residual multiplier with norms after layers"},
+}
+
+
+def lacking_parts(spec: ModelSpec, device: str) -> list[str]:
+    """The parts of a model, in words, that tinygrad's device (CPU, CUDA, NV) has no kernels for."""
+    lacking = _LACKING["CPU" if device.startswith("CPU") else "GPU"]
+    return [part for part in spec.parts() if part in lacking]
+
+
+def runs_as_graph_because(spec: ModelSpec, device: str) -> str:
+    """The sentence that tells a user why a model does not run on the kernels of its device. Empty if it does."""
+    parts = lacking_parts(spec, device)
+    if not parts:
+        return ""
+    return (
+        f"This model has {' and '.join(parts)}, which orin-chat has no {device} kernels for. "
+        "It runs as tensor graphs, which are slower."
+    )

@@ -1,0 +1,331 @@
+"""A model as the CPU's kernels, which all cores share.
+
+    embed · for attention: quantize · qkv · rotate · attend · quantize · o
+            for a feed-forward layer: quantize · gate+up · quantize · down        · quantize · head
+
+"quantize" (`quantize_activations`) norms the activations and rounds them to the integers that products take. All that
+changes from step to step (tokens, position, number of tokens) is in memory, so a step is one job of the thread pool.
+Prefill is the same with tiles of tokens instead of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.activations import (
+    Quantization,
+    add_normed,
+    buffer_names,
+    buffer_type,
+    quantize_activations,
+)
+from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
+from engine.kernels.cpu.embedding import embed
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.product import MAX_TILES, product, span_of
+from engine.kernels.cpu.rope import Heads, rotate
+from engine.kernels.cpu.step_state import SIZE
+from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.kernels.cpu.weight_layout import UNIT
+from engine.measure.kernel_roles import BufferUse
+from engine.model.buffer_uses import BufferUses
+from engine.model.lower.cpu_weights import CPUWeights, Matrix
+from engine.model.spec import Activation, Attend, Sublayer
+from engine.model.weights import Weights
+
+PART_BYTES = 256 << 10  # of a matrix, in each part of its product
+REWIND = 512  # tokens by which a sequence may be cut back at least, in a layer with a window
+
+
+@dataclass
+class Attention:
+    """The weights and the cache of a layer's attention. `norms`: those of queries and of keys, if there are any."""
+
+    heads: Heads
+    rope: int
+    qkv: list[Matrix]
+    bias: Tensor | None
+    norms: list[Tensor]
+    o: Matrix
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass
+class FeedForward:
+    """The weights of a feed-forward layer."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    activation: Activation
+
+
+@dataclass
+class Layer:
+    """A sublayer with the weights of its norms."""
+
+    norm: Tensor
+    mix: Attention | FeedForward
+    post_norm: Tensor | None
+
+
+class CPUModel:
+    """A model's weights and KV cache, and the kernels of its steps. A step reads `state` (see `step_state`) and
+    `tokens`, int32 (max_chunk,), and decode writes `logits`, float32 (vocab or a little more,)."""
+
+    def __init__(
+        self, weights: Weights, context: int, pool: ThreadPool, lanes: int, keep_packed: bool
+    ) -> None:
+        """Raises ModelFileError."""
+        spec = self.spec = weights.spec
+        self._pool, self._lanes, self.max_chunk = pool, lanes, MAX_TILES * lanes
+        length = self._length = self._whole(context + self.max_chunk)
+        loader = CPUWeights(weights, pool, lanes, keep_packed)
+        self._sizes = loader.sizes
+        # The largest matrices first, because repacking needs memory for both forms.
+        self._embedding = loader.matrix(spec.embedding)
+        self._head = self._embedding if spec.is_tied else loader.matrix(spec.head)
+        self._layers = [self._layer(loader, sublayer) for sublayer in spec.sublayers]
+        self._output_norm = loader.vector(spec.output_norm)
+        loader.finish()
+        self._ropes = [
+            [memory.array(table, dtypes.float32) for table in rope.tables(length, context)]
+            for rope in spec.ropes
+        ]
+        self._temperatures = []
+        if spec.temperature:
+            self._temperatures = [memory.array(spec.temperature.factors(length), dtypes.float32)]
+        self._mask = memory.array(mask(lanes), dtypes.float32)
+        self.state, self.tokens = (
+            memory.zeros(SIZE, dtypes.int32),
+            memory.zeros(self.max_chunk, dtypes.int32),
+        )
+        self.logits = memory.zeros(self._head.layout.groups(spec.vocab) * lanes, dtypes.float32)
+        widest = max(
+            self._head.rows + lanes,
+            spec.dim,
+            *(dense.width for dense in spec.feed_forward),
+            *(a.query_size + 2 * a.kv_size for a in spec.attention),
+        )
+        self._zeros = memory.zeros(widest, dtypes.float32)
+        self._scratch: dict[tuple[str, int, int], Tensor] = {}
+
+    def _whole(self, tokens: int) -> int:
+        """Tokens of a cache, in whole vectors."""
+        return ceil(tokens / self._lanes) * self._lanes
+
+    def _layer(self, loader: CPUWeights, sublayer: Sublayer) -> Layer:
+        assert sublayer.norm
+        post_norm, part = sublayer.post_norm, sublayer.mix
+        added = (
+            post_norm is None
+        )  # the last product adds the residual stream, unless its result is normed first
+        mix = (
+            self._attention(loader, part, added)
+            if isinstance(part, Attend)
+            else FeedForward(
+                gate=loader.matrix(part.gate),
+                up=loader.matrix(part.up),
+                down=loader.matrix(part.down, added=added),
+                activation=part.activation,
+            )
+        )
+        return Layer(loader.vector(sublayer.norm), mix, loader.vector(post_norm) if post_norm else None)
+
+    def _attention(self, loader: CPUWeights, part: Attend, added: bool) -> Attention:
+        rows, firsts = (
+            part.query_size + 2 * part.kv_size,
+            (0, part.query_size, part.query_size + part.kv_size),
+        )
+        qkv = part.q, part.k, part.v
+        length = self._length
+        if part.window:  # a step stores its tokens before it reads the first one's window
+            length = min(length, self._whole(part.window + self.max_chunk + REWIND))
+        heads = Heads(
+            part.heads, part.kv_heads, part.head_dim, length, self._lanes, part.scale,
+            norm_eps=self.spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
+            temperature=self.spec.temperature is not None,
+            window=part.window if length < self._length else 0,
+        )  # fmt: skip
+        keys, values = (memory.zeros(heads.cache_size, dtypes.float16, sparse=True) for _ in range(2))
+        biases = part.q_bias, part.k_bias, part.v_bias
+        return Attention(
+            heads=heads,
+            rope=part.rope,
+            qkv=[loader.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)],
+            bias=loader.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=True)]),
+            norms=[loader.vector(norm) for norm in (part.q_norm, part.k_norm) if norm],
+            o=loader.matrix(part.o, added=added),
+            keys=keys,
+            values=values,
+        )
+
+    # --- a step ----------------------------------------------------------------------------------------
+
+    def step(self, tile: int) -> KernelSequence:
+        """The kernels of a step: if `tile` is 1, decode of one token, with logits; else prefill of as many tiles of
+        tokens as the state says."""
+        return _Step(self, tile).kernels()
+
+    def scratch(self, name: str, tile: int, n: int, dtype: DType) -> Tensor:
+        """Memory (n,) that all layers share."""
+        if (name, tile, n) not in self._scratch:
+            self._scratch[name, tile, n] = memory.zeros(n, dtype)
+        return self._scratch[name, tile, n]
+
+    @property
+    def max_rewind(self) -> int | None:
+        """See `ModelRunner.max_rewind`."""
+        has_ring = any(isinstance(layer.mix, Attention) and layer.mix.heads.window for layer in self._layers)
+        return REWIND if has_ring else None
+
+    def uses(self) -> BufferUses:
+        """The uses of the weights, the cache and the scratch buffers."""
+        uses, length = BufferUses(), self._length
+        uses.add(BufferUse("output head"), self._head.stream)
+        uses.add(BufferUse("embedding", "token", self.spec.vocab), self._embedding.stream)
+        uses.add(BufferUse("attention", "token", length), *(t for tables in self._ropes for t in tables))
+        uses.add(BufferUse("attention", "token", length), *self._temperatures)
+        uses.add(BufferUse("norm"), self._output_norm)
+        # A kernel touches only as much of these two as its product, or the context, is long.
+        uses.add(BufferUse("norm", "token", self._zeros.numel()), self._zeros)
+        scores = [buffer for (name, *_), buffer in self._scratch.items() if name == "scores"]
+        uses.add(BufferUse("attention", "context", length), *scores)
+        for layer in self._layers:
+            uses.add(BufferUse("norm"), layer.norm, layer.post_norm)
+            match layer.mix:
+                case Attention() as a:
+                    uses.add(BufferUse("QKV projection"), a.bias, *(matrix.stream for matrix in a.qkv))
+                    uses.add(BufferUse("attention", "context", a.heads.length), a.keys, a.values)
+                    uses.add(BufferUse("attention output"), a.o.stream)
+                    uses.add(BufferUse("norm"), *a.norms)
+                case FeedForward() as f:
+                    uses.add(BufferUse("FFN gate+up"), f.gate.stream, f.up.stream)
+                    uses.add(BufferUse("FFN down"), f.down.stream)
+        return uses
+
+
+class _Step:
+    """Builds the kernels of one step."""
+
+    def __init__(self, model: CPUModel, tile: int) -> None:
+        self._model, self._tile = model, tile
+        self._tokens = 1 if tile == 1 else model.max_chunk
+        self._state = [] if tile == 1 else [model.state]
+        self._sequence = KernelSequence(model._pool)
+
+    def kernels(self) -> KernelSequence:
+        model, spec, tile = self._model, self._model.spec, self._tile
+        x, y = (self._rows(name, spec.dim) for name in "xy")
+        embedding = model._embedding
+        self._sequence.add(
+            embed(embedding.layout, tile, spec.embedding_scale),
+            x,
+            model._sizes(embedding.rows, embedding.cols // embedding.layout.block),
+            *self._state,
+            model.tokens,
+            embedding.stream,
+        )
+        for layer in model._layers:
+            mix = layer.mix
+            matrix, inputs = (
+                self._attend(mix, x, layer.norm)
+                if isinstance(mix, Attention)
+                else self._gate(mix, x, layer.norm)
+            )
+            if layer.post_norm is None:
+                self._multiply(y, matrix, inputs, added=x)
+                x, y = y, x
+            else:
+                mixed, shape = self._rows("mixed", spec.dim), model._sizes(spec.dim // UNIT)
+                self._multiply(mixed, matrix, inputs)
+                kernel, parts = add_normed(spec.eps, model._lanes, tile), 1 if tile == 1 else 0
+                self._sequence.add(kernel, x, shape, *self._state, mixed, layer.post_norm, parts=parts)
+        if tile == 1:
+            head = model._head
+            self._multiply(model.logits, head, self._quantize(x, [head], norm=model._output_norm))
+        return self._sequence
+
+    def _attend(self, a: Attention, x: Tensor, norm: Tensor) -> tuple[Matrix, dict[str, Tensor]]:
+        """Adds the kernels of attention but its last product; returns that one's matrix and its activations."""
+        model, heads, tile, threads = self._model, a.heads, self._tile, self._model._pool.count
+        width = heads.query * heads.dim
+        rows, queries, attended = (
+            self._rows(name, n) for name, n in (("rows", heads.rows), ("queries", width), ("attended", width))
+        )
+        inputs = self._quantize(x, a.qkv, norm=norm)
+        for i, matrix in enumerate(a.qkv):
+            self._multiply(rows, matrix, inputs, added=a.bias, concurrent=i > 0)
+        cached = [a.keys, a.values, model.state]
+        tables = [*model._ropes[a.rope], *a.norms, *model._temperatures]
+        self._sequence.add(rotate(heads, tile), queries, *cached, rows, *tables)
+        scores = model.scratch("scores", tile, scratch_size(heads, threads, tile), dtypes.float32)
+        kernel, parts = attention(heads, threads, tile), n_parts(heads, threads, tile)
+        self._sequence.add(kernel, attended, scores, *cached, queries, model._mask, parts=parts)
+        return a.o, self._quantize(attended, [a.o])
+
+    def _gate(self, f: FeedForward, x: Tensor, norm: Tensor) -> tuple[Matrix, dict[str, Tensor]]:
+        """As `_attend`, for a feed-forward layer."""
+        gate, up = self._rows("gate", f.gate.rows), self._rows("up", f.up.rows)
+        inputs = self._quantize(x, [f.gate, f.up], norm=norm)
+        self._multiply(gate, f.gate, inputs)
+        self._multiply(up, f.up, inputs, concurrent=True)
+        return f.down, self._quantize(gate, [f.down], gate=(f.activation, up))
+
+    def _rows(self, name: str, n: int) -> Tensor:
+        """Scratch rows of n elements, one for each token: float32 (tokens * n,)."""
+        return self._model.scratch(name, self._tile, self._tokens * n, dtypes.float32)
+
+    def _quantize(
+        self,
+        rows: Tensor,
+        matrices: Sequence[Matrix],
+        norm: Tensor | None = None,
+        gate: tuple[Activation, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Adds the kernel that quantizes rows for the products with `matrices`: normed, or gated and multiplied by
+        other rows. Returns its outputs by name."""
+        model, tile, cols = self._model, self._tile, matrices[0].cols
+        names = buffer_names([matrix.layout for matrix in matrices], tile)
+        outs = {}
+        for name in names:
+            dtype, columns = buffer_type(name)
+            outs[name] = model.scratch(f"{name}{cols}", tile, self._tokens * cols // columns, dtype)
+        eps = None if norm is None else model.spec.stream_eps
+        quantization = Quantization(names, eps, gate[0] if gate else "")
+        others = [t for t in (norm, gate and gate[1]) if t is not None]
+        self._sequence.add(
+            quantize_activations(quantization, model._lanes, tile),
+            *outs.values(),
+            model._sizes(cols // UNIT),
+            *self._state,
+            rows,
+            *others,
+            parts=1 if tile == 1 else 0,
+        )
+        return outs
+
+    def _multiply(
+        self,
+        out: Tensor,
+        matrix: Matrix,
+        inputs: dict[str, Tensor],
+        added: Tensor | None = None,
+        concurrent: bool = False,
+    ) -> None:
+        """Adds a product, in parts that are as many for each thread, and so small that a slow core delays the others
+        little."""
+        tile, threads = self._tile, self._model._pool.count
+        read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
+        added = self._model._zeros if added is None else added  # the kernel always reads one
+        kernel = product(matrix.layout, tile, span_of(matrix.cols) if tile > 1 else 1)
+        parts = threads * ceil(memory.view(matrix.stream).nbytes / threads / PART_BYTES)
+        buffers = matrix.shape, *self._state, *read, added, matrix.stream
+        self._sequence.add(kernel, out, *buffers, parts=parts, concurrent=concurrent)

@@ -1,0 +1,83 @@
+"""A model's weights as the CPU's kernels read them: matrices repacked, vectors as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.product import shape_of
+from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.kernels.cpu.weight_layout import WeightLayout
+from engine.kernels.cpu.weight_repacking import repack
+from engine.model import packed_weights_cache
+from engine.model.packed_weights_cache import PackedReader
+from engine.model.spec import Vector, Weight
+from engine.model.weights import Weights
+
+
+@dataclass
+class Matrix:
+    """A repacked matrix. `shape` holds the sizes that its product reads (`shape_of`)."""
+
+    layout: WeightLayout
+    rows: int
+    cols: int
+    shape: Tensor
+    stream: Tensor
+
+
+class CPUWeights:
+    """Loads matrices and vectors to memory. `keep_packed`: reads packed weights from the cache on disk, or writes them
+    there (`packed_weights_cache`)."""
+
+    def __init__(self, weights: Weights, pool: ThreadPool, lanes: int, keep_packed: bool) -> None:
+        self._weights, self._pool, self._lanes, self._keep_packed = weights, pool, lanes, keep_packed
+        self._cache = PackedReader(weights.file, lanes) if keep_packed else None
+        self._streams: dict[str, Tensor] = {}
+        self._sizes: dict[tuple[int, ...], Tensor] = {}
+        self._repacked = False
+
+    def matrix(self, weight: Weight, first: int = 0, out_rows: int = 0, added: bool = False) -> Matrix:
+        """`first`, `out_rows` and `added` as in `shape_of`."""
+        layout = WeightLayout(weight.type, self._lanes)
+        shape = self.sizes(*shape_of(weight.rows, weight.cols, layout, added, first, out_rows))
+        stream = memory.zeros(layout.size(weight.rows, weight.cols), layout.dtype)
+        raw = self._weights.matrix_bytes(weight)
+        if not (self._cache and self._cache.read(weight.key, memory.view(stream).view(np.uint8))):
+            self._repacked = True
+            rows = np.arange(weight.rows, dtype=np.int32)
+            if weight.order:
+                rows = weight.order.apply(rows)
+            repack(self._pool, raw, layout, rows, weight.cols, stream)
+            self._weights.release(weight)
+        self._streams[weight.key] = stream
+        return Matrix(layout, weight.rows, weight.cols, shape, stream)
+
+    def vector(self, vector: Vector) -> Tensor:
+        """float32 (vector.size,). Raises ModelFileError."""
+        return memory.array(self._weights.vector(vector), dtypes.float32)
+
+    def joined(self, parts: Sequence[tuple[Vector | None, int]]) -> Tensor | None:
+        """Vectors of these sizes one after another, zeros for those that are None; None if all are. Raises
+        ModelFileError."""
+        values = self._weights.joined_vectors(parts, 0.0)
+        return None if values is None else memory.array(values, dtypes.float32)
+
+    def sizes(self, *values: int) -> Tensor:
+        """The values as an int32 tensor; the same values give the same tensor."""
+        if values not in self._sizes:
+            self._sizes[values] = memory.array(np.array(values), dtypes.int32)
+        return self._sizes[values]
+
+    def finish(self) -> None:
+        """Writes the cache on disk if it has to be, after all matrices were loaded."""
+        if self._cache is not None:
+            self._cache.close()
+        if self._keep_packed and self._repacked:
+            streams = {key: memory.view(stream).view(np.uint8) for key, stream in self._streams.items()}
+            packed_weights_cache.write(self._weights.file, self._lanes, streams)
+        self._streams.clear()

@@ -1,0 +1,224 @@
+"""The kernels of a decode step on a GPU:
+
+    embed . for attention: qkv . attention . o
+            for a feed-forward layer: gate+up . down     . head . next token
+
+The last product of a sublayer adds to the residual stream and prepares it for the next product: what the next sublayer
+is decides which vectors it writes. If the result is to be normed first, another kernel adds it (`post_norm`).
+Everything that changes from step to step (the token, its position, keys and values) is in device memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
+
+from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
+from engine.kernels.gpu.device import has_tensor_cores, multiprocessors
+from engine.kernels.gpu.device_memory import device_zeros
+from engine.kernels.gpu.embedding import embed
+from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
+from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.matvec import (
+    ARGMAX,
+    STORE,
+    STORE_BIASED,
+    STORE_SQUARES,
+    Epilogue,
+    activate,
+    activated,
+    add_residual,
+    matvec,
+)
+from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
+from engine.kernels.gpu.sampling import next_token
+from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
+from engine.model.lower.device_sampler import DeviceSampler
+from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Product
+from engine.model.lower.prescales import Prescales
+
+# Tokens: up to the first number one thread block does the attention of a head; to the second, one captured step serves.
+_SHORT, _MEDIUM = 256, 8192
+
+
+@dataclass
+class ResidualStream:
+    """The residual stream as the kernel before leaves it (`matvec.add_residual`): `h`, partial sums of its squares, and
+    the normed input of the next product for each of its prescales (`StackedMatrices.prescale_bits`)."""
+
+    h: Tensor
+    parts: Tensor
+    n_parts: int
+    inputs: dict[int, Tensor]
+
+
+class DecodeKernels:
+    """Builds the kernels of decode steps. A step reads `state`, int32 (token, position), and writes `logits`."""
+
+    def __init__(self, model: GPUModel, prescales: Prescales, context: int) -> None:
+        spec = model.spec
+        self._model, self._prescales, self._context = model, prescales, context
+        self.uses_tensor_cores = has_tensor_cores() and all(a.head_dim % 16 == 0 for a in spec.attention)
+        self.state = device_zeros(2, dtypes.int32)
+        self.logits = device_zeros(spec.vocab)
+        self._h = device_zeros(spec.dim)
+        self._angles = [device_zeros(2 * rope.pairs) for rope in spec.ropes]
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[int, Tensor] = {}
+        self._scratch: dict[tuple[str, int], Tensor] = {}
+        self.context_limits = [_SHORT]
+        while (limit := self.context_limits[-1]) < context:
+            self.context_limits.append(max(_MEDIUM, limit * 4))
+        splits = max(
+            self._split(a.heads, limit).splits for a in model.attention for limit in self.context_limits
+        )
+        self.attention_parts = (
+            device_zeros(splits * max(a.query_size for a in spec.attention)),
+            device_zeros(splits * max(a.heads for a in spec.attention) * 2),
+        )
+
+    def step(
+        self, limit: int, history: Tensor, sampler: DeviceSampler | None = None, penalizes: bool = False
+    ) -> KernelSequence:
+        """The kernels of a step after fewer than `limit` tokens, one of `context_limits`. It writes the next token to
+        `state`, and to `history` at the position: the most probable token, or the one that `sampler` chooses."""
+        model, step = self._model, KernelSequence()
+        stream = self._embed(step)
+        for i, layer in enumerate(model.layers):
+            mix = layer.mix
+            x = (
+                self._attend(step, mix, stream, limit)
+                if isinstance(mix, Attention)
+                else self._gate(step, mix, stream)
+            )
+            last = i + 1 == len(model.layers)
+            following = model.head if last else model.layers[i + 1].mix.products[0]
+            norm = model.output_norm if last else model.layers[i + 1].norm
+            stream = self._add(step, layer, x, following, norm, (i + 1) % 2)
+        blocks = model.head.n_blocks
+        best = device_zeros(blocks), device_zeros(blocks, dtypes.int32)
+        self._multiply_normed(step, model.head, stream, ARGMAX, [self.logits, *best], [], "head")
+        if sampler is None:
+            step.add(next_token(blocks, self._context), self.state, history, *best)
+        else:
+            sampler.add_to(step, self.logits, self.state, history, penalizes)
+        return step
+
+    def _embed(self, step: KernelSequence) -> ResidualStream:
+        model, spec = self._model, self._model.spec
+        first = model.layers[0]
+        following, last = first.mix.products[0], model.layers[-1].mix.products[1]
+        stream = self._stream(max(last.n_blocks, UNIT // QUARTER), following, 0)
+        kernel = embed(
+            model.embedding.single_matrix.layout, spec.vocab, spec.dim, stream.n_parts, len(stream.inputs),
+            self._context, spec.ropes[0].pairs, len(spec.ropes), spec.embedding_scale,
+        )  # fmt: skip
+        norms = [self._prescales.norm_weight(first.norm, bits) for bits in stream.inputs]
+        outs = stream.h, stream.parts, *stream.inputs.values(), *self._angles
+        tables = [table for tables in model.ropes for table in tables]
+        step.add(kernel, *outs, self.state, *tables, *norms, *model.embedding.planes)
+        return stream
+
+    def _attend(self, step: KernelSequence, a: Attention, stream: ResidualStream, limit: int) -> Tensor:
+        """Adds attention without its last product; returns that product's input."""
+        heads, split = a.heads, self._split(a.heads, limit)
+        qkv = self._buffer("qkv", (heads.query + 2 * heads.kv) * heads.dim)
+        attended = self._buffer("attended", permuted_size(heads.query * heads.dim))
+        bias = [] if a.bias is None else [a.bias]
+        self._multiply_normed(step, a.qkv, stream, STORE_BIASED if bias else STORE, [qkv], bias, "qkv")
+        norms = [] if a.norms is None else [a.norms]
+        prescale = self._prescales.of(a.o.single_matrix.layout)
+        ins = [a.keys, a.values, qkv, self._angles[a.rope], self.state, *norms, *self._model.temperatures]
+        flash = isinstance(split, FlashSplit)
+        kernel = flash_attention(heads, split) if flash else attention(heads, split)
+        if split.splits == 1:
+            step.add(kernel, attended, *ins, prescale)
+        else:
+            step.add(kernel, *self.attention_parts, *ins)
+            step.add(combine(heads, split.splits), attended, *self.attention_parts, prescale)
+        return attended
+
+    def _gate(self, step: KernelSequence, f: FeedForward, stream: ResidualStream) -> Tensor:
+        """As `_attend`, for a feed-forward layer."""
+        prescale = self._prescales.of(f.down.single_matrix.layout)
+        out = self._buffer("activated", permuted_size(f.width))
+        if len(f.gate_up.matrices) == 1:
+            epilogue = activated(f.activation)
+            self._multiply_normed(step, f.gate_up, stream, epilogue, [out], [prescale], "gate_up")
+        else:
+            rows = self._buffer("gate_up", 2 * f.width)
+            self._multiply_normed(step, f.gate_up, stream, STORE, [rows], [], "gate_up")
+            step.add(activate(f.width, f.activation), out, rows, prescale)
+        return out
+
+    def _multiply_normed(
+        self,
+        step: KernelSequence,
+        product: Product,
+        stream: ResidualStream,
+        epilogue: Epilogue,
+        outs: list[Tensor],
+        ins: list[Tensor],
+        name: str,
+    ) -> None:
+        """Adds a product of the normed residual stream."""
+        eps = self._model.spec.stream_eps
+        kernel = matvec(product.stack, product.schedule, epilogue, name, stream.n_parts, eps)
+        step.add(kernel, *outs, *stream.inputs.values(), stream.parts, *ins, *product.planes)
+
+    def _add(
+        self,
+        step: KernelSequence,
+        layer: Layer,
+        x: Tensor,
+        following: Product,
+        norm: NDArray[np.float32],
+        parity: int,
+    ) -> ResidualStream:
+        """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream, before `norm` and
+        the product `following`."""
+        product, name = layer.mix.products[1], "o" if isinstance(layer.mix, Attention) else "down"
+        dim, blocks = self._model.spec.dim, product.n_blocks
+        n_parts = blocks if layer.post_norm is None else add_normed_blocks(dim)
+        stream = self._stream(n_parts, following, parity)
+        outs = stream.h, stream.parts, *stream.inputs.values()
+        norms = [self._prescales.norm_weight(norm, bits) for bits in stream.inputs]
+        if layer.post_norm is None:
+            kernel = matvec(product.stack, product.schedule, add_residual(len(stream.inputs)), name)
+            step.add(kernel, *outs, x, *norms, *product.planes)
+            return stream
+        rows, squares = self._buffer("rows", dim), self._buffer("squares", blocks)
+        step.add(
+            matvec(product.stack, product.schedule, STORE_SQUARES, name), rows, squares, x, *product.planes
+        )
+        kernel = add_normed(dim, blocks, len(stream.inputs), self._model.spec.eps)
+        step.add(kernel, *outs, rows, squares, layer.post_norm, *norms)
+        return stream
+
+    def _split(self, heads: Heads, limit: int) -> Split | FlashSplit:
+        """How attention over up to `limit` tokens is split into thread blocks."""
+        choose = flash_split if self.uses_tensor_cores else split_for
+        return choose(heads, limit, _SHORT, multiprocessors())
+
+    def _buffer(self, name: str, n: int) -> Tensor:
+        """Scratch memory that all layers share, float32 (n,)."""
+        if (name, n) not in self._scratch:
+            self._scratch[name, n] = device_zeros(n)
+        return self._scratch[name, n]
+
+    def _stream(self, n_parts: int, following: Product, parity: int) -> ResidualStream:
+        """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums, because
+        a kernel may read one while it writes the other."""
+        prescales = following.stack.prescale_bits
+        for bits in prescales:
+            if bits not in self._inputs:
+                self._inputs[bits] = device_zeros(permuted_size(self._model.spec.dim))
+        if n_parts not in self._parts:
+            self._parts[n_parts] = device_zeros(n_parts), device_zeros(n_parts)
+        return ResidualStream(
+            self._h, self._parts[n_parts][parity], n_parts, {bits: self._inputs[bits] for bits in prescales}
+        )

@@ -1,0 +1,139 @@
+"""The kernels of a prefill step on a GPU: products on tensor cores, and norms, rotation and attention between them.
+
+A product whose result is added to the residual stream leaves partial sums. The norm before the next product adds them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from engine.kernels.gpu.device import multiprocessors
+from engine.kernels.gpu.device_memory import device_zeros
+from engine.kernels.gpu.embedding import embed_prompt
+from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.matmul import fragments_size, matmul, tiles_for
+from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt
+from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
+from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix
+from engine.model.lower.prescales import Prescales
+
+
+class PrefillKernels:
+    """Builds the kernels of prefill steps. A step reads its chunk of the prompt from `prompt`, int32 (position, number
+    of tokens), and `ids`, int32 (chunk,)."""
+
+    def __init__(self, model: GPUModel, prescales: Prescales, chunk: int) -> None:
+        self._model, self._prescales = model, prescales
+        self.prompt, self.ids = device_zeros(2, dtypes.int32), device_zeros(chunk, dtypes.int32)
+        self._scratch: dict[tuple[str, int], Tensor] = {}
+
+    def step(self, tokens: int) -> KernelSequence:
+        """The kernels for up to `tokens` tokens. Of the last attention they compute only keys and values, and nothing
+        after it."""
+        return _Step(self, self._model, self._prescales, tokens).kernels()
+
+    def past(self, heads: Heads) -> list[Tensor]:
+        """A layer's keys and values in the tiles that attention reads: float16 (`tile_prompt`)."""
+        return [self.buffer(name, heads.tiles_size, dtypes.float16) for name in ("keys", "values")]
+
+    def buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
+        """Scratch memory that all layers share."""
+        if (name, n) not in self._scratch:
+            self._scratch[name, n] = device_zeros(n, dtype)
+        return self._scratch[name, n]
+
+
+class _Step:
+    """Builds the kernels of one step."""
+
+    def __init__(self, owner: PrefillKernels, model: GPUModel, prescales: Prescales, tokens: int) -> None:
+        self._owner, self._model, self._prescales, self._tokens = owner, model, prescales, tokens
+        self._sequence, self._prompt = KernelSequence(), owner.prompt
+        dim = model.spec.dim
+        self._h, self._x = owner.buffer("h", tokens * dim), self._fragments("x", dim)
+        self._pending: tuple[Tensor, int, Tensor | None] | None = (
+            None  # sums, their number, and the post-norm
+        )
+
+    def kernels(self) -> KernelSequence:
+        model, spec = self._model, self._model.spec
+        layout = model.embedding.single_matrix.layout
+        kernel = embed_prompt(layout, self._tokens, spec.vocab, spec.dim, spec.embedding_scale)
+        self._sequence.add(kernel, self._h, self._owner.ids, *model.embedding.planes)
+        last = model.attention[-1]
+        for layer in model.layers:
+            self._norm(layer.norm)
+            if isinstance(layer.mix, Attention):
+                queries = self._store_tokens(layer.mix)
+                if layer.mix is last:
+                    break
+                self._attend(layer, layer.mix, queries)
+            else:
+                self._feed_forward(layer, layer.mix)
+        return self._sequence
+
+    def _norm(self, weight: NDArray[np.float32]) -> None:
+        """Adds the pending product to the residual stream, and norms the stream."""
+        sums, parts, post_norm = self._pending or (None, 0, None)
+        extra = [t for t in (sums, post_norm) if t is not None]
+        spec = self._model.spec
+        kernel = norm_prompt(self._tokens, spec.dim, parts, spec.stream_eps, post_norm is not None)
+        self._sequence.add(kernel, self._x, self._h, *extra, self._prescales.norm_weight(weight, 0))
+        self._pending = None
+
+    def _store_tokens(self, a: Attention) -> Tensor:
+        """Rotates queries and keys, and stores keys and values in the cache; returns the queries."""
+        heads = a.heads
+        queries = self._owner.buffer("queries", self._tokens * heads.query * heads.dim, dtypes.float16)
+        runs = [self._product(part, self._x, f"qkv{i}") for i, part in enumerate(a.qkv.matrices)]
+        extra = [*(t for t in (a.bias, a.norms) if t is not None), *self._model.temperatures]
+        sizes, counts = tuple(part.rows for part in a.qkv.matrices), tuple(n for _, n in runs)
+        kernel = rotate_prompt(heads, self._tokens, counts, sizes, a.bias is not None)
+        sums = [t for t, _ in runs]
+        self._sequence.add(
+            kernel, queries, a.keys, a.values, *sums, *self._model.ropes[a.rope], self._prompt, *extra
+        )
+        return queries
+
+    def _attend(self, layer: Layer, a: Attention, queries: Tensor) -> None:
+        heads, past = a.heads, self._owner.past(a.heads)
+        attended = self._fragments("attended", heads.query * heads.dim)
+        tile = tile_prompt(heads, multiprocessors())
+        self._sequence.add(tile, *past, a.keys, a.values, self._prompt)
+        kernel = attend_prompt(heads, self._tokens, prompt_tiling(heads, self._tokens))
+        self._sequence.add(kernel, attended, queries, *past, self._prompt)
+        self._pending = *self._product(a.o.single_matrix, attended, "o"), layer.post_norm
+
+    def _feed_forward(self, layer: Layer, f: FeedForward) -> None:
+        activated = self._fragments("activated", f.width)
+        if len(f.gate_up.matrices) == 1:
+            part = f.gate_up.single_matrix
+            tiles = tiles_for(self._tokens, part.rows, part.cols, multiprocessors(), True)
+            kernel = matmul(
+                part.layout, self._tokens, part.rows, part.cols, tiles, True, "gate_up", f.activation
+            )
+            self._sequence.add(kernel, activated, self._x, self._prompt, *part.planes)
+        else:
+            runs = [self._product(p, self._x, f"gate_up{i}") for i, p in enumerate(f.gate_up.matrices)]
+            (gate, a), (up, b) = runs
+            self._sequence.add(
+                activate_prompt(self._tokens, f.width, (a, b), f.activation), activated, gate, up
+            )
+        self._pending = *self._product(f.down.single_matrix, activated, "down"), layer.post_norm
+
+    def _product(self, part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
+        """Adds a product; returns its partial sums, and their number."""
+        tokens = self._tokens
+        tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), False)
+        out = self._owner.buffer(name, tiles.parts * tokens * part.rows)
+        kernel = matmul(part.layout, tokens, part.rows, part.cols, tiles, False, name)
+        self._sequence.add(kernel, out, x, self._prompt, *part.planes)
+        return out, tiles.parts
+
+    def _fragments(self, name: str, cols: int) -> Tensor:
+        """Scratch activations, float16 (see `engine.kernels.gpu.matmul`)."""
+        return self._owner.buffer(name, fragments_size(self._tokens, cols), dtypes.float16)

@@ -1,0 +1,226 @@
+"""A model's weights and KV cache as the GPU's kernels read them: matrices packed on the device, with those of the same
+input in one product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Device, Tensor, dtypes
+
+from engine.kernels.gpu.device_memory import device_zeros, to_device
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
+from engine.kernels.gpu.matvec import StackedMatrices
+from engine.kernels.gpu.schedules import best_schedule
+from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
+from engine.model.spec import Activation, Attend, Dense, ModelSpec, Sublayer, Weight
+from engine.model.weights import Weights
+
+REWIND = 512  # tokens by which a sequence may be cut back at least, in a layer with a window
+
+
+@dataclass
+class Matrix:
+    """A repacked matrix. Its rows come from `weights`."""
+
+    weights: Sequence[Weight]
+    spec: MatrixSpec
+
+    def __post_init__(self) -> None:
+        self.planes = self.spec.allocate()
+
+    @property
+    def layout(self) -> WeightLayout:
+        return self.spec.layout
+
+    @property
+    def rows(self) -> int:
+        return self.spec.rows
+
+    @property
+    def cols(self) -> int:
+        return self.spec.cols
+
+
+@dataclass
+class Product:
+    """Matrices that multiply the same input, and the schedule of the kernel that decode multiplies them with. `name`:
+    that of the first tensor, without the layer."""
+
+    matrices: Sequence[Matrix]
+
+    def __post_init__(self) -> None:
+        first = self.matrices[0]
+        self.name = first.weights[0].name
+        self.stack = StackedMatrices(tuple((m.layout, m.rows) for m in self.matrices), first.cols)
+        self.planes = [plane for matrix in self.matrices for plane in matrix.planes]
+        self.schedule = best_schedule(self.stack)
+
+    @property
+    def single_matrix(self) -> Matrix:
+        """The matrix of a product that has one."""
+        (matrix,) = self.matrices
+        return matrix
+
+    @property
+    def n_blocks(self) -> int:
+        """Thread blocks of the kernel."""
+        return self.stack.n_blocks(self.schedule)
+
+
+@dataclass
+class Attention:
+    """The weights and the cache of a layer's attention. `norms`: those of queries and of keys, one after the other."""
+
+    heads: Heads
+    rope: int
+    qkv: Product
+    bias: Tensor | None
+    norms: Tensor | None
+    o: Product
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def products(self) -> tuple[Product, Product]:
+        """The product of the normed stream, and the one whose result is added to the stream."""
+        return self.qkv, self.o
+
+
+@dataclass
+class FeedForward:
+    """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type."""
+
+    gate_up: Product
+    down: Product
+    width: int
+    activation: Activation
+
+    @property
+    def products(self) -> tuple[Product, Product]:
+        """As `Attention.products`."""
+        return self.gate_up, self.down
+
+
+@dataclass
+class Layer:
+    """A sublayer with the weights of its norms."""
+
+    norm: NDArray[np.float32]
+    mix: Attention | FeedForward
+    post_norm: Tensor | None
+
+
+@dataclass
+class GPUModel:
+    """All weights of a model and its KV cache. A tied output head is the same object as the embedding. `ropes`: the
+    tables of cos and of sin of each, float32 (context, head_dim / 2). `temperatures`: the factors of queries by
+    position, float32 (context,), if there is a temperature."""
+
+    spec: ModelSpec
+    layers: list[Layer]
+    embedding: Product
+    head: Product
+    output_norm: NDArray[np.float32]
+    ropes: list[tuple[Tensor, Tensor]]
+    temperatures: list[Tensor]
+
+    @property
+    def products(self) -> list[Product]:
+        heads = [self.head] if self.head is self.embedding else [self.embedding, self.head]
+        return [product for layer in self.layers for product in layer.mix.products] + heads
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [matrix for product in self.products for matrix in product.matrices]
+
+    @property
+    def attention(self) -> list[Attention]:
+        return [layer.mix for layer in self.layers if isinstance(layer.mix, Attention)]
+
+    def fill(self, weights: Weights) -> None:
+        """Copies the matrices to the device and packs them there."""
+        for matrix in self.matrices:
+            repack(matrix.spec, [weights.matrix_bytes(weight) for weight in matrix.weights], matrix.planes)
+            Device[Device.DEFAULT].synchronize()  # frees the host's copies
+            for weight in matrix.weights:
+                weights.release(weight)
+        free_repacking_memory()
+
+
+def allocate(weights: Weights, context: int, chunk: int) -> GPUModel:
+    """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for a context of `context`
+    tokens, of which prefill takes up to `chunk` at once. Raises ModelFileError."""
+    spec = weights.spec
+    embedding = head = _product([spec.embedding])
+    if not spec.is_tied:
+        head = _product([spec.head])
+    tables = [rope.tables(context, context) for rope in spec.ropes]
+    return GPUModel(
+        spec=spec,
+        layers=[_layer(weights, sublayer, context, chunk) for sublayer in spec.sublayers],
+        embedding=embedding,
+        head=head,
+        output_norm=weights.vector(spec.output_norm),
+        ropes=[(to_device(cos), to_device(sin)) for cos, sin in tables],
+        temperatures=[to_device(spec.temperature.factors(context))] if spec.temperature else [],
+    )
+
+
+def _layer(weights: Weights, sublayer: Sublayer, context: int, chunk: int) -> Layer:
+    assert sublayer.norm
+    part = sublayer.mix
+    return Layer(
+        norm=weights.vector(sublayer.norm),
+        mix=_attention(weights, part, context, chunk) if isinstance(part, Attend) else _feed_forward(part),
+        post_norm=to_device(weights.vector(sublayer.post_norm)) if sublayer.post_norm else None,
+    )
+
+
+def _attention(weights: Weights, part: Attend, context: int, chunk: int) -> Attention:
+    window = part.window if part.window < context else 0
+    norms = weights.joined_vectors([(norm, part.head_dim) for norm in (part.q_norm, part.k_norm)], 1.0)
+    biases = (part.q_bias, part.query_size), (part.k_bias, part.kv_size), (part.v_bias, part.kv_size)
+    bias = weights.joined_vectors(biases, 0.0)
+    heads = Heads(
+        query=part.heads,
+        kv=part.kv_heads,
+        dim=part.head_dim,
+        length=-(-context // CACHE_SLACK) * CACHE_SLACK + CACHE_SLACK,
+        norm_eps=None if norms is None else weights.spec.eps,
+        scale=part.scale,
+        window=window,
+        ring=ring_for(window, chunk + REWIND) if window else 0,
+        temperature=weights.spec.temperature is not None,
+    )
+    keys, values = (device_zeros(heads.cache_size, dtypes.float16) for _ in range(2))
+    return Attention(
+        heads=heads,
+        rope=part.rope,
+        qkv=_product([part.q, part.k, part.v]),
+        bias=None if bias is None else to_device(bias),
+        norms=None if norms is None else to_device(norms),
+        o=_product([part.o]),
+        keys=keys,
+        values=values,
+    )
+
+
+def _feed_forward(part: Dense) -> FeedForward:
+    gate_up = _product([part.gate, part.up], alternate=part.gate.type == part.up.type)
+    return FeedForward(gate_up, _product([part.down]), part.width, part.activation)
+
+
+def _product(weights: Sequence[Weight], alternate: bool = False) -> Product:
+    """The product of matrices, which follow each other. Neighbours of the same type become one matrix; with `alternate`
+    their rows alternate."""
+    matrices = []
+    for type, group in groupby(weights, lambda weight: weight.type):
+        same_type = list(group)
+        rows = tuple(TensorRows(weight.rows, weight.order) for weight in same_type)
+        matrices.append(Matrix(same_type, MatrixSpec(WeightLayout(type), rows, same_type[0].cols, alternate)))
+    return Product(matrices)

@@ -1,0 +1,165 @@
+"""A model as tensor graphs: every part of a description, on every device that tinygrad supports.
+
+There is one sequence, so activations are float32 (tokens, features).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from tinygrad import Tensor, UOp, dtypes
+
+from engine.kernels.quantized_matrix import QuantizedMatrix
+from engine.measure.kernel_roles import BufferUse
+from engine.model.buffer_uses import BufferUses, role_of
+from engine.model.spec import Attend, Dense, Vector, Weight
+from engine.model.weights import Weights
+
+ACTIVATIONS = {"silu": Tensor.silu, "gelu": Tensor.gelu}  # tinygrad's GELU is the tanh form
+
+
+class Transformer:
+    """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache
+    holds up to `length` tokens: for each attention (2, kv_heads, length, head_dim), zeros, in float16, or in float32 if
+    the weights are. `context`: the session's, which rotary embeddings may depend on."""
+
+    def __init__(self, weights: Weights, length: int, context: int) -> None:
+        """Raises ModelFileError."""
+        spec = self.spec = weights.spec
+        self.length = length
+        self._matrices = {weight: _load_matrix(weights, weight) for weight in spec.weights()}
+        self._vectors = {vector: Tensor(weights.vector(vector)).realize() for vector in spec.vectors()}
+        tables = [rope.tables(length, context) for rope in spec.ropes]
+        self._ropes = [(Tensor(cos).realize(), Tensor(sin).realize()) for cos, sin in tables]
+        self._temperatures = None
+        if spec.temperature:
+            self._temperatures = Tensor(spec.temperature.factors(length)).realize()
+        self._kv_type = dtypes.float32 if spec.is_float32 else dtypes.float16
+        self._caches = [
+            Tensor.zeros(2, a.kv_heads, length, a.head_dim, dtype=self._kv_type).contiguous()
+            for a in spec.attention
+        ]
+        Tensor.realize(*self._caches)
+
+    def __call__(self, tokens: Tensor, position: UOp | int) -> Tensor:
+        """Runs `tokens`, int32 (n,), at `position` and the n - 1 positions after it. Stores their keys and values in
+        the cache and returns the normed output of the last sublayer, float32 (n, dim)."""
+        return self._stream_norm(self._sublayers(tokens, position)[0], self.spec.output_norm)
+
+    def store(self, tokens: Tensor, position: UOp | int) -> Tensor:
+        """Runs tokens as `__call__` does; returns the last attention's cache. So its output and what follows, which a
+        prompt does not need, are not computed."""
+        return self._sublayers(tokens, position)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 (n, dim) -> (n, vocab)."""
+        logits, cap = self._product(self.spec.head, hidden), self.spec.softcap
+        return (logits / cap).tanh() * cap if cap else logits
+
+    def uses(self) -> BufferUses:
+        """The uses of the weights and of the cache."""
+        uses, spec = BufferUses(), self.spec
+        for weight, matrix in self._matrices.items():
+            uses.add(BufferUse(role_of(spec, weight)), *matrix.planes.values())
+        embedding = self._matrices[spec.embedding].planes.values()
+        uses.add(BufferUse("embedding", "token", spec.vocab), *embedding)
+        uses.add(BufferUse("norm"), *self._vectors.values())
+        for a in spec.attention:
+            biases = (self._vectors[bias] for bias in (a.q_bias, a.k_bias, a.v_bias) if bias)
+            uses.add(BufferUse("QKV projection"), *biases)
+        uses.add(BufferUse("attention", "token", self.length), *(t for pair in self._ropes for t in pair))
+        uses.add(BufferUse("attention", "token", self.length), self._temperatures)
+        uses.add(BufferUse("attention", "context", self.length), *self._caches)
+        return uses
+
+    def _sublayers(self, tokens: Tensor, position: UOp | int) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        x, n = self._matrices[spec.embedding].take(tokens), cast(int, tokens.shape[0])
+        if spec.embedding_scale != 1:
+            x = x * spec.embedding_scale
+        masks = {window: _mask(n, position, window) for window in {a.window for a in spec.attention}}
+        caches, stored = iter(self._caches), self._caches[-1]
+        for sublayer in spec.sublayers:
+            h, mix = x if sublayer.norm is None else self._stream_norm(x, sublayer.norm), sublayer.mix
+            if isinstance(mix, Attend):
+                y, stored = self._attention(mix, h, next(caches), position, masks[mix.window])
+            else:
+                gated = ACTIVATIONS[mix.activation](self._product(mix.gate, h)) * self._product(mix.up, h)
+                y = self._product(mix.down, gated)
+            x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
+            if isinstance(mix, Dense):
+                x = x.contiguous()
+                x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
+        return x, stored
+
+    def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
+        y = self._matrices[weight].product(x)
+        return y if bias is None else y + self._vectors[bias]
+
+    def _stream_norm(self, x: Tensor, weight: Vector) -> Tensor:
+        return self._norm(x, weight, self.spec.stream_eps)
+
+    def _norm(self, x: Tensor, weight: Vector, eps: float | None = None) -> Tensor:
+        """RMS norm over the last axis."""
+        mean = (x * x).mean(-1, keepdim=True)
+        return (
+            x * (mean + (self.spec.eps if eps is None else eps)).rsqrt() * self._vectors[weight]
+        ).contiguous()
+
+    def _heads(self, x: Tensor, n_heads: int, norm: Vector | None) -> Tensor:
+        """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them."""
+        n, width = x.shape
+        if norm and norm.size == width:
+            x = self._norm(x, norm)
+        heads = x.reshape(n, n_heads, -1).transpose(0, 1)
+        return self._norm(heads, norm) if norm and norm.size != width else heads
+
+    def _rotated(self, x: Tensor, rope: int, position: UOp | int) -> Tensor:
+        """Rotary position embedding of x (heads, n, head_dim): rotates element i with element i + head_dim / 2."""
+        n = x.shape[1]
+        cos, sin = (table[position : position + n].unsqueeze(0) for table in self._ropes[rope])
+        a, b = x.chunk(2, dim=-1)
+        return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
+
+    def _attention(
+        self, part: Attend, x: Tensor, kv: Tensor, position: UOp | int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The output projection of attention over x (n, dim), which is normed, and the layer's cache with the new keys
+        and values stored. The mask, if any, is added to the scores: (n, position + n)."""
+        a, n = part, cast(int, x.shape[0])
+        q = self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm)
+        k = self._heads(self._product(a.k, x, a.k_bias), a.kv_heads, a.k_norm)
+        v = self._heads(self._product(a.v, x, a.v_bias), a.kv_heads, None)
+        q, k = self._rotated(q, a.rope, position), self._rotated(k, a.rope, position)
+        if self._temperatures is not None:
+            q = q * self._temperatures[position : position + n].reshape(1, n, 1)
+        new = Tensor.stack(k, v).cast(self._kv_type)
+        stored = Tensor(kv.uop.after(kv[:, :, position : position + n, :].uop.store(new.uop)))
+        keys, values = stored[:, :, 0 : position + n, :].cast(dtypes.float32)
+
+        group = a.heads // a.kv_heads  # query heads that share keys and values
+        q = q.reshape(a.kv_heads, group * n, a.head_dim) * a.scale
+        scores = q @ keys.transpose(1, 2)
+        if mask is not None:
+            scores = scores.reshape(a.kv_heads, group, n, position + n)
+            scores = scores + mask
+            scores = scores.reshape(a.kv_heads, group * n, position + n)
+        out = scores.softmax(-1) @ values
+        out = out.reshape(a.heads, n, a.head_dim).transpose(0, 1).reshape(n, -1)
+        return self._product(a.o, out, a.o_bias), stored
+
+
+def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
+    raw = Tensor(weights.matrix_bytes(weight))
+    if weight.order:
+        raw = weight.order.apply(raw.reshape(weight.rows, -1)).flatten()
+    return QuantizedMatrix(raw, weight.type, weight.rows, weight.cols).realize()
+
+
+def _mask(n: int, position: UOp | int, window: int) -> Tensor | None:
+    """-inf where a query of n, the first at `position`, does not see a key: (n, position + n). None if all see all."""
+    if n == 1 and not window:
+        return None
+    hidden = Tensor.full((n, position + n), float("-inf"))
+    mask = hidden.triu(position + 1)  # causal
+    return mask + hidden.tril(position - window) if window else mask
