@@ -97,7 +97,10 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
         return chat.id
 
     def choose(self, chat: ChatSummary) -> None:
-        self.dismiss(chat.id)
+        if chat.message_count:
+            self.dismiss(chat.id)
+        else:
+            self.say("This chat is not there any more")
 
     def action_rename(self) -> None:
         if (chat := self.highlighted) is not None:

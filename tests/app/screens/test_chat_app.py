@@ -574,6 +574,8 @@ async def test_a_chat_that_another_process_deletes_is_still_a_line_of_the_list(h
         history.delete(1)
         await user.press("end")
         await user.sees("this chat cannot be read")
+        await user.press("enter")
+        await user.sees("This chat is not there any more")
 
 
 async def test_what_matters_in_the_list_is_not_cut_off_on_narrow_screens(history):
