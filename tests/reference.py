@@ -1,13 +1,30 @@
-"""A float32 transformer in numpy, to hold the engine against. It shares no code with the engine: weights come
-from the gguf package's reader and its dequantization, and the loops are written as the papers say."""
+"""A float32 pass over a model's description in numpy, to hold the engine against: each sublayer of every architecture.
+
+The description comes from `engine.model.architectures`. All else is its own: the gguf package reads and dequantizes
+the weights, rows keep the order of the file, so that a wrong order of the engine shows, and the loops are written as
+the papers say. `tests/model/test_llama_cpp.py` holds it against llama.cpp.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import gguf
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from engine.formats.gguf import GGUF
+from engine.model.architectures import read_spec
+from engine.model.spec import Attend, Dense, Vector, Weight
+
+Floats = NDArray[np.float32]
+
+NEIGHBOURS = {"llama", "mistral3", "granite", "smollm3"}
+"""Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
+of what is rotated."""
 
 
 def read_gguf(path: Path) -> gguf.GGUFReader:
@@ -18,83 +35,119 @@ def read_gguf(path: Path) -> gguf.GGUFReader:
 
 
 class Reference:
-    """llama, qwen2 and qwen3 models of a GGUF file; `logits(tokens)` float32 (n, vocab)."""
+    """The model of a GGUF file in a session that was opened with `context` tokens, which phi3's rotary embedding depends
+    on; 0 is a short one."""
 
-    def __init__(self, path: Path) -> None:
-        reader = read_gguf(path)
-        self.w = {
+    def __init__(self, path: Path, context: int = 0) -> None:
+        with GGUF(path) as file:
+            self.spec = read_spec(file)
+        self.context = context
+        self._tensors = {
             t.name: np.asarray(gguf.dequantize(t.data, t.tensor_type), np.float32).reshape(t.shape[::-1])
-            for t in reader.tensors
+            for t in read_gguf(path).tensors
         }
-        self.architecture = reader.fields["general.architecture"].contents()
 
-        def value(key):
-            return reader.fields[f"{self.architecture}.{key}"].contents()
+    def logits(self, tokens: Sequence[int], last: int = 0) -> Floats:
+        """The logits after each token, or after the last ones: float32 (n, vocab)."""
+        *_, x = self._streams(tokens)
+        y = self._normed(x[-last:], self.spec.output_norm, self.spec.stream_eps) @ self._matrix(self.spec.head).T
+        cap = np.float32(self.spec.softcap)
+        return np.tanh(y / cap) * cap if cap else y
 
-        self.heads, self.kv_heads = value("attention.head_count"), value("attention.head_count_kv")
-        self.layers, self.eps = value("block_count"), value("attention.layer_norm_rms_epsilon")
-        self.head_dim = value("attention.key_length")
-        self.rope_base = value("rope.freq_base")
+    def streams(self, tokens: Sequence[int]) -> list[Floats]:
+        """The residual stream of the tokens after each sublayer, float32 (n, dim) each; first the embedding."""
+        return list(self._streams(tokens))
 
-    def norm(self, x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps) * weight
+    def _streams(self, tokens: Sequence[int]) -> Iterator[Floats]:
+        spec = self.spec
+        x = self._matrix(spec.embedding)[list(tokens)] * np.float32(spec.embedding_scale)
+        yield x
+        for sublayer in spec.sublayers:
+            h = self._normed(x, sublayer.norm, spec.stream_eps)
+            y = self._attend(sublayer.mix, h) if isinstance(sublayer.mix, Attend) else self._dense(sublayer.mix, h)
+            x = x + self._normed(y, sublayer.post_norm, spec.eps)
+            yield x
 
-    def rope(self, x):
-        """x (n, heads, head_dim): pairs are neighbours in llama's files, halves in the others'."""
-        half = self.head_dim // 2
-        frequency = self.rope_base ** (-np.arange(half) / half)
-        if "rope_freqs.weight" in self.w:
-            frequency = frequency / self.w["rope_freqs.weight"]
-        angle = (np.arange(len(x))[:, None] * frequency)[:, None, :]
-        cos, sin = np.cos(angle), np.sin(angle)
-        first, second = (
-            (np.s_[..., 0::2], np.s_[..., 1::2])
-            if self.architecture == "llama"
-            else (np.s_[..., :half], np.s_[..., half:])
-        )
-        out = np.empty_like(x)
-        out[first] = x[first] * cos - x[second] * sin
-        out[second] = x[first] * sin + x[second] * cos
+    # --- weights, as they lie in the file ----------------------------------------------------------------
+
+    def _matrix(self, weight: Weight) -> Floats:
+        return self._tensors[weight.tensor][weight.first : weight.first + weight.rows]
+
+    def _vector(self, vector: Vector) -> Floats:
+        values = self._tensors[vector.tensor][vector.first : vector.first + vector.size]
+        return values * np.float32(vector.factor)
+
+    def _product(self, x: Floats, weight: Weight, bias: Vector | None = None) -> Floats:
+        y = x @ self._matrix(weight).T
+        return y if bias is None else y + self._vector(bias)
+
+    def _normed(self, x: Floats, norm: Vector | None, eps: float) -> Floats:
+        """RMS norm over the last axis; x itself if there is none."""
+        if norm is None:
+            return x
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * self._vector(norm)
+
+    # --- sublayers ---------------------------------------------------------------------------------------
+
+    def _dense(self, part: Dense, h: Floats) -> Floats:
+        gate, up = self._product(h, part.gate), self._product(h, part.up)
+        if part.activation == "silu":
+            activated = gate / (1 + np.exp(-gate))
+        else:  # GELU, in the form with tanh
+            inner = np.float32((2 / np.pi) ** 0.5) * (gate + np.float32(0.044715) * gate**3)
+            activated = np.float32(0.5) * gate * (1 + np.tanh(inner))
+        return self._product(activated * up, part.down)
+
+    def _attend(self, part: Attend, h: Floats) -> Floats:
+        a, n = part, len(h)
+        q = self._rotated(a, self._heads(a, self._product(h, a.q, a.q_bias), a.q_norm))
+        k = self._rotated(a, self._heads(a, self._product(h, a.k, a.k_bias), a.k_norm))
+        v = self._heads(a, self._product(h, a.v, a.v_bias), None)
+        if temperature := self.spec.temperature:
+            steps = np.floor(np.arange(n) / temperature.length)
+            q = q * (1 + temperature.slope * np.log(1 + steps)).astype(np.float32)[:, None, None]
+        distance = np.arange(n)[:, None] - np.arange(n)[None, :]
+        hidden = (distance < 0) | (distance >= a.window if a.window else False)
+        out = np.empty_like(q)
+        for head in range(a.heads):
+            of = head * a.kv_heads // a.heads  # the keys and values that this head shares
+            scores = np.where(hidden, -np.inf, q[:, head] @ k[:, of].T * np.float32(a.scale))
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            out[:, head] = p / p.sum(-1, keepdims=True) @ v[:, of]
+        return self._product(out.reshape(n, -1), a.o, a.o_bias)
+
+    def _heads(self, part: Attend, x: Floats, norm: Vector | None) -> Floats:
+        """(n, heads * head_dim) -> (n, heads, head_dim), normed over a head or over all of them."""
+        split = x.shape[0], -1, part.head_dim
+        if norm and norm.size != part.head_dim:
+            return self._normed(x, norm, self.spec.eps).reshape(split)
+        return self._normed(x.reshape(split), norm, self.spec.eps)
+
+    def _rotated(self, part: Attend, x: Floats) -> Floats:
+        """x (n, heads, head_dim). The elements after those of the pairs do not turn."""
+        rope = self.spec.ropes[part.rope]
+        is_long = self.context > rope.short_context and len(rope.long_frequencies) > 0
+        frequencies = np.array(rope.long_frequencies if is_long else rope.frequencies, np.float64)
+        angles = np.arange(len(x))[:, None, None] * frequencies
+        cos = (np.cos(angles) * rope.magnitude).astype(np.float32)
+        sin = (np.sin(angles) * rope.magnitude).astype(np.float32)
+        n = len(frequencies)
+        first, second = (slice(0, n), slice(n, 2 * n))
+        if self.spec.architecture in NEIGHBOURS:
+            first, second = (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+        out = x.copy()
+        out[..., first] = x[..., first] * cos - x[..., second] * sin
+        out[..., second] = x[..., first] * sin + x[..., second] * cos
         return out
 
-    def logits(self, tokens):
-        w, n = self.w, len(tokens)
-        x = w["token_embd.weight"][tokens]
-        for i in range(self.layers):
-            b = f"blk.{i}."
 
-            def project(h, name, b=b):
-                y = h @ w[f"{b}{name}.weight"].T
-                return y + w[f"{b}{name}.bias"] if f"{b}{name}.bias" in w else y
-
-            h = self.norm(x, w[b + "attn_norm.weight"])
-            q = project(h, "attn_q").reshape(n, self.heads, self.head_dim)
-            k = project(h, "attn_k").reshape(n, self.kv_heads, self.head_dim)
-            v = project(h, "attn_v").reshape(n, self.kv_heads, self.head_dim)
-            if b + "attn_q_norm.weight" in w:
-                q, k = self.norm(q, w[b + "attn_q_norm.weight"]), self.norm(k, w[b + "attn_k_norm.weight"])
-            q, k = self.rope(q), self.rope(k)
-            group = self.heads // self.kv_heads
-            out = np.empty_like(q)
-            for head in range(self.heads):
-                scores = q[:, head] @ k[:, head // group].T / np.sqrt(self.head_dim)
-                scores[np.triu_indices(n, 1)] = -np.inf
-                p = np.exp(scores - scores.max(-1, keepdims=True))
-                out[:, head] = p / p.sum(-1, keepdims=True) @ v[:, head // group]
-            x = x + project(out.reshape(n, -1), "attn_output")
-            h = self.norm(x, w[b + "ffn_norm.weight"])
-            gate = project(h, "ffn_gate")
-            x = x + project(gate / (1 + np.exp(-gate)) * project(h, "ffn_up"), "ffn_down")
-        return self.norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+def log_softmax(x: ArrayLike) -> NDArray[np.float64]:
+    y = np.asarray(x, np.float64)
+    y = y - y.max(-1, keepdims=True)
+    return np.asarray(y - np.log(np.exp(y).sum(-1, keepdims=True)))
 
 
-def log_softmax(x):
-    x = np.asarray(x, np.float64)
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def divergence(p_logits, q_logits):
+def divergence(p_logits: ArrayLike, q_logits: ArrayLike) -> Any:
     """Kullback-Leibler divergence of q from p, in nats, for each row."""
     p, q = log_softmax(p_logits), log_softmax(q_logits)
     return (np.exp(p) * (p - q)).sum(-1)
