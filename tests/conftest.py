@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 
 # Files that take longest, in the order in which they start: then all processes end at about the same time.
 LONGEST = (
-    "model/test_transformer.py",
+    "model/lower/test_graph.py",
     "kernels/gpu/test_rendered.py",
     "kernels/gpu/test_numbers.py",
     "model/test_cpu_runner.py",

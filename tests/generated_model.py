@@ -7,7 +7,10 @@ it says is noise. Tests call `write`; `python tests/generated_model.py FILE` mak
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import gguf
@@ -19,6 +22,51 @@ ROPE_BASE = 10_000.0
 EPSILON = 1e-5
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK_MARKS = ("<think>", "</think>")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an architecture's files have beyond llama's. `norms`: those of queries and keys, over a "head" or over
+    "all". `keys`: metadata, without the architecture; they are such that every part counts within 100 tokens."""
+
+    biases: bool = False
+    norms: str = ""
+    norms_before: bool = True
+    norms_after: bool = False
+    fused: bool = False
+    thinks: bool = False
+    keys: Mapping[str, int | float | str] = field(default_factory=dict)
+
+
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 48,
+    "rope.scaling.yarn_beta_fast": 1.5,
+}
+WINDOW = {
+    "attention.sliding_window": 24,
+    "attention.sliding_window_pattern": 3,
+    "rope.freq_base_swa": 500.0,
+    "rope.scaling.type": "linear",
+    "rope.scaling.factor": 8.0,
+}
+MULTIPLIERS = {"attention.scale": 0.1, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}
+ARCHITECTURES: dict[str, Parts] = {
+    "llama": Parts(),
+    "qwen2": Parts(biases=True),
+    "qwen3": Parts(norms="head", thinks=True),
+    "mistral3": Parts(
+        keys=YARN | {"rope.scaling.yarn_log_multiplier": 0.5, "attention.temperature_scale": 0.3}
+    ),
+    "phi3": Parts(  # with the factors of contexts of more than 64 tokens and of the others
+        fused=True, keys={"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.2}
+    ),
+    "gemma3": Parts(norms="head", norms_after=True, keys=WINDOW),
+    "granite": Parts(keys=MULTIPLIERS),
+    "smollm3": Parts(),
+    "olmo2": Parts(norms="all", norms_before=False, norms_after=True),
+}
 
 # The vocabulary is learned from this, so that it depends on nothing else in the repository.
 PASSAGE = """\
@@ -65,26 +113,30 @@ def write(
     ffn: int | None = None,
     context: int = 2048,
     tied: bool = True,
+    rotated: int | None = None,
     rope_factors: bool = False,
+    keys: Mapping[str, int | float | str] | None = None,
     template: str | None = None,
     seed: int = 0,
 ) -> Path:
     """Writes a model to `path` and returns it. The same arguments give the same bytes.
 
-    `architecture` is llama, qwen2 (with biases) or qwen3 (with QK norm and thinking marks). `quant` is the
-    type of every matrix: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K; `dim` and `ffn`
-    (twice `dim` unless given) must be multiples of its block: 32, or 256 for the K types. A head has
-    `dim // heads` elements. `rope_factors` adds rope_freqs.weight. `template` None is ChatML.
+    `architecture` is one of `ARCHITECTURES`. `quant` is the type of every matrix: F32, F16, BF16, Q4_0, Q4_1,
+    Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K; `dim` and `ffn` (twice `dim` unless given) must be multiples of its
+    block: 32, or 256 for the K types. A head has `dim // heads` elements, of which the first `rotated` (by
+    default all) are rotated. `rope_factors` adds rope_freqs.weight. `keys` change the architecture's metadata.
+    `template` None is ChatML.
     """
+    parts = ARCHITECTURES[architecture]
     ffn = ffn or 2 * dim
     head_dim = dim // heads
     block = gguf.GGML_QUANT_SIZES[Type[quant]][0]
     if dim % block or ffn % block:
         raise ValueError(f"{quant} has blocks of {block}: dim {dim} and ffn {ffn} must be multiples of it")
     rng = np.random.default_rng(seed)
-    thinks = architecture == "qwen3"
+    rotated = rotated or head_dim
     tokens, merges = _vocabulary()
-    specials = SPECIALS + (THINK_MARKS if thinks else ())
+    specials = SPECIALS + (THINK_MARKS if parts.thinks else ())
 
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("random noise")
@@ -98,10 +150,13 @@ def write(
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(len(tokens) + len(specials))
+    for key, value in {**parts.keys, **(keys or {})}.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{key}", value)
 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe" if architecture == "llama" else "qwen2")
@@ -112,7 +167,7 @@ def write(
     writer.add_bos_token_id(len(tokens) + SPECIALS.index("<|endoftext|>"))
     writer.add_eos_token_id(len(tokens) + SPECIALS.index("<|im_end|>"))
     writer.add_add_bos_token(False)
-    chatml = CHATML + NO_THINKING if thinks else CHATML
+    chatml = CHATML + NO_THINKING if parts.thinks else CHATML
     writer.add_chat_template(chatml if template is None else template)
 
     def matrix(name: str, rows: int, cols: int) -> None:
@@ -127,24 +182,39 @@ def write(
     if not tied:
         matrix("output", len(tokens) + len(specials), dim)
     if rope_factors:
-        writer.add_tensor("rope_freqs.weight", np.geomspace(1, 8, head_dim // 2).astype(np.float32))
+        writer.add_tensor("rope_freqs.weight", np.geomspace(1, 8, rotated // 2).astype(np.float32))
+    if architecture == "phi3":
+        for name, most in ("long", 16), ("short", 2):
+            factors = np.geomspace(1, most, rotated // 2).astype(np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    projections = {"attn_q": heads * head_dim, "attn_k": kv_heads * head_dim, "attn_v": kv_heads * head_dim}
     for layer in range(layers):
         prefix = f"blk.{layer}."
-        vector(prefix + "attn_norm.weight", dim, 1.0)
-        matrix(prefix + "attn_q", heads * head_dim, dim)
-        matrix(prefix + "attn_k", kv_heads * head_dim, dim)
-        matrix(prefix + "attn_v", kv_heads * head_dim, dim)
+        if parts.norms_before:
+            vector(prefix + "attn_norm.weight", dim, 1.0)
+        if parts.fused:
+            matrix(prefix + "attn_qkv", sum(projections.values()), dim)
+        else:
+            for name, rows in projections.items():
+                matrix(prefix + name, rows, dim)
         matrix(prefix + "attn_output", dim, heads * head_dim)
-        if architecture == "qwen2":
-            vector(prefix + "attn_q.bias", heads * head_dim, 0.0)
-            vector(prefix + "attn_k.bias", kv_heads * head_dim, 0.0)
-            vector(prefix + "attn_v.bias", kv_heads * head_dim, 0.0)
-        if architecture == "qwen3":
-            vector(prefix + "attn_q_norm.weight", head_dim, 1.0)
-            vector(prefix + "attn_k_norm.weight", head_dim, 1.0)
-        vector(prefix + "ffn_norm.weight", dim, 1.0)
-        matrix(prefix + "ffn_gate", ffn, dim)
-        matrix(prefix + "ffn_up", ffn, dim)
+        if parts.biases:
+            for name, rows in projections.items():
+                vector(f"{prefix}{name}.bias", rows, 0.0)
+        if parts.norms:
+            for name in "attn_q", "attn_k":
+                size = head_dim if parts.norms == "head" else projections[name]
+                vector(f"{prefix}{name}_norm.weight", size, 1.0)
+        if parts.norms_before:
+            vector(prefix + "ffn_norm.weight", dim, 1.0)
+        if parts.norms_after:
+            vector(prefix + "post_attention_norm.weight", dim, 1.0)
+            vector(prefix + "post_ffw_norm.weight", dim, 1.0)
+        if parts.fused:
+            matrix(prefix + "ffn_up", 2 * ffn, dim)
+        else:
+            matrix(prefix + "ffn_gate", ffn, dim)
+            matrix(prefix + "ffn_up", ffn, dim)
         matrix(prefix + "ffn_down", dim, ffn)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer.write_header_to_file()
@@ -154,6 +224,7 @@ def write(
     return path
 
 
+@functools.cache
 def _vocabulary() -> tuple[list[str], list[str]]:
     """The 256 bytes and what byte-pair encoding learns from the passage: tokens in GPT-2's spelling of bytes,
     and merges as "left right"."""
@@ -203,7 +274,7 @@ def _random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) -
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a small GGUF model that speaks noise.")
     parser.add_argument("path", type=Path)
-    parser.add_argument("--architecture", default="llama", choices=["llama", "qwen2", "qwen3"])
+    parser.add_argument("--architecture", default="llama", choices=[*ARCHITECTURES])
     parser.add_argument("--quant", default="Q8_0")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dim", type=int, default=64)

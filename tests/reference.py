@@ -35,8 +35,8 @@ def read_gguf(path: Path) -> gguf.GGUFReader:
 
 
 class Reference:
-    """The model of a GGUF file in a session that was opened with `context` tokens, which phi3's rotary embedding depends
-    on; 0 is a short one."""
+    """The model of a GGUF file, in a session that was opened with `context` tokens: phi3's rotary embedding depends on
+    it. 0 is a short one."""
 
     def __init__(self, path: Path, context: int = 0) -> None:
         with GGUF(path) as file:
@@ -50,7 +50,10 @@ class Reference:
     def logits(self, tokens: Sequence[int], last: int = 0) -> Floats:
         """The logits after each token, or after the last ones: float32 (n, vocab)."""
         *_, x = self._streams(tokens)
-        y = self._normed(x[-last:], self.spec.output_norm, self.spec.stream_eps) @ self._matrix(self.spec.head).T
+        y = (
+            self._normed(x[-last:], self.spec.output_norm, self.spec.stream_eps)
+            @ self._matrix(self.spec.head).T
+        )
         cap = np.float32(self.spec.softcap)
         return np.tanh(y / cap) * cap if cap else y
 
@@ -64,7 +67,11 @@ class Reference:
         yield x
         for sublayer in spec.sublayers:
             h = self._normed(x, sublayer.norm, spec.stream_eps)
-            y = self._attend(sublayer.mix, h) if isinstance(sublayer.mix, Attend) else self._dense(sublayer.mix, h)
+            y = (
+                self._attend(sublayer.mix, h)
+                if isinstance(sublayer.mix, Attend)
+                else self._dense(sublayer.mix, h)
+            )
             x = x + self._normed(y, sublayer.post_norm, spec.eps)
             yield x
 

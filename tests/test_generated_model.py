@@ -1,10 +1,29 @@
 import gguf
+import numpy as np
 import pytest
 
-from tests.generated_model import write
+from tests.generated_model import ARCHITECTURES, write
+from tests.reference import Reference
+
+NEUTRAL = {  # the values of metadata that do nothing
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.original_context_length": 2048,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.freq_base_swa": 10_000.0,
+    "attention.temperature_scale": 0.0,
+    "attention.sliding_window": 0,
+    "attention.sliding_window_pattern": 6,
+    "attention.scale": 0.25,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_same_arguments_give_the_same_file(tmp_path, architecture):
     first, second, other = (
         write(tmp_path / f"{name}.gguf", architecture=architecture, seed=seed).read_bytes()
@@ -28,3 +47,17 @@ def test_weights_of_every_type_have_the_spread_of_a_trained_model(tmp_path, quan
 def test_sizes_that_a_type_cannot_hold_are_refused(tmp_path):
     with pytest.raises(ValueError, match="256"):
         write(tmp_path / "model.gguf", quant="Q4_K", dim=64)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"), [(name, key) for name, parts in ARCHITECTURES.items() for key in parts.keys]
+)
+def test_all_that_an_architecture_has_counts(tmp_path, architecture, key):
+    tokens = np.random.default_rng(0).integers(0, 256, 100).tolist()
+
+    def logits(**keys):
+        path = write(tmp_path / "m.gguf", architecture=architecture, quant="F32", layers=3, **keys)
+        return Reference(path, context=128).logits(tokens)
+
+    as_it_is, without = logits(), logits(keys={key: NEUTRAL[key]})
+    assert np.abs(without - as_it_is).max() > 0.05 * as_it_is.std()

@@ -21,8 +21,6 @@ from engine.formats.rope_order import HeadOrder
 
 Activation = Literal["silu", "gelu"]
 
-KV_BYTES = 2  # of an element of the KV cache, which is float16
-
 
 @dataclass(frozen=True)
 class Weight:
@@ -142,10 +140,6 @@ class Attend:
         return self.kv_heads * self.head_dim
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.kv_size * KV_BYTES
-
-    @property
     def has_wide_norms(self) -> bool:
         """Whether queries or keys are normed over all heads together."""
         return any(norm and norm.size != self.head_dim for norm in (self.q_norm, self.k_norm))
@@ -262,8 +256,10 @@ class ModelSpec:
         return max((attend.window for attend in self.attention), default=0)
 
     def kv_bytes_per_token(self, windowed: bool) -> int:
-        """Bytes that a token takes in the KV cache of the layers with or without a window."""
-        return sum(a.kv_bytes_per_token for a in self.attention if bool(a.window) == windowed)
+        """Bytes that a token takes in the KV cache of the layers with or without a window. The cache is float16, or
+        float32 if all matrices are (but float16 in the kernels of GPUs)."""
+        element_bytes = 4 if self.is_float32 else 2
+        return sum(2 * a.kv_size * element_bytes for a in self.attention if bool(a.window) == windowed)
 
     def parts(self) -> Iterator[str]:
         """What the model needs beyond a llama's parts, in words: a target may lack it."""

@@ -1,31 +1,23 @@
-"""The CPU runner against a float32 reference."""
+"""The CPU runner against the float32 reference. `lower/test_cpu.py` has every architecture."""
 
 import numpy as np
 import pytest
 
-from engine.formats.gguf import GGUF
-from engine.model.architectures import read_spec
 from engine.model.cpu_runner import CPURunner
-from engine.model.weights import Weights
 from tests import generated_model
-from tests.model.test_transformer import MODELS
+from tests.model.lower.layers import opened, written
 from tests.reference import Reference, divergence
 
 
-def opened(path, context=256):
-    file = GGUF(path)
-    return CPURunner(Weights(file, read_spec(file), lambda _: None), context)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama F32 untied, rope factors", "phi3 Q8_0, 12 of 16 rotated"])
 def test_prefill_and_decode_agree_with_float32(name, tmp_path, monkeypatch):
     # Kernels of half the size: less to compile.
     monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)
-    path = generated_model.write(tmp_path / "model.gguf", layers=2, **MODELS[name])
+    path = written(name, tmp_path)
     tokens = np.random.default_rng(1).integers(0, 256, 40).tolist()
     wanted = Reference(path).logits(tokens)
-    runner = opened(path)
-    runner.prefill(tokens[:32], 0)  # two tiles, and one that is filled up
+    runner = CPURunner(opened(path), 64)
+    runner.prefill(tokens[:32], 0)  # tiles, and one that is filled up
     runner.prefill(tokens[32:36], 32)
     for position in range(36, 40):
         best = runner.decode(tokens[position], position)
@@ -39,7 +31,7 @@ def test_long_context(tmp_path):
     path = generated_model.write(tmp_path / "model.gguf", layers=2, architecture="qwen3", quant="F32")
     tokens = np.random.default_rng(2).integers(0, 256, 300).tolist()
     wanted = Reference(path).logits(tokens)
-    runner = opened(path, 512)
+    runner = CPURunner(opened(path), 512)
     for start in range(0, 290, runner.max_chunk):
         runner.prefill(tokens[start : min(start + runner.max_chunk, 290)], start)
     for position in range(290, 300):

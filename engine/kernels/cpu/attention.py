@@ -66,7 +66,7 @@ def mask(lanes: int) -> NDArray[np.float32]:
 @functools.cache
 def attention(heads: Heads, threads: int, tile: int) -> Kernel:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the cached keys and values,
-    float16 (see `Heads`); the state; the queries of `engine.kernels.cpu.rope.rotate`; `mask`."""
+    `heads.dtype`; the state; the queries of `engine.kernels.cpu.rope.rotate`; `mask`."""
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile)
     n = task_heads * tokens

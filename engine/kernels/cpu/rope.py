@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from tinygrad import UOp
+from tinygrad.dtype import DType
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.activations import sum_of_squares
@@ -21,9 +22,10 @@ class Heads:
     `temperature`: whether queries are multiplied by a factor of their position.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
-    has `length` slots, a multiple of `lanes`, in float16: keys (kv, length / lanes, dim, lanes), values (kv, length,
-    dim). Without a window token t lies in slot t. With one it lies in slot t % length, and length is at least the
-    window and the tokens of a step together, since a step stores its tokens before it reads the first one's window."""
+    has `length` slots, a multiple of `lanes`, of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv,
+    length, dim). Without a window token t lies in slot t. With one it lies in slot t % length, and length is at least
+    the window and the tokens of a step together, since a step stores its tokens before it reads the first one's
+    window."""
 
     query: int
     kv: int
@@ -36,6 +38,7 @@ class Heads:
     key_norm: bool = False
     temperature: bool = False
     window: int = 0
+    dtype: DType = F16
 
     @property
     def rows(self) -> int:
@@ -119,10 +122,10 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                 with k.loop(half // n) as j:
                     for v, offset in zip(rotated(at, t, j * n, key_norm, factor), (0, half), strict=True):
                         to = h.key_index(head, slot // h.lanes, j * n + offset) + slot % h.lanes
-                        k.store_elements(keys, to, h.lanes, v.cast(F16))
+                        k.store_elements(keys, to, h.lanes, v.cast(h.dtype))
                 with k.loop(h.dim // n) as j:
                     v = k.vector(rows, at + h.kv * h.dim + j * n, n)
-                    k.store(values, h.value_index(head, slot, j * n), v.cast(F16))
+                    k.store(values, h.value_index(head, slot, j * n), v.cast(h.dtype))
         return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel

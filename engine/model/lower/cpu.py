@@ -153,8 +153,9 @@ class CPUModel:
             norm_eps=self.spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
             temperature=self.spec.temperature is not None,
             window=part.window if length < self._length else 0,
+            dtype=dtypes.float32 if self.spec.is_float32 else dtypes.float16,
         )  # fmt: skip
-        keys, values = (memory.zeros(heads.cache_size, dtypes.float16, sparse=True) for _ in range(2))
+        keys, values = (memory.zeros(heads.cache_size, heads.dtype, sparse=True) for _ in range(2))
         biases = part.q_bias, part.k_bias, part.v_bias
         return Attention(
             heads=heads,

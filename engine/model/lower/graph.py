@@ -5,6 +5,7 @@ There is one sequence, so activations are float32 (tokens, features).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 from tinygrad import Tensor, UOp, dtypes
@@ -44,12 +45,14 @@ class Transformer:
     def __call__(self, tokens: Tensor, position: UOp | int) -> Tensor:
         """Runs `tokens`, int32 (n,), at `position` and the n - 1 positions after it. Stores their keys and values in
         the cache and returns the normed output of the last sublayer, float32 (n, dim)."""
-        return self._stream_norm(self._sublayers(tokens, position)[0], self.spec.output_norm)
+        *_, (x, _) = self.sublayers(tokens, position)
+        return self._stream_norm(x, self.spec.output_norm)
 
     def store(self, tokens: Tensor, position: UOp | int) -> Tensor:
         """Runs tokens as `__call__` does; returns the last attention's cache. So its output and what follows, which a
         prompt does not need, are not computed."""
-        return self._sublayers(tokens, position)[1]
+        *_, (_, stored) = self.sublayers(tokens, position)
+        return stored
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (n, dim) -> (n, vocab)."""
@@ -72,7 +75,9 @@ class Transformer:
         uses.add(BufferUse("attention", "context", self.length), *self._caches)
         return uses
 
-    def _sublayers(self, tokens: Tensor, position: UOp | int) -> tuple[Tensor, Tensor]:
+    def sublayers(self, tokens: Tensor, position: UOp | int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs tokens as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache
+        of the attention that ran last."""
         spec = self.spec
         x, n = self._matrices[spec.embedding].take(tokens), cast(int, tokens.shape[0])
         if spec.embedding_scale != 1:
@@ -90,7 +95,7 @@ class Transformer:
             if isinstance(mix, Dense):
                 x = x.contiguous()
                 x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
-        return x, stored
+            yield x, stored
 
     def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
         y = self._matrices[weight].product(x)

@@ -37,7 +37,7 @@ class Layer:
         )
         used = [norm for norm, is_used in zip(self.norms, (h.query_norm, h.key_norm), strict=True) if is_used]
         used += [self.temperatures] if h.temperature else []
-        self._cached = [memory.zeros(h.cache_size, dtypes.float16) for _ in range(2)]
+        self._cached = [memory.zeros(h.cache_size, h.dtype) for _ in range(2)]
         self._tables = [memory.array(a, dtypes.float32) for a in (self.cos, self.sin, *used)]
         self._mask = memory.array(mask(h.lanes), dtypes.float32)
         self._steps = {tile: self._step(pool, tile) for tile in (1, h.lanes)}
@@ -79,7 +79,7 @@ class Layer:
         queries = queries * self.temperatures[:, None, None] if h.temperature else queries
         keys = rotated(normed(keys, self.norms[1]) if h.key_norm else keys)
         keys, values = (
-            x.astype(np.float16).repeat(h.query // h.kv, 1).astype(np.float64) for x in (keys, values)
+            x.astype(h.dtype.fmt).repeat(h.query // h.kv, 1).astype(np.float64) for x in (keys, values)
         )
         scores = np.einsum("qhd,khd->hqk", queries, keys)
         age = np.arange(len(rows))[:, None] - np.arange(len(rows))
@@ -94,13 +94,20 @@ def check(pool: ThreadPool, heads: Heads, *steps: int) -> None:
     wanted, position = layer.wanted(), 0
     for tokens in steps:
         got = layer.run(position, tokens)
-        np.testing.assert_allclose(got, wanted[position : position + tokens], atol=5e-4)  # of float16
+        np.testing.assert_allclose(
+            got, wanted[position : position + tokens], atol=5e-4 if heads.dtype is dtypes.float16 else 1e-5
+        )
         position += tokens
 
 
 @pytest.mark.parametrize("query_norm", [False, True])
 def test_a_norm_of_queries_or_keys_alone(pool: ThreadPool, query_norm: bool) -> None:
     check(pool, replace(PLAIN, norm_eps=EPS, query_norm=query_norm, key_norm=not query_norm), 19, 1, 1)
+
+
+def test_a_cache_of_float32(pool: ThreadPool) -> None:
+    check(pool, replace(PLAIN, dtype=dtypes.float32), 19, 1, 1)
+    check(pool, replace(PLAIN, dtype=dtypes.float32, length=96, window=24), 64, 40, 1)
 
 
 def test_scale_and_temperature(pool: ThreadPool) -> None:

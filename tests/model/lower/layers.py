@@ -1,0 +1,75 @@
+"""Models of every architecture, and their residual stream held against the reference's after each sublayer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.formats.gguf import GGUF
+from engine.model.architectures import read_spec
+from engine.model.weights import Weights
+from tests import generated_model
+from tests.reference import Reference
+
+# Every architecture, tied and untied heads, with and without rope frequency factors, floats and blocks of both sizes.
+# Every quantization type by itself is proven in tests/kernels.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama F32 untied, rope factors": {"quant": "F32", "tied": False, "rope_factors": True},
+    "qwen2 BF16 untied": {"architecture": "qwen2", "quant": "BF16", "tied": False},
+    "qwen3 Q6_K": {"architecture": "qwen3", "quant": "Q6_K", "dim": 256, "ffn": 256},
+    "mistral3 F32": {"architecture": "mistral3", "quant": "F32"},
+    "phi3 Q8_0, 12 of 16 rotated": {"architecture": "phi3", "rotated": 12},
+    "gemma3 Q8_0": {"architecture": "gemma3", "layers": 3},
+    "granite F32": {"architecture": "granite", "quant": "F32"},
+    "smollm3 F32": {"architecture": "smollm3", "quant": "F32", "layers": 4},
+    "olmo2 F32": {"architecture": "olmo2", "quant": "F32"},
+}
+CONTEXT = 256
+
+Streams = list[NDArray[np.float32]]
+Step = Callable[[list[int], int], Streams]
+"""Runs tokens at a position: the residual stream of each after each sublayer, (n, dim)."""
+
+# Chunks of several sizes and single tokens, in the middle of a sequence and beyond the ring of a window.
+STEPS = (
+    ("prefill", 32),
+    ("prefill", 5),
+    ("decode", 3),
+    ("prefill", 64),
+    ("prefill", 9),
+    ("prefill", 64),
+    ("decode", 4),
+)
+
+
+def written(name: str, folder: Path) -> Path:
+    return generated_model.write(folder / "model.gguf", **MODELS[name])
+
+
+def opened(path: Path) -> Weights:
+    file = GGUF(path)
+    return Weights(file, read_spec(file), lambda _: None)
+
+
+def hold(path: Path, prefill: Step, decode: Step, max_chunk: int) -> None:
+    """Raises AssertionError if an element of the stream differs from the reference's by more than 1e-5 of the stream's
+    root mean square at that token; by 6e-3 if the cache and the activations are rounded."""
+    tokens = np.random.default_rng(1).integers(0, 256, sum(n for _, n in STEPS)).tolist()
+    reference = Reference(path, CONTEXT)
+    wanted = reference.streams(tokens)[1:]
+    tolerance = 1e-5 if reference.spec.is_float32 else 6e-3
+    start = 0
+    for kind, n in STEPS:
+        size = 1 if kind == "decode" else max_chunk
+        for at in range(start, start + n, size):
+            chunk = tokens[at : min(at + size, start + n)]
+            streams = (decode if kind == "decode" else prefill)(chunk, at)
+            assert len(streams) == len(wanted)
+            for sublayer, (got, want) in enumerate(zip(streams, wanted, strict=True)):
+                want = want[at : at + len(chunk)]
+                size_of = np.sqrt((want * want).mean(-1, keepdims=True))
+                worst = float((np.abs(got[: len(chunk)] - want) / size_of).max())
+                assert worst < tolerance, f"{kind} at {at}, after sublayer {sublayer}: {worst}"
+        start += n

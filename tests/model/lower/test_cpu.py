@@ -1,0 +1,55 @@
+"""The CPU's kernels against the float32 reference, sublayer by sublayer."""
+
+import pytest
+
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.step_state import POSITION, TILES
+from engine.kernels.cpu.thread_pool import default_pool
+from engine.model.lower import coverage, cpu
+from engine.model.lower.cpu import Attention, CPUModel
+from tests.model.lower.layers import CONTEXT, MODELS, hold, opened, written
+
+LANES = 8  # less to compile than 16
+
+
+def ends(model, sequence):
+    """The kernels after which a sublayer's result is in the residual stream, and the buffers that hold it."""
+    last = [
+        layer.post_norm
+        if layer.post_norm is not None
+        else (layer.mix.o if isinstance(layer.mix, Attention) else layer.mix.down).stream
+        for layer in model._layers
+    ]
+    for tensor in last:
+        (i,) = [i for i, (_, buffers) in enumerate(sequence.programs) if any(b is tensor for b in buffers)]
+        yield i, sequence.programs[i][1][0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_sublayer_agrees_with_the_reference(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "REWIND", 0)  # a small ring, so that the steps go beyond it
+    path, pool = written(name, tmp_path), default_pool()
+    weights = opened(path)
+    if missing := coverage.lacking_parts(weights.spec, "CPU"):
+        pytest.skip(f"the CPU's kernels do not have {missing}")
+    model = CPUModel(weights, CONTEXT, pool, LANES, keep_packed=False)
+    steps = {tile: model.step(tile).compile() for tile in (1, LANES)}
+
+    def step(tile):
+        sequence = steps[tile]
+
+        def run(tokens, at):
+            memory.view(model.tokens)[: len(tokens)] = tokens
+            memory.view(model.state)[[POSITION, TILES]] = at, -(-len(tokens) // tile)
+            done, streams = 0, []
+            for i, stream in ends(model, sequence):
+                pool.run(sequence.first + done, i + 1 - done)
+                done = i + 1
+                streams.append(memory.view(stream).reshape(-1, model.spec.dim).copy())
+            return streams
+
+        return run
+
+    has_ring = any(a.heads.window for a in (layer.mix for layer in model._layers) if isinstance(a, Attention))
+    assert has_ring == bool(model.spec.window)
+    hold(path, step(LANES), step(1), model.max_chunk)
