@@ -17,8 +17,8 @@ StopReason = Literal["stop", "length", "cancelled"]
 KernelPath = Literal["auto", "fused", "graph"]
 Step = Literal["decode", "prefill"]
 KernelRole = Literal[
-    "embedding", "QKV projection", "attention", "attention output", "FFN gate+up", "FFN down", "output head",
-    "norm", "element-wise", "sampling", "copy",
+    "embedding", "QKV projection", "attention", "attention output", "FFN gate+up", "FFN down", "router",
+    "experts gate+up", "experts down", "output head", "norm", "element-wise", "sampling", "copy",
 ]  # fmt: skip
 MESSAGE_CHARS = 500  # of a failure's message, and of its hint
 MIN_TOKENS = 32

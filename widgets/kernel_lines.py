@@ -13,7 +13,8 @@ from widgets.text import counted, longest_fitting, one_line
 
 GROUPS: dict[str, tuple[KernelRole, ...]] = {
     "dequantize + matmul": (
-        "QKV projection", "attention output", "FFN gate+up", "FFN down", "output head",
+        "QKV projection", "attention output", "FFN gate+up", "FFN down", "router", "experts gate+up",
+        "experts down", "output head",
     ),
     "attention": ("attention",),
     "norm, element-wise": ("norm", "element-wise", "embedding", "copy"),
@@ -32,7 +33,8 @@ _GROUP, _CALLS, _US, _SHARE, _GBPS, _ROOF, _BAR, _ROLE, _MIN_NAME = 19, 5, 10, 5
 _SHORT_ROLES: dict[KernelRole, tuple[str, ...]] = {
     "QKV projection": ("QKV",), "attention": ("attn",), "attention output": ("attn output", "attn o"),
     "FFN gate+up": ("gate+up",), "FFN down": ("down",), "output head": ("head",), "element-wise": ("elemw",),
-    "embedding": ("embed",), "sampling": ("sample",),
+    "embedding": ("embed",), "sampling": ("sample",), "experts gate+up": ("exp. gate", "experts"),
+    "experts down": ("exp. down", "experts"),
 }  # fmt: skip
 
 

@@ -78,6 +78,16 @@ class QuantizedMatrix:
         """x (n, cols) float32 times the matrix's transpose: (n, rows) float32."""
         return (x @ self.dequantize().transpose()).contiguous()
 
+    def products_of(self, experts: Tensor, x: Tensor, count: int) -> Tensor:
+        """For a matrix that is `count` experts' matrices one after the other: row i of x (n, cols) float32 times the
+        transpose of the matrix of expert `experts[i]`, int (n,): (n, rows / count) float32."""
+        chosen = {
+            name: plane.reshape(count, -1, *plane.shape[1:])[experts] for name, plane in self.planes.items()
+        }
+        n, rows = int(x.shape[0]), self.rows // count
+        flat = {name: plane.reshape(n * rows, *plane.shape[2:]) for name, plane in chosen.items()}
+        return (self._weights(flat).reshape(n, rows, self.cols) * x.unsqueeze(1)).sum(-1).contiguous()
+
     def _weights(self, planes: Mapping[str, Tensor]) -> Tensor:
         """Planes of n rows -> float32 (n, cols)."""
         if (format := self.format) is None:

@@ -20,6 +20,7 @@ from engine.model.spec import (
     Activation,
     Attend,
     Dense,
+    Experts,
     ModelSpec,
     Rope,
     Sublayer,
@@ -33,14 +34,18 @@ from engine.model.spec import (
 class Family:
     """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
     neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last
-    has no window (0: no layer has one, whatever the metadata say). Of `unrotated_every` layers the last has no rotary
-    embedding. `scaled_embedding`: the embedding is multiplied by sqrt(dim)."""
+    has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
+    base of their own, and no scaling. Of `unrotated_every` layers the last has no rotary embedding. `scaled_embedding`:
+    the embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the chosen experts are divided by
+    their sum."""
 
     interleaved: bool = False
     activation: Activation = "silu"
     full_attention_every: int = 0
+    plain_windows: bool = False
     unrotated_every: int = 0
     scaled_embedding: bool = False
+    renormalised: bool = True
 
 
 ARCHITECTURES: Mapping[str, Family] = {
@@ -49,10 +54,13 @@ ARCHITECTURES: Mapping[str, Family] = {
     "qwen3": Family(),
     "mistral3": Family(interleaved=True),
     "phi3": Family(),
-    "gemma3": Family(activation="gelu", full_attention_every=6, scaled_embedding=True),
+    "gemma3": Family(activation="gelu", full_attention_every=6, plain_windows=True, scaled_embedding=True),
     "granite": Family(interleaved=True),
     "smollm3": Family(interleaved=True, unrotated_every=4),
     "olmo2": Family(),
+    "olmoe": Family(renormalised=False),
+    "qwen3moe": Family(),
+    "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
 }
 
 
@@ -90,7 +98,7 @@ class _Reader:
         self.head_dim = self.size("attention.key_length", self.dim // self.heads)
         self.kv_heads = self.size("attention.head_count_kv", self.heads)
         self.rotated = self.size("rope.dimension_count", self.head_dim)
-        self.ffn, self.layers = self.size("feed_forward_length"), self.size("block_count")
+        self.layers = self.size("block_count")
         self.context = self.size("context_length")
         if (
             self.size("attention.value_length", self.head_dim) != self.head_dim
@@ -155,19 +163,26 @@ class _Reader:
         first: int = 0,
         of: int = 0,
         order: HeadOrder | None = None,
+        experts: int = 1,
     ) -> Weight:
         """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many)."""
-        type = self._check(f"{tensor}.weight", (of or rows, cols))
-        return Weight(f"{tensor}.weight", rows, cols, type, first, order)
+        type = self._check(f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols))
+        return Weight(f"{tensor}.weight", rows, cols, type, first, order, experts)
 
     def vector(
-        self, tensor: str, size: int, order: HeadOrder | None = None, first: int = 0, of: int = 0
+        self,
+        tensor: str,
+        size: int,
+        order: HeadOrder | None = None,
+        first: int = 0,
+        of: int = 0,
+        experts: int = 1,
     ) -> Vector | None:
-        """A vector, or None if the file does not have it."""
+        """A vector, or None if the file does not have it. With `experts`, as many of this size."""
         if not self.has(tensor):
             return None
-        self._check(tensor, (of or size,))
-        return Vector(tensor, size, first, order)
+        self._check(tensor, (*([experts] if experts > 1 else []), of or size))
+        return Vector(tensor, size * experts, first, order)
 
     def required(self, vector: Vector | None, tensor: str) -> Vector:
         if vector is None:
@@ -215,7 +230,8 @@ class _Reader:
         return spec
 
     def layer(self, i: int) -> tuple[Sublayer, Sublayer]:
-        """Attention and the feed-forward layer of layer i. A file that has post_ffw_norm norms the results of both."""
+        """Attention and the feed-forward layer of layer i. A file that has post_ffw_norm norms the results of both; in
+        others post_attention_norm is another name of ffn_norm."""
         prefix = f"blk.{i}."
 
         def norm(name: str) -> Vector | None:
@@ -225,11 +241,12 @@ class _Reader:
         before = [norm("attn_norm"), norm("ffn_norm")]
         after = [norm("post_attention_norm"), norm("post_ffw_norm")] if has_post_norms else [None, None]
         if not has_post_norms:
+            before[1] = before[1] or norm("post_attention_norm")
             names = f"{prefix}attn_norm.weight", f"{prefix}ffn_norm.weight"
             before = [self.required(vector, name) for vector, name in zip(before, names, strict=True)]
         return (
             Sublayer(before[0], self.attend(i, prefix), after[0]),
-            Sublayer(before[1], self.dense(prefix), after[1]),
+            Sublayer(before[1], self.feed_forward(prefix), after[1]),
         )
 
     def attend(self, i: int, prefix: str) -> Attend:
@@ -264,9 +281,9 @@ class _Reader:
             q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", dim),
             q_norm=norm("q"), k_norm=norm("k"),
             heads=self.heads, kv_heads=self.kv_heads, head_dim=head_dim,
-            rope=self.rope(i, window > 0),
+            rope=self.rope(i, window > 0 and self.family.plain_windows),
             scale=self.factor("attention.scale", self._default_scale()),
-            window=window,
+            window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", self.heads),
         )  # fmt: skip
 
     def _default_scale(self) -> float:
@@ -274,17 +291,40 @@ class _Reader:
             return float((self.dim / self.heads) ** -0.5)
         return float(self.head_dim**-0.5)
 
+    def feed_forward(self, prefix: str) -> Dense | Experts:
+        return self.experts(prefix) if self.has(f"{prefix}ffn_gate_inp.weight") else self.dense(prefix)
+
     def dense(self, prefix: str) -> Dense:
         """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3)."""
-        down = self.weight(f"{prefix}ffn_down", self.dim, self.ffn)
+        dim, width = self.dim, self.size("feed_forward_length")
+        down = self.weight(f"{prefix}ffn_down", dim, width)
         if self.has(f"{prefix}ffn_gate.weight"):
-            gate, up = (self.weight(f"{prefix}ffn_{x}", self.ffn, self.dim) for x in ("gate", "up"))
+            gate, up = (self.weight(f"{prefix}ffn_{x}", width, dim) for x in ("gate", "up"))
         else:
-            gate, up = (
-                self.weight(f"{prefix}ffn_up", self.ffn, self.dim, first, 2 * self.ffn)
-                for first in (0, self.ffn)
-            )
+            gate, up = (self.weight(f"{prefix}ffn_up", width, dim, first, 2 * width) for first in (0, width))
         return Dense(gate, up, down, self.family.activation)
+
+    def experts(self, prefix: str) -> Experts:
+        """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe)."""
+        dim, count, used = self.dim, self.size("expert_count"), self.size("expert_used_count")
+        if not count > 1 or used > count:
+            raise damaged(self.file.path, f"it chooses {used} of {count} experts")
+        has_width = self.key("expert_feed_forward_length") in self.file.metadata
+        width = self.size("expert_feed_forward_length" if has_width else "feed_forward_length")
+
+        def of_experts(x: str, rows: int, cols: int) -> tuple[Weight, Vector | None]:
+            tensor = f"{prefix}ffn_{x}_exps"
+            bias = self.vector(f"{tensor}.bias", rows, experts=count)
+            return self.weight(tensor, rows, cols, experts=count), bias
+
+        (gate, gate_bias), (up, up_bias) = (of_experts(x, width, dim) for x in ("gate", "up"))
+        down, down_bias = of_experts("down", dim, width)
+        return Experts(
+            router=self.weight(f"{prefix}ffn_gate_inp", count, dim),
+            router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", count),
+            gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
+            used=used, renormalised=self.family.renormalised, activation=self.family.activation,
+        )  # fmt: skip
 
     def window(self, i: int) -> int:
         """The window of layer i in tokens, 0 if it has none. `sliding_window_pattern` tells the layers that have one:
@@ -308,10 +348,10 @@ class _Reader:
     def original_context(self) -> int:
         return self.size("rope.scaling.original_context_length", self.context)
 
-    def rope(self, i: int, windowed: bool) -> int:
+    def rope(self, i: int, plain: bool) -> int:
         """The index of a layer's rotary embedding."""
         every = self.family.unrotated_every
-        rope = self._unrotated if every and (i + 1) % every == 0 else self._rotation(windowed)
+        rope = self._unrotated if every and (i + 1) % every == 0 else self._rotation(plain)
         if rope not in self._ropes:
             self._ropes.append(rope)
         return self._ropes.index(rope)
@@ -320,9 +360,9 @@ class _Reader:
     def _unrotated(self) -> Rope:
         return Rope(self.head_dim // 2)
 
-    def _rotation(self, windowed: bool) -> Rope:
-        """Layers with a window have a base of their own, and no scaling (gemma3.cpp). Raises ModelFileError."""
-        if windowed:
+    def _rotation(self, plain: bool) -> Rope:
+        """`plain`: with the base of layers with a window, and no scaling (gemma3.cpp). Raises ModelFileError."""
+        if plain:
             base, kind, scale = self.number("rope.freq_base_swa", 10_000.0), "none", 1.0
         else:
             base = self.number("rope.freq_base", 10_000.0)
@@ -333,14 +373,14 @@ class _Reader:
                 f"{self.name} uses RoPE scaling {printable(kind)}, which orin-chat does not run.",
                 "Choose another model.",
             )
-        plain, long = self._factors("rope_freqs"), self._factors("rope_factors_long")
+        whole, long = self._factors("rope_freqs"), self._factors("rope_factors_long")
         short = self._factors("rope_factors_short")
         magnitude = self.number("rope.scaling.attn_factor", 1.0)
 
         def frequencies(factors: NDArray[np.float32] | None) -> tuple[float, ...]:
             with np.errstate(all="ignore"):  # checked below
                 rates = np.float64(base) ** (-np.arange(0, self.rotated, 2, dtype=np.float64) / self.rotated)
-                if factors is not None and not windowed:
+                if factors is not None and not plain:
                     rates = rates / factors
                 if kind == "linear":
                     rates = rates / scale
@@ -358,10 +398,10 @@ class _Reader:
             magnitude *= (1 + 0.1 * math.log(scale)) / (1 + 0.1 * log_multiplier * math.log(scale))
         return Rope(
             pairs=self.head_dim // 2,
-            frequencies=frequencies(plain if plain is not None else short),
-            long_frequencies=frequencies(long) if long is not None and plain is None else (),
+            frequencies=frequencies(whole if whole is not None else short),
+            long_frequencies=frequencies(long) if long is not None and whole is None else (),
             short_context=self.original_context,
-            magnitude=1.0 if windowed else magnitude,
+            magnitude=1.0 if plain else magnitude,
         )
 
     def _yarn_share(self, base: float) -> NDArray[np.float64]:

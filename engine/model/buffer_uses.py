@@ -6,7 +6,7 @@ from tinygrad import Tensor, UOp
 
 from engine.events import KernelRole
 from engine.measure.kernel_roles import BufferUse
-from engine.model.spec import Attend, ModelSpec, Weight
+from engine.model.spec import Attend, Dense, Experts, ModelSpec, Weight
 
 
 class BufferUses(dict[UOp, BufferUse]):
@@ -23,8 +23,13 @@ def role_of(spec: ModelSpec, weight: Weight) -> KernelRole:
     if weight == spec.embedding:
         return "embedding"
     for sublayer in spec.sublayers:
-        if weight in sublayer.mix.weights:
-            if isinstance(sublayer.mix, Attend):
-                return "attention output" if weight == sublayer.mix.o else "QKV projection"
-            return "FFN down" if weight == sublayer.mix.down else "FFN gate+up"
+        match sublayer.mix:
+            case Attend() as a if weight in a.weights:
+                return "attention output" if weight == a.o else "QKV projection"
+            case Dense() as dense if weight in dense.weights:
+                return "FFN down" if weight == dense.down else "FFN gate+up"
+            case Experts() as e if weight in e.weights:
+                if weight == e.router:
+                    return "router"
+                return "experts down" if weight == e.down else "experts gate+up"
     raise KeyError(weight)

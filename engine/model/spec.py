@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.rope_order import HeadOrder
 
-Activation = Literal["silu", "gelu"]
+Activation = Literal["silu", "gelu", "swiglu_oai"]
+"""Of a gate g and u: silu(g) * u, gelu(g) * u in the form with tanh, or gpt-oss's:
+g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7."""
 
 
 @dataclass(frozen=True)
 class Weight:
     """A matrix (rows, cols) of the ggml type `type`: the rows of a tensor of the file from `first` on. `order`: the
-    rows are those of heads, to be reordered."""
+    rows are those of heads, to be reordered. With `experts`, as many such matrices, one after the other."""
 
     tensor: str
     rows: int
@@ -33,6 +35,7 @@ class Weight:
     type: int
     first: int = 0
     order: HeadOrder | None = None
+    experts: int = 1
 
     @property
     def name(self) -> str:
@@ -52,7 +55,7 @@ class Weight:
 
     @property
     def n_bytes(self) -> int:
-        return self.rows * self.row_bytes
+        return self.experts * self.rows * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Attend:
     """Attention. `heads` query heads share `kv_heads` heads of keys and values, of `head_dim` elements each. The norms
     of queries and keys are over a head (head_dim weights), or over all heads together. `rope` is an index in
     `ModelSpec.ropes`. Scores are multiplied by `scale`. With a `window`, a query at position p attends to the keys at
-    p - window + 1 to p; 0 means to all."""
+    p - window + 1 to p; 0 means to all. `sinks`: for each head a score
+    that joins those of the keys, unscaled, and whose value is zero."""
 
     q: Weight
     k: Weight
@@ -124,6 +128,7 @@ class Attend:
     rope: int
     scale: float
     window: int = 0
+    sinks: Vector | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -150,7 +155,8 @@ class Attend:
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        all_vectors = self.q_bias, self.k_bias, self.v_bias, self.o_bias, self.q_norm, self.k_norm
+        biases = self.q_bias, self.k_bias, self.v_bias, self.o_bias
+        all_vectors = *biases, self.q_norm, self.k_norm, self.sinks
         return tuple(vector for vector in all_vectors if vector)
 
 
@@ -171,13 +177,53 @@ class Dense:
     def weights(self) -> tuple[Weight, ...]:
         return self.gate, self.up, self.down
 
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, which are feed-forward layers. The router gives each expert a probability, a softmax of
+    `router` x. The `used` most probable ones are computed, and their results are added, each times its probability; if
+    they are `renormalised`, divided by the sum of these. The biases of all experts are one after the other."""
+
+    router: Weight
+    router_bias: Vector | None
+    gate: Weight
+    up: Weight
+    down: Weight
+    gate_bias: Vector | None
+    up_bias: Vector | None
+    down_bias: Vector | None
+    used: int
+    renormalised: bool
+    activation: Activation
+
+    @property
+    def count(self) -> int:
+        return self.down.experts
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return self.router, self.gate, self.up, self.down
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        biases = self.router_bias, self.gate_bias, self.up_bias, self.down_bias
+        return tuple(bias for bias in biases if bias)
+
+
+MIN_PROBABILITY = 6.1e-5
+"""What the probabilities of chosen experts are divided by at least: build_moe_ffn in src/llama-graph.cpp."""
+
 
 @dataclass(frozen=True)
 class Sublayer:
     """What the residual stream passes through: x += post_norm(mix(norm(x))). A norm that is None is left out."""
 
     norm: Vector | None
-    mix: Attend | Dense
+    mix: Attend | Dense | Experts
     post_norm: Vector | None
 
 
@@ -221,6 +267,10 @@ class ModelSpec:
     def feed_forward(self) -> list[Dense]:
         return [sublayer.mix for sublayer in self.sublayers if isinstance(sublayer.mix, Dense)]
 
+    @property
+    def experts(self) -> list[Experts]:
+        return [sublayer.mix for sublayer in self.sublayers if isinstance(sublayer.mix, Experts)]
+
     def weights(self) -> Iterator[Weight]:
         """All matrices, a tied head once."""
         yield self.embedding
@@ -233,8 +283,7 @@ class ModelSpec:
         """All vectors."""
         for sublayer in self.sublayers:
             yield from filter(None, (sublayer.norm, sublayer.post_norm))
-            if isinstance(sublayer.mix, Attend):
-                yield from sublayer.mix.vectors
+            yield from sublayer.mix.vectors
         yield self.output_norm
 
     @property
@@ -246,8 +295,12 @@ class ModelSpec:
 
     @property
     def weight_bytes_per_token(self) -> int:
-        """Bytes of weights that a decode step reads: all, but of an embedding that is not the head as well one row."""
+        """Bytes of weights that a decode step reads: all, but of experts only the chosen ones, and of an embedding that
+        is not the head as well one row."""
         n_bytes = sum(weight.n_bytes for weight in self.weights()) + self.vector_bytes
+        for mix in self.experts:
+            for weight in (mix.gate, mix.up, mix.down):
+                n_bytes -= weight.n_bytes * (mix.count - mix.used) // mix.count
         return n_bytes if self.is_tied else n_bytes - self.embedding.n_bytes + self.embedding.row_bytes
 
     @property
@@ -274,6 +327,10 @@ class ModelSpec:
             yield "a soft cap of the logits"
         if self.stream_eps != self.eps and any(sublayer.post_norm for sublayer in self.sublayers):
             yield "a residual multiplier with norms after layers"
+        if any(a.sinks for a in attention):
+            yield "attention sinks"
+        if self.experts:
+            yield "experts"
         if any(a.window for a in attention):
             yield "sliding windows"
         if any(sublayer.post_norm for sublayer in self.sublayers):

@@ -10,6 +10,8 @@ _NEITHER = frozenset(
         "norms over all heads",
         "a bias of attention's output",
         "a soft cap of the logits",
+        "attention sinks",
+        "experts",
     }
 )
 _LACKING = {

@@ -36,7 +36,7 @@ from engine.kernels.cpu.weight_layout import UNIT
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
 from engine.model.lower.cpu_weights import CPUWeights, Matrix
-from engine.model.spec import Activation, Attend, Sublayer
+from engine.model.spec import Activation, Attend, Experts, Sublayer
 from engine.model.weights import Weights
 
 PART_BYTES = 256 << 10  # of a matrix, in each part of its product
@@ -122,8 +122,8 @@ class CPUModel:
         return ceil(tokens / self._lanes) * self._lanes
 
     def _layer(self, loader: CPUWeights, sublayer: Sublayer) -> Layer:
-        assert sublayer.norm
         post_norm, part = sublayer.post_norm, sublayer.mix
+        assert sublayer.norm and not isinstance(part, Experts)
         added = (
             post_norm is None
         )  # the last product adds the residual stream, unless its result is normed first
@@ -300,7 +300,9 @@ class _Step:
             dtype, columns = buffer_type(name)
             outs[name] = model.scratch(f"{name}{cols}", tile, self._tokens * cols // columns, dtype)
         eps = None if norm is None else model.spec.stream_eps
-        quantization = Quantization(names, eps, gate[0] if gate else "")
+        activation = gate[0] if gate else ""
+        assert activation != "swiglu_oai"
+        quantization = Quantization(names, eps, activation)
         others = [t for t in (norm, gate and gate[1]) if t is not None]
         self._sequence.add(
             quantize_activations(quantization, model._lanes, tile),

@@ -17,7 +17,7 @@ from engine.kernels.gpu.matvec import StackedMatrices
 from engine.kernels.gpu.schedules import best_schedule
 from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
-from engine.model.spec import Activation, Attend, Dense, ModelSpec, Sublayer, Weight
+from engine.model.spec import Activation, Attend, Dense, Experts, ModelSpec, Sublayer, Weight
 from engine.model.weights import Weights
 
 REWIND = 512  # tokens by which a sequence may be cut back at least, in a layer with a window
@@ -172,8 +172,8 @@ def allocate(weights: Weights, context: int, chunk: int) -> GPUModel:
 
 
 def _layer(weights: Weights, sublayer: Sublayer, context: int, chunk: int) -> Layer:
-    assert sublayer.norm
     part = sublayer.mix
+    assert sublayer.norm and not isinstance(part, Experts)
     return Layer(
         norm=weights.vector(sublayer.norm),
         mix=_attention(weights, part, context, chunk) if isinstance(part, Attend) else _feed_forward(part),

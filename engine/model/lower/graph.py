@@ -13,10 +13,19 @@ from tinygrad import Tensor, UOp, dtypes
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses, role_of
-from engine.model.spec import Attend, Dense, Vector, Weight
+from engine.model.spec import MIN_PROBABILITY, Activation, Attend, Experts, Vector, Weight
 from engine.model.weights import Weights
 
-ACTIVATIONS = {"silu": Tensor.silu, "gelu": Tensor.gelu}  # tinygrad's GELU is the tanh form
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """See `Activation`."""
+    match activation:
+        case "silu":
+            return gate.silu() * up
+        case "gelu":
+            return gate.gelu() * up  # tinygrad's is the form with tanh
+    gate, up = gate.minimum(7), up.clamp(-7, 7)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
 
 
 class Transformer:
@@ -88,14 +97,41 @@ class Transformer:
             h, mix = x if sublayer.norm is None else self._stream_norm(x, sublayer.norm), sublayer.mix
             if isinstance(mix, Attend):
                 y, stored = self._attention(mix, h, next(caches), position, masks[mix.window])
+            elif isinstance(mix, Experts):
+                y = self._experts(mix, h)
             else:
-                gated = ACTIVATIONS[mix.activation](self._product(mix.gate, h)) * self._product(mix.up, h)
-                y = self._product(mix.down, gated)
+                hidden = gated(self._product(mix.gate, h), self._product(mix.up, h), mix.activation)
+                y = self._product(mix.down, hidden)
             x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
-            if isinstance(mix, Dense):
+            if not isinstance(mix, Attend):
                 x = x.contiguous()
                 x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
             yield x, stored
+
+    def _experts(self, mix: Experts, x: Tensor) -> Tensor:
+        """x (n, dim), which is normed -> (n, dim). One expert for each token at a time."""
+        left = self._product(mix.router, x, mix.router_bias).softmax(-1).contiguous()
+        numbers = Tensor.arange(mix.count).reshape(1, -1)
+        chosen, probabilities = [], []
+        for _ in range(mix.used):
+            best = left.argmax(-1)
+            chosen.append(best.contiguous())
+            probabilities.append(left.max(-1))
+            left = (numbers == best.unsqueeze(-1)).where(-1.0, left).contiguous()
+        total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
+        y: Tensor | None = None
+        for experts, probability in zip(chosen, probabilities, strict=True):
+
+            def product(weight: Weight, bias: Vector | None, x: Tensor, experts: Tensor = experts) -> Tensor:
+                y = self._matrices[weight].products_of(experts, x, mix.count)
+                return y if bias is None else y + self._vectors[bias].reshape(mix.count, -1)[experts]
+
+            gate, up = product(mix.gate, mix.gate_bias, x), product(mix.up, mix.up_bias, x)
+            part = product(mix.down, mix.down_bias, gated(gate, up, mix.activation).contiguous())
+            part = part * (probability / total if mix.renormalised else probability).unsqueeze(-1)
+            y = part if y is None else y + part
+        assert y is not None
+        return y
 
     def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
         y = self._matrices[weight].product(x)
@@ -149,7 +185,13 @@ class Transformer:
             scores = scores.reshape(a.kv_heads, group, n, position + n)
             scores = scores + mask
             scores = scores.reshape(a.kv_heads, group * n, position + n)
-        out = scores.softmax(-1) @ values
+        if a.sinks:
+            sinks = self._vectors[a.sinks].reshape(a.kv_heads, group, 1).expand(-1, -1, n)
+            sinks = sinks.reshape(a.kv_heads, group * n, 1)
+            weights = scores.cat(sinks, dim=-1).softmax(-1).shrink_to(None, None, position + n)
+        else:
+            weights = scores.softmax(-1)
+        out = weights @ values
         out = out.reshape(a.heads, n, a.head_dim).transpose(0, 1).reshape(n, -1)
         return self._product(a.o, out, a.o_bias), stored
 
@@ -158,7 +200,7 @@ def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
     raw = Tensor(weights.matrix_bytes(weight))
     if weight.order:
         raw = weight.order.apply(raw.reshape(weight.rows, -1)).flatten()
-    return QuantizedMatrix(raw, weight.type, weight.rows, weight.cols).realize()
+    return QuantizedMatrix(raw, weight.type, weight.experts * weight.rows, weight.cols).realize()
 
 
 def _mask(n: int, position: UOp | int, window: int) -> Tensor | None:
