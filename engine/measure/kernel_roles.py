@@ -23,11 +23,12 @@ from engine.events import KernelRole
 class BufferUse:
     """What a buffer of the model is for, and which of its `rows` a step uses: all of them; the rows of the step's
     tokens ("token"); the rows of all tokens up to the last ("past"); or these for reading and its own for writing
-    ("context")."""
+    ("context"). With a `window`, a token uses those of no more tokens than that, its own included."""
 
     role: KernelRole
     rows_used: Literal["all", "token", "past", "context"] = "all"
     rows: int = 1
+    window: int = 0
 
 
 def roles_of(calls: Sequence[UOp], uses: Mapping[UOp, BufferUse]) -> list[KernelRole]:

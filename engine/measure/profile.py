@@ -190,6 +190,8 @@ def _bytes(replay: Replay, call: UOp, role: KernelRole, position: int) -> int:
             only_written = all(slot in outs and slot not in ins for slot in slots)
             only_new = use.rows_used == "token" or (use.rows_used == "context" and only_written)
             rows = replay.tokens if only_new else position + replay.tokens
+            if use.window:
+                rows = min(rows, use.window - 1 + replay.tokens)
             n_bytes = n_bytes * min(rows, use.rows) // use.rows
         total += n_bytes
     program = call.src[0]

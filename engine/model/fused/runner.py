@@ -244,11 +244,12 @@ class FusedRunner:
             match layer.mix:
                 case Attention() as a:
                     uses.add(BufferUse("QKV projection"), a.bias, *a.qkv.planes)
-                    uses.add(BufferUse("attention", "context", a.heads.slots), a.keys, a.values)
+                    cache = BufferUse("attention", "context", a.heads.slots, a.heads.window)
+                    uses.add(cache, a.keys, a.values)
                     uses.add(BufferUse("attention output"), *a.o.planes)
                     if self._decode.uses_tensor_cores:
                         past = self._prefill.past(a.heads)
-                        uses.add(BufferUse("attention", "past", a.heads.tiled), *past)
+                        uses.add(BufferUse("attention", "past", a.heads.tiled, a.heads.window), *past)
                 case FeedForward() as f:
                     uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)
                     uses.add(BufferUse("FFN down"), *f.down.planes)

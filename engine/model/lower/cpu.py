@@ -204,7 +204,8 @@ class CPUModel:
             match layer.mix:
                 case Attention() as a:
                     uses.add(BufferUse("QKV projection"), a.bias, *(matrix.stream for matrix in a.qkv))
-                    uses.add(BufferUse("attention", "context", a.heads.length), a.keys, a.values)
+                    cache = BufferUse("attention", "context", a.heads.length, a.heads.window)
+                    uses.add(cache, a.keys, a.values)
                     uses.add(BufferUse("attention output"), a.o.stream)
                     uses.add(BufferUse("norm"), *a.norms)
                 case FeedForward() as f:
