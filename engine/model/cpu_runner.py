@@ -8,7 +8,7 @@ from math import ceil
 from engine.events import Step
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
-from engine.kernels.cpu.step_state import POSITION, TILES
+from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.measure.profile import Replay
 from engine.model.lower.cpu import CPUModel
@@ -60,4 +60,4 @@ class CPURunner:
         return Replay(sequence.calls, self._model.uses(), tokens, sequence, call_s=sequence.call_s)
 
     def _set_state(self, position: int, tokens: int) -> None:
-        self._state[POSITION], self._state[TILES] = position, ceil(tokens / self._lanes)
+        self._state[[POSITION, TILES, TOKENS]] = position, ceil(tokens / self._lanes), tokens

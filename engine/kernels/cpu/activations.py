@@ -31,7 +31,7 @@ class Activations:
     """The buffers that a product reads, `tile` tokens side by side; `buffer_types` gives their types and sizes.
 
     - `values` (tiles, cols / 2, tile, 2) and `scales` (tiles, cols / 32, tile), for quantized matrices
-    - `sums` (cols / 16,): sums of 16 values, for types with an offset, if tile is 1
+    - `sums` (tiles, cols / 16): sums of 16 values, for types with an offset, if tile is 1
     - `scaled_sums` (tiles, cols / 32, tile): sums of 32 values times their scale, for types with minima
     - `floats` (tiles, cols, tile), for float matrices
     """
@@ -54,11 +54,12 @@ class Activations:
         assert self.scales is not None
         return k.load(self.scales, (tile_number * (self.cols // UNIT) + unit) * self.tile + token)
 
-    def sum(self, k: KernelBuilder, run: Index, columns: int) -> UOp:
+    def sum(self, k: KernelBuilder, tile_number: Index, run: Index, columns: int) -> UOp:
         """The sum of the n-th run of 16 or 32 `columns`, int32."""
         assert self.sums is not None
         n = columns // PAIRS
-        return add(k.load(self.sums, run * n + i) for i in range(n))
+        first = tile_number * (self.cols // PAIRS) + run * n
+        return add(k.load(self.sums, first + i) for i in range(n))
 
     def scaled_sum(self, k: KernelBuilder, tile_number: Index, unit: Index, token: Index) -> UOp:
         """The sum of the 32 columns of a unit, float32."""
@@ -97,18 +98,22 @@ def buffer_names(layouts: Sequence[WeightLayout], tile: int) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class Quantization:
     """How the activations of a product are made from rows x, float32 (tokens, cols): `outputs` are the buffers of
-    `Activations` to write. With `eps` the rows are RMS-normed and multiplied by a weight; with `gated` they are
-    SiLU(x) or GELU(x) times other rows."""
+    `Activations` to write. With `eps` the rows are RMS-normed and multiplied by a weight; with `gated` they are gates
+    of other rows: silu(x) * other, gelu(x) * other, or gpt-oss's. With `rows`, as many rows as the state has tiles are
+    quantized if `tile` is 1. With `gathered`, the rows are taken in another order."""
 
     outputs: tuple[str, ...]
     eps: float | None = None
-    gated: Literal["", "silu", "gelu"] = ""
+    gated: Literal["", "silu", "gelu", "swiglu_oai"] = ""
+    rows: bool = False
+    gathered: bool = False
 
 
 @functools.cache
 def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> Kernel:
-    """Buffers: the outputs in their order; the number of units in a row, int32 (1,); the state if tile is more than 1;
-    the rows, float32 (tokens, cols); the other rows if gated, or the norm's weight, float32 (cols,), if normed."""
+    """Buffers: the outputs in their order; the number of units in a row, int32 (1,); the state if tile is more than 1
+    or with `rows`; the number of the row of each token, int32 (tokens,), if gathered; the rows, float32 (tokens, cols);
+    the other rows if gated, or the norm's weight, float32 (cols,), if normed."""
     eps, gated = quantization.eps, quantization.gated
     vectors = UNIT // lanes
     assert vectors >= 2, "vectors of more than 16 lanes"
@@ -119,13 +124,15 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
         outs, rest = dict(zip(quantization.outputs, buffers, strict=False)), list(buffers[n_outputs:])
         units = k.index(rest.pop(0), 0)
         cols = units * UNIT
-        state = rest.pop(0) if tile > 1 else None
+        state = rest.pop(0) if tile > 1 or quantization.rows else None
+        sources = rest.pop(0) if quantization.gathered else None
         rows, *other = rest
         first, count = even_share(units, part, parts)
         tiles: Index = 1 if state is None else k.index(state, TILES)
         factor = k.registers(1)
         with k.loop(tiles) as tile_number, k.loop(tile) as token:
-            at = (tile_number * tile + token) * cols
+            row: Index = tile_number * tile + token
+            at = (row if sources is None else k.index(sources, row)) * cols
             if eps is not None:
                 mean = sum_of_squares(k, rows, at, cols) * cols.cast(F32).reciprocal()
                 k.store(factor, 0, (mean + eps).sqrt().reciprocal())
@@ -138,9 +145,9 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
                     if eps is not None:
                         value = value * k.load(factor, 0) * k.vector(other[0], column)
                     if gated:
-                        value = _ACTIVATIONS[gated](k, value) * k.vector(other[0], at + column)
+                        value = _GATES[gated](k, value, k.vector(other[0], at + column))
                     values.append(value)
-                _store_unit(k, outs, values, (tile_number * units + unit) * tile, unit, tile, token)
+                _store_unit(k, outs, values, (tile_number * units + unit) * tile, tile, token)
         kind = "normed" if eps is not None else gated or "plain"
         return k.finish(f"prepare_{kind}_{len(outs)}_{tile}")
 
@@ -176,17 +183,23 @@ def _sigmoid(k: KernelBuilder, x: UOp) -> UOp:
     return (k.exp(x * -1.0) + 1.0).reciprocal()
 
 
-def _silu(k: KernelBuilder, x: UOp) -> UOp:
-    return x * _sigmoid(k, x)
+def _silu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
+    return x * _sigmoid(k, x) * other
 
 
-def _gelu(k: KernelBuilder, x: UOp) -> UOp:
+def _gelu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     """The form with tanh: 0.5 x (1 + tanh(y)) = x sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x**3)."""
-    return x * _sigmoid(k, x * (x * x * (_GELU * 0.044715) + _GELU))
+    return x * _sigmoid(k, x * (x * x * (_GELU * 0.044715) + _GELU)) * other
+
+
+def _swiglu_oai(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
+    x, other = x.minimum(_SWIGLU_LIMIT), other.maximum(-_SWIGLU_LIMIT).minimum(_SWIGLU_LIMIT)
+    return x * _sigmoid(k, x * 1.702) * (other + 1.0)
 
 
 _GELU = 2 * (2 / pi) ** 0.5
-_ACTIVATIONS = {"silu": _silu, "gelu": _gelu}
+_SWIGLU_LIMIT = 7.0
+_GATES = {"silu": _silu, "gelu": _gelu, "swiglu_oai": _swiglu_oai}
 
 
 def sum_of_squares(k: KernelBuilder, rows: UOp, at: Index, n: Index, lanes: int = 0) -> UOp:
@@ -201,7 +214,7 @@ def sum_of_squares(k: KernelBuilder, rows: UOp, at: Index, n: Index, lanes: int 
 
 
 def _store_unit(
-    k: KernelBuilder, outs: dict[str, UOp], values: list[UOp], place: UOp, unit: UOp, tile: int, token: Index
+    k: KernelBuilder, outs: dict[str, UOp], values: list[UOp], place: UOp, tile: int, token: Index
 ) -> None:
     """Stores the 32 columns of a unit of one token to the buffers `outs`. `place` is the index of the unit's scales."""
     if "floats" in outs:
@@ -231,6 +244,6 @@ def _store_unit(
     sums = [k.across(add(integers[i : i + half]), Ops.ADD) for i in (0, half)]
     if "sums" in outs:
         for i, s in enumerate(sums):
-            k.store(outs["sums"], unit * (UNIT // PAIRS) + i, s)
+            k.store(outs["sums"], place * (UNIT // PAIRS) + i, s)
     if "scaled_sums" in outs:
         k.store(outs["scaled_sums"], place + token, (sums[0] + sums[1]).cast(F32) * scale)

@@ -66,7 +66,8 @@ def mask(lanes: int) -> NDArray[np.float32]:
 @functools.cache
 def attention(heads: Heads, threads: int, tile: int) -> Kernel:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the cached keys and values,
-    `heads.dtype`; the state; the queries of `engine.kernels.cpu.rope.rotate`; `mask`."""
+    `heads.dtype`; the state; the queries of `engine.kernels.cpu.rope.rotate`; `mask`; the sinks, float32 (query,), if
+    there are any."""
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile)
     n = task_heads * tokens
@@ -76,7 +77,8 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
     width = h.query * h.dim
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        out, scores, keys, values, state, queries, score_mask = buffers
+        out, scores, keys, values, state, queries, score_mask, *sinks = buffers
+        assert len(sinks) == h.sinks
         k = KernelBuilder(lanes)
         k.scratch(scores)
         start = k.index(state, POSITION)
@@ -101,6 +103,9 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
                 for t in range(tokens)
                 for q in range(task_heads)
             ]
+
+            def sink(q: Index) -> UOp:
+                return k.load(sinks[0], head_block * task_heads + q % task_heads)
 
             def score_index(b: Index, q: Index) -> Index:
                 return base + (b * n + q) * lanes
@@ -130,7 +135,8 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
             # exponentials of the scores
             totals, peaks, inverses = k.registers(n * lanes), k.registers(n), k.registers(n)
             for q in range(n):
-                k.store(peaks, q, k.across(k.vector(largest[q], 0), Ops.MAX))
+                peak = k.across(k.vector(largest[q], 0), Ops.MAX)
+                k.store(peaks, q, peak.maximum(sink(q)) if sinks else peak)
             with k.loop(n) as q:
                 k.fill(totals, q * lanes, UOp.const(0.0, F32))
             with k.loop(blocks) as b, k.loop(n) as q:
@@ -138,7 +144,10 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
                 k.store(scores, score_index(b, q), weight)
                 k.store(totals, q * lanes, k.vector(totals, q * lanes) + weight)
             with k.loop(n) as q:
-                k.store(inverses, q, k.across(k.vector(totals, q * lanes), Ops.ADD).reciprocal())
+                total = k.across(k.vector(totals, q * lanes), Ops.ADD)
+                if sinks:
+                    total = total + k.exp(sink(q) - k.load(peaks, q))
+                k.store(inverses, q, total.reciprocal())
 
             # the weighted sum of values
             with k.loop(vectors // at_once) as j:

@@ -44,10 +44,11 @@ def span_of(cols: int) -> int:
 
 
 @functools.cache
-def product(layout: WeightLayout, tile: int, span: int = 1) -> Kernel:
+def product(layout: WeightLayout, tile: int, span: int = 1, biased: bool = False) -> Kernel:
     """out = activations @ matrix.T + added, where `added` is a residual stream, a bias or zeros. Buffers: out, float32
     (tokens, out_rows); the sizes (`shape_of`); the state if tile is more than 1; the activations (`buffer_names`); what
-    is added, float32 (tokens or 1, out_rows); the matrix's stream. `span`: see `span_of`; unused if tile is 1."""
+    is added, float32 (tokens or 1, out_rows); a bias that is added too if `biased`, float32 (out_rows,); the matrix's
+    stream. `span`: see `span_of`; unused if tile is 1."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k, rest = KernelBuilder(layout.lanes), list(buffers)
@@ -55,24 +56,27 @@ def product(layout: WeightLayout, tile: int, span: int = 1) -> Kernel:
         tiles: Index = k.index(rest.pop(0), TILES) if tile > 1 else 1
         inputs = {name: rest.pop(0) for name in buffer_names([layout], tile)}
         x = Activations(tile, blocks * layout.block, **inputs)
-        added, stream = rest
+        added, *bias, stream = rest
+        assert len(bias) == biased
         first, count = even_share(groups, part, parts)
         with k.loop(count) as i:
             group = first + i
             row = offset + group * layout.lanes
-            rows = _GroupOfRows(k, layout, stream, group, blocks, x)
+            rows = GroupOfRows(k, layout, stream, group, blocks, x)
 
             def finish(token: Index, total: UOp) -> None:
+                for vector in bias:
+                    total = total + k.vector(vector, row)
                 k.store(out, token * out_rows + row, total + k.vector(added, token * added_rows + row))
 
             if layout.format is None:
                 with k.loop(tiles) as tile_number:
-                    for t, total in enumerate(_floats(rows, tile_number)):
+                    for t, total in enumerate(products_of_floats(rows, tile_number)):
                         finish(tile_number * tile + t, total)
             elif tile == 1:
-                finish(0, _one_token(rows))
+                finish(0, products_of_a_token(rows))
             else:
-                totals = _tiles(rows, tiles, span)
+                totals = products_of_tiles(rows, tiles, span)
                 with k.loop(tiles) as tile_number, k.loop(tile) as t:
                     token = tile_number * tile + t
                     finish(token, k.vector(totals, token * layout.lanes))
@@ -81,7 +85,7 @@ def product(layout: WeightLayout, tile: int, span: int = 1) -> Kernel:
     return kernel
 
 
-class _GroupOfRows(NamedTuple):
+class GroupOfRows(NamedTuple):
     """`lanes` rows of a matrix, and the activations that they are multiplied by."""
 
     k: KernelBuilder
@@ -92,7 +96,7 @@ class _GroupOfRows(NamedTuple):
     x: Activations
 
 
-def _floats(rows: _GroupOfRows, tile_number: Index) -> list[UOp]:
+def products_of_floats(rows: GroupOfRows, tile_number: Index) -> list[UOp]:
     """The products with each token of a tile, float32 (lanes,)."""
     k, _, stream, group, _, x = rows
     lanes, tile = k.lanes, x.tile
@@ -109,8 +113,8 @@ def _floats(rows: _GroupOfRows, tile_number: Index) -> list[UOp]:
     return totals if tile > 1 else [add(totals)]
 
 
-def _one_token(rows: _GroupOfRows) -> UOp:
-    """The products with the one token, float32 (lanes,)."""
+def products_of_a_token(rows: GroupOfRows, tile_number: Index = 0) -> UOp:
+    """The products with the token of a tile that holds one, float32 (lanes,)."""
     k, layout, stream, group, blocks, x = rows
     lanes, format = k.lanes, layout.format
     assert format
@@ -126,14 +130,14 @@ def _one_token(rows: _GroupOfRows) -> UOp:
         words = at + layout.header_words + u * layout.unit_words
         start: UOp = UOp.const(0, I32)
         if format.offset:
-            start = x.sum(k, unit * (UNIT // format.group) + run, format.group) * -format.offset
+            start = x.sum(k, tile_number, unit * (UNIT // format.group) + run, format.group) * -format.offset
         k.fill(sums, 0, start)
         k.fill(sums, lanes, UOp.const(0, I32))
         with k.loop(n // together) as step:
             first = run * n + step * together
             pairs = layout.pairs(k, stream, words, first, together)
             dots = [
-                k.multiply_pairs(w, k.repeat_pair(x.pair(k, 0, unit * PAIRS + first + i, 0)))
+                k.multiply_pairs(w, k.repeat_pair(x.pair(k, tile_number, unit * PAIRS + first + i, 0)))
                 for i, w in enumerate(pairs)
             ]
             value = k.vector(sums, 0, 2 * lanes)
@@ -142,20 +146,20 @@ def _one_token(rows: _GroupOfRows) -> UOp:
             k.store(sums, 0, value)
         scale, minimum = layout.scales(k, stream, at, words, run)
         dot = k.vector(sums, 0) + k.vector(sums, lanes)
-        result = dot.cast(F32) * (scale * x.scale(k, 0, unit, 0))
+        result = dot.cast(F32) * (scale * x.scale(k, tile_number, unit, 0))
         if minimum is not None:
-            result = result - minimum * x.scaled_sum(k, 0, unit, 0)
+            result = result - minimum * x.scaled_sum(k, tile_number, unit, 0)
         k.store(total, 0, k.vector(total, 0) + result)
     return k.vector(total, 0)
 
 
-def _tiles(rows: _GroupOfRows, tiles: Index, span: int) -> UOp:
-    """The products with all tokens, an array of float32 (tokens, lanes)."""
+def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: Index = 0) -> UOp:
+    """The products with the tokens of up to MAX_TILES `tiles`, an array of float32 (tokens, lanes)."""
     k, layout, stream, group, blocks, x = rows
     lanes, tile, format = k.lanes, x.tile, layout.format
     assert format
     units = layout.block // UNIT
-    totals = k.registers(MAX_TILES * tile * lanes)
+    totals = k.registers((MAX_TILES if isinstance(tiles, UOp) else tiles) * tile * lanes)
     weights = k.registers(span * UNIT * lanes, I16)
     scales = k.registers(span * lanes)
     minima = k.registers(span * lanes) if "m" in format.scales else None
@@ -172,7 +176,7 @@ def _tiles(rows: _GroupOfRows, tiles: Index, span: int) -> UOp:
             if minima is not None and minimum is not None:
                 k.store(minima, i * lanes, minimum)
         with k.loop(tiles) as tile_number, k.loop(span) as i:
-            unit = s * span + i
+            unit, of_x = s * span + i, first_tile + tile_number
             sums = [k.zeros(2 * lanes, I32) for _ in range(tile // 2)]  # two tokens side by side
             with k.loop(PAIRS // _PAIRS_A_STEP) as step:
                 values = [k.vector(pair_sums, 0, 2 * lanes) for pair_sums in sums]
@@ -180,16 +184,16 @@ def _tiles(rows: _GroupOfRows, tiles: Index, span: int) -> UOp:
                     pair = step * _PAIRS_A_STEP + p
                     w = k.vector(weights, (i * PAIRS + pair) * (2 * lanes), 2 * lanes)
                     for two in range(tile // 2):
-                        xs = (x.pair(k, tile_number, unit * PAIRS + pair, 2 * two + t) for t in range(2))
+                        xs = (x.pair(k, of_x, unit * PAIRS + pair, 2 * two + t) for t in range(2))
                         dots = (k.multiply_pairs(w, k.repeat_pair(pair_x)) for pair_x in xs)
                         values[two] = values[two] + k.concat(*dots)
                 for pair_sums, value in zip(sums, values, strict=True):
                     k.store(pair_sums, 0, value)
             for t in range(tile):
                 dot = k.vector(sums[t // 2], t % 2 * lanes)
-                result = dot.cast(F32) * (k.vector(scales, i * lanes) * x.scale(k, tile_number, unit, t))
+                result = dot.cast(F32) * (k.vector(scales, i * lanes) * x.scale(k, of_x, unit, t))
                 if minima is not None:
-                    result = result - k.vector(minima, i * lanes) * x.scaled_sum(k, tile_number, unit, t)
+                    result = result - k.vector(minima, i * lanes) * x.scaled_sum(k, of_x, unit, t)
                 at_total = (tile_number * tile + t) * lanes
                 k.store(totals, at_total, k.vector(totals, at_total) + result)
     return totals

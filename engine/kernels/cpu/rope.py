@@ -19,7 +19,8 @@ from engine.kernels.cpu.step_state import POSITION, n_tokens
 class Heads:
     """The attention heads of a kind of layers: `query` heads share `kv` heads of keys and values, of `dim` elements
     each. Scores are multiplied by `scale`. `query_norm` and `key_norm`: whether these are RMS-normed, with `norm_eps`.
-    `temperature`: whether queries are multiplied by a factor of their position.
+    `wide_norms`: over all heads together. `temperature`: whether queries are multiplied by a factor of their position.
+    `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
     has `length` slots, a multiple of `lanes`, of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv,
@@ -39,6 +40,8 @@ class Heads:
     temperature: bool = False
     window: int = 0
     dtype: DType = F16
+    wide_norms: bool = False
+    sinks: bool = False
 
     @property
     def rows(self) -> int:
@@ -67,8 +70,8 @@ def rotate(heads: Heads, tile: int) -> Kernel:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
     (tokens, query * dim), multiplied by `scale`; the cached keys and values; the state; the products' rows, float32
     (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each; of the
-    queries' norm and of the keys' the weights, float32 (dim,), if there is one; the temperatures, float32 (positions,),
-    if there are any."""
+    queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one; the temperatures,
+    float32 (positions,), if there are any."""
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
@@ -79,23 +82,24 @@ def rotate(heads: Heads, tile: int) -> Kernel:
         start = k.index(state, POSITION)
 
         def rotated(
-            at: Index, token: Index, j: UOp, weight: UOp | None, factor: UOp | None
+            at: Index, token: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
         ) -> tuple[UOp, UOp]:
             """n elements of a rotated head from j on, and n from j + half on."""
+            first = head * h.dim if h.wide_norms else 0  # of the head's weights
             a, b = (k.vector(rows, at + offset + j, n) for offset in (0, half))
             if weight is not None and factor is not None:
                 a, b = (
-                    v * k.load(factor, 0) * k.vector(weight, offset + j, n)
+                    v * k.load(factor, 0) * k.vector(weight, first + (offset + j), n)
                     for v, offset in ((a, 0), (b, half))
                 )
             c, s = (k.vector(table, (start + token) * half + j, n) for table in (cos, sin))
             return a * c - b * s, b * c + a * s
 
-        def norm_factor(at: Index, weight: UOp | None) -> UOp | None:
+        def norm_factor(at: Index, weight: UOp | None, size: int) -> UOp | None:
             if weight is None:
                 return None
             factor = k.registers(1)
-            mean = sum_of_squares(k, rows, at, h.dim, n) * (1.0 / h.dim)
+            mean = sum_of_squares(k, rows, at, size, n) * (1.0 / size)
             k.store(factor, 0, (mean + h.norm_eps).sqrt().reciprocal())
             return factor
 
@@ -104,23 +108,30 @@ def rotate(heads: Heads, tile: int) -> Kernel:
             if h.temperature:
                 scale = k.load(rest[0], start + t) * h.scale
             first, count = even_share(h.query, part, parts)
+            factor = norm_factor(t * h.rows, query_norm, h.query * h.dim) if h.wide_norms else None
             with k.loop(count) as i:
                 head = first + i
                 at = t * h.rows + head * h.dim
-                factor = norm_factor(at, query_norm)
+                if not h.wide_norms:
+                    factor = norm_factor(at, query_norm, h.dim)
                 with k.loop(half // n) as j:
-                    a, b = rotated(at, t, j * n, query_norm, factor)
+                    a, b = rotated(at, t, j * n, query_norm, factor, head)
                     to = t * (h.query * h.dim) + head * h.dim + j * n
                     k.store(queries, to, a * scale)
                     k.store(queries, to + half, b * scale)
             first, count = even_share(h.kv, part, parts)
+            if h.wide_norms:
+                factor = norm_factor(t * h.rows + h.query * h.dim, key_norm, h.kv * h.dim)
             with k.loop(count) as i:
                 head = first + i
                 slot = h.slot(start + t)
                 at = t * h.rows + (h.query + head) * h.dim
-                factor = norm_factor(at, key_norm)
+                if not h.wide_norms:
+                    factor = norm_factor(at, key_norm, h.dim)
                 with k.loop(half // n) as j:
-                    for v, offset in zip(rotated(at, t, j * n, key_norm, factor), (0, half), strict=True):
+                    for v, offset in zip(
+                        rotated(at, t, j * n, key_norm, factor, head), (0, half), strict=True
+                    ):
                         to = h.key_index(head, slot // h.lanes, j * n + offset) + slot % h.lanes
                         k.store_elements(keys, to, h.lanes, v.cast(h.dtype))
                 with k.loop(h.dim // n) as j:

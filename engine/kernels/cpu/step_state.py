@@ -9,6 +9,7 @@ from engine.kernels.cpu.kernel_builder import Index, KernelBuilder
 # Indices of the state.
 POSITION = 1  # the number of tokens before the step
 TILES = 2  # the number of tiles of tokens in the step
+TOKENS = 3  # the number of tokens in the step, without those that fill its last tile
 SIZE = 4
 
 

@@ -34,7 +34,7 @@ def prepared(pool: ThreadPool, quantization: Quantization, tile: int, x: np.ndar
 
 
 @pytest.mark.parametrize("tile", [1, 4])
-@pytest.mark.parametrize("gated", ["silu", "gelu"])
+@pytest.mark.parametrize("gated", ["silu", "gelu", "swiglu_oai"])
 def test_gates(pool: ThreadPool, gated: str, tile: int) -> None:
     x, other = random(1 if tile == 1 else TOKENS, COLS, scale=3.0), random(1 if tile == 1 else TOKENS, COLS)
     x[0, :12] = [0.0, 1e-20, -1e-20, 30.0, -30.0, 200.0, -200.0, 1e10, -1e10, 1e30, -1e30, -88.0]
@@ -43,10 +43,12 @@ def test_gates(pool: ThreadPool, gated: str, tile: int) -> None:
     with np.errstate(over="ignore"):
         wanted = {
             "silu": wide / (1 + np.exp(-wide)),
+            "swiglu_oai": np.minimum(wide, 7) / (1 + np.exp(-1.702 * np.minimum(wide, 7))),
             "gelu": wide / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))),
         }[gated]
     got = prepared(pool, Quantization(("floats",), gated=gated), tile, x, other)
-    np.testing.assert_allclose(got, wanted * other, rtol=3e-6, atol=1e-6)
+    up = np.clip(other, -7, 7) + 1 if gated == "swiglu_oai" else other
+    np.testing.assert_allclose(got, wanted * up, rtol=3e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("tile", [1, 4])

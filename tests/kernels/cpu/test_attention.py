@@ -29,7 +29,11 @@ class Layer:
         self.rows = rng.standard_normal((positions, h.query + 2 * h.kv, h.dim)).astype(np.float32)
         angles = rng.uniform(0, 6, (positions, h.dim // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        self.norms = rng.standard_normal((2, h.dim)).astype(np.float32)
+        self.norms = [
+            rng.standard_normal(n * h.dim if h.wide_norms else h.dim).astype(np.float32)
+            for n in (h.query, h.kv)
+        ]
+        self.sinks = rng.uniform(-2, 4, h.query).astype(np.float32)
         self.temperatures = rng.uniform(0.5, 2, positions).astype(np.float32)
         self._state, tokens = ints(0, 0, 0, 0), MAX_TILES * h.lanes
         self._rows, self._queries, self._out = (
@@ -40,6 +44,7 @@ class Layer:
         self._cached = [memory.zeros(h.cache_size, h.dtype) for _ in range(2)]
         self._tables = [memory.array(a, dtypes.float32) for a in (self.cos, self.sin, *used)]
         self._mask = memory.array(mask(h.lanes), dtypes.float32)
+        self._sinks = [memory.array(self.sinks, dtypes.float32)] if h.sinks else []
         self._steps = {tile: self._step(pool, tile) for tile in (1, h.lanes)}
 
     def _step(self, pool: ThreadPool, tile: int) -> CompiledSequence:
@@ -47,7 +52,7 @@ class Layer:
         scores = memory.zeros(scratch_size(h, pool.count, tile), dtypes.float32)
         step = KernelSequence(pool)
         step.add(rotate(h, tile), self._queries, *cached, self._rows, *self._tables)
-        reads = scores, *cached, self._queries, self._mask
+        reads = scores, *cached, self._queries, self._mask, *self._sinks
         step.add(attention(h, pool.count, tile), self._out, *reads, parts=n_parts(h, pool.count, tile))
         return step.compile()
 
@@ -69,7 +74,9 @@ class Layer:
         queries, keys, values = np.split(rows, [h.query, h.query + h.kv], 1)
 
         def normed(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-            return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+            flat = x.reshape(len(x), -1, weight.size)
+            flat = flat / np.sqrt((flat * flat).mean(-1, keepdims=True) + EPS) * weight
+            return flat.reshape(x.shape)
 
         def rotated(x: np.ndarray) -> np.ndarray:
             a, b, cos, sin = x[..., :half], x[..., half:], self.cos[:, None], self.sin[:, None]
@@ -84,8 +91,9 @@ class Layer:
         scores = np.einsum("qhd,khd->hqk", queries, keys)
         age = np.arange(len(rows))[:, None] - np.arange(len(rows))
         scores[:, (age < 0) | (age >= (h.window or len(rows)))] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), values)
+        weights = np.exp(scores)
+        sinks = np.exp(self.sinks[:, None, None]) if h.sinks else 0
+        return np.einsum("hqk,khd->qhd", weights / (weights.sum(-1, keepdims=True) + sinks), values)
 
 
 def check(pool: ThreadPool, heads: Heads, *steps: int) -> None:
@@ -108,6 +116,21 @@ def test_a_norm_of_queries_or_keys_alone(pool: ThreadPool, query_norm: bool) -> 
 def test_a_cache_of_float32(pool: ThreadPool) -> None:
     check(pool, replace(PLAIN, dtype=dtypes.float32), 19, 1, 1)
     check(pool, replace(PLAIN, dtype=dtypes.float32, length=96, window=24), 64, 40, 1)
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("window", [0, 9])
+def test_sinks(pool: ThreadPool, window: int, lanes: int) -> None:
+    length = 128 if not window else window + 7 + MAX_TILES * lanes
+    heads = replace(PLAIN, query=12, lanes=lanes, sinks=True, window=window, length=length)
+    check(pool, heads, 19, 1, 1, 40, 1)
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("key_norm", [False, True])
+def test_norms_over_all_heads(pool: ThreadPool, key_norm: bool, lanes: int) -> None:
+    norms = Heads(6, 3, 96, 128, lanes, 96**-0.5, EPS, query_norm=True, key_norm=key_norm, wide_norms=True)
+    check(pool, norms, 19, 1, 1)
 
 
 def test_scale_and_temperature(pool: ThreadPool) -> None:

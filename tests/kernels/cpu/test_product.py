@@ -41,9 +41,17 @@ def ints(*values: int):
 
 
 def multiply(
-    pool: ThreadPool, kind: Type, rows: int, cols: int, tokens: int, tile: int, lanes: int = LANES
+    pool: ThreadPool,
+    kind: Type,
+    rows: int,
+    cols: int,
+    tokens: int,
+    tile: int,
+    lanes: int = LANES,
+    biased: bool = False,
 ) -> float:
-    """The error of products of random activations plus a bias, relative to the largest."""
+    """The error of products of random activations plus a bias, relative to the largest. `biased`: the bias is added to
+    a residual stream."""
     layout, stream, weights = packed(pool, kind, rows, cols, lanes)
     x = np.random.default_rng(1).standard_normal((tokens, cols)).astype(np.float32)
     bias = np.random.default_rng(2).standard_normal(layout.groups(rows) * lanes).astype(np.float32)
@@ -51,15 +59,17 @@ def multiply(
     state = [ints(0, 0, tokens // tile)] if tile > 1 else []
     names = buffer_names([layout], tile)
     inputs = [memory.zeros(2 * tokens * cols, KINDS.get(name, dtypes.float32)) for name in names]
-    rows_in, added = memory.array(x, dtypes.float32), memory.array(bias, dtypes.float32)
+    stream_in = np.random.default_rng(3).standard_normal((tokens, bias.size)).astype(np.float32)
+    rows_in, biases = memory.array(x, dtypes.float32), memory.array(bias, dtypes.float32)
+    added = [memory.array(stream_in, dtypes.float32), biases] if biased else [biases]
     step = KernelSequence(pool)
     step.add(
         quantize_activations(Quantization(names), lanes, tile), *inputs, ints(cols // UNIT), *state, rows_in
     )
-    kernel = product(layout, tile, span_of(cols) if tile > 1 else 1)
-    step.add(kernel, out, ints(*shape_of(rows, cols, layout, False)), *state, *inputs, added, stream)
+    kernel = product(layout, tile, span_of(cols) if tile > 1 else 1, biased)
+    step.add(kernel, out, ints(*shape_of(rows, cols, layout, biased)), *state, *inputs, *added, stream)
     step.compile()()
-    wanted = x.astype(np.float64) @ weights.T + bias[:rows]
+    wanted = x.astype(np.float64) @ weights.T + bias[:rows] + stream_in[:, :rows] * biased
     return float(np.abs(memory.view(out).reshape(tokens, -1)[:, :rows] - wanted).max() / np.abs(wanted).max())
 
 
@@ -76,6 +86,12 @@ def test_tiles_of_tokens(pool: ThreadPool, kind: int) -> None:
 @pytest.mark.parametrize("lanes", [4, 16])
 def test_other_widths(pool: ThreadPool, lanes: int) -> None:
     assert multiply(pool, Type.Q6_K, 24, 256, 1, 1, lanes) < 5e-5
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("tile", [1, 4])
+def test_a_bias_and_a_residual_stream(pool: ThreadPool, tile: int, kind: Type) -> None:
+    assert multiply(pool, kind, 24, 64, 2 * tile if tile > 1 else 1, tile, biased=True) < 1e-4
 
 
 def test_columns_that_make_no_whole_spans(pool: ThreadPool) -> None:
