@@ -152,7 +152,7 @@ class CPUModel:
             part.heads, part.kv_heads, part.head_dim, length, self._lanes, part.scale,
             norm_eps=self.spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
             temperature=self.spec.temperature is not None,
-            window=part.window if length < self._length else 0,
+            window=part.window if part.window < self._length else 0,
             dtype=dtypes.float32 if self.spec.is_float32 else dtypes.float16,
         )  # fmt: skip
         keys, values = (memory.zeros(heads.cache_size, heads.dtype, sparse=True) for _ in range(2))
@@ -184,7 +184,8 @@ class CPUModel:
     @property
     def max_rewind(self) -> int | None:
         """See `ModelRunner.max_rewind`."""
-        has_ring = any(isinstance(layer.mix, Attention) and layer.mix.heads.window for layer in self._layers)
+        mixes = (layer.mix for layer in self._layers)
+        has_ring = any(isinstance(mix, Attention) and mix.heads.length < self._length for mix in mixes)
         return REWIND if has_ring else None
 
     def uses(self) -> BufferUses:
