@@ -1,6 +1,5 @@
 """tinygrad reads its device and compiler from the environment, so they are set before any test imports it."""
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -81,26 +80,6 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"there is no test data at {SHARED} (ORIN_SHARED names another place)")
     return SHARED
-
-
-@pytest.fixture(scope="session")
-def make_model(shared: Path) -> Callable[[str, str, Path, int], None]:
-    """Writes a model of a shape and a quantization, with random weights and so many tokens, to a path: the maker beside
-    the checkout, in this process. The tokens have no texts, which would take longer to write than all else."""
-    spec = importlib.util.spec_from_file_location("make_model", shared / "models" / "make_model.py")
-    assert spec and spec.loader
-    maker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(maker)
-
-    def make(shape: str, quant: str, path: Path, n_tokens: int) -> None:
-        arguments = ["make_model", shape, str(path), "--quant", quant]
-        with (
-            mock.patch.object(sys, "argv", arguments),
-            mock.patch.object(maker, "write_vocab", lambda *_: n_tokens),
-        ):
-            maker.main()
-
-    return make
 
 
 @pytest.fixture(scope="session")

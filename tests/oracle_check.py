@@ -1,0 +1,71 @@
+"""How far the engine is from llama.cpp's exact answers, for every small model beside the checkout (`tests.oracles`).
+
+    python -m tests.oracle_check BACKEND...
+
+A BACKEND is `reference` (numpy), `cpu`, `graph` or `fused`. DEV chooses the device of the last two; by default graph
+runs on the CPU and fused on CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.paths import SHARED
+
+DEVICES = {"reference": "CPU", "cpu": "CPU", "graph": "CPU", "fused": "CUDA"}
+
+
+def check(backend: str, models: list[str]) -> None:
+    """Prints a line for each model and prompt."""
+    from engine.backends import install, prepare
+    from engine.events import EngineOptions
+
+    device = DEVICES[backend] if backend == "cpu" else os.environ.get("DEV", DEVICES[backend])
+    install(prepare(EngineOptions(model_path="", backend=device)))
+    from engine.model.open_runner import open_runner
+    from tests import oracles
+
+    kernels = "graph" if backend == "graph" else "auto"
+    print(f"{backend:24} prompt  difference  divergence  wrong tokens", flush=True)
+    for name in oracles.NAMES:
+        if models and not any(model in name for model in models):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            oracles.make(SHARED, name, path)
+            for number, prompt in enumerate(oracles.prompts(SHARED, name)):
+                if backend == "reference":
+                    answers = oracles.of_reference(path, prompt)
+                else:
+                    answers = oracles.of_runner(
+                        lambda weights, context: open_runner(weights, context, kernels), path, prompt
+                    )
+                a = oracles.agreement(prompt, answers)
+                print(
+                    f"{name:24} {number:6}  {a.difference:10.1e}  {a.divergence:10.1e}  {a.wrong:12}",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("backends", nargs="+", choices=DEVICES, metavar="BACKEND")
+    parser.add_argument("--model", action="append", default=[], help="only models with this in their names")
+    options = parser.parse_args()
+    if len(options.backends) == 1:
+        check(options.backends[0], options.model)
+        return
+    for backend in options.backends:  # a process has one device
+        models = [f"--model={model}" for model in options.model]
+        subprocess.run([sys.executable, "-m", "tests.oracle_check", backend, *models], check=True)
+
+
+if __name__ == "__main__":
+    main()
