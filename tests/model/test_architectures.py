@@ -1,0 +1,219 @@
+"""The description of a model that is read from its file, the figures that follow from it, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF
+from engine.formats.quantization import FLOATS
+from engine.formats.rope_order import HeadOrder
+from engine.model.architectures import ARCHITECTURES, read_spec
+from engine.model.spec import ModelSpec
+from tests import generated_model
+
+LAYERS, DIM, KV_SIZE = 3, 64, 32
+SHAPE = {"layers": LAYERS, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn": 96}
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory):
+    """The path of a file of an architecture, by its name."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = {}
+
+    def path(architecture):
+        if architecture not in paths:
+            paths[architecture] = folder / architecture / "model.gguf"
+            generated_model.write(paths[architecture], architecture=architecture, **SHAPE)
+        return paths[architecture]
+
+    return path
+
+
+def read(path, tensors=None, **metadata) -> ModelSpec:
+    """The description of a file that is changed: `tensors` have other shapes, or are taken out (None), or are put in; a
+    key of the metadata is written with "__" in place of "."."""
+    with GGUF(path) as file:
+        changes = {key.replace("__", "."): value for key, value in metadata.items()}
+        file.metadata = {**file.metadata, **changes}
+        all_tensors = dict(file.tensors)
+        for name, shape in (tensors or {}).items():
+            like = all_tensors.pop(name, file.tensors["output_norm.weight"])
+            if shape is not None:
+                all_tensors[name] = dataclasses.replace(like, name=name, shape=shape)
+        file.tensors = all_tensors
+        return read_spec(file)
+
+
+@pytest.mark.parametrize("architecture", generated_model.ARCHITECTURES)
+def test_all_that_a_file_holds_is_described_once(path_of, architecture):
+    assert architecture in ARCHITECTURES
+    spec = read(path_of(architecture))
+    with GGUF(path_of(architecture)) as file:
+        held = {name: info for name, info in file.tensors.items() if not name.startswith("rope_f")}
+        for is_matrix, parts in (True, spec.weights()), (False, spec.vectors()):
+            rows: dict[str, list[tuple[int, int]]] = {}
+            for part in parts:
+                n = part.rows if is_matrix else part.size
+                rows.setdefault(part.tensor, []).append((part.first, n))
+            assert rows.keys() == {name for name, info in held.items() if (len(info.shape) == 2) == is_matrix}
+            for name, runs in rows.items():
+                ends = [first + n for first, n in sorted(runs)]
+                assert [0, *ends] == [*(first for first, _ in sorted(runs)), held[name].shape[0]]
+        matrices = [info for info in held.values() if len(info.shape) == 2]
+        assert sum(weight.n_bytes for weight in spec.weights()) == sum(info.n_bytes for info in matrices)
+        assert all(info.type in FLOATS for info in held.values() if len(info.shape) == 1)
+        assert spec.vector_bytes == sum(info.n_bytes for info in held.values() if len(info.shape) == 1)
+
+
+def test_what_a_token_reads(path_of, tmp_path):
+    tied = read(path_of("llama"))
+    assert tied.is_tied and not tied.is_float32
+    assert tied.weight_bytes_per_token == sum(w.n_bytes for w in tied.weights()) + tied.vector_bytes
+    assert tied.kv_bytes_per_token(windowed=False) == LAYERS * 2 * 2 * KV_SIZE  # float16 keys and values
+    assert tied.kv_bytes_per_token(windowed=True) == 0
+
+    path = generated_model.write(tmp_path / "model.gguf", quant="F32", tied=False, **SHAPE)
+    other = read(path)
+    assert not other.is_tied and other.is_float32
+    all_but_a_row = (other.vocab - 1) * DIM * 4
+    assert other.weight_bytes_per_token == path_bytes(path) - all_but_a_row
+    assert other.kv_bytes_per_token(windowed=False) == LAYERS * 4 * 2 * KV_SIZE
+
+
+def path_bytes(path):
+    with GGUF(path) as file:
+        return sum(info.n_bytes for info in file.tensors.values())
+
+
+def test_windows(path_of):
+    spec = read(path_of("gemma3"))
+    assert [a.window for a in spec.attention] == [24, 24, 0] and spec.window == 24
+    assert [a.rope for a in spec.attention] == [0, 0, 1], (
+        "layers with a window have a rotary embedding of their own"
+    )
+    assert spec.kv_bytes_per_token(windowed=True) == 2 * spec.kv_bytes_per_token(windowed=False)
+
+    layers = np.array([False, True, False])
+    spec = read(path_of("gemma3"), gemma3__attention__sliding_window_pattern=layers)
+    assert [a.window for a in spec.attention] == [0, 24, 0]
+    assert read(path_of("gemma3"), gemma3__attention__sliding_window=0).window == 0
+    phi3 = read(path_of("phi3"), phi3__attention__sliding_window=8)
+    assert phi3.window == 0, "the key is in published files, and llama.cpp does not heed it"
+
+
+def test_rotary_embeddings(path_of):
+    plain, linear = (
+        read(path_of("llama"), **keys).ropes[0]
+        for keys in ({}, {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0})
+    )
+    np.testing.assert_allclose(plain.frequencies, 1e4 ** -(np.arange(8) / 8))
+    np.testing.assert_allclose(linear.frequencies, np.array(plain.frequencies) / 4)
+    cos, sin = plain.tables(3, 100)
+    assert cos.shape == sin.shape == (3, 8) and cos.dtype == np.float32
+    np.testing.assert_allclose(np.arctan2(sin[2], cos[2]), 2 * np.array(plain.frequencies), rtol=1e-6)
+
+    smollm3 = read(path_of("smollm3"), smollm3__block_count=LAYERS)
+    assert [a.rope for a in smollm3.attention] == [0, 0, 0], "the fourth layer would not be rotated"
+    (phi3,) = read(path_of("phi3")).ropes
+    short, long, longer = (phi3.tables(9, context) for context in (64, 65, 1000))
+    np.testing.assert_array_equal(long, longer)
+    assert np.abs(np.array(short) - long).max() > 0.1
+    np.testing.assert_allclose(np.hypot(*short), 1.2, rtol=1e-6)
+
+
+def test_partly_rotated_heads_turn_no_more_than_that(path_of):
+    spec = read(path_of("llama"), llama__rope__dimension_count=8)
+    assert spec.attention[0].q.order == HeadOrder(16, 8, interleaved=True)
+    cos, sin = spec.ropes[0].tables(5, 100)
+    assert cos.shape == (5, 8) and (cos[:, 4:] == 1).all() and (sin[:, 4:] == 0).all()
+
+
+def test_multipliers(path_of):
+    """The stream is kept divided by what sublayers' results are multiplied by."""
+    keys = generated_model.MULTIPLIERS
+    spec, residual = read(path_of("granite")), keys["residual_scale"]
+    assert spec.embedding_scale == pytest.approx(keys["embedding_scale"] / residual)
+    assert spec.stream_eps == pytest.approx(spec.eps / residual**2)
+    assert spec.output_norm.factor == pytest.approx(1 / keys["logit_scale"])
+    assert spec.attention[0].scale == pytest.approx(keys["attention.scale"])
+    assert read(path_of("gemma3")).embedding_scale == DIM**0.5
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general__architecture": "mamba"}, "of the architecture mamba, which orin-chat does not run"),
+        ({"llama__block_count": 0}, "is damaged: llama.block_count is 0"),
+        ({"llama__block_count": LAYERS + 1}, "has no blk.3.attn_norm.weight"),
+        ({"llama__block_count": LAYERS - 1}, "holds blk.2.attn_k.weight, which orin-chat does not know"),
+        ({"llama__embedding_length": 1 << 31}, "is damaged: llama.embedding_length is 2147483648"),
+        ({"llama__embedding_length": 2 * DIM}, "has token_embd.weight with the shape"),
+        ({"llama__feed_forward_length": 97}, "has blk.0.ffn_down.weight with the shape"),
+        ({"llama__attention__key_length": 15, "llama__attention__value_length": 15}, "heads of a shape"),
+        ({"llama__attention__value_length": 8}, "heads of a shape"),
+        ({"llama__attention__head_count_kv": 3}, "heads of a shape"),
+        ({"llama__attention__head_count_kv": 4}, "has blk.0.attn_k.weight with the shape"),
+        ({"llama__rope__dimension_count": 7}, "heads of a shape"),
+        ({"llama__rope__dimension_count": 32}, "heads of a shape"),
+        ({"llama__rope__scaling__type": "ntk"}, "RoPE scaling ntk"),
+        ({"llama__rope__freq_base": -1.0}, "RoPE frequencies"),
+        ({"llama__rope__freq_base": float("inf")}, "llama.rope.freq_base is inf"),
+        ({"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 0.0}, "RoPE frequencies"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 0.0}, "RoPE frequencies"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__freq_base": 1.0}, "yarn has no bounds"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_beta_fast": 0.0},
+            "yarn has no bounds",
+        ),
+        ({"llama__attention__scale": 0.0}, "llama.attention.scale is 0"),
+        ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
+    ],
+)
+def test_metadata_that_cannot_be_are_refused(path_of, metadata, message):
+    refuse(path_of("llama"), message, **metadata)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensors", "message"),
+    [
+        ("llama", {"blk.0.attn_q.weight": None}, "has no blk.0.attn_q.weight"),
+        ("llama", {"blk.1.ffn_norm.weight": None}, "has no blk.1.ffn_norm.weight"),
+        ("llama", {"output_norm.weight": None}, "has no output_norm.weight"),
+        ("llama", {"output.weight": (5, DIM)}, "has output.weight with the shape"),
+        ("llama", {"blk.1.ssm_a": (DIM,)}, "holds blk.1.ssm_a, which orin-chat does not know"),
+        ("llama", {"rope_freqs.weight": (7,)}, "rope_freqs.weight does not fit its heads"),
+        ("qwen2", {"blk.0.attn_q.bias": (DIM + 1,)}, "has blk.0.attn_q.bias with the shape"),
+        ("qwen3", {"blk.0.attn_q_norm.weight": (8,)}, "has blk.0.attn_q_norm.weight with the shape"),
+        ("phi3", {"blk.0.attn_qkv.weight": (DIM, DIM)}, "has blk.0.attn_qkv.weight with the shape"),
+        ("phi3", {"blk.0.ffn_up.weight": (96, DIM)}, "has blk.0.ffn_up.weight with the shape"),
+        ("phi3", {"rope_factors_long.weight": (4,)}, "rope_factors_long.weight does not fit its heads"),
+        ("olmo2", {"blk.0.attn_k_norm.weight": (DIM,)}, "has blk.0.attn_k_norm.weight with the shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(path_of, architecture, tensors, message):
+    refuse(path_of(architecture), message, tensors)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (np.array([True, False]), "its pattern of windows has 2 layers"),
+        (0, "sliding_window_pattern is 0"),
+        ("all", "sliding_window_pattern"),
+    ],
+)
+def test_a_damaged_pattern_of_windows_is_refused(path_of, pattern, message):
+    refuse(path_of("gemma3"), message, gemma3__attention__sliding_window_pattern=pattern)
+
+
+def refuse(path, message, tensors=None, **metadata):
+    with pytest.raises(ModelFileError, match=message) as error:
+        read(path, tensors, **metadata)
+    assert str(error.value).startswith("model.gguf ") and error.value.hint
+
+
+def test_a_vocabulary_is_no_model(path_of):
+    refuse(path_of("llama"), "has no weights", {"token_embd.weight": None})
