@@ -9,6 +9,10 @@ registers. Activations are stored in the order in which threads hold them, calle
 that a thread loads 16 bytes at a time.
 
 Each warp has a tile of the product of its own, and nothing passes through shared memory.
+
+In a mixture of experts each token takes some of the matrices, which are rows of one. A block has tokens of one expert
+(`ExpertTiles`). They are not neighbours, so their activations are rows instead of fragments: the sixteen columns of a
+thread are neighbours there.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from engine.kernels.gpu.uops import (
     Activation,
     finish,
     gated,
+    load,
     load_index,
     load_run,
     store,
@@ -57,6 +62,44 @@ class Tiles:
     def width(self) -> int:
         """Rows of the matrix of a block."""
         return 8 * self.cols * self.across
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """The assignments of `tokens` tokens to `used` of `n` experts each, sorted by expert (see
+    `engine.kernels.gpu.prefill_experts`): numbers token * used + slot, in tiles of `tile`, a multiple of 16. A tile is
+    of one expert; -1 fills the rest of the last tile of each."""
+
+    tokens: int
+    used: int
+    n: int
+    tile: int
+
+    @property
+    def assignments(self) -> int:
+        return self.tokens * self.used
+
+    @property
+    def count(self) -> int:
+        """The most tiles that the assignments take, whatever they are."""
+        return (self.assignments + min(self.n, self.assignments) * (self.tile - 1)) // self.tile
+
+    @property
+    def size(self) -> int:
+        """Places of assignments in all tiles."""
+        return self.count * self.tile
+
+    @property
+    def tiles(self) -> Tiles:
+        """How products are divided: a block for each tile and 64 rows."""
+        return Tiles(self.tile // 16, 4, 1, 2, 1)
+
+
+def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
+    """Tiles of half as many tokens as an expert has on average: weights are converted to half precision once for a
+    tile, and an expert's last tile is on average half empty."""
+    tile = next((t for t in (64, 32) if 2 * t * n <= tokens * used), 16)
+    return ExpertTiles(tokens, used, n, tile)
 
 
 def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
@@ -99,34 +142,64 @@ def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
 @functools.cache
 def matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
-    activation: Activation = "silu",
+    activation: Activation = "silu", experts: ExpertTiles | None = None, bias: bool = False,
 ) -> Kernel:  # fmt: skip
     """activations @ matrix.T. Buffers: the output; the activations, float16 (fragments_size(tokens, cols),); the
     prompt, int32 (2,): position and number of tokens; the matrix's planes. The output is a sum for each part, float32
     (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is activation(gate) * up
-    as fragments, float16 (fragments_size(tokens, rows / 2),)."""
-    units = units_of(cols)
-    assert tokens % tiles.tokens == 0 and tiles.parts <= units
-    steps = -(-units // tiles.parts)
+    as fragments, float16 (fragments_size(tokens, rows / 2),).
 
-    def kernel(out: UOp, x: UOp, prompt: UOp, *planes: UOp) -> UOp:
+    With `experts` the matrix has n * rows rows. Buffers: the output; the activations; the assignments, int32
+    (experts.size,); the expert of each tile, int32 (experts.count,), -1 where there is none; unless `paired`, the
+    assignments' factors, float32 (tokens, used); with a `bias`, float32 (n, rows); the planes. A `paired` product is of
+    the tokens' activations as rows, float16 (tokens, units_of(cols) * UNIT), and makes fragments of experts.size
+    assignments. Others take such fragments, and make the partial sums that `norm_prompt` adds, one for each slot:
+    float32 (used, tokens, rows), of which they write those of assignments."""
+    units = units_of(cols)
+    assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
+    assert tiles.parts == 1 and rows % 2 == 0 if experts else tiles.parts <= units and not bias
+    steps = -(-units // tiles.parts)
+    blocks = experts.count if experts else tokens // tiles.tokens
+    gathered, n_before = experts and paired, 1 + (experts is not None) * (2 - paired) + bias
+
+    def kernel(out: UOp, x: UOp, *rest: UOp) -> UOp:
+        (first, *others), planes = (
+            rest[:n_before],
+            rest[n_before:],
+        )  # prompt or assignments; what else is asked for
         thread, down, across = (
             UOp.special(n, f"lidx{i}") for i, n in enumerate((32, tiles.down, tiles.across))
         )
-        column_block, block = (
-            UOp.special(tokens // tiles.tokens, "gidx0"),
-            UOp.special(-(-rows // tiles.width), "gidx1"),
-        )
+        column_block, block = UOp.special(blocks, "gidx0"), UOp.special(-(-rows // tiles.width), "gidx1")
         part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
-        n = load_index(prompt, 1, tokens + 1)
         first_tile = (column_block * tiles.down + down) * tiles.rows
         first_row = (block * tiles.across + across) * (8 * tiles.cols)
+        if experts:
+            live = load(others[0], column_block) >= 0
+            expert_row = load_index(others[0], column_block, experts.n) * rows
+        else:
+            n = load_index(first, 1, tokens + 1)
+            live = column_block * tiles.tokens < n
         n_acc = tiles.rows * tiles.cols * 4
         acc = zeroed_registers(n_acc, 0)
         part_steps = (units - part * steps).minimum(steps) if units % tiles.parts else UOp.const(steps)
-        bound = (column_block * tiles.tokens < n).where(part_steps, 0)  # blocks beyond the prompt do nothing
+        bound = live.where(part_steps, 0)  # blocks beyond the prompt do nothing
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
         unit = part * steps + step
+
+        def place(i: int, k: int) -> UOp:
+            """The token, or the place of the assignment, of row g or g + 8 of this thread in the i-th left tile."""
+            return (first_tile + i) * 16 + thread // 4 + 8 * k
+
+        def gather(i: int) -> list[list[UOp]]:
+            """The i-th left tile's elements of a thread, for each quad, from the rows of two tokens."""
+            sides = []
+            for k in (0, 1):
+                assert experts
+                token = load_index(first, place(i, k), experts.assignments) // experts.used
+                sides.append(load_run(x, ((token * units + unit) * 4 + thread % 4) * QUARTER, QUARTER))
+            return [[side[q * 4 + e + c] for e in (0, 2) for side in sides for c in (0, 1)] for q in range(4)]
+
         so_far = acc.after(step) if steps > 1 else acc
         sums = [load_run(so_far, j * 4, 4) for j in range(tiles.rows * tiles.cols)]
         weights = []
@@ -134,12 +207,13 @@ def matmul(
             row = first_row + j * 8 + thread // 4
             if rows % tiles.width:
                 row = row.minimum(rows - 1)
-            values = layout.quarter(planes, row, units, unit, thread % 4)
+            values = layout.quarter(planes, row + expert_row if experts else row, units, unit, thread % 4)
             weights.append([v.cast(F16) for v in values])
+        lefts = [gather(i) for i in range(tiles.rows)] if gathered else []
         for quad in range(4):
             for i in range(tiles.rows):
                 index = ((((first_tile + i) * units + unit) * 4 + quad) * 32 + thread) * 8
-                left = load_run(x, index, 8)
+                left = lefts[i][quad] if gathered else load_run(x, index, 8)
                 for j in range(tiles.cols):
                     k = i * tiles.cols + j
                     sums[k] = wmma(left, weights[j][quad * 4 : quad * 4 + 4], sums[k])
@@ -150,20 +224,37 @@ def matmul(
             for j in range(tiles.cols):
                 value = load_run(acc, (i * tiles.cols + j) * 4, 4)
                 for k in (0, 1):
-                    token = (first_tile + i) * 16 + thread // 4 + 8 * k
+                    token = place(i, k)
                     row = first_row + j * 8 + thread % 4 * 2
-                    ok = token < n if rows % tiles.width == 0 else (token < n) & (row < rows)
+                    if experts:
+                        ok = live & (load(first, token) >= 0)
+                        assignment = load_index(first, token, experts.assignments)
+                    else:
+                        ok = token < n
+                    if rows % tiles.width:
+                        ok = ok & (row < rows)
+                    if bias:
+                        terms = load_run(others[-1], expert_row + row, 2, ok)
+                        value[2 * k : 2 * k + 2] = [
+                            v + term for v, term in zip(value[2 * k :], terms, strict=False)
+                        ]
                     if paired:
                         index = fragment_index(token, row // 2, rows // 2)
                         product = gated(value[2 * k], value[2 * k + 1], activation)
                         results.append(store(out, index, as_half(product), ok))
                     else:
+                        if experts:
+                            factor = load(others[1], assignment, ok)
+                            value[2 * k : 2 * k + 2] = [v * factor for v in value[2 * k : 2 * k + 2]]
+                            token = assignment % experts.used * tokens + assignment // experts.used
                         for e in (0, 1):
                             inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
                             index = part * (tokens * rows) + token * rows + row + e
                             results.append(store(out, index, value[2 * k + e], inside))
         shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}"
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
-        return finish(full_name, results, layout.n_bytes(rows, cols), 2 * tokens * rows * cols)
+        n_matrices, per_token = (min(experts.n, experts.assignments), experts.used) if experts else (1, 1)
+        n_bytes = layout.n_bytes(n_matrices * rows, cols)
+        return finish(full_name, results, n_bytes, 2 * tokens * per_token * rows * cols)
 
     return kernel

@@ -16,8 +16,9 @@ F32, F16, I32, U32, INDEX = dtypes.float32, dtypes.float16, dtypes.int32, dtypes
 LOWEST = -1e30  # a score below all others; minus infinity would give NaN in a difference
 LOG2_E = 1.4426950408889634
 
-Activation = Literal["silu", "gelu"]
-"""The function of a gated feed-forward layer's gate; GELU is the form with tanh."""
+Activation = Literal["silu", "gelu", "swiglu_oai"]
+"""The function of a gated feed-forward layer's gate; GELU is the form with tanh. "swiglu_oai" is gpt-oss's: SiLU of
+1.702 * gate, over 1.702, times up + 1, of a gate of at most 7 and an up from -7 to 7."""
 
 
 def f32(value: float) -> UOp:
@@ -101,7 +102,7 @@ def store_run(
     return [store(buffer, first + i * stride, x.cast(dtype), valid) for i, x in enumerate(values)]
 
 
-def load_index(buffer: UOp, index: int, limit: int) -> UOp:
+def load_index(buffer: UOp, index: int | UOp, limit: int) -> UOp:
     """An int32 of a buffer as an index, clamped to 0 <= index < `limit`."""
     return load(buffer, index).maximum(0).minimum(limit - 1).cast(INDEX)
 
@@ -143,8 +144,10 @@ def after_store(array: UOp, index: UOp | int, value: UOp, valid: UOp | None = No
 
 
 def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
-    """activation(gate) * up. Both activations are gate * sigmoid(x); an infinite power of two gives zero."""
-    x = gate
+    """activation(gate) * up. All activations are gate * sigmoid(x); an infinite power of two gives zero."""
+    if activation == "swiglu_oai":
+        gate, up = gate.minimum(7.0), up.maximum(-7.0).minimum(7.0) + f32(1)
+    x = gate * f32(1.702) if activation == "swiglu_oai" else gate
     if (
         activation == "gelu"
     ):  # (1 + tanh(y)) / 2 = sigmoid(2 * y), of y = sqrt(2 / pi) * (gate + 0.044715 * gate^3)

@@ -93,7 +93,7 @@ def check_epilogues() -> None:
     close(sums.numpy().sum(), ((stream + y) ** 2).sum())
     close(following.numpy()[places(rows)], (stream + y) * weight)
 
-    for activation in ("silu", "gelu"):
+    for activation in ("silu", "gelu", "swiglu_oai"):
         out, scale = zeros(permuted_size(rows // 2)), prescale(6)
         kernel = matvec(StackedMatrices.single(layout, rows, cols), schedule, activated(activation), "t")
         run(kernel, out, vector, buffer(scale), *planes)
@@ -117,6 +117,9 @@ def check_epilogues() -> None:
 def gated(gate, up, activation):
     if activation == "gelu":
         return gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2 * up
+    if activation == "swiglu_oai":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7) + 1
+        return gate / (1 + np.exp(-1.702 * gate)) * up
     return gate / (1 + np.exp(-gate)) * up
 
 
@@ -125,7 +128,7 @@ def check_activations() -> None:
     n, tokens = 96, 16
     gate, up = rng.standard_normal((2, tokens, n)).astype(np.float32)
     gate[:, :8] = [0, -1e-3, 30, -30, 80, -80, 1e4, -1e4]
-    for activation in ("silu", "gelu"):
+    for activation in ("silu", "gelu", "swiglu_oai"):
         with np.errstate(over="ignore"):
             wanted = gated(gate.astype(np.float64), up, activation)
         out, ones = zeros(permuted_size(n)), buffer(np.ones(64, np.float32))

@@ -1,0 +1,133 @@
+"""Mixtures of experts for a prompt: the choice of experts, the assignments sorted by expert, and their products."""
+
+import numpy as np
+from tinygrad import dtypes
+
+from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
+from engine.kernels.gpu.prefill_experts import (
+    choose_experts,
+    count_assignments,
+    router_logits,
+    sort_assignments,
+)
+from engine.kernels.gpu.weight_layout import WeightLayout
+from tests.kernels.gpu.buffers import buffer, close, packed, rng, run, zeros
+from tests.kernels.gpu.check_products import gated, normed
+
+
+def check_router() -> None:
+    """Logits as exact as float32, of experts and columns that fill blocks and that do not."""
+    tokens, live, eps = 16, 11, 1e-5
+    prompt = buffer(np.array([5, live], np.int32))
+    for n, cols, bias in ((32, 256, False), (40, 180, True), (6, 256, True)):
+        h, weight = rng.standard_normal((tokens, cols)) * 8, rng.standard_normal(cols)
+        router, biases = rng.standard_normal((n, cols)), rng.standard_normal(n)
+        h, weight, router, biases = (a.astype(np.float32) for a in (h, weight, router, biases))
+        out = zeros(tokens * n)
+        ins = [buffer(a) for a in (h, weight)], [buffer(a) for a in (router, *([biases] if bias else []))]
+        run(router_logits(tokens, cols, n, eps, bias), out, *ins[0], prompt, *ins[1])
+        wanted = normed(h.astype(np.float64), weight, eps) @ router.T + (biases if bias else 0)
+        close(out.numpy().reshape(tokens, n)[:live], wanted[:live], 1e-6)
+
+
+def check_choice_of_experts() -> None:
+    """The most probable experts in order, of equal ones the first; renormalised or not, and by a least sum."""
+    tokens = 16
+    for n, used, least in ((8, 2, None), (40, 8, 6.1e-5), (32, 4, 0.9), (3, 3, 6.1e-5)):
+        logits = (rng.standard_normal((tokens, n)) * 3).astype(np.float32)
+        logits[0], logits[1, : n // 2] = 2.0, 5.0
+        chosen, weights = zeros(tokens * used, dtypes.int32), zeros(tokens * used)
+        run(choose_experts(tokens, used, n, least), chosen, weights, buffer(logits))
+        p = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        wanted = np.argsort(-logits, -1, kind="stable")[:, :used]
+        assert np.array_equal(chosen.numpy().reshape(tokens, used), wanted)
+        best = np.take_along_axis(p, wanted, -1)
+        if least is not None:
+            best /= np.maximum(best.sum(-1, keepdims=True), least)
+        close(weights.numpy().reshape(tokens, used), best, 1e-6)
+
+
+def choice(tokens, used, n, favourite):
+    """int32 (tokens, used): different experts for each token, `favourite` always among them, the last one never."""
+    others = [e for e in range(n - 1) if e != favourite]
+    picks = [[favourite, *rng.permutation(others)[: used - 1]] for _ in range(tokens)]
+    return np.array([rng.permutation(p) for p in picks], np.int32)
+
+
+def sorted_assignments(experts, chosen, live):
+    """(assignments, experts of the tiles) as numpy has them: whole tiles of each expert, -1 in what is left."""
+    assigned, owners = [], []
+    for e in range(experts.n):
+        own = np.flatnonzero(chosen[:live].reshape(-1) == e)
+        tiles = -(-len(own) // experts.tile)
+        assigned += [*own, *[-1] * (tiles * experts.tile - len(own))]
+        owners += [e] * tiles
+    return np.array(assigned, np.int32), np.array(owners + [-1] * (experts.count - len(owners)), np.int32)
+
+
+def check_sorted_assignments() -> None:
+    """Experts without tokens and one with most, a tile and several, fewer tokens than the chunk, more tiles than
+    threads; every choice has room."""
+    for experts, live in (
+        (ExpertTiles(16, 2, 5, 16), 11),
+        (ExpertTiles(64, 4, 8, 32), 64),
+        (ExpertTiles(64, 4, 8, 16), 1),
+        (ExpertTiles(512, 8, 128, 16), 500),
+    ):
+        chosen = choice(experts.tokens, experts.used, experts.n, 1)
+        wanted, owners = sorted_assignments(experts, chosen, live)
+        chosen, prompt = buffer(chosen), buffer(np.array([7, live], np.int32))
+        counts = zeros(experts.n, dtypes.int32)
+        assigned, tile_experts = (
+            buffer(np.full(experts.size, 99, np.int32)),
+            zeros(experts.count, dtypes.int32),
+        )
+        run(count_assignments(experts), counts, chosen, prompt)
+        run(sort_assignments(experts), assigned, tile_experts, counts, chosen, prompt)
+        assert np.array_equal(assigned.numpy()[: len(wanted)], wanted)
+        assert (assigned.numpy()[len(wanted) :] == 99).all()
+        assert np.array_equal(tile_experts.numpy(), owners)
+    worst = expert_tiles(512, 4, 32)
+    assert worst.tile == 32 and worst.count >= 31 + -(-(2048 - 31) // 32)
+
+
+def check_expert_products() -> None:
+    """Gate and up of each expert's tokens, then down, weighted, in parts for each slot; with biases and without."""
+    live, tokens, used, n, width, cols, dim = 27, 32, 2, 3, 64, 256, 40
+    for ggml_type, down_type, tile, bias, activation in (
+        (12, 8, 16, False, "silu"), (8, 6, 32, True, "swiglu_oai")
+    ):  # fmt: skip
+        experts, layout, down_layout = (
+            ExpertTiles(tokens, used, n, tile),
+            WeightLayout(ggml_type),
+            WeightLayout(down_type),
+        )
+        gate_up, wide = packed(ggml_type, n * 2 * width, cols * 2)
+        down, narrow = packed(down_type, n * dim, width)
+        wide, narrow = wide.reshape(n, 2 * width, -1), narrow.reshape(n, dim, width)
+        biases = [rng.standard_normal((n, m)).astype(np.float32) * bias * 2 for m in (2 * width, dim)]
+        inputs = [[buffer(b)] if bias else [] for b in biases]
+        x = (rng.standard_normal((tokens, 2 * cols)) / np.abs(wide).max() / 2).astype(np.float16)
+        weights = rng.uniform(0.1, 1, (tokens, used)).astype(np.float32)
+        chosen = choice(tokens, used, n, 1)
+        assigned, owners = sorted_assignments(experts, chosen, live)
+        lists = [np.concatenate([assigned, np.full(experts.size - len(assigned), 99)]), owners]
+        lists = [buffer(a.astype(np.int32)) for a in lists]
+        activated = zeros(fragments_size(experts.size, width), dtypes.float16)
+        kernel = matmul(
+            layout, tokens, 2 * width, 2 * cols, experts.tiles, True, "t", activation, experts, bias
+        )
+        run(kernel, activated, buffer(x), *lists, *inputs[0], *gate_up)
+        out = buffer(np.full((used, tokens, dim), 7, np.float32))
+        kernel = matmul(
+            down_layout, tokens, dim, width, experts.tiles, False, "t", experts=experts, bias=bias
+        )
+        run(kernel, out, activated, *lists, buffer(weights), *inputs[1], *down)
+        out = out.numpy().reshape(used, tokens, dim)
+        assert (out[:, live:] == 7).all()
+        for token in range(live):
+            for slot, e in enumerate(chosen[token]):
+                y = wide[e].astype(np.float64) @ x[token] + biases[0][e]
+                y = narrow[e].astype(np.float64) @ gated(y[0::2], y[1::2], activation) + biases[1][e]
+                close(out[slot, token], y * weights[token, slot], 3e-3)
