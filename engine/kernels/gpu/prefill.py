@@ -28,15 +28,20 @@ from engine.kernels.gpu.uops import (
     store,
     tree,
 )
+from engine.kernels.gpu.weight_layout import UNIT, units_of
 
 
 @functools.cache
-def norm_prompt(tokens: int, cols: int, parts: int, eps: float, post_norm: bool = False) -> Kernel:
+def norm_prompt(
+    tokens: int, cols: int, parts: int, eps: float, post_norm: bool = False, bias: bool = False,
+    by_rows: bool = False,
+) -> Kernel:  # fmt: skip
     """Adds a product to the residual stream, and RMS-norms the stream for the next product. Buffers: the normed
-    activations, float16 fragments (see `engine.kernels.gpu.matmul`); the stream, float32 (tokens, cols); the product,
-    as partial sums, float32 (parts, tokens, cols), unless `parts` is 0; with `post_norm` the weight of the norm of the
-    product before it is added, float32 (cols,); the norm's weight, float32 (cols,)."""
-    assert parts or not post_norm
+    activations, float16 fragments (see `engine.kernels.gpu.matmul`), or `by_rows`, float16 (tokens, units_of(cols) *
+    UNIT), for products with experts; the stream, float32 (tokens, cols); the product, as partial sums, float32 (parts,
+    tokens, cols), unless `parts` is 0; its bias, float32 (cols,), if there is a `bias`; with `post_norm` the weight of
+    the norm of the product before it is added, float32 (cols,); the norm's weight, float32 (cols,)."""
+    assert parts or not (post_norm or bias)
     threads = max(32, min(256, -(-cols // 4 // 32) * 32))
     quads = -(-cols // 4 // threads)
 
@@ -59,10 +64,12 @@ def norm_prompt(tokens: int, cols: int, parts: int, eps: float, post_norm: bool 
                 [load(sums, (p * tokens + token) * cols + column, ok) for p in range(parts)]
                 for column, ok in places
             ]
+            if bias:
+                added = [[*terms, load(rest[1], *place)] for terms, place in zip(added, places, strict=True)]
             if post_norm:
                 product = [chain(part_sums) for part_sums in added]
                 factor = norm(product, 2)
-                weights = [load(rest[1], column, ok) for column, ok in places]
+                weights = [load(rest[-2], column, ok) for column, ok in places]
                 added = [[value * factor * w] for value, w in zip(product, weights, strict=True)]
             values = [chain([value, *terms]) for value, terms in zip(values, added, strict=True)]
             for (column, ok), value in zip(places, values, strict=True):
@@ -70,7 +77,8 @@ def norm_prompt(tokens: int, cols: int, parts: int, eps: float, post_norm: bool 
         factor = norm(values, 0)
         for (column, ok), value in zip(places, values, strict=True):
             normed = (value * factor * load(weight, column, ok)).cast(F16)
-            stores.append(store(x, fragment_index(token, column, cols), normed, ok))
+            row = token * (units_of(cols) * UNIT) + column
+            stores.append(store(x, row if by_rows else fragment_index(token, column, cols), normed, ok))
         return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
 
     return kernel

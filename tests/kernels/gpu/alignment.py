@@ -189,7 +189,7 @@ class Registers:
         name = op.partition(".")[0]
         if (linear := self._linear(op, arguments)) is not None:
             return gcd(*(times * self._of_symbol(symbol) for symbol, times in linear.items()), ANY)
-        if name not in ("mul", "shl", "and", "or", "xor", "selp", "min", "max", "bfi") or ".hi" in op:
+        if name not in ("mul", "shl", "shr", "and", "or", "xor", "selp", "min", "max", "bfi") or ".hi" in op:
             return 1
         d = [self.divisor(argument) for argument in arguments]
         match name:
@@ -201,6 +201,8 @@ class Registers:
                 return min(d[1], d[0] << int(arguments[2], 0))
             case "shl":
                 return d[0]
+            case "shr":  # exact, where no bit that is set is lost
+                return max(d[0] >> int(arguments[1], 0), 1) if _NUMBER.fullmatch(arguments[1]) else 1
         return gcd(*d[:2])
 
 

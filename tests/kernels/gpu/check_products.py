@@ -26,7 +26,7 @@ from engine.kernels.gpu.prefill import activate_prompt, norm_prompt
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.schedules import matvec_schedule
-from engine.kernels.gpu.weight_layout import WeightLayout, permuted_size, prescale
+from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
 from tests.kernels.gpu.buffers import (
     FLOATS,
     buffer,
@@ -172,15 +172,20 @@ def check_post_norms() -> None:
         y = rng.standard_normal((parts, tokens, n)).astype(np.float32)
         stream, (post, weight) = rng.standard_normal((tokens, n)), rng.standard_normal((2, n))
         stream, post, weight = (a.astype(np.float32) for a in (stream, post, weight))
-        for has_post_norm in (False, True):
-            added = y.sum(0, dtype=np.float64)
+        for has_post_norm, bias in ((False, []), (True, []), (False, [post * 2]), (True, [weight * 3])):
+            added = y.sum(0, dtype=np.float64) + sum(bias)
             wanted = stream + (normed(added, post, eps) if has_post_norm else added)
             x, h = zeros(fragments_size(16, n), dtypes.float16), buffer(stream)
-            ins = [buffer(y), *([buffer(post)] if has_post_norm else []), buffer(weight)]
-            run(norm_prompt(tokens, n, parts, eps, has_post_norm), x, h, *ins)
+            ins = [y, *bias, *([post] if has_post_norm else []), weight]
+            run(norm_prompt(tokens, n, parts, eps, has_post_norm, bool(bias)), x, h, *map(buffer, ins))
             close(h.numpy().reshape(tokens, n), wanted)
             place = prompt_index(lambda m, e, n=n: fragment_index(m, e, n), tokens, n)
             close(x.numpy()[place], normed(wanted, weight, eps), 1e-3)
+        x, width = zeros(tokens * units_of(n) * UNIT, dtypes.float16), units_of(n) * UNIT
+        run(norm_prompt(tokens, n, 0, eps, by_rows=True), x, h, buffer(weight))
+        rows = x.numpy().reshape(tokens, width)
+        close(rows[:, :n], normed(wanted, weight, eps), 1e-3)
+        assert not rows[:, n:].any()
 
 
 def check_matrices_of_several_types() -> None:

@@ -25,11 +25,17 @@ from engine.formats.gguf import GGUF
 from engine.kernels.gpu.decode_attention import attention, split_for
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
-from engine.kernels.gpu.matmul import fragments_size
+from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.kernels.gpu.matvec import STORE, STORE_BIASED, Kernel, StackedMatrices, activate, matvec
 from engine.kernels.gpu.post_norm import add_normed
 from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
+from engine.kernels.gpu.prefill_experts import (
+    choose_experts,
+    count_assignments,
+    router_logits,
+    sort_assignments,
+)
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size
 from engine.model.architectures import read_spec
@@ -101,6 +107,32 @@ def render_window() -> None:
     render(attend_prompt(h, tokens, prompt_tiling(h, tokens)), queries, queries, *tiles, ints)
 
 
+def render_experts() -> None:
+    """What a mixture of experts takes in prefill."""
+    tokens, n, used, width, cols, p = 64, 40, 4, 512, 2048, WeightLayout(12)
+    experts, ints, each = expert_tiles(tokens, used, n), (2, dtypes.int32), (tokens * used, dtypes.int32)
+    stream, vector, rows = (tokens * cols, F), (cols, F), (tokens * cols, H)
+    norm = norm_prompt(tokens, cols, used, 1e-6, bias=True, by_rows=True)
+    render(norm, rows, stream, (used * tokens * cols, F), vector, vector)
+    logits, counts = (tokens * n, F), (n, dtypes.int32)
+    router = router_logits(tokens, cols, n, 1e-6, True)
+    render(router, logits, stream, vector, ints, (n * cols, F), (n, F))
+    render(choose_experts(tokens, used, n, 6.1e-5), each, (tokens * used, F), logits)
+    render(count_assignments(experts), counts, each, ints)
+    lists = (experts.size, dtypes.int32), (experts.count, dtypes.int32)
+    render(sort_assignments(experts), *lists, counts, each, ints)
+    for tiles in (experts, ExpertTiles(tokens, used, n, 64)):
+        lists = (tiles.size, dtypes.int32), (tiles.count, dtypes.int32)
+        activated = (fragments_size(tiles.size, width), H)
+        gate_up = matmul(
+            p, tokens, 2 * width, cols, tiles.tiles, True, "experts_gate_up", "swiglu_oai", tiles, True
+        )
+        render(gate_up, activated, rows, *lists, (n * 2 * width, F), *p.shapes(n * 2 * width, cols))
+        down = matmul(p, tokens, cols, width, tiles.tiles, False, "experts_down", experts=tiles, bias=True)
+        out, factors = (used * tokens * cols, F), (tokens * used, F)
+        render(down, out, activated, *lists, factors, (n * cols, F), *p.shapes(n * cols, width))
+
+
 def joined(sources: list[str]) -> str:
     """One file of CUDA C: each kernel in a namespace of its own, what they include before them."""
     includes: dict[str, None] = {}
@@ -144,6 +176,7 @@ def main(path: str, folder: str, *quants: str) -> None:
         if not is_ptx and path == "fused" and quant == quants[0]:
             render_other_products()
             render_window()
+            render_experts()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]
         Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined(sources))
