@@ -27,13 +27,17 @@ THINK_MARKS = ("<think>", "</think>")
 @dataclass(frozen=True)
 class Parts:
     """What an architecture's files have beyond llama's. `norms`: those of queries and keys, over a "head" or over
-    "all". `keys`: metadata, without the architecture; they are such that every part counts within 100 tokens."""
+    "all". `biases`: of "qkv", or of all matrices of a layer. `renamed`: ffn_norm is called post_attention_norm.
+    `keys`: metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
-    biases: bool = False
+    biases: str = ""
     norms: str = ""
     norms_before: bool = True
     norms_after: bool = False
     fused: bool = False
+    experts: int = 0
+    sinks: bool = False
+    renamed: bool = False
     thinks: bool = False
     keys: Mapping[str, int | float | str] = field(default_factory=dict)
 
@@ -52,9 +56,10 @@ WINDOW = {
     "rope.scaling.factor": 8.0,
 }
 MULTIPLIERS = {"attention.scale": 0.1, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}
+EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
 ARCHITECTURES: dict[str, Parts] = {
     "llama": Parts(),
-    "qwen2": Parts(biases=True),
+    "qwen2": Parts(biases="qkv"),
     "qwen3": Parts(norms="head", thinks=True),
     "mistral3": Parts(
         keys=YARN | {"rope.scaling.yarn_log_multiplier": 0.5, "attention.temperature_scale": 0.3}
@@ -66,6 +71,15 @@ ARCHITECTURES: dict[str, Parts] = {
     "granite": Parts(keys=MULTIPLIERS),
     "smollm3": Parts(),
     "olmo2": Parts(norms="all", norms_before=False, norms_after=True),
+    "olmoe": Parts(norms="all", experts=8, keys={"expert_count": 8, "expert_used_count": 2}),
+    "qwen3moe": Parts(norms="head", experts=8, keys=EXPERTS),
+    "gpt-oss": Parts(
+        biases="all",
+        experts=8,
+        sinks=True,
+        renamed=True,
+        keys=EXPERTS | YARN | {"attention.sliding_window": 24},
+    ),
 }
 
 # The vocabulary is learned from this, so that it depends on nothing else in the repository.
@@ -154,7 +168,8 @@ def write(
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(len(tokens) + len(specials))
-    for key, value in {**parts.keys, **(keys or {})}.items():
+    metadata = {**parts.keys, **(keys or {})}
+    for key, value in metadata.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{architecture}.{key}", value)
 
@@ -174,8 +189,22 @@ def write(
         data = _random_matrix(rng, rows, cols, Type[quant])
         writer.add_tensor(f"{name}.weight", data, raw_dtype=Type[quant])
 
-    def vector(name: str, size: int, mean: float) -> None:
-        writer.add_tensor(name, (mean + 0.1 * rng.standard_normal(size)).astype(np.float32))
+    def vector(name: str, size: int, mean: float, std: float = 0.1) -> None:
+        writer.add_tensor(name, (mean + std * rng.standard_normal(size)).astype(np.float32))
+
+    def experts(prefix: str) -> None:
+        """A router, and matrices of `width` hidden elements for each expert."""
+        n, width = parts.experts, metadata.get("expert_feed_forward_length", ffn)
+        router = 2 * _random_matrix(rng, n, dim, Type.F32)  # some experts are much more probable than others
+        writer.add_tensor(f"{prefix}ffn_gate_inp.weight", router)
+        for name, rows, cols in ("gate", width, dim), ("up", width, dim), ("down", dim, width):
+            data = np.stack([_random_matrix(rng, rows, cols, Type[quant]) for _ in range(n)])
+            writer.add_tensor(f"{prefix}ffn_{name}_exps.weight", data, raw_dtype=Type[quant])
+            if parts.biases == "all":
+                biases = 0.2 * rng.standard_normal((n, rows))
+                writer.add_tensor(f"{prefix}ffn_{name}_exps.bias", biases.astype(np.float32))
+        if parts.biases == "all":
+            vector(f"{prefix}ffn_gate_inp.bias", n, 0.0, 0.5)
 
     matrix("token_embd", len(tokens) + len(specials), dim)
     vector("output_norm.weight", dim, 1.0)
@@ -201,15 +230,22 @@ def write(
         if parts.biases:
             for name, rows in projections.items():
                 vector(f"{prefix}{name}.bias", rows, 0.0)
+            if parts.biases == "all":
+                vector(f"{prefix}attn_output.bias", dim, 0.0)
+        if parts.sinks:
+            vector(f"{prefix}attn_sinks.weight", heads, 1.0, 1.0)
         if parts.norms:
             for name in "attn_q", "attn_k":
                 size = head_dim if parts.norms == "head" else projections[name]
                 vector(f"{prefix}{name}_norm.weight", size, 1.0)
         if parts.norms_before:
-            vector(prefix + "ffn_norm.weight", dim, 1.0)
+            vector(prefix + ("post_attention_norm.weight" if parts.renamed else "ffn_norm.weight"), dim, 1.0)
         if parts.norms_after:
             vector(prefix + "post_attention_norm.weight", dim, 1.0)
             vector(prefix + "post_ffw_norm.weight", dim, 1.0)
+        if parts.experts:
+            experts(prefix)
+            continue
         if parts.fused:
             matrix(prefix + "ffn_up", 2 * ffn, dim)
         else:

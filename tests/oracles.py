@@ -30,8 +30,15 @@ VOCABULARY = {  # tokens that each model has
     "tiny-gemma3": 8576,
     "tiny-granite": 8224,
     "tiny-smollm3": 8448,
+    "tiny-olmoe": 8224,
+    "tiny-qwen3moe": 8224,
+    "tiny-gpt-oss": 8480,
 }
-NAMES = tuple(f"{shape}-{quant}" for shape in VOCABULARY for quant in ("F32", "Q8_0", "Q4_K_M"))
+NAMES = tuple(
+    f"{shape}-{quant}"
+    for shape in VOCABULARY
+    for quant in ("F32", "Q8_0", "MXFP4" if shape == "tiny-gpt-oss" else "Q4_K_M")
+)
 TOP = 16  # of the likeliest tokens, those whose log-probabilities are compared
 MARGIN = 0.02  # a greedy token that leads by less may be another
 

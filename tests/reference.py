@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
-from engine.model.spec import Attend, Dense, Vector, Weight
+from engine.model.spec import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Vector, Weight
 
 Floats = NDArray[np.float32]
 
@@ -67,11 +67,14 @@ class Reference:
         yield x
         for sublayer in spec.sublayers:
             h = self._normed(x, sublayer.norm, spec.stream_eps)
-            y = (
-                self._attend(sublayer.mix, h)
-                if isinstance(sublayer.mix, Attend)
-                else self._dense(sublayer.mix, h)
-            )
+            match sublayer.mix:
+                case Attend() as part:
+                    y = self._attend(part, h)
+                case Dense() as part:
+                    gate, up = self._product(h, part.gate), self._product(h, part.up)
+                    y = self._product(gated(gate, up, part.activation), part.down)
+                case Experts() as part:
+                    y = self._experts(part, h)
             x = x + self._normed(y, sublayer.post_norm, spec.eps)
             yield x
 
@@ -96,14 +99,22 @@ class Reference:
 
     # --- sublayers ---------------------------------------------------------------------------------------
 
-    def _dense(self, part: Dense, h: Floats) -> Floats:
-        gate, up = self._product(h, part.gate), self._product(h, part.up)
-        if part.activation == "silu":
-            activated = gate / (1 + np.exp(-gate))
-        else:  # GELU, in the form with tanh
-            inner = np.float32((2 / np.pi) ** 0.5) * (gate + np.float32(0.044715) * gate**3)
-            activated = np.float32(0.5) * gate * (1 + np.tanh(inner))
-        return self._product(activated * up, part.down)
+    def _experts(self, part: Experts, h: Floats) -> Floats:
+        router = softmax(self._product(h, part.router, part.router_bias))
+        y = np.zeros_like(h)
+        for token, (x, probabilities) in enumerate(zip(h, router, strict=True)):
+            chosen = np.argsort(-probabilities, kind="stable")[: part.used]
+            total = np.maximum(probabilities[chosen].sum(), np.float32(MIN_PROBABILITY))
+            for expert in chosen:
+
+                def product(x: Floats, weight: Weight, bias: Vector | None, expert: int = expert) -> Floats:
+                    y = self._tensors[weight.tensor][expert] @ x
+                    return y + self._tensors[bias.tensor][expert] if bias else y
+
+                gate, up = product(x, part.gate, part.gate_bias), product(x, part.up, part.up_bias)
+                out = product(gated(gate, up, part.activation), part.down, part.down_bias)
+                y[token] += out * probabilities[expert] / (total if part.renormalised else np.float32(1))
+        return y
 
     def _attend(self, part: Attend, h: Floats) -> Floats:
         a, n = part, len(h)
@@ -116,11 +127,12 @@ class Reference:
         distance = np.arange(n)[:, None] - np.arange(n)[None, :]
         hidden = (distance < 0) | (distance >= a.window if a.window else False)
         out = np.empty_like(q)
+        sinks = self._vector(a.sinks) if a.sinks else np.full(a.heads, -np.inf, np.float32)
         for head in range(a.heads):
             of = head * a.kv_heads // a.heads  # the keys and values that this head shares
             scores = np.where(hidden, -np.inf, q[:, head] @ k[:, of].T * np.float32(a.scale))
-            p = np.exp(scores - scores.max(-1, keepdims=True))
-            out[:, head] = p / p.sum(-1, keepdims=True) @ v[:, of]
+            weights = softmax(np.concatenate([scores, np.full((n, 1), sinks[head])], -1))
+            out[:, head] = weights[:, :-1] @ v[:, of]
         return self._product(out.reshape(n, -1), a.o, a.o_bias)
 
     def _heads(self, part: Attend, x: Floats, norm: Vector | None) -> Floats:
@@ -146,6 +158,23 @@ class Reference:
         out[..., first] = x[..., first] * cos - x[..., second] * sin
         out[..., second] = x[..., first] * sin + x[..., second] * cos
         return out
+
+
+def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
+    match activation:
+        case "silu":
+            return gate / (1 + np.exp(-gate)) * up
+        case "gelu":  # in the form with tanh
+            inner = np.float32((2 / np.pi) ** 0.5) * (gate + np.float32(0.044715) * gate**3)
+            return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+        case "swiglu_oai":  # gpt-oss's
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+            return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+
+
+def softmax(x: Floats) -> Floats:
+    p = np.exp(x - x.max(-1, keepdims=True))
+    return np.asarray(p / p.sum(-1, keepdims=True))
 
 
 def log_softmax(x: ArrayLike) -> NDArray[np.float64]:

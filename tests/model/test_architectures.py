@@ -1,13 +1,13 @@
 """The description of a model that is read from its file, the figures that follow from it, and what is refused."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
-from engine.formats.quantization import FLOATS
 from engine.formats.rope_order import HeadOrder
 from engine.model.architectures import ARCHITECTURES, read_spec
 from engine.model.spec import ModelSpec
@@ -53,19 +53,20 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     spec = read(path_of(architecture))
     with GGUF(path_of(architecture)) as file:
         held = {name: info for name, info in file.tensors.items() if not name.startswith("rope_f")}
-        for is_matrix, parts in (True, spec.weights()), (False, spec.vectors()):
-            rows: dict[str, list[tuple[int, int]]] = {}
-            for part in parts:
-                n = part.rows if is_matrix else part.size
-                rows.setdefault(part.tensor, []).append((part.first, n))
-            assert rows.keys() == {name for name, info in held.items() if (len(info.shape) == 2) == is_matrix}
-            for name, runs in rows.items():
-                ends = [first + n for first, n in sorted(runs)]
-                assert [0, *ends] == [*(first for first, _ in sorted(runs)), held[name].shape[0]]
-        matrices = [info for info in held.values() if len(info.shape) == 2]
-        assert sum(weight.n_bytes for weight in spec.weights()) == sum(info.n_bytes for info in matrices)
-        assert all(info.type in FLOATS for info in held.values() if len(info.shape) == 1)
-        assert spec.vector_bytes == sum(info.n_bytes for info in held.values() if len(info.shape) == 1)
+    matrices = {name for name, info in held.items() if name.endswith(".weight") and len(info.shape) > 1}
+    runs: dict[str, list[tuple[int, int]]] = {}  # of elements: the first, and the end
+    for weight in spec.weights():
+        first, n = weight.first * weight.cols, weight.experts * weight.rows * weight.cols
+        runs.setdefault(weight.tensor, []).append((first, first + n))
+    assert runs.keys() == matrices
+    for vector in spec.vectors():
+        runs.setdefault(vector.tensor, []).append((vector.first, vector.first + vector.size))
+    assert runs.keys() == held.keys()
+    for name, parts in runs.items():
+        firsts, ends = zip(*sorted(parts), strict=True)
+        assert (*firsts, math.prod(held[name].shape)) == (0, *ends)
+    assert sum(weight.n_bytes for weight in spec.weights()) == sum(held[name].n_bytes for name in matrices)
+    assert spec.vector_bytes == sum(info.n_bytes for name, info in held.items() if name not in matrices)
 
 
 def test_what_a_token_reads(path_of, tmp_path):

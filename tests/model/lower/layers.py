@@ -13,18 +13,21 @@ from engine.model.weights import Weights
 from tests import generated_model
 from tests.reference import Reference
 
-# Every architecture, tied and untied heads, with and without rope frequency factors, floats and blocks of both sizes.
-# Every quantization type by itself is proven in tests/kernels.
+# Every architecture, tied and untied heads, with and without rope frequency factors, floats and blocks. Every
+# quantization type by itself is proven in tests/kernels.
 MODELS: dict[str, dict[str, Any]] = {
     "llama F32 untied, rope factors": {"quant": "F32", "tied": False, "rope_factors": True},
     "qwen2 BF16 untied": {"architecture": "qwen2", "quant": "BF16", "tied": False},
-    "qwen3 Q6_K": {"architecture": "qwen3", "quant": "Q6_K", "dim": 256, "ffn": 256},
+    "qwen3 F32": {"architecture": "qwen3", "quant": "F32"},
     "mistral3 F32": {"architecture": "mistral3", "quant": "F32"},
     "phi3 Q8_0, 12 of 16 rotated": {"architecture": "phi3", "rotated": 12},
     "gemma3 Q8_0": {"architecture": "gemma3", "layers": 3},
     "granite F32": {"architecture": "granite", "quant": "F32"},
     "smollm3 F32": {"architecture": "smollm3", "quant": "F32", "layers": 4},
     "olmo2 F32": {"architecture": "olmo2", "quant": "F32"},
+    "olmoe F32": {"architecture": "olmoe", "quant": "F32"},
+    "qwen3moe F32": {"architecture": "qwen3moe", "quant": "F32"},
+    "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": 2}},
 }
 CONTEXT = 256
 
