@@ -16,6 +16,14 @@ from tinygrad.uop.ops import Ops
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.activations import Quantization, buffer_names, quantize_activations
 from engine.kernels.cpu.attention import attention, mask, scratch_size
+from engine.kernels.cpu.experts import (
+    add_experts,
+    choose_experts,
+    expert_product,
+    expert_shape,
+    group_experts,
+    max_tiles,
+)
 from engine.kernels.cpu.kernel_sequence import KernelSequence
 from engine.kernels.cpu.product import product, shape_of, span_of
 from engine.kernels.cpu.rope import Heads, rotate
@@ -64,18 +72,22 @@ class ArmCore:
 
 
 def on_arm(
-    pool: ThreadPool, kernel: Callable[..., UOp], outs: Sequence[Tensor], ins: Sequence[Tensor]
+    pool: ThreadPool,
+    kernel: Callable[..., UOp],
+    outs: Sequence[Tensor],
+    ins: Sequence[Tensor],
+    parts: int = PARTS,
 ) -> float:
     """Runs the kernel here and there; the largest difference of what they store, relative to the largest value."""
     everything = [*outs, *ins]
     before = [memory.view(b).copy() for b in everything]
     step = KernelSequence(pool)
-    step.add(kernel, *everything, parts=PARTS)
+    step.add(kernel, *everything, parts=parts)
     run = step.compile()
     run()
     arm = ArmCore(run.programs[0][0])
-    for part in range(PARTS):
-        arm.run(part, PARTS, before)
+    for part in range(parts):
+        arm.run(part, parts, before)
     here, there = (np.concatenate([b[: o.numel()].astype(np.float64) for b, o in zip(s, outs, strict=False)])
                    for s in ([memory.view(o) for o in outs], before))  # fmt: skip
     assert np.abs(here).max() > 0
@@ -105,7 +117,47 @@ def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [1, TILE])
-@pytest.mark.parametrize("kind", ["", "silu", "gelu", "normed"])
+def test_experts(pool: ThreadPool, tile: int) -> None:
+    """Choice, groups, products and sum, of three experts."""
+    count, used, rows, cols, tokens = 3, 2, 32, 64, 1 if tile == 1 else 6
+    layout, n = WeightLayout(Type.Q8_0, LANES), max_tiles(tokens, used, count, tile)
+    stream = repack(
+        pool,
+        blocks_of(Type.Q8_0, count * rows, cols)[0],
+        layout,
+        np.arange(count * rows, dtype=np.int32),
+        cols,
+    )
+    state = [ints(0, 0, 2, tokens)] if tile > 1 else []
+    chosen, weights = memory.zeros(tokens * used, dtypes.int32), memory.zeros(tokens * used, dtypes.float32)
+    kernel = choose_experts(count, used, 1e-4, LANES, tile)
+    assert on_arm(pool, kernel, [chosen, weights], [*state, random(tokens * LANES)]) < 1e-6
+    experts, lists, tiles = chosen, [], ints(0, 0, used, 0)
+    if tile > 1:
+        outs = [memory.zeros(size, dtypes.int32) for size in (n, n * tile, tokens * used, 4)]
+        assert on_arm(pool, group_experts(count, used, tile), outs, [*state, chosen], parts=1) == 0
+        experts, lists, tiles = outs[0], [*state, outs[2]], outs[3]
+    inputs = []
+    for name in buffer_names([layout], tile):
+        kept = KINDS.get(name, dtypes.float32)
+        inputs.append(random(n * tile * cols, kept, 1.0 if kept == dtypes.float32 else 1000.0))
+    ins = [
+        ints(*expert_shape(rows, cols, layout, True)),
+        tiles,
+        experts,
+        *inputs,
+        random(count * rows),
+        stream,
+    ]
+    results = memory.zeros(n * tile * rows, dtypes.float32)
+    assert on_arm(pool, expert_product(layout, tile, 2 if tile > 1 else 1), [results], ins) < 1e-6
+    ins = [ints(rows // UNIT), *lists, weights, results]
+    out = memory.zeros(tokens * rows, dtypes.float32)
+    assert on_arm(pool, add_experts(used, True, LANES, tile), [out], ins) < 1e-6
+
+
+@pytest.mark.parametrize("tile", [1, TILE])
+@pytest.mark.parametrize("kind", ["", "silu", "gelu", "swiglu_oai", "normed"])
 def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     cols = 128
     names = ("values", "scales", *(("sums",) if tile == 1 else ()), "scaled_sums", "floats")
@@ -135,10 +187,10 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
         key_norm=True,
     )
     if kind == "window":
-        heads = replace(heads, temperature=True, window=11)
+        heads = replace(heads, temperature=True, window=11, wide_norms=True, sinks=True)
     state, rows = ints(0, 13 if kind == "full" else 61, 1), random(tile * heads.rows)
     keys, values = (random(heads.cache_size, dtypes.float16) for _ in range(2))
-    tables = [random(70 * 16), random(70 * 16 + 1), random(32), random(32)]
+    tables = [random(70 * 16), random(70 * 16 + 1), random(128), random(64)]
     queries = memory.zeros(tile * 128, dtypes.float32)
     kernel = rotate(heads, tile)
     ins = [state, rows, *tables, *([random(70)] if heads.temperature else [])]
@@ -148,4 +200,5 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
         memory.zeros(scratch_size(heads, pool.count, tile), dtypes.float32),
     )
     ins = [scores, keys, values, state, queries, memory.array(mask(LANES), dtypes.float32)]
+    ins += [random(4)] if heads.sinks else []
     assert on_arm(pool, attention(heads, pool.count, tile), [out], ins) < 1e-5
