@@ -1,0 +1,59 @@
+"""Decode steps of small models, whose residual stream is held against the reference's after each sublayer."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tinygrad import UOp
+from tinygrad.engine import realize
+from tinygrad.uop.ops import Ops
+
+from engine.formats.gguf import GGUF
+from engine.model.architectures import read_spec
+from engine.model.fused import FusedRunner
+from engine.model.weights import Weights
+from tests import generated_model
+from tests.reference import Reference
+
+CONTEXT = 16
+TOKENS = [3, 77, 5, 130, 9, 200, 41]  # more than a window
+SMALL = {"dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "layers": 1}
+
+
+def check_layers_with_windows_and_norms_after() -> None:
+    keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
+    hold(architecture="gemma3", keys=keys, **SMALL | {"layers": 2})
+
+
+def check_layers_with_yarn_and_temperature() -> None:
+    keys = {"rope.scaling.original_context_length": 5}
+    hold(architecture="mistral3", keys=keys, **SMALL)
+
+
+def check_layers_of_fused_matrices() -> None:
+    hold(architecture="phi3", rotated=12, keys={"rope.scaling.original_context_length": 8}, **SMALL)
+
+
+def check_layers_with_multipliers() -> None:
+    hold(architecture="granite", **SMALL)
+
+
+def hold(**shape: Any) -> None:
+    """Raises AssertionError if an element of the stream differs from the reference's by more than 4e-3 of the stream's
+    root mean square at that token: keys, values and activations are float16."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(Path(folder) / "model.gguf", quant="Q8_0", **shape)
+        file, wanted = GGUF(path), Reference(path, CONTEXT).streams(TOKENS)
+    runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
+    stream = runner._decode._h
+    calls = runner._decode_step(runner._decode.context_limits[0], False, False).compile().src
+    ends = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]
+    assert len(ends) == len(wanted)
+    for position, token in enumerate(TOKENS):
+        runner._send_state(token, position)
+        for sublayer, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            realize.run_linear(UOp(Ops.LINEAR, src=tuple(calls[first:end])), jit=True)
+            want = wanted[sublayer][position]
+            worst = np.abs(stream.numpy() - want).max() / np.sqrt((want * want).mean())
+            assert worst < 4e-3, f"at {position}, after sublayer {sublayer}: {worst}"
