@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
@@ -84,21 +86,75 @@ def norm_prompt(
     return kernel
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """The QKV product of a prompt: runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size)."""
+
+    tokens: int
+    parts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def load(self, sums: Sequence[UOp], bias: UOp | None, token: UOp, row: UOp, inside: UOp) -> UOp:
+        """A row of the product, if it is `inside`: the sum of its parts, plus the bias."""
+        result, start = None, 0
+        for run, count, size in zip(sums, self.parts, self.sizes, strict=True):
+            in_run = (row >= start) & (row < start + size) & inside if len(self.sizes) > 1 else inside
+            part = chain(
+                load(run, (p * self.tokens + token) * size + (row - start), in_run) for p in range(count)
+            )
+            result = part if result is None else result + part
+            start += size
+        assert result is not None
+        return result if bias is None else result + load(bias, row, inside)
+
+
+@functools.cache
+def wide_norms(
+    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], bias: bool
+) -> Kernel:
+    """The factors of RMS norms over all heads of a token's queries, and over all heads of its keys. Buffers: the
+    factors, float32 (tokens, 2); the sums of each run of the QKV product, as in `rotate_prompt`; the bias, float32, if
+    `bias`."""
+    h, threads = heads, 256
+    runs, sizes_of_norms = _Runs(tokens, parts, sizes), (heads.query * heads.dim, heads.kv * heads.dim)
+
+    def kernel(factors: UOp, *ins: UOp) -> UOp:
+        sums, biases = ins[: len(sizes)], ins[-1] if bias else None
+        thread, token, which = (
+            UOp.special(threads, "lidx0"),
+            UOp.special(tokens, "gidx0"),
+            UOp.special(2, "gidx1"),
+        )
+        is_query = which.eq(0)
+        start, size = is_query.where(0, sizes_of_norms[0]), is_query.where(*sizes_of_norms)
+        places = [thread + i * threads for i in range(-(-max(sizes_of_norms) // threads))]
+        values = [runs.load(sums, biases, token, start + place, place < size) for place in places]
+        partial = after_store(shared(threads, slot=0), thread, chain(value * value for value in values))
+        k = UOp.range(threads // 32, 0, AxisType.REDUCE)
+        total = tree(load_run(partial, k * 32, 32)).reduce(k, arg=Ops.ADD)
+        mean = total * is_query.where(*(f32(1 / n) for n in sizes_of_norms))
+        result = store(factors, token * 2 + which, inverse_rms(mean, 1, h.norm_eps or 0.0), thread.eq(0))
+        return finish(f"prefill_wide_norms_{h.name}_{tokens}", [result])
+
+    return kernel
+
+
 @functools.cache
 def rotate_prompt(
-    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], bias: bool
+    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], bias: bool, wide: bool = False
 ) -> Kernel:
     """Rotates the queries and keys of a prompt, and norms them if the model does; stores keys and values in the cache.
     The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers: the
     queries, float16 (see `query_index`); the cached keys and values, float16 (see `Heads`); the sums of each run; the
     tables of cos and of sin, float32 (context, dim / 2); the prompt, int32 (2,): position and number of tokens; the
-    bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms; the
-    factors of queries by position, float32 (context,), if there is a temperature."""
+    bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or
+    if they are `wide`, float32 (query + kv, dim), and the factors of `wide_norms`; the factors of queries by position,
+    float32 (context,), if there is a temperature."""
     h, dim, half = heads, heads.dim, heads.dim // 2
     assert not h.window or h.window + tokens <= h.ring
     total = h.query + 2 * h.kv
     per_block = max(1, 256 // dim)  # heads in a block
-    blocks = -(-total // per_block)
+    blocks, runs = -(-total // per_block), _Runs(tokens, parts, sizes)
 
     def kernel(queries: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
         sums, (cos, sin, prompt, *rest_) = rest[: len(sizes)], rest[len(sizes) :]
@@ -112,23 +168,15 @@ def rotate_prompt(
         position = (load_index(prompt, 0, h.length - CACHE_SLACK) + token).minimum(h.length - CACHE_SLACK - 1)
         live = inside & (token < n)
 
-        def product(row: UOp) -> UOp:
-            """A row of the QKV product: the sum of its parts, plus the bias."""
-            result, start = None, 0
-            for run, count, size in zip(sums, parts, sizes, strict=True):
-                in_run = (row >= start) & (row < start + size) & inside if len(sizes) > 1 else inside
-                part = chain(
-                    load(run, (p * tokens + token) * size + (row - start), in_run) for p in range(count)
-                )
-                result = part if result is None else result + part
-                start += size
-            assert result is not None
-            return result if biases is None else result + load(biases, row, inside)
-
-        own, partner_d = product(head * dim + d), (d < half).where(d + half, d - half)
-        partner = product(head * dim + partner_d)
+        partner_d = (d < half).where(d + half, d - half)
+        own, partner = (runs.load(sums, biases, token, head * dim + e, inside) for e in (d, partner_d))
         is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
-        if norms is not None:
+        if norms is not None and wide:
+            normed = is_query | is_key
+            norm = load(rest_.pop(0), token * 2 + is_query.where(UOp.const(0), UOp.const(1)))
+            weights = (load(norms, head * dim + e, normed) for e in (d, partner_d))
+            x, other = (v * weight * norm for v, weight in zip((own, partner), weights, strict=True))
+        elif norms is not None:
             squares = after_store(shared(per_block * dim, slot=0), head_in_block * dim + d, own * own)
             fours = [chain(load_run(squares, head_in_block * dim + j, 4)) for j in range(0, dim, 4)]
             norm = inverse_rms(tree(fours), dim, h.norm_eps or 0.0)

@@ -14,6 +14,7 @@ from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import fragment_index, wmma
 from engine.kernels.gpu.uops import (
     F16,
+    LOG2_E,
     LOWEST,
     chain,
     f32,
@@ -135,19 +136,19 @@ def _turns(
 
 
 @functools.cache
-def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
+def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling, sinks: bool = False) -> Kernel:
     """Causal attention of a prompt over the cache. Scores stay in registers: a first pass over the keys finds each
     query's largest score, and a second pass sums the values. The threads of a warp share queries and have different
     keys, so they exchange results only after a pass. Query heads that share keys are neighbours in a block, which loads
     the keys once. Buffers: the output, float16 fragments of (tokens, query heads * dim); the queries of
     `engine.kernels.gpu.prefill.rotate_prompt`; the tiles of `tile_prompt`; the prompt, int32 (2,): position and number
-    of tokens."""
+    of tokens; with `sinks`, float32 (query heads,): a score of each head that is not scaled and weighs no value."""
     h, dim, rows, warps, parts = heads, heads.dim, tiling.rows, tiling.warps, tiling.parts
     chunks, tiles = dim // 16, tokens // (16 * rows)
     blocks = h.shared_by * tiles // warps  # of a key head
     assert dim % 16 == 0 and tokens % (16 * rows) == 0 and h.shared_by * tiles % warps == 0
 
-    def kernel(out: UOp, queries: UOp, keys: UOp, values: UOp, prompt: UOp) -> UOp:
+    def kernel(out: UOp, queries: UOp, keys: UOp, values: UOp, prompt: UOp, *sink: UOp) -> UOp:
         thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
         part = UOp.special(parts, "lidx2") if parts > 1 else UOp.const(0)
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
@@ -209,6 +210,9 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
             row_max += [x.reduce(loop, arg=Ops.MAX) for x in largest]
         unmasked_and_masked = zip(row_max[: 2 * rows], row_max[2 * rows :], strict=True)
         top = maxima([a.alu(Ops.MAX, b) for a, b in unmasked_and_masked])
+        if sinks:
+            sink_score = load(sink[0], head) * f32(LOG2_E)
+            top = [x.alu(Ops.MAX, sink_score) for x in top]
 
         per_row = accumulators(dim) // 4
         n_acc = rows * per_row * 4
@@ -249,7 +253,10 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling) -> Kernel:
         stores = []
         for r in range(rows):
             sums = result[r * per_row * 4 : (r + 1) * per_row * 4]
-            factor = [sums[-4 + 2 * side].reciprocal() for side in (0, 1)]
+            totals = [sums[-4 + 2 * side] for side in (0, 1)]
+            if sinks:
+                totals = [x + (sink_score - top[2 * r + side]).exp2() for side, x in enumerate(totals)]
+            factor = [x.reciprocal() for x in totals]
             for j in range(chunks):
                 for side in (0, 1):
                     for e in range(4):

@@ -7,7 +7,7 @@ from engine.kernels.gpu.decode_attention import Split, attention, combine, split
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import fragment_index, fragments_size
-from engine.kernels.gpu.prefill import rotate_prompt
+from engine.kernels.gpu.prefill import rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt, prompt_tiling, tile_prompt
 from engine.kernels.gpu.weight_layout import UNIT, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
@@ -27,8 +27,9 @@ class Cache:
         self.keys = buffer(k.reshape(h.kv, h.slots, h.dim // 4, 4).transpose(0, 2, 1, 3))
         self.values = buffer(v.reshape(h.kv, h.slots // 4, 4, h.dim).transpose(0, 1, 3, 2))
 
-    def attended(self, q, k, v):
-        """float64 (query heads * dim): `q` (query, dim) of the last token, `k` and `v` (kv, n, dim) of all tokens."""
+    def attended(self, q, k, v, sinks=None):
+        """float64 (query heads * dim): `q` (query, dim) of the last token, `k` and `v` (kv, n, dim) of all tokens,
+        `sinks` (query,)."""
         shared_by, outs, first = (
             self.heads.shared_by,
             [],
@@ -38,7 +39,8 @@ class Cache:
         for i, query in enumerate(q.astype(np.float64)):
             s = k[i // shared_by] @ query * self.heads.scale
             p = np.exp(s - s.max())
-            outs.append(p @ v[i // shared_by] / p.sum())
+            sink = 0 if sinks is None else np.exp(sinks[i].astype(np.float64) - s.max())
+            outs.append(p @ v[i // shared_by] / (p.sum() + sink))
         return np.concatenate(outs)
 
     def stored(self, tokens):
@@ -63,7 +65,9 @@ def temperatures(heads):
 
 
 def turned(x, cos, sin, norm=None, eps=1e-6):
-    if norm is not None:
+    if norm is not None and norm.ndim == 2:  # over all heads of x (tokens, heads, dim)
+        x = x / np.sqrt((x * x).mean((-2, -1), keepdims=True) + eps) * norm
+    elif norm is not None:
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * norm
     a, b = np.split(x, 2, -1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -163,27 +167,51 @@ def check_windows_of_prompts() -> None:
         attended_prompt(PromptTiling(1, 1, 1, 1), n, position, large)
 
 
-def attended_prompt(cut, n, position, h):
+def check_sinks_of_prompts() -> None:
+    """Sinks below all scores, among them and above them, with a window and without."""
+    attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18, heads_of(), sinks=True)
+    windowed = heads_of(window=20, ring=64, norm_eps=1e-6)
+    attended_prompt(PromptTiling(2, 1, 1, 2), 30, 37, windowed, sinks=True)
+
+
+def check_norms_over_all_heads_of_prompts() -> None:
+    """Fewer elements than threads and more, with a bias; as many heads of keys as of queries, and fewer."""
+    attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18, heads_of(norm_eps=1e-6), wide=True)
+    attended_prompt(PromptTiling(1, 1, 1, 1), 9, 3, heads_of(80, 4, 4, norm_eps=1e-5), wide=True)
+
+
+def attended_prompt(cut, n, position, h, sinks=False, wide=False):
     tokens, cache = 32, Cache(h, position, n)
     total = h.query + 2 * h.kv
+    sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
     sums = rng.standard_normal((2, tokens, total * h.dim)).astype(np.float32)
     cos, sin = (rng.standard_normal((512, h.dim // 2)).astype(np.float32) for _ in range(2))
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
+    bias = [rng.standard_normal(total * h.dim).astype(np.float32)] if wide else []
+    if wide:
+        norms = [rng.standard_normal((n_heads, h.dim)).astype(np.float32) for n_heads in (h.query, h.kv)]
     factors, temperature = temperatures(h)
     queries = zeros(tokens * h.query * h.dim, dtypes.float16)
-    prompt, norm = buffer(np.array([position, n], np.int32)), [buffer(norms)] if h.norm_eps else []
-    kernel = rotate_prompt(h, tokens, (2,), (total * h.dim,), False)
-    ins = [buffer(sums), buffer(cos), buffer(sin), prompt, *norm, *temperature]
+    prompt, norm = (
+        buffer(np.array([position, n], np.int32)),
+        [buffer(np.concatenate(norms))] if h.norm_eps else [],
+    )
+    shape, biases = ((2,), (total * h.dim,), bool(bias)), [buffer(b) for b in bias]
+    if wide:
+        norm.append(zeros(tokens * 2))
+        run(wide_norms(h, tokens, *shape), norm[1], buffer(sums), *biases)
+    kernel = rotate_prompt(h, tokens, *shape, wide)
+    ins = [buffer(sums), buffer(cos), buffer(sin), prompt, *biases, *norm, *temperature]
     run(kernel, queries, cache.keys, cache.values, *ins)
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
     tiles = [buffer(np.full(h.tiles_size, 100, np.float16)) for _ in range(2)]
     run(tile_prompt(h, 2), *tiles, cache.keys, cache.values, prompt)
-    run(attend_prompt(h, tokens, cut), out, queries, *tiles, prompt)
+    run(attend_prompt(h, tokens, cut, sinks), out, queries, *tiles, prompt, *map(buffer, sink))
 
-    rows = sums.sum(0).reshape(tokens, total, h.dim)[:n]
+    rows = (sums.sum(0) + sum(bias)).reshape(tokens, total, h.dim)[:n]
     here = [t[position : position + n, None] for t in (cos, sin)]
-    q = turned(rows[:, : h.query], *here, norms[0]) * factors[position : position + n, None, None]
-    k = turned(rows[:, h.query : h.query + h.kv], *here, norms[1]).astype(np.float16)
+    q = turned(rows[:, : h.query], *here, norms[0], h.norm_eps) * factors[position : position + n, None, None]
+    k = turned(rows[:, h.query : h.query + h.kv], *here, norms[1], h.norm_eps).astype(np.float16)
     v = rows[:, -h.kv :].astype(np.float16)
     stored_keys, stored_values = cache.stored(np.arange(position, position + n))
     close(stored_keys, k, 1e-3)
@@ -194,4 +222,4 @@ def attended_prompt(cut, n, position, h):
     got = out.numpy()[place]
     for i in range(n):
         seen = position + i + 1
-        close(got[i], cache.attended(q[i], keys[:, :seen], values[:, :seen]), 5e-3)
+        close(got[i], cache.attended(q[i], keys[:, :seen], values[:, :seen], *sink), 5e-3)

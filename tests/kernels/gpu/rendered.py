@@ -28,7 +28,7 @@ from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.kernels.gpu.matvec import STORE, STORE_BIASED, Kernel, StackedMatrices, activate, matvec
 from engine.kernels.gpu.post_norm import add_normed
-from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt
+from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
 from engine.kernels.gpu.prefill_experts import (
     choose_experts,
@@ -107,6 +107,19 @@ def render_window() -> None:
     render(attend_prompt(h, tokens, prompt_tiling(h, tokens)), queries, queries, *tiles, ints)
 
 
+def render_wide_norms_and_sinks() -> None:
+    """Attention in prefill with norms over all heads, and with sinks."""
+    h, tokens = Heads(4, 2, 64, CONTEXT + CACHE_SLACK, 1e-6, 0.1), 64
+    size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
+    cache, tiles, queries = [(h.cache_size, H)] * 2, [(h.tiles_size, H)] * 2, (tokens * size, H)
+    table, ints, sums = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (2 * tokens * rows, F)
+    render(wide_norms(h, tokens, (2,), (rows,), True), (2 * tokens, F), sums, (rows, F))
+    rotate, norms = rotate_prompt(h, tokens, (2,), (rows,), True, wide=True), ((h.query + h.kv) * h.dim, F)
+    render(rotate, queries, *cache, sums, table, table, ints, (rows, F), norms, (2 * tokens, F))
+    attend = attend_prompt(h, tokens, prompt_tiling(h, tokens), sinks=True)
+    render(attend, queries, queries, *tiles, ints, (h.query, F))
+
+
 def render_experts() -> None:
     """What a mixture of experts takes in prefill."""
     tokens, n, used, width, cols, p = 64, 40, 4, 512, 2048, WeightLayout(12)
@@ -176,6 +189,7 @@ def main(path: str, folder: str, *quants: str) -> None:
         if not is_ptx and path == "fused" and quant == quants[0]:
             render_other_products()
             render_window()
+            render_wide_norms_and_sinks()
             render_experts()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]
