@@ -16,7 +16,10 @@ def random_blocks(kind: Type, rows: int, cols: int) -> np.ndarray:
     format = QUANTIZED[kind]
     data = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
     scales = rng.standard_normal((len(data), 2)).astype(np.float16).view(np.uint8)
-    data[:, format.d : format.d + 2] = scales[:, :2]
+    if format.exponent:
+        data[:, format.d] = rng.integers(118, 128, len(data))
+    else:
+        data[:, format.d : format.d + 2] = scales[:, :2]
     if format.m is not None:
         data[:, format.m : format.m + 2] = scales[:, 2:]
     return data.reshape(rows, -1)

@@ -13,9 +13,10 @@ from engine.errors import ModelFileError
 # for their size, as the defaults of llama.cpp and Ollama are. All of them are types of engine/formats/quantization.py.
 PREFERRED = (
     "Q4_K_M", "Q5_K_M", "Q4_K_S", "Q5_K_S", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K",
-    "Q4_K_L", "Q5_K_L", "Q6_K_L", "BF16", "F16", "F32",
+    "Q4_K_L", "Q5_K_L", "Q6_K_L", "MXFP4", "MXFP4_MOE", "IQ4_XS", "IQ4_NL", "BF16", "F16", "F32", "Q3_K_L", "Q3_K_M",
+    "Q3_K_S", "Q3_K", "Q2_K", "Q2_K_S",
 )  # fmt: skip
-_CANNOT_RUN = re.compile(r"(UD-)?(IQ|TQ|Q[123]_|MXFP|NVFP|Q4_0_\d)")
+_CANNOT_RUN = re.compile(r"(UD-)?(IQ[1235]|IQ4_NL_\d|TQ|Q1_|NVFP|Q4_0_\d)")
 _LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*)$", re.I)
 _PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.gguf$)", re.I)
 _NOT_A_MODEL = re.compile(r"mmproj|imatrix|\blora\b", re.I)  # image projectors, statistics, adapters

@@ -186,7 +186,7 @@ def test_what_is_picked():
 
 
 def test_a_file_that_cannot_run_is_refused_by_its_name():
-    for file in ("m-NVFP4.gguf", "m-MXFP4.gguf", "m-Q2_K.gguf", "m-TQ1_0.gguf", "m-Q4_0_8_8.gguf"):
+    for file in ("m-NVFP4.gguf", "m-IQ3_M.gguf", "m-IQ1_S.gguf", "m-TQ1_0.gguf", "m-Q4_0_8_8.gguf"):
         with pytest.raises(
             ModelFileError, match=rf"no file of a type that .* \(it has {quantization_of(file)}\)"
         ):

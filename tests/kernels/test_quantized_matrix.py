@@ -37,4 +37,4 @@ def test_bytes_on_the_device_are_the_files(kind: int) -> None:
     blocks = random_blocks(Type(kind), 32, 1024)
     matrix = QuantizedMatrix(Tensor(blocks.reshape(-1)), kind, 32, 1024)
     n_bytes = sum(plane.nbytes() for plane in matrix.planes.values())
-    assert blocks.nbytes <= n_bytes <= 1.03 * blocks.nbytes
+    assert blocks.nbytes <= n_bytes <= 1.04 * blocks.nbytes

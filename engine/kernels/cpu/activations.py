@@ -33,6 +33,7 @@ class Activations:
     - `values` (tiles, cols / 2, tile, 2) and `scales` (tiles, cols / 32, tile), for quantized matrices
     - `sums` (tiles, cols / 16): sums of 16 values, for types with an offset, if tile is 1
     - `scaled_sums` (tiles, cols / 32, tile): sums of 32 values times their scale, for types with minima
+    - `run_sums` (tiles, cols / 16, tile): sums of 16 values times their scale, for types with minima of 16 columns
     - `floats` (tiles, cols, tile), for float matrices
     """
 
@@ -42,6 +43,7 @@ class Activations:
     scales: UOp | None = None
     sums: UOp | None = None
     scaled_sums: UOp | None = None
+    run_sums: UOp | None = None
     floats: UOp | None = None
 
     def pair(self, k: KernelBuilder, tile_number: Index, n: Index, token: Index) -> UOp:
@@ -66,6 +68,11 @@ class Activations:
         assert self.scaled_sums is not None
         return k.load(self.scaled_sums, (tile_number * (self.cols // UNIT) + unit) * self.tile + token)
 
+    def run_sum(self, k: KernelBuilder, tile_number: Index, run: Index, token: Index) -> UOp:
+        """The sum of the n-th run of 16 columns, float32."""
+        assert self.run_sums is not None
+        return k.load(self.run_sums, (tile_number * (self.cols // PAIRS) + run) * self.tile + token)
+
     def float(self, k: KernelBuilder, tile_number: Index, column: Index, token: Index) -> UOp:
         assert self.floats is not None
         return k.load(self.floats, (tile_number * self.cols + column) * self.tile + token)
@@ -78,6 +85,7 @@ def buffer_type(name: str) -> tuple[DType, int]:
         "scales": (dtypes.float32, UNIT),
         "sums": (dtypes.int32, UNIT // 2),
         "scaled_sums": (dtypes.float32, UNIT),
+        "run_sums": (dtypes.float32, UNIT // 2),
         "floats": (dtypes.float32, 1),
     }[name]
 
@@ -89,7 +97,8 @@ def buffer_names(layouts: Sequence[WeightLayout], tile: int) -> tuple[str, ...]:
         "values": any(formats),
         "scales": any(formats),
         "sums": tile == 1 and any(f and f.offset for f in formats),
-        "scaled_sums": any(f and "m" in f.scales for f in formats),
+        "scaled_sums": any(f and "m" in f.scales and not f.has_nibble_scales for f in formats),
+        "run_sums": any(f and f.has_nibble_scales for f in formats),
         "floats": not all(formats),
     }
     return tuple(name for name, is_needed in needed.items() if is_needed)
@@ -245,5 +254,8 @@ def _store_unit(
     if "sums" in outs:
         for i, s in enumerate(sums):
             k.store(outs["sums"], place * (UNIT // PAIRS) + i, s)
+    if "run_sums" in outs:
+        for i, s in enumerate(sums):
+            k.store(outs["run_sums"], place * (UNIT // PAIRS) + i * tile + token, s.cast(F32) * scale)
     if "scaled_sums" in outs:
         k.store(outs["scaled_sums"], place + token, (sums[0] + sums[1]).cast(F32) * scale)

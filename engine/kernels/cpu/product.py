@@ -148,7 +148,10 @@ def products_of_a_token(rows: GroupOfRows, tile_number: Index = 0) -> UOp:
         dot = k.vector(sums, 0) + k.vector(sums, lanes)
         result = dot.cast(F32) * (scale * x.scale(k, tile_number, unit, 0))
         if minimum is not None:
-            result = result - minimum * x.scaled_sum(k, tile_number, unit, 0)
+            if format.has_nibble_scales:
+                result = result - minimum * x.run_sum(k, tile_number, unit * (UNIT // format.group) + run, 0)
+            else:
+                result = result - minimum * x.scaled_sum(k, tile_number, unit, 0)
         k.store(total, 0, k.vector(total, 0) + result)
     return k.vector(total, 0)
 
@@ -162,7 +165,8 @@ def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: In
     totals = k.registers((MAX_TILES if isinstance(tiles, UOp) else tiles) * tile * lanes)
     weights = k.registers(span * UNIT * lanes, I16)
     scales = k.registers(span * lanes)
-    minima = k.registers(span * lanes) if "m" in format.scales else None
+    runs = UNIT // format.group if format.has_nibble_scales else 1  # with minima of their own in a unit
+    minima = k.registers(span * runs * lanes) if "m" in format.scales else None
     with k.loop(tiles) as tile_number, k.loop(tile) as t:
         k.fill(totals, (tile_number * tile + t) * lanes, UOp.const(0.0, F32))
     with k.loop(blocks * units // span) as s:
@@ -175,6 +179,9 @@ def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: In
             k.store(scales, i * lanes, scale)
             if minima is not None and minimum is not None:
                 k.store(minima, i * lanes, minimum)
+            elif minima is not None:
+                for run in range(runs):
+                    k.store(minima, (i * runs + run) * lanes, layout.minimum(k, stream, at, words, run))
         with k.loop(tiles) as tile_number, k.loop(span) as i:
             unit, of_x = s * span + i, first_tile + tile_number
             sums = [k.zeros(2 * lanes, I32) for _ in range(tile // 2)]  # two tokens side by side
@@ -192,7 +199,11 @@ def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: In
             for t in range(tile):
                 dot = k.vector(sums[t // 2], t % 2 * lanes)
                 result = dot.cast(F32) * (k.vector(scales, i * lanes) * x.scale(k, of_x, unit, t))
-                if minima is not None:
+                if minima is not None and runs > 1:
+                    for run in range(runs):
+                        minimum = k.vector(minima, (i * runs + run) * lanes)
+                        result = result - minimum * x.run_sum(k, of_x, unit * runs + run, t)
+                elif minima is not None:
                     result = result - k.vector(minima, i * lanes) * x.scaled_sum(k, of_x, unit, t)
                 at_total = (tile_number * tile + t) * lanes
                 k.store(totals, at_total, k.vector(totals, at_total) + result)

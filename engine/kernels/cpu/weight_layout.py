@@ -16,16 +16,21 @@ vector; their upper 2 bits lie in the upper 4 bits of the third.
 
 The stream of `lanes` rows is a sequence of blocks:
 
-    d, m (lanes float16 each; m only if the type has minima)
+    d, m (lanes float16 each; m only if the type has minima; for an exponent the upper half of a float32, 2 d)
     for each 32 columns: lanes words of small scales (only if the type has them), then the vectors of each plane
 
-A word of small scales holds the scale and the minimum (Q4_K, Q5_K), or the scales of the first and of the last 16
-columns (Q6_K). Bytes per weight are the file's; Q4_K and Q5_K take 4 bytes more a block of 256, 2.8 % and 2.3 %. A
-float matrix is a stream of `lanes` values for each column.
+A word of small scales holds the scale and the minimum (Q4_K, Q5_K), the scales of the first and of the last 16
+columns (Q3_K, Q6_K; for Q2_K with their minima, 4 bits each), or one scale (IQ4_XS). Bytes per weight are the file's;
+Q3_K, Q4_K and Q5_K take 4 bytes more a block of 256, 3.6 %, 2.8 % and 2.3 %; IQ4_XS 10 more, 7.4 %; MXFP4 one more a
+block of 32, 5.9 %. A float matrix is a stream of `lanes` values for each column.
+
+Integers with a codebook stay indices of 4 bits in memory (`decoded`).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -117,7 +122,13 @@ class WeightLayout:
 
     def half(self, k: KernelBuilder, stream: UOp, at: UOp) -> UOp:
         """`lanes` float16 numbers of the stream, as float32."""
-        return k.vector(stream, at).bitcast(F16).cast(F32)
+        return self._as_factor(k.vector(stream, at))
+
+    def _as_factor(self, words: UOp) -> UOp:
+        """d or m, as float32."""
+        if self.format and self.format.exponent:
+            return shift_left(words.cast(dtypes.uint32), 16).bitcast(F32) * 0.5
+        return words.bitcast(F16).cast(F32)
 
     def scales(
         self, k: KernelBuilder, stream: UOp, block: UOp, unit: UOp, run: Index | None
@@ -126,26 +137,32 @@ class WeightLayout:
         `unit` are indices in the stream. The scale includes the small scale of the run (see `small_scale`), unless
         `run` is None."""
         assert self.format
-        scale, minimum = self.half(k, stream, block), None
+        scale = self.half(k, stream, block)
         if self.has_small_scales and run is not None:
             scale = scale * self.small_scale(k, stream, unit, run).cast(F32)
-        if "m" in self.format.scales:
-            minimum = self.half(k, stream, block + self.lanes)
-            if self.has_small_scales:
-                minimum = minimum * self.small_scale(k, stream, unit, 1).cast(F32)
-        return scale, minimum
+        has_one = "m" in self.format.scales and (run is not None or not self.format.has_nibble_scales)
+        return scale, self.minimum(k, stream, block, unit, 0 if run is None else run) if has_one else None
+
+    def minimum(self, k: KernelBuilder, stream: UOp, block: UOp, unit: UOp, run: Index) -> UOp:
+        """The minimum of a run of columns, float32 (lanes,); all runs of a unit have the same, but for Q2_K."""
+        minimum = self.half(k, stream, block + self.lanes)
+        if not self.has_small_scales:
+            return minimum
+        if self.format and self.format.has_nibble_scales:
+            return minimum * (shift_right(k.vector(stream, unit), run * 8 + 4) & 15).cast(I16).cast(F32)
+        return minimum * self.small_scale(k, stream, unit, 1).cast(F32)
 
     def small_scale(self, k: KernelBuilder, stream: UOp, unit: UOp, n: Index) -> UOp:
         """The first (n = 0) or second (n = 1) small scale of a unit, int16 (lanes,): the scale and the minimum, or the
         scales of the first and of the second run of 16 columns."""
         words = k.vector(stream, unit)
         if self.format and "minimum" in self.format.scales:
-            return (shift_right(words, n * 8) & 255).cast(I16)
+            return (shift_right(words, n * 8) & (15 if self.format.has_nibble_scales else 255)).cast(I16)
         return shift_right(shift_left(words.bitcast(I16), 8 - n * 8), 8)
 
     def pairs(self, k: KernelBuilder, stream: UOp, unit: UOp, start: Index, n: int) -> list[UOp]:
-        """The integers of the pairs of columns `start` to `start + n - 1` of a unit, int16 (2 * lanes,) each. `start`
-        and `n` are multiples of `pairs_together`."""
+        """The integers of the pairs of columns `start` to `start + n - 1` of a unit, int16 (2 * lanes,) each, decoded
+        if the type has a codebook. `start` and `n` are multiples of `pairs_together`."""
         assert self.format
         values: list[UOp | None] = [None] * n
         at, low = unit + self.lanes * self.has_small_scales, 0
@@ -163,7 +180,8 @@ class WeightLayout:
                     lower = values[i * fields + f]
                     values[i * fields + f] = value if lower is None else lower | shift_left(value, low)
             at, low = at + self.lanes * 2 * bits, low + bits
-        return [v.cast(I16) for v in values if v is not None]
+        integers = [v.cast(I16) for v in values if v is not None]
+        return [decoded(v, self.format.codebook) for v in integers] if self.format.codebook else integers
 
     def _pairs_of_six(self, k: KernelBuilder, stream: UOp, at: UOp, start: Index, n: int) -> list[UOp]:
         values = []
@@ -197,17 +215,24 @@ class WeightLayout:
         words = block + self.header_words + unit % units * self.unit_words
 
         def half(at: UOp) -> UOp:
-            return k.load(stream, at + lane).bitcast(F16).cast(F32)
+            return self._as_factor(k.load(stream, at + lane))
 
-        scales, minimum = [half(block)] * 2, half(block + self.lanes) if "m" in self.format.scales else None
+        scales, minima = [half(block)] * 2, None
+        if "m" in self.format.scales:
+            minima = [half(block + self.lanes)] * 2
         if self.has_small_scales:
             small = k.load(stream, words + lane)
             low, high = small & 255, shift_right(small, 8)
-            if minimum is None:
+            if minima is None:
                 low, high = (b.cast(U8).bitcast(I8) for b in (low, high))
                 scales = [scale * b.cast(F32) for scale, b in zip(scales, (low, high), strict=True)]
+                if self.format.group == UNIT:
+                    scales = [scales[0]] * 2
+            elif self.format.has_nibble_scales:
+                scales = [scales[0] * (b & 15).cast(F32) for b in (low, high)]
+                minima = [minima[0] * shift_right(b, 4).cast(F32) for b in (low, high)]
             else:
-                scales, minimum = [scales[0] * low.cast(F32)] * 2, minimum * high.cast(F32)
+                scales, minima = [scales[0] * low.cast(F32)] * 2, [minima[0] * high.cast(F32)] * 2
             words = words + self.lanes
         values: list[UOp | None] = [None] * UNIT
         low_bit = 0
@@ -229,12 +254,25 @@ class WeightLayout:
                 lower = values[c]
                 values[c] = value if lower is None else lower | shift_left(value, low_bit)
             words, low_bit = words + self.lanes * 2 * bits, low_bit + bits
+        integers = [v for v in values if v is not None]
+        if self.format.codebook:
+            integers = [decoded(v.cast(I16), self.format.codebook) for v in integers]
         weights = [
-            (v.cast(F32) - float(self.format.offset)) * scales[c * 2 // UNIT]
-            for c, v in enumerate(values)
-            if v is not None
+            (v.cast(F32) - float(self.format.offset)) * scales[c * 2 // UNIT] for c, v in enumerate(integers)
         ]
-        return weights if minimum is None else [w - minimum for w in weights]
+        return weights if minima is None else [w - minima[c * 2 // UNIT] for c, w in enumerate(weights)]
+
+
+def decoded(q: UOp, codebook: Sequence[int]) -> UOp:
+    """The codebook's numbers for indices, int16: the line through its first two numbers, and for each place where the
+    line bends a multiple of maximum(q, place), because processors have no instruction that looks up 16-bit numbers."""
+    steps = [b - a for a, b in itertools.pairwise(codebook)]
+    value, constant = q * steps[0] if steps[0] != 1 else q, codebook[0]
+    for place, (a, b) in enumerate(itertools.pairwise(steps), 1):
+        if bend := b - a:
+            hinge = q.maximum(UOp.const(place, I16))
+            value, constant = value + (hinge * bend if bend != 1 else hinge), constant - bend * place
+    return value + constant
 
 
 def as_float(v: UOp) -> UOp:

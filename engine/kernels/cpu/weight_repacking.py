@@ -94,19 +94,25 @@ def _block(
         return value
 
     def small(runs: tuple[Planes, ...], group: int) -> UOp:
-        """The scale or the minimum of a group, uint16."""
+        """The scale or the minimum of a group, uint16, of a signed one the byte."""
         n = format.block // format.group // len(runs)
-        return number(runs[group // n], group % n, n)
+        value = number(runs[group // n], group % n, n)
+        return value - format.scale_offset & 255 if format.scale_offset else value
 
-    k.store(out, at, word(format.d))
+    k.store(out, at, shift_left(byte(format.d), 7) if format.exponent else word(format.d))
     if format.m is not None:  # products subtract it
         k.store(out, at + lanes, word(format.m) if format.minimum else word(format.m) ^ 0x8000)
     units, groups = at + layout.header_words, UNIT // format.group
     if layout.has_small_scales:
         for u in range(format.block // UNIT):
-            scales = [small(format.scale, u * groups + i) for i in range(groups)]
-            low, high = [*scales, small(format.minimum, u)] if format.minimum else scales
-            k.store(out, units + u * layout.unit_words, low | shift_left(high, 8))
+            in_bytes = [small(format.scale, u * groups + i) for i in range(groups)]
+            if format.has_nibble_scales:
+                minima = [small(format.minimum, u * groups + i) for i in range(groups)]
+                in_bytes = [a | shift_left(b, 4) for a, b in zip(in_bytes, minima, strict=True)]
+            elif format.minimum:
+                in_bytes.append(small(format.minimum, u))
+            joined = [b if not i else shift_left(b, 8) for i, b in enumerate(in_bytes)]
+            k.store(out, units + u * layout.unit_words, functools.reduce(UOp.__or__, joined))
         units = units + lanes
     with k.loop(format.block // UNIT) as u:
         at = units + u * layout.unit_words

@@ -1,9 +1,11 @@
-"""Integers of 4, 5, 6 or 8 bits packed in 32-bit words, and how kernels unpack them.
+"""Integers of 2, 3, 4, 5, 6 or 8 bits packed in 32-bit words, and how kernels unpack them.
 
 Each word holds as many whole integers as fit. The bits left over at the top of the words of a period make up the
 period's last integers:
 
     bits  words  integers of a period
+       2      1        16 = 16 whole
+       3      3        32 = 10 whole in each word, 2 of spare bits
        4      1         8 = 8 whole
        5      5        32 = 6 whole in each word, 2 of spare bits
        6      3        16 = 5 whole in each word, 1 of spare bits
@@ -13,6 +15,9 @@ period's last integers:
 read as a float32 is exactly q * 2**(p - 149). The kernel that produces activations multiplies them by 2**(CENTER - p).
 Then each product takes one AND and one FMA, without a shift or a conversion, and all sums have the same factor
 2**(CENTER - 149).
+
+**Codebooks.** An integer of 4 bits may be an index of a codebook. Its number is looked up in four words of constants
+(`looked_up`), or, for MXFP4, is a small float whose bits become those of a float32 (`from_e2m1`).
 """
 
 from __future__ import annotations
@@ -24,13 +29,15 @@ from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 
-from engine.kernels.gpu.uops import F32, bitwise_or, mask, shift, u32
+from engine.formats.quantization import packed_codes
+from engine.kernels.gpu.uops import F32, bitwise_or, mask, shift, shift_right, u32
 
 CENTER = 100
 DENORMAL_EXPONENT = 149  # float32's smallest denormal is 2**-149
 _MANTISSA = 24  # bits of a float32's significand
 _FRACTION_TOP = 15  # the lowest of the upper eight stored bits of the significand
 _ONE = 0x3F800000  # 1.0 as a float32
+E2M1_EXPONENT, E2M1_HALF_EXPONENT = 127, 15  # `from_e2m1` gives a doubled number times 2**-127 or 2**-15
 
 
 class Field(NamedTuple):
@@ -118,3 +125,28 @@ class BitPacking:
                 others = words[word]
                 words[word] = part if others is None else others | part
         return Tensor.stack(*[w for w in words if w is not None], dim=1)
+
+
+def looked_up(word: UOp, j: int, codes: Sequence[int]) -> UOp:
+    """The code that integer j of 4 bits of a word stands for: uint32. `codes`: 16 numbers below 256."""
+    four = [u32(packed) for packed in packed_codes(codes)]
+    bit = [mask(word, 1 << (4 * j + b)).ne(0) for b in (2, 3)]
+    lower, upper = (bit[0].where(four[i + 1], four[i]) for i in (0, 2))
+    place = mask(shift(word, 4 * j - 3), 3 << 3)
+    return mask(shift_right(bit[1].where(upper, lower), place), 255)
+
+
+def looked_up_fraction(word: UOp, j: int, codes: Sequence[int]) -> UOp:
+    """1 + code / 256 as a float32 (see `looked_up`)."""
+    return bitwise_or([shift(looked_up(word, j, codes), -_FRACTION_TOP), u32(_ONE)]).bitcast(F32)
+
+
+def from_e2m1(word: UOp, j: int, is_half: bool = False) -> UOp:
+    """Float j of 4 bits of a word as a float32: twice its value times 2**-127, or 2**-15 if it `is_half`. Its bits are
+    a sign, two of an exponent, whose bias is 1, and one of the significand. They become those of a float32, or of a
+    float16, where the bits of a denormal mean the same too. Constants that tinygrad gathers at the end of a product
+    would make numbers of the first kind denormal again."""
+    low, sign = (9, 15) if is_half else (22, 31)
+    magnitude = mask(shift(word, 4 * j - low), 7 << low)
+    bits = bitwise_or([magnitude, mask(shift(word, 4 * j + 3 - sign), 1 << sign)])
+    return bits.cast(dtypes.uint16).bitcast(dtypes.float16).cast(F32) if is_half else bits.bitcast(F32)

@@ -2,8 +2,12 @@
 
 A unit is 64 columns of a row: 2 * bits words of 32 bits, packed as in `bit_packing`. Word i of unit u lies at
 [row, i // 4, u, i % 4], so that neighbouring threads load neighbouring 16 bytes. Separate planes hold, for types that
-have them, one 32-bit word for each unit with the bytes of its groups' scales and minima, and the half-precision factors
-d and m.
+have them, one word for each unit with the bytes of its groups' scales and minima, and the half-precision factors d and
+m. The word has 32 bits, or 16 if a unit has two scales (IQ4_XS). A byte holds a scale and a minimum if these have 4
+bits each (Q2_K). A unit of MXFP4 has a word of 16 bits with the exponents of its two blocks in place of d.
+
+Integers with a codebook stay indices of 4 bits in memory. Kernels compute with `Format.codes`, which are not negative,
+as with the integers of other types; with MXFP4's numbers as they are.
 
 Matrices of floats have one plane: the words hold the values.
 """
@@ -21,11 +25,21 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
 from engine.formats.quantization import FLOATS, QUANTIZED, Format
-from engine.kernels.gpu.bit_packing import CENTER, DENORMAL_EXPONENT, BitPacking
-from engine.kernels.gpu.uops import F32, chain, f32, load, mask, shift_right, u32
+from engine.kernels.gpu.bit_packing import (
+    CENTER,
+    DENORMAL_EXPONENT,
+    E2M1_EXPONENT,
+    E2M1_HALF_EXPONENT,
+    BitPacking,
+    from_e2m1,
+    looked_up,
+    looked_up_fraction,
+)
+from engine.kernels.gpu.uops import F32, chain, f32, load, mask, shift, shift_right, u32
 
 UNIT = 64
 QUARTER = UNIT // 4
+CODEBOOK = 1  # the prescale of types with a codebook (`WeightLayout.prescale_bits`)
 
 
 @dataclass(frozen=True)
@@ -60,12 +74,35 @@ class WeightLayout:
     @property
     def prescale_bits(self) -> int:
         """Identifies the prescale that products with such a matrix want: the argument of `prescale`."""
-        return self.bits if self.format else 0
+        if self.format is None:
+            return 0
+        return CODEBOOK if self.format.codebook else self.bits
 
     @property
     def scale(self) -> float:
         """The factor by which a product's sums must be multiplied, because fields are read as denormals."""
+        if self._is_e2m1:
+            return 2.0 ** (E2M1_EXPONENT - CENTER)
         return 2.0 ** (DENORMAL_EXPONENT - CENTER) if self.format else 1.0
+
+    @property
+    def _is_e2m1(self) -> bool:
+        """Whether indices are small floats (`from_e2m1`)."""
+        return self.format is not None and self.format.exponent
+
+    @property
+    def offset(self) -> int:
+        """What a kernel subtracts from an integer, or from its code."""
+        if self.format is None or self._is_e2m1:
+            return 0
+        return self.format.code_offset if self.format.codebook else self.format.offset
+
+    @property
+    def _small_bytes(self) -> int:
+        """Bytes of a unit's scales and minima."""
+        assert self.format
+        has_both = "minimum" in self.format.scales and not self.format.has_nibble_scales
+        return UNIT // self.group * (2 if has_both else 1)
 
     def shapes(self, rows: int, cols: int) -> list[tuple[int, DType]]:
         """(elements, type) of each plane of a matrix."""
@@ -73,8 +110,11 @@ class WeightLayout:
         planes: list[tuple[int, DType]] = [(units * self.unit_words, dtypes.uint32)]
         if self.format is not None:
             if "scale" in self.format.scales:
-                planes.append((units, dtypes.uint32))
-            planes.append((units * UNIT // self._halves_span * self._halves, dtypes.float16))
+                planes.append((units, dtypes.uint32 if self._small_bytes == 4 else dtypes.uint16))
+            if self.format.exponent:
+                planes.append((units, dtypes.uint16))
+            else:
+                planes.append((units * UNIT // self._halves_span * self._halves, dtypes.float16))
         return planes
 
     def n_bytes(self, rows: int, cols: int) -> int:
@@ -97,12 +137,18 @@ class WeightLayout:
         if fields.scale is not None:
             small_scales = [padded_rows(fields.scale.bitcast(dtypes.uint8), self.group)]
             if fields.minimum is not None:
-                small_scales.append(padded_rows(fields.minimum, self.group))
+                minimum = padded_rows(fields.minimum, self.group)
+                if self.format.has_nibble_scales:
+                    small_scales = [small_scales[0] | (minimum << 4)]
+                else:
+                    small_scales.append(minimum)
             joined = Tensor.cat(*(s.reshape(rows, -1, UNIT // self.group) for s in small_scales), dim=2)
-            planes.append(joined.contiguous().bitcast(dtypes.uint32))
+            joined = joined.contiguous()
+            planes.append(joined.bitcast(dtypes.uint32 if self._small_bytes == 4 else dtypes.uint16))
         block = self.format.block
         halves = [padded_rows(x, block) for x in (fields.d, fields.m) if x is not None]
-        planes.append(Tensor.cat(*(h.reshape(rows, -1, self._halves_span // block) for h in halves), dim=2))
+        factors = Tensor.cat(*(h.reshape(rows, -1, self._halves_span // block) for h in halves), dim=2)
+        planes.append(factors.contiguous().bitcast(dtypes.uint16) if self.format.exponent else factors)
         return [plane.flatten().contiguous() for plane in planes]
 
     @property
@@ -150,6 +196,12 @@ class WeightLayout:
         if self.format is None:
             return None, []
         small = load(planes[1], row * units + unit, valid) if "scale" in self.format.scales else None
+        if small is not None:
+            small = small.cast(dtypes.uint32)
+        if self.format.exponent:
+            exponents = load(planes[-1], row * units + unit, valid).cast(dtypes.uint32)
+            powers = [mask(shift(exponents, -bits), 255 << 23).bitcast(F32) for bits in (23, 15)]
+            return small, [power * f32(0.5) for power in powers]
         units_a_load = self._halves_span // UNIT
         place = row * (units // units_a_load) + (unit // units_a_load if units_a_load > 1 else unit)
         halves = [load(planes[-1], place * self._halves + i, valid).cast(F32) for i in range(self._halves)]
@@ -172,6 +224,10 @@ class WeightLayout:
 
         def fraction(j: int) -> UOp:
             k, j = divmod(j, packing.period)
+            if self._is_e2m1:
+                return from_e2m1(words[k], j, is_half=True)
+            if self.format and self.format.codebook:
+                return looked_up_fraction(words[k], j, self.format.codes)
             return packing.unpack_fraction(words[k * packing.words : (k + 1) * packing.words], j)
 
         values = [fraction(j) for j in range(QUARTER)]
@@ -182,11 +238,12 @@ class WeightLayout:
         d, m = self._halves_of(halves, part)
         if small_scales is not None:
             group = part // (self.group // QUARTER) if self.group > QUARTER else part
-            n = UNIT // self.group
             d = d * self._small_scale(small_scales, group, "scale")
             if m is not None:
-                m = m * self._small_scale(small_scales, group + n, "minimum")
-        offset = d * f32(-256.0 - self.format.offset)  # values are 1 + q / 256
+                m = m * self._small_scale(small_scales, group, "minimum")
+        if self._is_e2m1:
+            return [v * (d * f32(2.0**E2M1_HALF_EXPONENT)) for v in values]
+        offset = d * f32(-256.0 - self.offset)  # values are 1 + q / 256
         if m is not None:
             offset = offset - m
         return [v * (d * f32(256.0)) + offset for v in values]
@@ -201,9 +258,13 @@ class WeightLayout:
             d, m = [second.where(d[1], d[0])], [second.where(m[1], m[0])] if m else []
         return d[0], m[0] if m else None
 
-    def _small_scale(self, word: UOp, i: int | UOp, name: str) -> UOp:
-        """Byte i of a word as a float32. The scales of Q6_K are signed, all others are unsigned."""
-        signed = name == "scale" and "minimum" not in (self.format.scales if self.format else ())
+    def _small_scale(self, word: UOp, group: int | UOp, name: str) -> UOp:
+        """The scale or the minimum of a unit's group as a float32. Scales of types without minima are signed."""
+        assert self.format
+        if self.format.has_nibble_scales:
+            return mask(shift_right(word, group * 8 + (4 if name == "minimum" else 0)), 15).cast(F32)
+        i = group + UNIT // self.group if name == "minimum" else group
+        signed = name == "scale" and "minimum" not in self.format.scales
         moved = shift_right(word, i * 8)
         return moved.cast(dtypes.int8).cast(F32) if signed else mask(moved, 255).cast(F32)
 
@@ -220,10 +281,9 @@ class WeightLayout:
     def group_sums(self, xs: Sequence[UOp]) -> list[UOp]:
         """Sums of the activations in each group of a unit, times 2**(CENTER - 149), from prescaled activations. Empty
         if the type has neither an offset nor minima."""
-        if self.format is None or not (self.format.offset or "m" in self.format.scales):
+        if self.format is None or not (self.offset or "m" in self.format.scales):
             return []
-        packing, n = BitPacking(self.bits), self.group
-        p = [packing.position(j) for j in range(UNIT)]
+        n, p = self.group, _positions(self.prescale_bits)
         return [
             chain(xs[j] * f32(2.0 ** (p[j] - DENORMAL_EXPONENT)) for j in range(g, g + n))
             for g in range(0, UNIT, n)
@@ -249,11 +309,16 @@ class Unit:
         blocks = len(self.halves) // (2 if "m" in format.scales else 1)
         dots, minima = [], []
         for g in range(UNIT // n):
-            terms = [sums[g] * f32(-format.offset)] if format.offset else []
+            terms = [sums[g] * f32(-layout.offset)] if layout.offset else []
             for j in range(g * n, (g + 1) * n):
-                k = j // packing.period * packing.words
-                field = packing.unpack(self.words[k : k + packing.words], j % packing.period)
-                terms.append(field.bitcast(F32) * xs[j])
+                k, i = j // packing.period * packing.words, j % packing.period
+                if layout._is_e2m1:
+                    field = from_e2m1(self.words[k], i)
+                elif format.codebook:
+                    field = looked_up(self.words[k], i, format.codes).bitcast(F32)
+                else:
+                    field = packing.unpack(self.words[k : k + packing.words], i).bitcast(F32)
+                terms.append(field * xs[j])
             dot = chain(terms)
             if self.small_scales is not None:
                 dot = dot * layout._small_scale(self.small_scales, g, "scale")
@@ -261,7 +326,7 @@ class Unit:
             if "m" in format.scales:
                 minimum = sums[g]
                 if self.small_scales is not None:
-                    minimum = minimum * layout._small_scale(self.small_scales, g + UNIT // n, "minimum")
+                    minimum = minimum * layout._small_scale(self.small_scales, g, "minimum")
                 minima.append(minimum * self.halves[blocks + g] if blocks > 1 else minimum)
         result = chain(dots) if blocks > 1 else chain(dots) * self.halves[0]
         if minima:
@@ -275,8 +340,15 @@ def prescale(bits: int) -> NDArray[np.float32]:
     `WeightLayout.prescale_bits`."""
     if not bits:
         return np.ones(UNIT, np.float32)
-    positions = [BitPacking(bits).position(j) for j in range(UNIT)]
-    return np.float32(2.0) ** (CENTER - np.asarray(positions, np.float32))
+    return np.float32(2.0) ** (CENTER - np.asarray(_positions(bits), np.float32))
+
+
+def _positions(prescale_bits: int) -> list[int]:
+    """The bit at which a product reads each integer of a unit."""
+    if prescale_bits == CODEBOOK:
+        return [0] * UNIT
+    packing = BitPacking(prescale_bits)
+    return [packing.position(j) for j in range(UNIT)]
 
 
 def units_of(cols: int) -> int:

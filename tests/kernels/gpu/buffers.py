@@ -30,7 +30,10 @@ def random_matrix(ggml_type, rows, cols):
     format = QUANTIZED[ggml_type]
     blocks = rng.integers(0, 256, (rows * cols // format.block, format.block_bytes), dtype=np.uint8)
     halves = rng.uniform(0.01, 0.02, (len(blocks), 2)).astype(np.float16).view(np.uint8)
-    blocks[:, format.d : format.d + 2] = halves[:, :2]
+    if format.exponent:
+        blocks[:, format.d] = rng.integers(120, 124, len(blocks))
+    else:
+        blocks[:, format.d : format.d + 2] = halves[:, :2]
     if format.m is not None:
         blocks[:, format.m : format.m + 2] = halves[:, 2:]
     weights = gguf.dequantize(blocks.reshape(rows, -1), gguf.GGMLQuantizationType(ggml_type))

@@ -43,7 +43,7 @@ from tests.kernels.gpu.buffers import (
 
 def check_every_type() -> None:
     """Every type: most in a shape that fits its schedule, some with threads, rows and columns left over."""
-    ragged = {6: (3, 96), 14: (3, 256), 1: (3, 72)}
+    ragged = {6: (3, 96), 14: (3, 256), 1: (3, 72), 39: (3, 96)}
     for ggml_type in (*QUANTIZED, *FLOATS):
         rows, cols = ragged.get(ggml_type, (4, 256))
         schedule = Schedule(3, 1, 2) if ggml_type in ragged else Schedule(4, 2, 1)
@@ -196,6 +196,7 @@ def check_matrices_of_several_types() -> None:
         (((12, 8), (14, 4)), Schedule(4, 2, 2)),
         (((14, 3), (12, 6), (8, 2)), Schedule(2, 2, 2)),
         (((1, 5), (2, 4)), Schedule(4, 2, 1)),
+        (((39, 4), (11, 4), (20, 4)), Schedule(4, 2, 1)),
     ):
         stack = StackedMatrices(tuple((WeightLayout(t), rows) for t, rows in kinds), cols)
         matrices = [packed(t, rows, cols) for t, rows in kinds]
@@ -214,7 +215,15 @@ def check_matrices_of_several_types() -> None:
 
 def check_embedding() -> None:
     """A row of each kind of layout begins the stream; the angles of its position come along, of one table or two."""
-    for ggml_type, kinds, scale in ((6, 1, 1.0), (12, 1, 1.0), (14, 2, 16.0), (1, 1, 1.0)):
+    for ggml_type, kinds, scale in (
+        (6, 1, 1.0),
+        (12, 1, 1.0),
+        (14, 2, 16.0),
+        (1, 1, 1.0),
+        (10, 1, 1.0),
+        (23, 1, 1.0),
+        (39, 1, 1.0),
+    ):
         layout, vocab, cols, half, context = WeightLayout(ggml_type), 3, 256, 4, 8
         planes, weights = packed(ggml_type, vocab, cols)
         weight = rng.standard_normal(cols).astype(np.float32)
@@ -239,7 +248,14 @@ def check_embedding() -> None:
 def check_prompt_products() -> None:
     """Tensor-core products of types whose quarters differ, cut and whole, fewer tokens than the tile."""
     tokens, n = 16, 11
-    for ggml_type, rows, cols in ((8, 24, 256), (6, 16, 256), (12, 16, 256), (14, 16, 256), (0, 16, 64)):
+    for ggml_type, rows, cols in (
+        (8, 24, 256),
+        (6, 16, 256),
+        (12, 16, 256),
+        (14, 16, 256),
+        (0, 16, 64),
+        *((kind, 16, 256) for kind in (10, 11, 20, 23, 39)),
+    ):
         layout = WeightLayout(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)
         scale = 4 / np.abs(weights).max()  # so that no product is beyond half precision

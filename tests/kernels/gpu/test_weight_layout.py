@@ -7,7 +7,7 @@ from engine.kernels.gpu.bit_packing import BitPacking
 from engine.kernels.gpu.weight_layout import WeightLayout
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_every_bit_of_a_word_belongs_to_one_integer(bits):
     packing = BitPacking(bits)
     seen = np.zeros((packing.words, 32), int)
@@ -21,7 +21,11 @@ def test_every_bit_of_a_word_belongs_to_one_integer(bits):
 
 
 @pytest.mark.parametrize(
-    "ggml_type, limit", [(2, 1), (3, 1), (6, 1), (7, 1), (8, 1), (12, 1.03), (13, 1.03), (14, 1)]
+    "ggml_type, limit",
+    [
+        *((2, 1), (3, 1), (6, 1), (7, 1), (8, 1), (10, 1), (11, 1.04), (12, 1.03), (13, 1.03), (14, 1)),
+        *((20, 1), (23, 1.02), (39, 1)),
+    ],
 )
 def test_the_bytes_of_a_matrix_are_the_files(ggml_type, limit):
     layout = WeightLayout(ggml_type)
