@@ -18,6 +18,8 @@ import numpy as np
 import tokenizers
 from gguf import GGMLQuantizationType as Type
 
+from engine.formats.quantization import QUANTIZED
+
 ROPE_BASE = 10_000.0
 EPSILON = 1e-5
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -136,8 +138,9 @@ def write(
     """Writes a model to `path` and returns it. The same arguments give the same bytes.
 
     `architecture` is one of `ARCHITECTURES`. `quant` is the type of every matrix: F32, F16, BF16, Q4_0, Q4_1,
-    Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K; `dim` and `ffn` (twice `dim` unless given) must be multiples of its
-    block: 32, or 256 for the K types. A head has `dim // heads` elements, of which the first `rotated` (by
+    Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS or MXFP4; `dim` and `ffn` (twice `dim` unless given) must be
+    multiples of its block: 32, or 256 for the K types and IQ4_XS. A head has `dim // heads` elements,
+    of which the first `rotated` (by
     default all) are rotated. `rope_factors` adds rope_freqs.weight. `keys` change the architecture's metadata.
     `template` None is ChatML.
     """
@@ -154,7 +157,12 @@ def write(
 
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("random noise")
-    mix = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_S", "Q5_K": "MOSTLY_Q5_K_S"}.get(quant, f"MOSTLY_{quant}")
+    mixes = {
+        "F32": "ALL_F32",
+        "MXFP4": "MOSTLY_MXFP4_MOE",
+        **{f"Q{n}_K": f"MOSTLY_Q{n}_K_S" for n in (3, 4, 5)},
+    }
+    mix = mixes.get(quant, f"MOSTLY_{quant}")
     writer.add_file_type(gguf.LlamaFileType[mix])
     writer.add_context_length(context)
     writer.add_embedding_length(dim)
@@ -282,11 +290,11 @@ def _random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) -
     """rows x cols weights of standard deviation cols**-0.5, as the file stores them: float32 or float16, or
     uint8 of shape (rows, bytes of a row).
 
-    The gguf package does not quantize to the K types. For them the block's bytes are random and only its
-    float16 scales are chosen (llama.cpp, ggml-common.h: block_q4_K, block_q5_K, block_q6_K).
+    The gguf package does not quantize to the K types and IQ4. For them the block's bytes are random and only
+    its float16 scales are chosen (llama.cpp, ggml-common.h: block_q2_K to block_q6_K, block_iq4_nl, block_iq4_xs).
     """
     std = cols**-0.5
-    if not kind.name.endswith("_K"):
+    if not (kind.name.endswith("_K") or kind.name.startswith("IQ4")):
         values = (rng.standard_normal((rows, cols)) * std).astype(np.float32)
         return values if kind is Type.F32 else gguf.quantize(values, kind)
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -295,11 +303,15 @@ def _random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) -
     )
 
     def set_scales(scale: float) -> None:
-        if kind is Type.Q6_K:
-            data[:, -2:] = np.array([scale], np.float16).view(np.uint8)
-        else:  # value = scale * q - min: the middle of q's range times the scale centres it on zero
-            middle = 7.5 if kind is Type.Q4_K else 15.5
-            data[:, :4] = np.array([scale, middle * scale], np.float16).view(np.uint8)
+        at = QUANTIZED[kind].d
+        if kind in (Type.Q2_K, Type.Q4_K, Type.Q5_K):
+            # value = scale * q - min: the middle of q's range times the scale centres it on zero
+            middle = {Type.Q2_K: 1.5, Type.Q4_K: 7.5, Type.Q5_K: 15.5}[kind]
+            data[:, at : at + 4] = np.array([scale, middle * scale], np.float16).view(np.uint8)
+        else:  # of both signs: the codebook of IQ4_NL is not centred
+            scales = np.resize(np.array([scale, -scale], np.float16), len(data))
+            signed = scales if kind is Type.IQ4_NL else np.abs(scales)
+            data[:, at : at + 2] = signed.view(np.uint8).reshape(-1, 2)
 
     unit = 2.0**-10
     set_scales(unit)

@@ -1,7 +1,9 @@
 import gguf
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 
+from engine.formats.quantization import FLOATS, QUANTIZED
 from tests.generated_model import ARCHITECTURES, write
 from tests.reference import Reference
 
@@ -33,9 +35,7 @@ def test_the_same_arguments_give_the_same_file(tmp_path, architecture):
     assert first == second != other
 
 
-@pytest.mark.parametrize(
-    "quant", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-)
+@pytest.mark.parametrize("quant", [Type(kind).name for kind in (*FLOATS, *QUANTIZED)])
 def test_weights_of_every_type_have_the_spread_of_a_trained_model(tmp_path, quant):
     reader = gguf.GGUFReader(write(tmp_path / "model.gguf", quant=quant, dim=256, layers=1))
     tensor = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight")
