@@ -27,10 +27,15 @@ def check(backend: str, models: list[str]) -> None:
 
     device = DEVICES[backend] if backend == "cpu" else os.environ.get("DEV", DEVICES[backend])
     install(prepare(EngineOptions(model_path="", backend=device)))
+    from engine.errors import ModelFileError
+    from engine.model.model_runner import ModelRunner
     from engine.model.open_runner import open_runner
+    from engine.model.weights import Weights
     from tests import oracles
 
-    kernels = "graph" if backend == "graph" else "auto"
+    def open(weights: Weights, context: int) -> ModelRunner:
+        return open_runner(weights, context, "graph" if backend == "graph" else "auto")
+
     print(f"{backend:24} prompt  difference  divergence  wrong tokens", flush=True)
     for name in oracles.NAMES:
         if models and not any(model in name for model in models):
@@ -39,12 +44,15 @@ def check(backend: str, models: list[str]) -> None:
             path = Path(folder) / "model.gguf"
             oracles.make(SHARED, name, path)
             for number, prompt in enumerate(oracles.prompts(SHARED, name)):
-                if backend == "reference":
-                    answers = oracles.of_reference(path, prompt)
-                else:
-                    answers = oracles.of_runner(
-                        lambda weights, context: open_runner(weights, context, kernels), path, prompt
+                try:
+                    answers = (
+                        oracles.of_reference(path, prompt)
+                        if backend == "reference"
+                        else oracles.of_runner(open, path, prompt)
                     )
+                except ModelFileError as error:
+                    print(f"{name:24} {number:6}  {error}", flush=True)
+                    continue
                 a = oracles.agreement(prompt, answers)
                 print(
                     f"{name:24} {number:6}  {a.difference:10.1e}  {a.divergence:10.1e}  {a.wrong:12}",
