@@ -4,6 +4,7 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
+from engine.kernels.gpu.prefill import norm_prompt
 from engine.kernels.gpu.prefill_experts import (
     choose_experts,
     count_assignments,
@@ -131,3 +132,44 @@ def check_expert_products() -> None:
                 y = wide[e].astype(np.float64) @ x[token] + biases[0][e]
                 y = narrow[e].astype(np.float64) @ gated(y[0::2], y[1::2], activation) + biases[1][e]
                 close(out[slot, token], y * weights[token, slot], 3e-3)
+
+
+def check_whole_mixture() -> None:
+    """All kernels of a mixture, from the stream to the stream after it, with the tiles that a model gets."""
+    live, tokens, used, n, width, dim, eps = 50, 64, 4, 6, 64, 512, 1e-5
+    experts = expert_tiles(tokens, used, n)
+    gate_up, wide = packed(8, n * 2 * width, dim)
+    down, narrow = packed(8, n * dim, width)
+    wide, narrow = wide.reshape(n, -1, dim), narrow.reshape(n, dim, width)
+    h, weight, following = rng.standard_normal((tokens, dim)), *rng.uniform(0.02, 0.05, (2, dim))
+    h, weight, following = (a.astype(np.float32) for a in (h, weight, following))
+    router = rng.standard_normal((n, dim)).astype(np.float32) * 4
+    router[-1] = 0  # mostly left out
+    stream, prompt = buffer(h), buffer(np.array([3, live], np.int32))
+    logits, probabilities = zeros(tokens * n), zeros(tokens * used)
+    counts, chosen, assigned, owners = (
+        zeros(size, dtypes.int32) for size in (n, tokens * used, experts.size, experts.count)
+    )
+    rows, x = zeros(tokens * dim, dtypes.float16), zeros(fragments_size(tokens, dim), dtypes.float16)
+    activated, sums = zeros(fragments_size(experts.size, width), dtypes.float16), zeros(used * tokens * dim)
+    layout, tiles = WeightLayout(8), experts.tiles
+    run(norm_prompt(tokens, dim, 0, eps, by_rows=True), rows, stream, buffer(weight))
+    run(router_logits(tokens, dim, n, eps, False), logits, stream, buffer(weight), prompt, buffer(router))
+    run(choose_experts(tokens, used, n, 6.1e-5), chosen, probabilities, logits)
+    run(count_assignments(experts), counts, chosen, prompt)
+    run(sort_assignments(experts), assigned, owners, counts, chosen, prompt)
+    kernel = matmul(layout, tokens, 2 * width, dim, tiles, True, "t", experts=experts)
+    run(kernel, activated, rows, assigned, owners, *gate_up)
+    kernel = matmul(layout, tokens, dim, width, tiles, False, "t", experts=experts)
+    run(kernel, sums, activated, assigned, owners, probabilities, *down)
+    run(norm_prompt(tokens, dim, used, eps), x, stream, sums, buffer(following))
+
+    got = stream.numpy().reshape(tokens, dim)
+    for token, ours in zip(h[:live].astype(np.float64), got, strict=False):
+        normal = normed(token, weight, eps)
+        p = np.exp(router @ normal)
+        best = np.argsort(-p, kind="stable")[:used]
+        ys = (wide[e] @ normal for e in best)
+        hidden = [gated(y[0::2], y[1::2], "silu") for y in ys]
+        added = sum(narrow[e] @ a * p[e] for e, a in zip(best, hidden, strict=True)) / p[best].sum()
+        close(ours - token, added, 5e-3)
