@@ -11,6 +11,8 @@ squares that the producer also stored.
 
 Epilogue: what the kernel does with the rows of a block: `STORE`, `STORE_SQUARES`, `add_residual`,
 `activated`, `ARGMAX`.
+
+In a mixture of experts (`ChosenExperts`) a product has the matrices of all experts, and reads those of the chosen ones.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from engine.kernels.gpu.uops import (
     gated,
     inverse_rms,
     load,
+    load_index,
     load_run,
     shared,
     store,
@@ -67,23 +70,44 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class ChosenExperts:
+    """The experts of a mixture that a token takes: `used` of `n`. Each gives a result of its own, from the same vector;
+    or their results are `added`, each times its weight, from a vector for each. With a `bias` each row has one."""
+
+    used: int
+    n: int
+    added: bool
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class StackedMatrices:
-    """Matrices of `cols` columns, one below the other: (layout, rows) of each."""
+    """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n
+    experts has one such matrix, and these are one after the other."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int
+    experts: ChosenExperts | None = None
+
+    def __post_init__(self) -> None:
+        assert self.experts is None or len(self.matrices) == 1, "an expert's gate and up differ in type"
 
     @classmethod
-    def single(cls, layout: WeightLayout, rows: int, cols: int) -> StackedMatrices:
-        return cls(((layout, rows),), cols)
+    def single(
+        cls, layout: WeightLayout, rows: int, cols: int, experts: ChosenExperts | None = None
+    ) -> StackedMatrices:
+        return cls(((layout, rows),), cols, experts)
 
     @property
     def rows(self) -> int:
+        """Rows of the result, of one expert."""
         return sum(rows for _, rows in self.matrices)
 
     @property
     def n_bytes(self) -> int:
-        return sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices)
+        """Bytes of the weights that the product reads."""
+        used = self.experts.used if self.experts else 1
+        return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices)
 
     @property
     def prescale_bits(self) -> list[int]:
@@ -93,10 +117,22 @@ class StackedMatrices:
 
     @property
     def name(self) -> str:
-        return " + ".join(f"{layout.name} {rows}x{self.cols}" for layout, rows in self.matrices)
+        name = " + ".join(f"{layout.name} {rows}x{self.cols}" for layout, rows in self.matrices)
+        e = self.experts
+        return f"{name} {e.used} of {e.n}{' added' if e.added else ''}" if e else name
+
+    @property
+    def slots(self) -> int:
+        """Results of the product: one for each chosen expert, unless they are added. Each has blocks of its own."""
+        return self.experts.used if self.experts and not self.experts.added else 1
+
+    @property
+    def units(self) -> int:
+        """Units of a row that threads share: of all experts whose results are added."""
+        return units_of(self.cols) * (self.experts.used if self.experts and self.experts.added else 1)
 
     def n_blocks(self, schedule: Schedule) -> int:
-        """Blocks of the product. No block has rows of two matrices."""
+        """Blocks of the product, for one slot. No block has rows of two matrices."""
         return sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
 
 
@@ -104,7 +140,7 @@ class StackedMatrices:
 class BlockRows:
     """The rows of block `block`: `count` rows from `first` on, below `end` (None if all blocks are whole), of `total`
     rows. The partial sums are in shared memory, and `product(i, valid)` gives the i-th row's product to any thread.
-    `thread` is the number of the current one."""
+    `thread` is the number of the current one, `slot` the result's (`StackedMatrices.slots`), if there are several."""
 
     count: int
     total: int
@@ -113,6 +149,7 @@ class BlockRows:
     block: UOp
     thread: UOp
     product: Callable[[UOp, UOp], UOp]
+    slot: UOp | None = None
 
     def index(self, i: UOp) -> UOp:
         return self.first + i
@@ -148,8 +185,10 @@ def _add_residual(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> l
     i = rows.thread
     ok, row = rows.valid(i), rows.index(i)
     value = load(h, row, ok) + rows.product(i, ok)
+    for bias in ins[len(copies) :]:
+        value = value + load(bias, row, ok)
     stores = [store(h, row, value, ok), _store_sum_of_squares(sums_of_squares, value, ok, rows)]
-    for out, weight in zip(copies, ins, strict=True):
+    for out, weight in zip(copies, ins, strict=False):
         stores.append(store(out, permuted(row, rows.total), value * load(weight, row, ok), ok))
     return stores
 
@@ -196,18 +235,18 @@ ARGMAX = Epilogue(3, 0, 1, _argmax)
 (blocks,); their rows, int32 (blocks,)."""
 
 
-def add_residual(copies: int = 1) -> Epilogue:
+def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:
     """Adds the product to the residual stream, and prepares the stream for the next products: permuted, and multiplied
     by the next norm's weight and by their prescales. outs: the stream, float32 (rows,); partial sums of its squares,
     float32 (blocks,); `copies` permuted vectors, one for each prescale; ins: for each copy the norm's weight times the
-    prescale, float32 (rows,)."""
-    return Epilogue(2 + copies, copies, 1, _add_residual)
+    prescale, float32 (rows,); with `bias`, what is added to the product, float32 (rows,)."""
+    return Epilogue(2 + copies, copies + bias, 1, _add_residual)
 
 
 @functools.cache
 def activated(activation: Activation) -> Epilogue:
     """activation(gate) * up, from rows that alternate between gate and up, permuted and prescaled for the next product.
-    outs: that vector; ins: its prescale, float32 (UNIT,)."""
+    outs: that vector, of experts (used, permuted_size(rows / 2)); ins: its prescale, float32 (UNIT,)."""
 
     def stores(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
         i = rows.thread
@@ -215,7 +254,11 @@ def activated(activation: Activation) -> Epilogue:
         column = rows.first // 2 + i
         value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
         value = value * load(ins[0], column % UNIT, ok)
-        return [store(outs[0], permuted(column, rows.total // 2), value, ok)]
+        n = rows.total // 2
+        place = permuted(column, n)
+        if rows.slot is not None:
+            place = place + rows.slot * permuted_size(n)
+        return [store(outs[0], place, value, ok)]
 
     return Epilogue(1, 1, 2, stores)
 
@@ -259,8 +302,13 @@ def matvec(
     """The product of stacked matrices with a vector x. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
     permuted and prescaled, for each of the stack's prescales; if x is still to be RMS-normed over its `cols` elements,
     with `eps`, the partial sums of its squares, float32 (n_norm_sums,); the epilogue's ins; the planes of all
-    matrices."""
-    s, cols, matrices = schedule, stack.cols, stack.matrices
+    matrices.
+
+    With experts, after those partial sums: the chosen experts, int32 (used,); if their results are added, their
+    weights, float32 (used,), and x is (used, permuted_size(cols)), not normed; if there are biases, these of all
+    experts, float32 (n, rows). Results that are not added need an epilogue that stores them by slot: `activated`."""
+    s, cols, matrices, chosen = schedule, stack.cols, stack.matrices, stack.experts
+    assert stack.slots == 1 or epilogue.pair == 2
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
     whole = all(rows % s.block_rows == 0 for _, rows in matrices)
 
@@ -268,6 +316,7 @@ def matvec(
         outs, rest = buffers[: epilogue.n_outs], list(buffers[epilogue.n_outs :])
         xs = {bits: rest.pop(0) for bits in stack.prescale_bits}
         norm_sums = rest.pop(0) if n_norm_sums else None
+        experts = _Experts(chosen, rest, stack.rows) if chosen else None
         ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
         block = UOp.special(stack.n_blocks(s), "gidx0")
@@ -282,7 +331,12 @@ def matvec(
             blocks_before += -(-rows // s.block_rows)
             active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
             x = xs[layout.prescale_bits]
-            sums = _row_sums(layout, (rows, cols), s, first_row, t, x, matrix_planes, active, k)
+            shape = rows, cols
+            sums = (
+                experts.row_sums(layout, shape, s, first_row, t, x, matrix_planes)
+                if experts
+                else _row_sums(layout, shape, s, first_row, t, x, matrix_planes, active, k)
+            )
             products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
             if k:
                 factor = starts_here.where(f32(layout.scale), factor)
@@ -305,16 +359,75 @@ def matvec(
 
         def product(i: UOp, valid: UOp) -> UOp:
             value = total(i, valid) * factor
-            return value if rms is None else value * rms
+            value = value if rms is None else value * rms
+            return value if experts is None else experts.biased(value, first + i, valid)
 
         thread = group * s.threads + t
-        result = BlockRows(s.block_rows, stack.rows, first, None if whole else end, block, thread, product)
+        end_of_rows = None if whole else end
+        slot = experts.slot if experts else None
+        result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
         names = "_".join(layout.name for layout, _ in matrices)
-        full_name = f"{name}_{names}_{stack.rows}x{cols}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
-        n_bytes = stack.n_bytes + permuted_size(cols) * 4 * len(xs)
-        return finish(full_name, epilogue.stores(outs, ins, result), n_bytes, 2 * stack.rows * cols)
+        mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
+        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
+        n_vectors = chosen.used if chosen and chosen.added else len(xs)
+        n_bytes = stack.n_bytes + permuted_size(cols) * 4 * n_vectors
+        n_ops = 2 * stack.rows * cols * (chosen.used if chosen else 1)
+        return finish(full_name, epilogue.stores(outs, ins, result), n_bytes, n_ops)
 
     return kernel
+
+
+class _Experts:
+    """The chosen experts in a kernel, with their `buffers`, which are taken from that list."""
+
+    def __init__(self, chosen: ChosenExperts, buffers: list[UOp], rows: int) -> None:
+        self._chosen, self._rows, self._ids = chosen, rows, buffers.pop(0)
+        self._weights = buffers.pop(0) if chosen.added else None
+        self._biases = buffers.pop(0) if chosen.bias else None
+        self.slot = None if chosen.added else UOp.special(chosen.used, "gidx1")
+
+    def _first_row(self, slot: UOp | int) -> UOp:
+        """The first row of the expert of a slot."""
+        return load_index(self._ids, slot, self._chosen.n) * self._rows
+
+    def row_sums(
+        self, layout: WeightLayout, shape: tuple[int, int], s: Schedule, first_row: UOp, t: UOp, x: UOp,
+        planes: Sequence[UOp],
+    ) -> list[UOp]:  # fmt: skip
+        """As `_row_sums`. If results are added, the units of all experts follow each other, as if of one row."""
+        rows, units = shape[0], units_of(shape[1])
+        total = units * (self._chosen.used if self.slot is None else 1)
+        steps = -(-total // s.threads)
+        step = UOp.range(steps, 0, AxisType.REDUCE) if steps > 1 else None
+        item = t if step is None else t + step * s.threads
+        inside = None if total == s.threads * steps else item < total
+        slot, unit, first_x = self.slot, item, UOp.const(0)
+        if slot is None:
+            slot, unit = (item // units).minimum(self._chosen.used - 1), item % units
+            first_x = slot * (units * UNIT)
+        expert_row = self._first_row(slot)
+        xs = [load(x, first_x + (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
+        group_sums = layout.group_sums(xs)
+        products = []
+        for r in range(s.rows):
+            row = first_row + r
+            if rows % s.block_rows:
+                row = (row < rows).where(row, rows - 1)
+            product = layout.load_unit(planes, row + expert_row, units, unit, inside).dot(xs, group_sums)
+            products.append(product if self._weights is None else product * load(self._weights, slot))
+        return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
+
+    def biased(self, value: UOp, row: UOp, valid: UOp) -> UOp:
+        """A row's product and its bias, or those of all slots, weighted."""
+        if self._biases is None:
+            return value
+        if self.slot is not None:
+            return value + load(self._biases, self._first_row(self.slot) + row, valid)
+        assert self._weights is not None
+        for slot in range(self._chosen.used):
+            bias = load(self._biases, self._first_row(slot) + row, valid)
+            value = value + load(self._weights, slot) * bias
+        return value
 
 
 def _row_sums(

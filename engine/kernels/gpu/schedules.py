@@ -36,7 +36,7 @@ def matvec_schedule(stack: StackedMatrices, chip: str = "", multiprocessors: int
         return Schedule(*measured)
     min_blocks = shipped.rule.blocks_a_multiprocessor * multiprocessors
     min_steps = 1 + (len(stack.matrices) > 1)
-    return _by_rule(stack.rows, units_of(stack.cols), min_blocks, min_steps)
+    return _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps)
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,7 +26,17 @@ from engine.kernels.gpu.decode_attention import attention, split_for
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
-from engine.kernels.gpu.matvec import STORE, STORE_BIASED, Kernel, StackedMatrices, activate, matvec
+from engine.kernels.gpu.matvec import (
+    STORE,
+    STORE_BIASED,
+    ChosenExperts,
+    Kernel,
+    StackedMatrices,
+    activate,
+    activated,
+    add_residual,
+    matvec,
+)
 from engine.kernels.gpu.post_norm import add_normed
 from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
@@ -146,6 +156,26 @@ def render_experts() -> None:
         render(down, out, activated, *lists, factors, (n * cols, F), *p.shapes(n * cols, width))
 
 
+def render_chosen_experts() -> None:
+    """What a mixture of experts takes in decode."""
+    for ggml_type, width, bias in ((12, 768, False), (8, 2880, True)):
+        n, used, cols, p = 32, 4, 2048, WeightLayout(ggml_type)
+        ids, weights = (used, dtypes.int32), (used, F)
+        render(choose_experts(1, used, n, 6.1e-5), ids, weights, (n, F))
+        stack = StackedMatrices.single(p, 2 * width, cols, ChosenExperts(used, n, False, bias))
+        epilogue, x = activated("swiglu_oai"), (permuted_size(cols), F)
+        kernel = matvec(stack, matvec_schedule(stack), epilogue, "experts_gate_up", 64, 1e-5)
+        biases = [(n * 2 * width, F)] if bias else []
+        vectors, planes = (used * permuted_size(width), F), p.shapes(n * 2 * width, cols)
+        render(kernel, vectors, x, (64, F), ids, *biases, (UNIT, F), *planes)
+        stack = StackedMatrices.single(p, cols, width, ChosenExperts(used, n, True, bias))
+        schedule = matvec_schedule(stack)
+        kernel = matvec(stack, schedule, add_residual(), "experts_down")
+        biases, sums = [(n * cols, F)] if bias else [], (stack.n_blocks(schedule), F)
+        ins = vectors, ids, weights, *biases, (cols, F)
+        render(kernel, (cols, F), sums, x, *ins, *p.shapes(n * cols, width))
+
+
 def joined(sources: list[str]) -> str:
     """One file of CUDA C: each kernel in a namespace of its own, what they include before them."""
     includes: dict[str, None] = {}
@@ -191,6 +221,7 @@ def main(path: str, folder: str, *quants: str) -> None:
             render_window()
             render_wide_norms_and_sinks()
             render_experts()
+            render_chosen_experts()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]
         Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined(sources))

@@ -1,0 +1,124 @@
+"""Mixtures of experts for one token: the choice, and the products that read the chosen experts only."""
+
+import numpy as np
+from tinygrad import dtypes
+
+from engine.kernels.gpu.matvec import (
+    STORE_BIASED,
+    STORE_SQUARES,
+    ChosenExperts,
+    Schedule,
+    StackedMatrices,
+    activated,
+    add_residual,
+    matvec,
+)
+from engine.kernels.gpu.prefill_experts import choose_experts
+from engine.kernels.gpu.schedules import matvec_schedule
+from engine.kernels.gpu.weight_layout import WeightLayout, permuted_size, prescale
+from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, rng, run, zeros
+from tests.kernels.gpu.check_products import gated
+
+TYPES = {12: Schedule(4, 2, 2), 8: Schedule(2, 2, 1), 0: Schedule(3, 4, 2)}  # Q4_K, Q8_0, F32
+
+
+def vector(n):
+    return rng.standard_normal(n).astype(np.float32)
+
+
+def check_choice_of_experts_of_a_token() -> None:
+    """The router's product, then the choice: the most experts that a known model has."""
+    n, used, cols, eps = 256, 10, 128, 1e-5
+    planes, router = packed(0, n, cols)
+    x, bias, squares = vector(cols), vector(n), np.full(3, 30, np.float32)
+    logits, layout = zeros(n), WeightLayout(0)
+    kernel = matvec(
+        StackedMatrices.single(layout, n, cols), Schedule(2, 8, 2), STORE_BIASED, "router", 3, eps
+    )
+    run(kernel, logits, laid_out(x, layout), buffer(squares), buffer(bias), *planes)
+    wanted = router.astype(np.float64) @ x / np.sqrt(squares.sum() / cols + eps) + bias
+    close(logits.numpy(), wanted)
+    ids, weights = zeros(used, dtypes.int32), zeros(used)
+    run(choose_experts(1, used, n, 6.1e-5), ids, weights, logits)
+    best = np.argsort(-wanted, kind="stable")[:used]
+    assert np.array_equal(ids.numpy(), best)
+    p = np.exp(wanted[best] - wanted.max())
+    close(weights.numpy(), p / p.sum())
+
+
+def check_gate_and_up_of_chosen_experts() -> None:
+    """Each chosen expert's gate and up of the same normed vector, in whole blocks and not, with biases and without."""
+    cols, eps, n, ids = 256, 1e-5, 4, np.array([3, 0, 2], np.int32)
+    squares, x = rng.uniform(0, 9, 5).astype(np.float32), vector(cols)
+    for (ggml_type, schedule), activation in zip(TYPES.items(), ("silu", "swiglu_oai", "gelu"), strict=True):
+        for bias, rows in ((False, 16), (True, 10)):
+            layout, experts = WeightLayout(ggml_type), ChosenExperts(len(ids), n, False, bias)
+            planes, weights = packed(ggml_type, n * rows, cols)
+            biases = [rng.standard_normal((n, rows)).astype(np.float32) * 3] if bias else []
+            size, scale = permuted_size(rows // 2), prescale(6)
+            out, stack = zeros(len(ids) * size), StackedMatrices.single(layout, rows, cols, experts)
+            kernel = matvec(stack, schedule, activated(activation), "t", 5, eps)
+            ins = laid_out(x, layout), buffer(squares), buffer(ids), *map(buffer, biases), buffer(scale)
+            run(kernel, out, *ins, *planes)
+            y = weights.reshape(n, rows, cols)[ids].astype(np.float64) @ x
+            y = y / np.sqrt(squares.sum() / cols + eps) + sum(b[ids] for b in biases)
+            got = out.numpy().reshape(len(ids), size)[:, places(rows // 2)] / scale[: rows // 2]
+            close(got, gated(y[:, 0::2], y[:, 1::2], activation), 4e-6)
+
+
+def check_down_of_chosen_experts() -> None:
+    """The weighted sum of the chosen experts' results joins the stream: one step and several, idle threads, biases."""
+    cols, n, ids = 256, 4, np.array([3, 0, 2], np.int32)
+    for ggml_type, schedule in TYPES.items():
+        for bias, rows in ((False, 16), (True, 10)):
+            layout, experts = WeightLayout(ggml_type), ChosenExperts(len(ids), n, True, bias)
+            planes, weights = packed(ggml_type, n * rows, cols)
+            biases = [rng.standard_normal((n, rows)).astype(np.float32) * 3] if bias else []
+            xs, p, stream, norm = (
+                vector((len(ids), cols)),
+                rng.uniform(0.1, 1, len(ids)),
+                vector(rows),
+                vector(rows),
+            )
+            p = p.astype(np.float32)
+            stack = StackedMatrices.single(layout, rows, cols, experts)
+            vectors = buffer(np.concatenate([laid_out(x, layout).numpy() for x in xs]))
+            ins = vectors, buffer(ids), buffer(p), *map(buffer, biases)
+            y = np.einsum("erc,ec->er", weights.reshape(n, rows, cols)[ids].astype(np.float64), xs)
+            y = p @ (y + sum(b[ids] for b in biases))
+            blocks = stack.n_blocks(schedule)
+            h, sums, following = buffer(stream), zeros(blocks), zeros(permuted_size(rows))
+            run(matvec(stack, schedule, add_residual(), "t"), h, sums, following, *ins, buffer(norm), *planes)
+            close(h.numpy(), stream + y, 4e-6)
+            close(sums.numpy().sum(), ((stream + y) ** 2).sum(), 4e-6)
+            close(following.numpy()[places(rows)], (stream + y) * norm, 4e-6)
+            product, sums = zeros(rows), zeros(blocks)
+            run(matvec(stack, schedule, STORE_SQUARES, "t"), product, sums, *ins, *planes)
+            close(product.numpy(), y, 4e-6)
+
+
+def check_residual_with_bias() -> None:
+    """A bias joins the stream with the product."""
+    layout, cols, rows = WeightLayout(8), 256, 16
+    planes, weights = packed(8, rows, cols)
+    x, stream, norm, bias = vector(cols), vector(rows), vector(rows), vector(rows)
+    h, sums, following = buffer(stream), zeros(4), zeros(permuted_size(rows))
+    kernel = matvec(StackedMatrices.single(layout, rows, cols), Schedule(2, 2, 2), add_residual(1, True), "t")
+    run(kernel, h, sums, following, laid_out(x, layout), buffer(norm), buffer(bias), *planes)
+    wanted = stream + weights.astype(np.float64) @ x + bias
+    close(h.numpy(), wanted)
+    close(sums.numpy().sum(), (wanted**2).sum())
+    close(following.numpy()[places(rows)], wanted * norm)
+
+
+def check_schedules_of_experts() -> None:
+    """Blocks of all chosen experts count; threads share the units of all whose results are added."""
+    layout = WeightLayout(12)
+    for width, dim, used, n in ((1024, 2048, 8, 64), (768, 2048, 8, 128), (2880, 2880, 4, 32)):
+        gate_up = StackedMatrices.single(layout, 2 * width, dim, ChosenExperts(used, n, False))
+        down = StackedMatrices.single(layout, dim, width, ChosenExperts(used, n, True))
+        for stack in (gate_up, down):
+            s = matvec_schedule(stack, "sm_00", 132)
+            assert s.fits() and s.block_rows % 2 == 0, (stack, s)
+            assert stack.n_blocks(s) * stack.slots >= 132, (stack, s)
+            assert stack.units >= s.threads
