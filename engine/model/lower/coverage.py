@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from engine.model.spec import ModelSpec
 
-_NEITHER = frozenset(
-    {
-        "layers without a norm before them",
-        "norms over all heads",
-        "a bias of attention's output",
-        "a soft cap of the logits",
-        "attention sinks",
-        "experts",
-    }
-)
 _LACKING = {
-    "CPU": _NEITHER,
-    "GPU": _NEITHER | {"attention of several shapes", "a residual multiplier with norms after layers"},
+    "CPU": frozenset({"a soft cap of the logits"}),
+    "GPU": frozenset(
+        {
+            "layers without a norm before them",
+            "norms over all heads",
+            "a bias of attention's output",
+            "a soft cap of the logits",
+            "attention sinks",
+            "experts",
+            "attention of several shapes",
+            "a residual multiplier with norms after layers",
+        }
+    ),
 }
 
 

@@ -27,6 +27,13 @@ from engine.kernels.cpu.activations import (
 )
 from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
 from engine.kernels.cpu.embedding import embed
+from engine.kernels.cpu.experts import (
+    add_experts,
+    choose_experts,
+    expert_product,
+    group_experts,
+    max_tiles,
+)
 from engine.kernels.cpu.kernel_sequence import KernelSequence
 from engine.kernels.cpu.product import MAX_TILES, product, span_of
 from engine.kernels.cpu.rope import Heads, rotate
@@ -36,7 +43,7 @@ from engine.kernels.cpu.weight_layout import UNIT
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
 from engine.model.lower.cpu_weights import CPUWeights, Matrix
-from engine.model.spec import Activation, Attend, Experts, Sublayer
+from engine.model.spec import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Sublayer
 from engine.model.weights import Weights
 
 PART_BYTES = 256 << 10  # of a matrix, in each part of its product
@@ -53,6 +60,8 @@ class Attention:
     bias: Tensor | None
     norms: list[Tensor]
     o: Matrix
+    o_bias: Tensor | None
+    sinks: list[Tensor]
     keys: Tensor
     values: Tensor
 
@@ -68,11 +77,36 @@ class FeedForward:
 
 
 @dataclass
+class Mixture:
+    """The weights of a mixture of experts. `biases`: those of gate, up and down; zeros where there are none."""
+
+    spec: Experts
+    router: Matrix
+    router_bias: Tensor | None
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    biases: list[Tensor]
+
+
+@dataclass
+class Tiles:
+    """The tiles of experts that a step has (see `engine.kernels.cpu.experts`): `tokens` in all at most, a state with
+    the number of tiles, and their experts. `lists`: the token at each place and the place of each pair; none in
+    decode."""
+
+    tokens: int
+    state: Tensor
+    experts: Tensor
+    lists: list[Tensor]
+
+
+@dataclass
 class Layer:
     """A sublayer with the weights of its norms."""
 
-    norm: Tensor
-    mix: Attention | FeedForward
+    norm: Tensor | None
+    mix: Attention | FeedForward | Mixture
     post_norm: Tensor | None
 
 
@@ -112,6 +146,7 @@ class CPUModel:
             self._head.rows + lanes,
             spec.dim,
             *(dense.width for dense in spec.feed_forward),
+            *(experts.up.rows for experts in spec.experts),
             *(a.query_size + 2 * a.kv_size for a in spec.attention),
         )
         self._zeros = memory.zeros(widest, dtypes.float32)
@@ -122,22 +157,41 @@ class CPUModel:
         return ceil(tokens / self._lanes) * self._lanes
 
     def _layer(self, loader: CPUWeights, sublayer: Sublayer) -> Layer:
-        post_norm, part = sublayer.post_norm, sublayer.mix
-        assert sublayer.norm and not isinstance(part, Experts)
+        norm, post_norm = (v and loader.vector(v) for v in (sublayer.norm, sublayer.post_norm))
+        part = sublayer.mix
         added = (
             post_norm is None
         )  # the last product adds the residual stream, unless its result is normed first
-        mix = (
-            self._attention(loader, part, added)
-            if isinstance(part, Attend)
-            else FeedForward(
-                gate=loader.matrix(part.gate),
-                up=loader.matrix(part.up),
-                down=loader.matrix(part.down, added=added),
-                activation=part.activation,
-            )
+        mix: Attention | FeedForward | Mixture
+        match part:
+            case Attend():
+                mix = self._attention(loader, part, added)
+            case Experts():
+                mix = self._mixture(loader, part)
+            case Dense():
+                mix = FeedForward(
+                    gate=loader.matrix(part.gate),
+                    up=loader.matrix(part.up),
+                    down=loader.matrix(part.down, added=added),
+                    activation=part.activation,
+                )
+        return Layer(norm, mix, post_norm)
+
+    def _mixture(self, loader: CPUWeights, part: Experts) -> Mixture:
+        matrices = [(part.gate, part.gate_bias), (part.up, part.up_bias), (part.down, part.down_bias)]
+        gate, up, down = (loader.matrix(weight, added=bias is not None) for weight, bias in matrices)
+        return Mixture(
+            spec=part,
+            router=loader.matrix(part.router),
+            router_bias=part.router_bias and loader.vector(part.router_bias),
+            gate=gate,
+            up=up,
+            down=down,
+            biases=[
+                loader.vector(bias) if bias else memory.zeros(weight.rows, dtypes.float32)
+                for weight, bias in matrices
+            ],
         )
-        return Layer(loader.vector(sublayer.norm), mix, loader.vector(post_norm) if post_norm else None)
 
     def _attention(self, loader: CPUWeights, part: Attend, added: bool) -> Attention:
         rows, firsts = (
@@ -154,6 +208,7 @@ class CPUModel:
             temperature=self.spec.temperature is not None,
             window=part.window if part.window < self._length else 0,
             dtype=dtypes.float32 if self.spec.is_float32 else dtypes.float16,
+            wide_norms=part.has_wide_norms, sinks=part.sinks is not None,
         )  # fmt: skip
         keys, values = (memory.zeros(heads.cache_size, heads.dtype, sparse=True) for _ in range(2))
         biases = part.q_bias, part.k_bias, part.v_bias
@@ -164,6 +219,8 @@ class CPUModel:
             bias=loader.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=True)]),
             norms=[loader.vector(norm) for norm in (part.q_norm, part.k_norm) if norm],
             o=loader.matrix(part.o, added=added),
+            o_bias=part.o_bias and loader.vector(part.o_bias),
+            sinks=[loader.vector(part.sinks)] if part.sinks else [],
             keys=keys,
             values=values,
         )
@@ -208,10 +265,15 @@ class CPUModel:
                     cache = BufferUse("attention", "context", a.heads.length, a.heads.window)
                     uses.add(cache, a.keys, a.values)
                     uses.add(BufferUse("attention output"), a.o.stream)
-                    uses.add(BufferUse("norm"), *a.norms)
+                    uses.add(BufferUse("attention"), *a.sinks)
+                    uses.add(BufferUse("norm"), a.o_bias, *a.norms)
                 case FeedForward() as f:
                     uses.add(BufferUse("FFN gate+up"), f.gate.stream, f.up.stream)
                     uses.add(BufferUse("FFN down"), f.down.stream)
+                case Mixture() as m:
+                    uses.add(BufferUse("router"), m.router_bias, m.router.stream)
+                    uses.add(BufferUse("experts gate+up"), *m.biases[:2], m.gate.stream, m.up.stream)
+                    uses.add(BufferUse("experts down"), m.biases[2], m.down.stream)
         return uses
 
 
@@ -237,26 +299,30 @@ class _Step:
             embedding.stream,
         )
         for layer in model._layers:
-            mix = layer.mix
-            matrix, inputs = (
-                self._attend(mix, x, layer.norm)
-                if isinstance(mix, Attention)
-                else self._gate(mix, x, layer.norm)
-            )
-            if layer.post_norm is None:
-                self._multiply(y, matrix, inputs, added=x)
-                x, y = y, x
+            mix, post_norm = layer.mix, layer.post_norm
+            mixed, shape = self._rows("mixed", spec.dim), model._sizes(spec.dim // UNIT)
+            if isinstance(mix, Mixture):
+                self._mix(mix, x, layer.norm, mixed if post_norm else x)
             else:
-                mixed, shape = self._rows("mixed", spec.dim), model._sizes(spec.dim // UNIT)
-                self._multiply(mixed, matrix, inputs)
+                bias = None
+                if isinstance(mix, Attention):
+                    (matrix, inputs), bias = self._attend(mix, x, layer.norm), mix.o_bias
+                else:
+                    matrix, inputs = self._gate(mix, x, layer.norm)
+                if post_norm is None:
+                    self._multiply(y, matrix, inputs, added=x, bias=bias)
+                    x, y = y, x
+                else:
+                    self._multiply(mixed, matrix, inputs, added=bias)
+            if post_norm is not None:
                 kernel, parts = add_normed(spec.eps, model._lanes, tile), 1 if tile == 1 else 0
-                self._sequence.add(kernel, x, shape, *self._state, mixed, layer.post_norm, parts=parts)
+                self._sequence.add(kernel, x, shape, *self._state, mixed, post_norm, parts=parts)
         if tile == 1:
             head = model._head
             self._multiply(model.logits, head, self._quantize(x, [head], norm=model._output_norm))
         return self._sequence
 
-    def _attend(self, a: Attention, x: Tensor, norm: Tensor) -> tuple[Matrix, dict[str, Tensor]]:
+    def _attend(self, a: Attention, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
         """Adds the kernels of attention but its last product; returns that one's matrix and its activations."""
         model, heads, tile, threads = self._model, a.heads, self._tile, self._model._pool.count
         width = heads.query * heads.dim
@@ -271,16 +337,57 @@ class _Step:
         self._sequence.add(rotate(heads, tile), queries, *cached, rows, *tables)
         scores = model.scratch("scores", tile, scratch_size(heads, threads, tile), dtypes.float32)
         kernel, parts = attention(heads, threads, tile), n_parts(heads, threads, tile)
-        self._sequence.add(kernel, attended, scores, *cached, queries, model._mask, parts=parts)
+        reads = *cached, queries, model._mask, *a.sinks
+        self._sequence.add(kernel, attended, scores, *reads, parts=parts)
         return a.o, self._quantize(attended, [a.o])
 
-    def _gate(self, f: FeedForward, x: Tensor, norm: Tensor) -> tuple[Matrix, dict[str, Tensor]]:
+    def _gate(self, f: FeedForward, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
         """As `_attend`, for a feed-forward layer."""
         gate, up = self._rows("gate", f.gate.rows), self._rows("up", f.up.rows)
         inputs = self._quantize(x, [f.gate, f.up], norm=norm)
         self._multiply(gate, f.gate, inputs)
         self._multiply(up, f.up, inputs, concurrent=True)
         return f.down, self._quantize(gate, [f.down], gate=(f.activation, up))
+
+    def _mix(self, m: Mixture, x: Tensor, norm: Tensor | None, out: Tensor) -> None:
+        """Adds the kernels of a mixture of experts: to x if that is `out`, else the result is in `out`."""
+        model, tile, spec, dim, state = self._model, self._tile, m.spec, m.down.rows, self._state
+        parts = 1 if tile == 1 else 0
+        logits = self._rows("router", m.router.layout.groups(spec.count) * model._lanes)
+        inputs = self._quantize(x, [m.router, m.gate, m.up] if tile == 1 else [m.router], norm=norm)
+        self._multiply(logits, m.router, inputs, added=m.router_bias)
+        chosen, probabilities = (
+            model.scratch(name, tile, self._tokens * spec.used, dtype)
+            for name, dtype in (("chosen", dtypes.int32), ("probabilities", dtypes.float32))
+        )
+        least = MIN_PROBABILITY if spec.renormalised else None
+        kernel = choose_experts(spec.count, spec.used, least, model._lanes, tile)
+        self._sequence.add(kernel, chosen, probabilities, *state, logits, parts=parts)
+        if tile == 1:
+            tiles = Tiles(spec.used, model._sizes(0, 0, spec.used, 0), chosen, [])
+        else:
+            n = max_tiles(self._tokens, spec.used, spec.count, tile)
+            experts, sources, places, count = (
+                model.scratch(name, tile, size, dtypes.int32)
+                for name, size in (
+                    ("experts", n), ("sources", n * tile), ("places", chosen.numel()), ("tiles", SIZE)
+                )
+            )  # fmt: skip
+            tiles = Tiles(n * tile, count, experts, [sources, places])
+            kernel = group_experts(spec.count, spec.used, tile)
+            self._sequence.add(kernel, experts, sources, places, count, *state, chosen, parts=1)
+            inputs = self._quantize(x, [m.gate, m.up], norm=norm, tiles=tiles, gathered=True)
+        rows = [
+            model.scratch(name, tile, tiles.tokens * matrix.rows, dtypes.float32)
+            for name, matrix in (("expert gate", m.gate), ("expert up", m.up), ("results", m.down))
+        ]
+        self._multiply_experts(rows[0], m.gate, inputs, tiles, m.biases[0])
+        self._multiply_experts(rows[1], m.up, inputs, tiles, m.biases[1], concurrent=True)
+        inputs = self._quantize(rows[0], [m.down], gate=(spec.activation, rows[1]), tiles=tiles)
+        self._multiply_experts(rows[2], m.down, inputs, tiles, m.biases[2], shared=False)
+        kernel = add_experts(spec.used, out is x, model._lanes, tile)
+        lists = [*state, tiles.lists[1]] if tiles.lists else []
+        self._sequence.add(kernel, out, model._sizes(dim // UNIT), *lists, probabilities, rows[2])
 
     def _rows(self, name: str, n: int) -> Tensor:
         """Scratch rows of n elements, one for each token: float32 (tokens * n,)."""
@@ -292,25 +399,27 @@ class _Step:
         matrices: Sequence[Matrix],
         norm: Tensor | None = None,
         gate: tuple[Activation, Tensor] | None = None,
+        tiles: Tiles | None = None,
+        gathered: bool = False,
     ) -> dict[str, Tensor]:
         """Adds the kernel that quantizes rows for the products with `matrices`: normed, or gated and multiplied by
-        other rows. Returns its outputs by name."""
+        other rows; with `tiles` those of experts, `gathered` from the tokens. Returns its outputs by name."""
         model, tile, cols = self._model, self._tile, matrices[0].cols
         names = buffer_names([matrix.layout for matrix in matrices], tile)
         outs = {}
         for name in names:
             dtype, columns = buffer_type(name)
-            outs[name] = model.scratch(f"{name}{cols}", tile, self._tokens * cols // columns, dtype)
+            tokens = tiles.tokens if tiles else self._tokens
+            outs[name] = model.scratch(f"{name}{cols}", tile, tokens * cols // columns, dtype)
         eps = None if norm is None else model.spec.stream_eps
-        activation = gate[0] if gate else ""
-        assert activation != "swiglu_oai"
-        quantization = Quantization(names, eps, activation)
+        quantization = Quantization(names, eps, gate[0] if gate else "", tiles is not None, gathered)
+        state = self._state if tiles is None else [tiles.state, *(tiles.lists[:1] if gathered else [])]
         others = [t for t in (norm, gate and gate[1]) if t is not None]
         self._sequence.add(
             quantize_activations(quantization, model._lanes, tile),
             *outs.values(),
             model._sizes(cols // UNIT),
-            *self._state,
+            *state,
             rows,
             *others,
             parts=1 if tile == 1 else 0,
@@ -323,6 +432,7 @@ class _Step:
         matrix: Matrix,
         inputs: dict[str, Tensor],
         added: Tensor | None = None,
+        bias: Tensor | None = None,
         concurrent: bool = False,
     ) -> None:
         """Adds a product, in parts that are as many for each thread, and so small that a slow core delays the others
@@ -330,7 +440,26 @@ class _Step:
         tile, threads = self._tile, self._model._pool.count
         read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
         added = self._model._zeros if added is None else added  # the kernel always reads one
-        kernel = product(matrix.layout, tile, span_of(matrix.cols) if tile > 1 else 1)
+        kernel = product(matrix.layout, tile, span_of(matrix.cols) if tile > 1 else 1, bias is not None)
         parts = threads * ceil(memory.view(matrix.stream).nbytes / threads / PART_BYTES)
-        buffers = matrix.shape, *self._state, *read, added, matrix.stream
+        buffers = matrix.shape, *self._state, *read, added, *([] if bias is None else [bias]), matrix.stream
+        self._sequence.add(kernel, out, *buffers, parts=parts, concurrent=concurrent)
+
+    def _multiply_experts(
+        self,
+        out: Tensor,
+        matrix: Matrix,
+        inputs: dict[str, Tensor],
+        tiles: Tiles,
+        bias: Tensor,
+        shared: bool = True,
+        concurrent: bool = False,
+    ) -> None:
+        """As `_multiply`, with the experts of the tiles. `shared`: in decode, all experts have the same input."""
+        tile, threads = self._tile, self._model._pool.count
+        read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
+        span = span_of(matrix.cols) if tile > 1 else 1
+        kernel = expert_product(matrix.layout, tile, span, shared and tile == 1)
+        parts = threads * ceil(memory.view(matrix.stream).nbytes / threads / PART_BYTES)
+        buffers = matrix.shape, tiles.state, tiles.experts, *read, bias, matrix.stream
         self._sequence.add(kernel, out, *buffers, parts=parts, concurrent=concurrent)

@@ -9,6 +9,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from engine.kernels.cpu import memory
+from engine.kernels.cpu.experts import expert_shape
 from engine.kernels.cpu.product import shape_of
 from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import WeightLayout
@@ -21,7 +22,8 @@ from engine.model.weights import Weights
 
 @dataclass
 class Matrix:
-    """A repacked matrix. `shape` holds the sizes that its product reads (`shape_of`)."""
+    """A repacked matrix, or those of all experts, of `rows` each. `shape` holds the sizes that its product reads
+    (`shape_of`, `expert_shape`)."""
 
     layout: WeightLayout
     rows: int
@@ -42,14 +44,17 @@ class CPUWeights:
         self._repacked = False
 
     def matrix(self, weight: Weight, first: int = 0, out_rows: int = 0, added: bool = False) -> Matrix:
-        """`first`, `out_rows` and `added` as in `shape_of`."""
-        layout = WeightLayout(weight.type, self._lanes)
-        shape = self.sizes(*shape_of(weight.rows, weight.cols, layout, added, first, out_rows))
-        stream = memory.zeros(layout.size(weight.rows, weight.cols), layout.dtype)
+        """`first`, `out_rows` and `added` as in `shape_of`; of experts, `added` says whether they have biases."""
+        layout, n_rows = WeightLayout(weight.type, self._lanes), weight.experts * weight.rows
+        if weight.experts > 1:
+            shape = self.sizes(*expert_shape(weight.rows, weight.cols, layout, added))
+        else:
+            shape = self.sizes(*shape_of(weight.rows, weight.cols, layout, added, first, out_rows))
+        stream = memory.zeros(layout.size(n_rows, weight.cols), layout.dtype)
         raw = self._weights.matrix_bytes(weight)
         if not (self._cache and self._cache.read(weight.key, memory.view(stream).view(np.uint8))):
             self._repacked = True
-            rows = np.arange(weight.rows, dtype=np.int32)
+            rows = np.arange(n_rows, dtype=np.int32)
             if weight.order:
                 rows = weight.order.apply(rows)
             repack(self._pool, raw, layout, rows, weight.cols, stream)
@@ -58,8 +63,9 @@ class CPUWeights:
         return Matrix(layout, weight.rows, weight.cols, shape, stream)
 
     def vector(self, vector: Vector) -> Tensor:
-        """float32 (vector.size,). Raises ModelFileError."""
-        return memory.array(self._weights.vector(vector), dtypes.float32)
+        """float32 (vector.size,), and zeros up to whole vectors of the machine. Raises ModelFileError."""
+        values = self._weights.vector(vector)
+        return memory.array(np.pad(values, (0, -values.size % self._lanes)), dtypes.float32)
 
     def joined(self, parts: Sequence[tuple[Vector | None, int]]) -> Tensor | None:
         """Vectors of these sizes one after another, zeros for those that are None; None if all are. Raises

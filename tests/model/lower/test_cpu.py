@@ -3,7 +3,7 @@
 import pytest
 
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.step_state import POSITION, TILES
+from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.model.lower import coverage, cpu
 from engine.model.lower.cpu import CPUModel
@@ -38,7 +38,7 @@ def test_every_sublayer_agrees_with_the_reference(name, rewind, tmp_path, monkey
 
         def run(tokens, at):
             memory.view(model.tokens)[: len(tokens)] = tokens
-            memory.view(model.state)[[POSITION, TILES]] = at, -(-len(tokens) // tile)
+            memory.view(model.state)[[POSITION, TILES, TOKENS]] = at, -(-len(tokens) // tile), len(tokens)
             done, streams = 0, []
             for i, stream in ends(model, tile, sequence):
                 pool.run(sequence.first + done, i + 1 - done)
