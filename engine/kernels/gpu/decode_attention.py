@@ -26,6 +26,7 @@ from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.uops import (
     F16,
     F32,
+    LOG2_E,
     LOWEST,
     after_store,
     chain,
@@ -83,7 +84,7 @@ def split_for(heads: Heads, limit: int, short: int, multiprocessors: int) -> Spl
 
 
 @functools.cache
-def attention(heads: Heads, split: Split) -> Kernel:
+def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = False) -> Kernel:
     """Attention of one new token without tensor cores. Buffers: see `DecodeBlock`."""
     h, n_threads, group = heads, split.threads, split.group
     dim = h.dim
@@ -95,7 +96,7 @@ def attention(heads: Heads, split: Split) -> Kernel:
 
     def kernel(*buffers: UOp) -> UOp:
         thread = UOp.special(n_threads, "lidx0")
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide)
         kv, start, count, is_first = block.kv, block.start, block.count, block.is_first_part
 
         # the first loads from the cache
@@ -229,7 +230,7 @@ def attention(heads: Heads, split: Split) -> Kernel:
                 element, head, (e % dim).eq(0), sums_of_head, block.prescale, inside
             )
         shape = f"{split.limit}_{split.splits}_{group}_{n_threads}_{cuts}_{ahead}"
-        return finish(f"attention_{h.name}_{shape}", results)
+        return finish(f"attention_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}", results)
 
     return kernel
 
@@ -247,11 +248,12 @@ def _pick(values: Sequence[UOp], index: UOp) -> UOp:
 
 
 @functools.cache
-def combine(heads: Heads, splits: int) -> Kernel:
+def combine(heads: Heads, splits: int, sinks: bool = False) -> Kernel:
     """Combines the splits of decode attention. Buffers: the output, float32, permuted and prescaled; the weighted sums;
-    the largest scores and sums of weights (see `AttentionResult`); the output's prescale, float32 (UNIT,)."""
+    the largest scores and sums of weights (see `DecodeBlock`); the output's prescale, float32 (UNIT,);
+    with `sinks`, these, float32 (query,)."""
 
-    def kernel(out: UOp, sums: UOp, tops: UOp, prescale: UOp) -> UOp:
+    def kernel(out: UOp, sums: UOp, tops: UOp, prescale: UOp, *sink: UOp) -> UOp:
         d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
         top = [load(tops, (s * heads.query + head) * 2) for s in range(splits)]
         weight = [load(tops, (s * heads.query + head) * 2 + 1) for s in range(splits)]
@@ -259,9 +261,12 @@ def combine(heads: Heads, splits: int) -> Kernel:
         factor = [(t - largest).exp2() for t in top]
         element = head * heads.dim + d
         total = tree([load(sums, s * (heads.query * heads.dim) + element) * f for s, f in enumerate(factor)])
-        value = total / tree([w * f for w, f in zip(weight, factor, strict=True)])
+        weights = tree([w * f for w, f in zip(weight, factor, strict=True)])
+        if sinks:
+            weights = weights + (load(sink[0], head) * f32(LOG2_E) - largest).exp2()
+        value = total / weights
         index = permuted(element, heads.query * heads.dim)
         stores = [store(out, index, value * load(prescale, element % UNIT))]
-        return finish(f"combine_{heads.query}_{heads.dim}_{splits}", stores)
+        return finish(f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * sinks}", stores)
 
     return kernel

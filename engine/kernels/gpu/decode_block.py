@@ -11,6 +11,7 @@ from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.uops import (
     F16,
     F32,
+    LOG2_E,
     chain,
     f32,
     inverse_rms,
@@ -32,9 +33,12 @@ class DecodeBlock:
 
     Buffers: the outputs; the cached keys and values, float16 (`Heads`); the new token's rows of queries, keys and
     values, float32 ((query + 2 * kv) * dim,); cos and sin of its angles, float32 (dim,); the state, int32 (2,): token
-    and position; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms; the factors of
-    queries by position, float32 (context,), if there is a temperature; with one split, the output's prescale, float32
-    (UNIT,).
+    and position; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they are
+    `wide`, over all heads together, float32 (query + kv, dim); the factors of queries by position, float32 (context,),
+    if there is a temperature; with one split, the sinks, float32 (query,), if there are `sinks`, and the output's
+    prescale, float32 (UNIT,).
+
+    A sink is a score of each query head that is not scaled and weighs no value.
 
     The outputs with one split: the result, float32, permuted and prescaled for the next product. With several, for
     `engine.kernels.gpu.decode_attention.combine`: the weighted sums of values, float32 (splits, query * dim), and for
@@ -42,8 +46,9 @@ class DecodeBlock:
     """
 
     def __init__(
-        self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Sequence[UOp]
-    ) -> None:
+        self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Sequence[UOp],
+        sinks: bool = False, wide: bool = False,
+    ) -> None:  # fmt: skip
         n_outs = 1 if splits == 1 else 2
         self.outs, (self.keys, self.values, self.rows, self.angles, state, *rest) = (
             buffers[:n_outs],
@@ -51,6 +56,8 @@ class DecodeBlock:
         )
         self.norms = rest.pop(0) if heads.norm_eps is not None else None
         temperature = rest.pop(0) if heads.temperature else None
+        self.sinks = rest.pop(0) if sinks and splits == 1 else None
+        self._wide = wide
         self.prescale = rest[0] if splits == 1 else None
         self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
         self.number, blocks_of_kv = UOp.special(heads.query // group, "gidx0"), heads.shared_by // group
@@ -103,7 +110,17 @@ class DecodeBlock:
         partners = [(e % dim < half).where(e % dim + half, e % dim - half) for e in indices]
         xs = [load(self.rows, first_row(head) + e % dim) for head, e in zip(heads, indices, strict=True)]
         others = [load(self.rows, first_row(head) + p) for head, p in zip(heads, partners, strict=True)]
-        if self.norms is not None:  # sums of squares of a few elements each
+        if self.norms is not None and self._wide:
+            totals = self._sums_over_heads(before)
+            half_threads = self.n_threads // 2
+            for i, (head, e) in enumerate(zip(heads, indices, strict=True)):
+                is_key, row = head.eq(self.group), first_row(head)
+                total = tree(load_run(totals, is_key.where(UOp.const(half_threads), 0), half_threads))
+                mean = total * is_key.where(f32(1 / (h.kv * dim)), f32(1 / (h.query * dim)))
+                norm = inverse_rms(mean, 1, h.norm_eps or 0.0)
+                xs[i] = xs[i] * load(self.norms, row + e % dim) * norm
+                others[i] = others[i] * load(self.norms, row + partners[i]) * norm
+        elif self.norms is not None:  # sums of squares of a few elements each
             few = next(k for k in (16, 8) if dim % k == 0)
             assert n // few <= self.n_threads
             sums, has_sum = shared(n // few, slot=4), self.thread < n // few
@@ -126,6 +143,18 @@ class DecodeBlock:
             key_elements.append((h.key_index(self.kv, self.position, d), is_key & (e < n), as_key))
         return elements, key_elements
 
+    def _sums_over_heads(self, before: Sequence[UOp]) -> UOp:
+        """Shared memory (n_threads,): partial sums of squares of all queries, then as many of all keys."""
+        h, n = self.heads, self.n_threads // 2
+        n_queries, n_keys = h.query * h.dim, h.kv * h.dim
+        is_query = self.thread < n
+        start, size = is_query.where(UOp.const(0), n_queries), is_query.where(UOp.const(n_queries), n_keys)
+        places = [(self.thread % n + i * n) * 4 for i in range(-(-max(n_queries, n_keys) // (4 * n)))]
+        runs = [load_run(self.rows, start + place, 4, place < size) for place in places]
+        squares = chain(x * x for run in runs for x in run)
+        sums = shared(self.n_threads, slot=4)
+        return sums.after(UOp.group(store(sums, self.thread, squares), *before))
+
     def partial_scores(self, rotated_rows: UOp, slot: int) -> tuple[UOp, UOp]:
         """The new key's scores as sums of eight products each: shared memory (group, dim / 8), and the store to it."""
         eighths = self.heads.dim // 8
@@ -146,12 +175,17 @@ class DecodeBlock:
         sums: tuple[UOp, UOp, UOp],
         prescale: UOp | None,
         valid: UOp | None = None,
+        sink: UOp | None = None,
     ) -> list[UOp]:
         """Stores an element of (query * dim), which belongs to head `first_head + head`; `is_first`: whether it is the
         head's first. `sums`: the weighted sum of values, the sum of weights, and the largest score. `prescale`: the
-        output's, if there is one split."""
+        output's, if there is one split. `sink`: the head's, if it is loaded already."""
         values, weights, top = sums
         n = self.heads.query * self.heads.dim
+        if self.sinks is not None:
+            sink = load(self.sinks, self.first_head + head, valid) if sink is None else sink
+            sink = sink * f32(LOG2_E)
+            weights = weights + (sink - top).exp2()  # if infinite, the result is zero
         if prescale is not None:
             result = values / weights * load(prescale, element % UNIT)
             return [store(self.outs[0], permuted(element, n), result, valid)]

@@ -98,7 +98,7 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
 
 
 @functools.cache
-def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
+def flash_attention(heads: Heads, split: FlashSplit, sinks: bool = False, wide: bool = False) -> Kernel:
     """Attention of one new token on tensor cores. Buffers: see `DecodeBlock`."""
     h, group, warps, n_threads = heads, split.group, split.warps, split.warps * 32
     dim, eighths, width = h.dim, h.dim // 8, h.dim // split.across
@@ -111,7 +111,7 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
     def kernel(*buffers: UOp) -> UOp:
         lane, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
         thread, g, t = warp * 32 + lane, lane // 4, lane % 4
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         kv, start, count, is_first = block.kv, block.start, block.count, block.is_first_part
 
@@ -168,6 +168,10 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
         prescale = shared(UNIT, slot=9)
         if block.prescale is not None:
             stores.append(store(prescale, thread, load(block.prescale, thread, thread < UNIT), thread < UNIT))
+        own_sinks, has_sink = shared(_MAX_HEADS, slot=12), thread < group
+        if block.sinks is not None:
+            sink = load(block.sinks, block.first_head + thread, has_sink)
+            stores.append(store(own_sinks, thread, sink, has_sink))
         ready = UOp.group(*stores, *first_loads)
         new_rows, upper, lower, new_values, prescale = (
             x.after(ready) for x in (new_rows, upper, lower, new_values, prescale)
@@ -264,9 +268,13 @@ def flash_attention(heads: Heads, split: FlashSplit) -> Kernel:
         element, is_first_element = (block.first_head + head) * dim + run * width + d, d.eq(0) & run.eq(0)
         sums_of_head = total, weight, head_top
         scale = None if block.prescale is None else prescale
-        results = block.store_result(element, head, is_first_element, sums_of_head, scale)
+        sink_of_head = None if block.sinks is None else load(own_sinks.after(ready, all_stores), head)
+        results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink=sink_of_head)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}"
-        return finish(f"attention_flash_{h.name}_{shape}", [UOp.group(*results).end(loop)])
+        return finish(
+            f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}",
+            [UOp.group(*results).end(loop)],
+        )
 
     return kernel
 

@@ -73,29 +73,33 @@ def turned(x, cos, sin, norm=None, eps=1e-6):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def decode_attention(position, split, h):
+def decode_attention(position, split, h, sinks=False, wide=False):
     cache = Cache(h, position)
     rows = rng.standard_normal((h.query + 2 * h.kv, h.dim)).astype(np.float32)
     angles = rng.standard_normal(h.dim).astype(np.float32)
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
+    sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
+    if wide:
+        norms = [rng.standard_normal((n, h.dim)).astype(np.float32) for n in (h.query, h.kv)]
     factors, temperature = temperatures(h)
     cos, sin = np.split(angles, 2)
     q = turned(rows[: h.query], cos, sin, norms[0]) * factors[position]
     k = turned(rows[h.query : h.query + h.kv], cos, sin, norms[1])
     keys = np.concatenate([cache.k[:, :position], k[:, None].astype(np.float16)], 1)
     values = np.concatenate([cache.v[:, :position], rows[-h.kv :, None].astype(np.float16)], 1)
-    wanted = cache.attended(q, keys, values)
+    wanted = cache.attended(q, keys, values, *sink)
 
-    state, norm = buffer(np.array([7, position], np.int32)), [buffer(norms)] if h.norm_eps else []
+    sink, norm = [buffer(s) for s in sink], [buffer(np.concatenate(norms))] if h.norm_eps else []
+    state = buffer(np.array([7, position], np.int32))
     ins = [cache.keys, cache.values, buffer(rows), buffer(angles), state, *norm, *temperature]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
     attend = flash_attention if isinstance(split, FlashSplit) else attention
     if split.splits == 1:
-        run(attend(h, split), out, *ins, ones)
+        run(attend(h, split, sinks, wide), out, *ins, *sink, ones)
     else:
         sums, tops = zeros(split.splits * h.query * h.dim), zeros(split.splits * h.query * 2)
-        run(attend(h, split), sums, tops, *ins)
-        run(combine(h, split.splits), out, sums, tops, ones)
+        run(attend(h, split, sinks, wide), sums, tops, *ins)
+        run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
     stored_key, stored_value = cache.stored([position])
     assert np.array_equal(stored_value[0], rows[-h.kv :].astype(np.float16))
@@ -146,6 +150,26 @@ def check_windows() -> None:
     for position in (3, 101, 127, 128, 230, 231, 400):
         decode_attention(position, FlashSplit(103, 3, 1, 2, 1, 2), large)
         decode_attention(position, Split(103, 3, 2, 64, 2, 4), large)
+
+
+def check_sinks() -> None:
+    """Sinks below all scores, among them and above them: one block a head and several, with a window and without."""
+    windowed = heads_of(window=20, ring=48, temperature=True)
+    for position in (0, 50):
+        decode_attention(position, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(), sinks=True)
+        decode_attention(position, Split(128, 1, 2, 64, 2, 4), heads_of(), sinks=True)
+    decode_attention(49, FlashSplit(22, 1, 2, 2, 2), windowed, sinks=True)
+    for split in (FlashSplit(128, 3, 2, 2, 1), Split(256, 3, 2, 64, 2, 4)):
+        decode_attention(70, split, heads_of(norm_eps=1e-6), sinks=True)
+
+
+def check_norms_over_all_heads() -> None:
+    """Norms of queries and of keys over all heads: as many heads of keys as of queries, and fewer."""
+    alike = heads_of(80, 3, 3, 1e-6)
+    for split in (FlashSplit(64, 1, 2, 2, 2), Split(128, 1, 1, 64, 2, 4), FlashSplit(128, 3, 2, 2, 1)):
+        decode_attention(50, split, heads_of(norm_eps=1e-6), wide=True)
+    for split in (flash_split(alike, 256, 256, 2), split_for(alike, 256, 32, 2)):
+        decode_attention(50, split, alike, wide=True)
 
 
 def check_prompt_attention() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
 from engine.formats.gguf import GGUF
-from engine.kernels.gpu.decode_attention import attention, split_for
+from engine.kernels.gpu.decode_attention import attention, combine, split_for
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
@@ -111,6 +112,13 @@ def render_window() -> None:
         (flash_attention, flash_split(h, CONTEXT, 64, 16)), (attention, split_for(h, CONTEXT, 64, 16))
     ):  # fmt: skip
         render(attend(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *ins)
+        normed, weights = replace(h, norm_eps=1e-6), ((h.query + h.kv) * h.dim, F)
+        short = replace(split, limit=64, splits=1)
+        outs = [(permuted_size(size), F)], [(split.splits * size, F), (split.splits * h.query * 2, F)]
+        for cut, out, rest in ((short, outs[0], [(h.query, F), (UNIT, F)]), (split, outs[1], [])):
+            kernel = attend(normed, cut, True, True)
+            render(kernel, *out, *cache, (rows, F), (h.dim, F), ints, weights, factors, *rest)
+        render(combine(h, split.splits, True), *outs[0], *outs[1], (UNIT, F), (h.query, F))
     rotate = rotate_prompt(h, tokens, (1,), (rows,), False)
     render(rotate, queries, *cache, (tokens * rows, F), table, table, ints, factors)
     render(tile_prompt(h, 16), *tiles, *cache, ints)
