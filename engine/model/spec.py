@@ -331,6 +331,8 @@ class ModelSpec:
             yield "attention sinks"
         if self.experts:
             yield "experts"
+        if any(mix.gate.type != mix.up.type for mix in self.experts):
+            yield "experts whose gate and up differ in type"
         if any(a.window for a in attention):
             yield "sliding windows"
         if any(sublayer.post_norm for sublayer in self.sublayers):

@@ -30,7 +30,7 @@ from engine.model.fused.schedule_search import SearchTarget, search
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_decode import DecodeKernels
 from engine.model.lower.gpu_prefill import PrefillKernels
-from engine.model.lower.gpu_weights import REWIND, Attention, FeedForward, allocate
+from engine.model.lower.gpu_weights import REWIND, Attention, FeedForward, Mixture, allocate
 from engine.model.lower.prescales import Prescales
 from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
@@ -147,7 +147,8 @@ class FusedRunner:
         self._cancel_run_ahead()
         shortest = self._decode.context_limits[0]
         step = lambda: self._decode_step(shortest, samples=False, penalizes=False)
-        target = SearchTarget(self._model.products, step, self._check_logits, self._step_seconds)
+        products = [product for product in self._model.products if product.experts is None]
+        target = SearchTarget(products, step, self._check_logits, self._step_seconds)
         search(target, width, seconds, report, again)
         self._state = _UNKNOWN
         self._decode_steps.clear()
@@ -253,4 +254,8 @@ class FusedRunner:
                 case FeedForward() as f:
                     uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)
                     uses.add(BufferUse("FFN down"), *f.down.planes)
+                case Mixture() as m:
+                    uses.add(BufferUse("router"), m.router_rows, m.router_bias, *m.router.planes)
+                    uses.add(BufferUse("experts gate+up"), m.gate_up_bias, *m.gate_up.planes)
+                    uses.add(BufferUse("experts down"), m.down_bias, *m.down.planes)
         return uses

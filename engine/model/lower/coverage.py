@@ -9,11 +9,8 @@ _LACKING = {
     "GPU": frozenset(
         {
             "layers without a norm before them",
-            "norms over all heads",
-            "a bias of attention's output",
             "a soft cap of the logits",
-            "attention sinks",
-            "experts",
+            "experts whose gate and up differ in type",
             "attention of several shapes",
             "a residual multiplier with norms after layers",
         }

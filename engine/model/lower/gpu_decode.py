@@ -1,7 +1,8 @@
 """The kernels of a decode step on a GPU:
 
     embed . for attention: qkv . attention . o
-            for a feed-forward layer: gate+up . down     . head . next token
+            for a feed-forward layer: gate+up . down
+            for experts: router . choice . gate+up . down     . head . next token
 
 The last product of a sublayer adds to the residual stream and prepares it for the next product: what the next sublayer
 is decides which vectors it writes. If the result is to be normed first, another kernel adds it (`post_norm`).
@@ -10,6 +11,7 @@ Everything that changes from step to step (the token, its position, keys and val
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +37,11 @@ from engine.kernels.gpu.matvec import (
     matvec,
 )
 from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
+from engine.kernels.gpu.prefill_experts import choose_experts
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
 from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Product
+from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Mixture, Product
 from engine.model.lower.prescales import Prescales
 
 # Tokens: up to the first number one thread block does the attention of a head; to the second, one captured step serves.
@@ -70,6 +73,7 @@ class DecodeKernels:
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[int, Tensor] = {}
         self._scratch: dict[tuple[str, int], Tensor] = {}
+        self._experts: dict[int, tuple[Tensor, Tensor]] = {}
         self.context_limits = [_SHORT]
         while (limit := self.context_limits[-1]) < context:
             self.context_limits.append(max(_MEDIUM, limit * 4))
@@ -89,16 +93,17 @@ class DecodeKernels:
         model, step = self._model, KernelSequence()
         stream = self._embed(step)
         for i, layer in enumerate(model.layers):
-            mix = layer.mix
-            x = (
-                self._attend(step, mix, stream, limit)
-                if isinstance(mix, Attention)
-                else self._gate(step, mix, stream)
-            )
+            match layer.mix:
+                case Attention() as a:
+                    x = self._attend(step, a, stream, limit)
+                case FeedForward() as f:
+                    x = self._gate(step, f, stream)
+                case Mixture() as m:
+                    x = self._choose(step, m, stream)
             last = i + 1 == len(model.layers)
-            following = model.head if last else model.layers[i + 1].mix.products[0]
+            bits = model.head.stack.prescale_bits if last else model.layers[i + 1].input_bits
             norm = model.output_norm if last else model.layers[i + 1].norm
-            stream = self._add(step, layer, x, following, norm, (i + 1) % 2)
+            stream = self._add(step, layer, x, bits, norm, (i + 1) % 2)
         blocks = model.head.n_blocks
         best = device_zeros(blocks), device_zeros(blocks, dtypes.int32)
         self._multiply_normed(step, model.head, stream, ARGMAX, [self.logits, *best], [], "head")
@@ -111,8 +116,8 @@ class DecodeKernels:
     def _embed(self, step: KernelSequence) -> ResidualStream:
         model, spec = self._model, self._model.spec
         first = model.layers[0]
-        following, last = first.mix.products[0], model.layers[-1].mix.products[1]
-        stream = self._stream(max(last.n_blocks, UNIT // QUARTER), following, 0)
+        last = model.layers[-1].mix.products[-1]
+        stream = self._stream(max(last.n_blocks, UNIT // QUARTER), first.input_bits, 0)
         kernel = embed(
             model.embedding.single_matrix.layout, spec.vocab, spec.dim, stream.n_parts, len(stream.inputs),
             self._context, spec.ropes[0].pairs, len(spec.ropes), spec.embedding_scale,
@@ -128,18 +133,21 @@ class DecodeKernels:
         heads, split = a.heads, self._split(a.heads, limit)
         qkv = self._buffer("qkv", (heads.query + 2 * heads.kv) * heads.dim)
         attended = self._buffer("attended", permuted_size(heads.query * heads.dim))
-        bias = [] if a.bias is None else [a.bias]
+        bias = _given(a.bias)
         self._multiply_normed(step, a.qkv, stream, STORE_BIASED if bias else STORE, [qkv], bias, "qkv")
-        norms = [] if a.norms is None else [a.norms]
+        norms = _given(a.norms)
         prescale = self._prescales.of(a.o.single_matrix.layout)
         ins = [a.keys, a.values, qkv, self._angles[a.rope], self.state, *norms, *self._model.temperatures]
         flash = isinstance(split, FlashSplit)
-        kernel = flash_attention(heads, split) if flash else attention(heads, split)
+        sinks = _given(a.sinks)
+        options = {"sinks": bool(sinks), "wide": a.wide}
+        kernel = flash_attention(heads, split, **options) if flash else attention(heads, split, **options)
         if split.splits == 1:
-            step.add(kernel, attended, *ins, prescale)
+            step.add(kernel, attended, *ins, *sinks, prescale)
         else:
             step.add(kernel, *self.attention_parts, *ins)
-            step.add(combine(heads, split.splits), attended, *self.attention_parts, prescale)
+            kernel = combine(heads, split.splits, bool(sinks))
+            step.add(kernel, attended, *self.attention_parts, prescale, *sinks)
         return attended
 
     def _gate(self, step: KernelSequence, f: FeedForward, stream: ResidualStream) -> Tensor:
@@ -155,6 +163,31 @@ class DecodeKernels:
             step.add(activate(f.width, f.activation), out, rows, prescale)
         return out
 
+    def _choose(self, step: KernelSequence, m: Mixture, stream: ResidualStream) -> Tensor:
+        """As `_attend`, for a mixture of experts: the router, and gate and up of the experts that it chooses."""
+        part, bias = m.part, _given(m.router_bias)
+        logits, out = (
+            self._buffer("router", part.count),
+            self._buffer("activated", part.used * permuted_size(m.width)),
+        )
+        self._multiply_normed(
+            step, m.router, stream, STORE_BIASED if bias else STORE, [logits], bias, "router"
+        )
+        step.add(choose_experts(1, part.used, part.count, m.least_sum), *self._chosen(part.used), logits)
+        biases = _given(m.gate_up_bias)
+        chosen, prescale = self._chosen(part.used)[0], self._prescales.of(m.down.single_matrix.layout)
+        epilogue = activated(part.activation)
+        self._multiply_normed(
+            step, m.gate_up, stream, epilogue, [out], [chosen, *biases, prescale], "experts_gate_up"
+        )
+        return out
+
+    def _chosen(self, used: int) -> tuple[Tensor, Tensor]:
+        """The chosen experts, int32 (used,), and their probabilities, float32 (used,)."""
+        if used not in self._experts:
+            self._experts[used] = device_zeros(used, dtypes.int32), device_zeros(used)
+        return self._experts[used]
+
     def _multiply_normed(
         self,
         step: KernelSequence,
@@ -168,33 +201,42 @@ class DecodeKernels:
         """Adds a product of the normed residual stream."""
         eps = self._model.spec.stream_eps
         kernel = matvec(product.stack, product.schedule, epilogue, name, stream.n_parts, eps)
-        step.add(kernel, *outs, *stream.inputs.values(), stream.parts, *ins, *product.planes)
+        inputs = [stream.inputs[bits] for bits in product.stack.prescale_bits]
+        step.add(kernel, *outs, *inputs, stream.parts, *ins, *product.planes)
 
     def _add(
         self,
         step: KernelSequence,
         layer: Layer,
         x: Tensor,
-        following: Product,
+        bits: Sequence[int],
         norm: NDArray[np.float32],
         parity: int,
     ) -> ResidualStream:
         """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream, before `norm` and
-        the product `following`."""
-        product, name = layer.mix.products[1], "o" if isinstance(layer.mix, Attention) else "down"
+        products with these prescales."""
+        product, name = layer.mix.products[-1], "down"
+        bias: list[Tensor] = []
+        experts: list[Tensor] = []
+        match layer.mix:
+            case Attention() as a:
+                name, bias = "o", _given(a.o_bias)
+            case Mixture() as m:
+                name, experts = "experts_down", [*self._chosen(m.part.used), *_given(m.down_bias)]
         dim, blocks = self._model.spec.dim, product.n_blocks
         n_parts = blocks if layer.post_norm is None else add_normed_blocks(dim)
-        stream = self._stream(n_parts, following, parity)
+        stream = self._stream(n_parts, bits, parity)
         outs = stream.h, stream.parts, *stream.inputs.values()
         norms = [self._prescales.norm_weight(norm, bits) for bits in stream.inputs]
         if layer.post_norm is None:
-            kernel = matvec(product.stack, product.schedule, add_residual(len(stream.inputs)), name)
-            step.add(kernel, *outs, x, *norms, *product.planes)
+            epilogue = add_residual(len(stream.inputs), bool(bias))
+            kernel = matvec(product.stack, product.schedule, epilogue, name)
+            step.add(kernel, *outs, x, *experts, *norms, *bias, *product.planes)
             return stream
+        assert not bias
         rows, squares = self._buffer("rows", dim), self._buffer("squares", blocks)
-        step.add(
-            matvec(product.stack, product.schedule, STORE_SQUARES, name), rows, squares, x, *product.planes
-        )
+        kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name)
+        step.add(kernel, rows, squares, x, *experts, *product.planes)
         kernel = add_normed(dim, blocks, len(stream.inputs), self._model.spec.eps)
         step.add(kernel, *outs, rows, squares, layer.post_norm, *norms)
         return stream
@@ -210,10 +252,9 @@ class DecodeKernels:
             self._scratch[name, n] = device_zeros(n)
         return self._scratch[name, n]
 
-    def _stream(self, n_parts: int, following: Product, parity: int) -> ResidualStream:
+    def _stream(self, n_parts: int, prescales: Sequence[int], parity: int) -> ResidualStream:
         """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums, because
         a kernel may read one while it writes the other."""
-        prescales = following.stack.prescale_bits
         for bits in prescales:
             if bits not in self._inputs:
                 self._inputs[bits] = device_zeros(permuted_size(self._model.spec.dim))
@@ -222,3 +263,7 @@ class DecodeKernels:
         return ResidualStream(
             self._h, self._parts[n_parts][parity], n_parts, {bits: self._inputs[bits] for bits in prescales}
         )
+
+
+def _given(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else [tensor]

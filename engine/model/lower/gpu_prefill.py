@@ -5,6 +5,8 @@ A product whose result is added to the residual stream leaves partial sums. The 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
@@ -15,10 +17,16 @@ from engine.kernels.gpu.device_memory import device_zeros
 from engine.kernels.gpu.embedding import embed_prompt
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
-from engine.kernels.gpu.matmul import fragments_size, matmul, tiles_for
-from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt
+from engine.kernels.gpu.matmul import expert_tiles, fragments_size, matmul, tiles_for
+from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix
+from engine.kernels.gpu.prefill_experts import (
+    choose_experts,
+    count_assignments,
+    router_logits,
+    sort_assignments,
+)
+from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture
 from engine.model.lower.prescales import Prescales
 
 
@@ -47,6 +55,16 @@ class PrefillKernels:
         return self._scratch[name, n]
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A product that the next norm adds to the residual stream: `parts` partial sums, with a bias, or normed first."""
+
+    sums: Tensor
+    parts: int
+    bias: Tensor | None
+    post_norm: Tensor | None
+
+
 class _Step:
     """Builds the kernels of one step."""
 
@@ -55,9 +73,7 @@ class _Step:
         self._sequence, self._prompt = KernelSequence(), owner.prompt
         dim = model.spec.dim
         self._h, self._x = owner.buffer("h", tokens * dim), self._fragments("x", dim)
-        self._pending: tuple[Tensor, int, Tensor | None] | None = (
-            None  # sums, their number, and the post-norm
-        )
+        self._pending: _Pending | None = None
 
     def kernels(self) -> KernelSequence:
         model, spec = self._model, self._model.spec
@@ -66,22 +82,30 @@ class _Step:
         self._sequence.add(kernel, self._h, self._owner.ids, *model.embedding.planes)
         last = model.attention[-1]
         for layer in model.layers:
-            self._norm(layer.norm)
-            if isinstance(layer.mix, Attention):
-                queries = self._store_tokens(layer.mix)
-                if layer.mix is last:
-                    break
-                self._attend(layer, layer.mix, queries)
-            else:
-                self._feed_forward(layer, layer.mix)
+            self._norm(layer.norm, by_rows=isinstance(layer.mix, Mixture))
+            match layer.mix:
+                case Attention() as a:
+                    queries = self._store_tokens(a)
+                    if a is last:
+                        break
+                    self._attend(layer, a, queries)
+                case FeedForward() as f:
+                    self._feed_forward(layer, f)
+                case Mixture() as m:
+                    self._experts(layer, m)
         return self._sequence
 
-    def _norm(self, weight: NDArray[np.float32]) -> None:
+    def _norm(self, weight: NDArray[np.float32], by_rows: bool) -> None:
         """Adds the pending product to the residual stream, and norms the stream."""
-        sums, parts, post_norm = self._pending or (None, 0, None)
-        extra = [t for t in (sums, post_norm) if t is not None]
-        spec = self._model.spec
-        kernel = norm_prompt(self._tokens, spec.dim, parts, spec.stream_eps, post_norm is not None)
+        spec, pending = self._model.spec, self._pending
+        extra: list[Tensor] = []
+        if pending:
+            extra = [t for t in (pending.sums, pending.bias, pending.post_norm) if t is not None]
+        kernel = norm_prompt(
+            self._tokens, spec.dim, pending.parts if pending else 0, spec.stream_eps,
+            post_norm=pending is not None and pending.post_norm is not None,
+            bias=pending is not None and pending.bias is not None, by_rows=by_rows,
+        )  # fmt: skip
         self._sequence.add(kernel, self._x, self._h, *extra, self._prescales.norm_weight(weight, 0))
         self._pending = None
 
@@ -90,10 +114,15 @@ class _Step:
         heads = a.heads
         queries = self._owner.buffer("queries", self._tokens * heads.query * heads.dim, dtypes.float16)
         runs = [self._product(part, self._x, f"qkv{i}") for i, part in enumerate(a.qkv.matrices)]
-        extra = [*(t for t in (a.bias, a.norms) if t is not None), *self._model.temperatures]
         sizes, counts = tuple(part.rows for part in a.qkv.matrices), tuple(n for _, n in runs)
-        kernel = rotate_prompt(heads, self._tokens, counts, sizes, a.bias is not None)
-        sums = [t for t, _ in runs]
+        sums, bias = [t for t, _ in runs], _given(a.bias)
+        factors: list[Tensor] = []
+        if a.wide:
+            factors = [self._owner.buffer("factors", 2 * self._tokens)]
+            kernel = wide_norms(heads, self._tokens, counts, sizes, bool(bias))
+            self._sequence.add(kernel, *factors, *sums, *bias)
+        extra = [*bias, *_given(a.norms), *factors, *self._model.temperatures]
+        kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), wide=a.wide)
         self._sequence.add(
             kernel, queries, a.keys, a.values, *sums, *self._model.ropes[a.rope], self._prompt, *extra
         )
@@ -104,9 +133,11 @@ class _Step:
         attended = self._fragments("attended", heads.query * heads.dim)
         tile = tile_prompt(heads, multiprocessors())
         self._sequence.add(tile, *past, a.keys, a.values, self._prompt)
-        kernel = attend_prompt(heads, self._tokens, prompt_tiling(heads, self._tokens))
-        self._sequence.add(kernel, attended, queries, *past, self._prompt)
-        self._pending = *self._product(a.o.single_matrix, attended, "o"), layer.post_norm
+        sinks = _given(a.sinks)
+        kernel = attend_prompt(heads, self._tokens, prompt_tiling(heads, self._tokens), bool(sinks))
+        self._sequence.add(kernel, attended, queries, *past, self._prompt, *sinks)
+        sums, parts = self._product(a.o.single_matrix, attended, "o")
+        self._pending = _Pending(sums, parts, a.o_bias, layer.post_norm)
 
     def _feed_forward(self, layer: Layer, f: FeedForward) -> None:
         activated = self._fragments("activated", f.width)
@@ -123,7 +154,43 @@ class _Step:
             self._sequence.add(
                 activate_prompt(self._tokens, f.width, (a, b), f.activation), activated, gate, up
             )
-        self._pending = *self._product(f.down.single_matrix, activated, "down"), layer.post_norm
+        sums, parts = self._product(f.down.single_matrix, activated, "down")
+        self._pending = _Pending(sums, parts, None, layer.post_norm)
+
+    def _experts(self, layer: Layer, m: Mixture) -> None:
+        """The tokens are sorted by expert, and each tile of them is multiplied by its expert's matrices. The products
+        of a token's experts are the partial sums of its result."""
+        tokens, dim, width, part = self._tokens, self._model.spec.dim, m.width, m.part
+        used, n = part.used, part.count
+        tiles = expert_tiles(tokens, used, n)
+        logits = self._owner.buffer("router", tokens * n)
+        chosen = self._owner.buffer("chosen", tokens * used, dtypes.int32)
+        probabilities = self._owner.buffer("probabilities", tokens * used)
+        counts = self._owner.buffer("counts", n, dtypes.int32)
+        assignments = self._owner.buffer("assignments", tiles.size, dtypes.int32)
+        tile_experts = self._owner.buffer("tile_experts", tiles.count, dtypes.int32)
+        activated = self._owner.buffer("activated", fragments_size(tiles.size, width), dtypes.float16)
+        sums = self._owner.buffer("experts", used * tokens * dim)
+        router = router_logits(tokens, dim, n, self._model.spec.stream_eps, m.router_bias is not None)
+        norm = self._prescales.norm_weight(layer.norm, 0)
+        add = self._sequence.add
+        add(router, logits, self._h, norm, self._prompt, m.router_rows, *_given(m.router_bias))
+        add(choose_experts(tokens, used, n, m.least_sum), chosen, probabilities, logits)
+        add(count_assignments(tiles), counts, chosen, self._prompt)
+        add(sort_assignments(tiles), assignments, tile_experts, counts, chosen, self._prompt)
+        matrix, bias = m.gate_up.single_matrix, m.gate_up_bias
+        kernel = matmul(
+            matrix.layout, tokens, 2 * width, dim, tiles.tiles, True, "experts_gate_up", part.activation,
+            tiles, bias is not None,
+        )  # fmt: skip
+        add(kernel, activated, self._x, assignments, tile_experts, *_given(bias), *matrix.planes)
+        matrix, bias = m.down.single_matrix, m.down_bias
+        kernel = matmul(
+            matrix.layout, tokens, dim, width, tiles.tiles, False, "experts_down", experts=tiles,
+            bias=bias is not None,
+        )  # fmt: skip
+        add(kernel, sums, activated, assignments, tile_experts, probabilities, *_given(bias), *matrix.planes)
+        self._pending = _Pending(sums, used, None, layer.post_norm)
 
     def _product(self, part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
         """Adds a product; returns its partial sums, and their number."""
@@ -137,3 +204,7 @@ class _Step:
     def _fragments(self, name: str, cols: int) -> Tensor:
         """Scratch activations, float16 (see `engine.kernels.gpu.matmul`)."""
         return self._owner.buffer(name, fragments_size(self._tokens, cols), dtypes.float16)
+
+
+def _given(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else [tensor]

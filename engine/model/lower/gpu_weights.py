@@ -13,11 +13,21 @@ from tinygrad import Device, Tensor, dtypes
 
 from engine.kernels.gpu.device_memory import device_zeros, to_device
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
-from engine.kernels.gpu.matvec import StackedMatrices
+from engine.kernels.gpu.matvec import ChosenExperts, StackedMatrices
 from engine.kernels.gpu.schedules import best_schedule
 from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
-from engine.model.spec import Activation, Attend, Dense, Experts, ModelSpec, Sublayer, Weight
+from engine.model.spec import (
+    MIN_PROBABILITY,
+    Activation,
+    Attend,
+    Dense,
+    Experts,
+    ModelSpec,
+    Sublayer,
+    Vector,
+    Weight,
+)
 from engine.model.weights import Weights
 
 REWIND = 512  # tokens by which a sequence may be cut back at least, in a layer with a window
@@ -49,14 +59,16 @@ class Matrix:
 @dataclass
 class Product:
     """Matrices that multiply the same input, and the schedule of the kernel that decode multiplies them with. `name`:
-    that of the first tensor, without the layer."""
+    that of the first tensor, without the layer. With `experts`, one matrix that holds those of all experts."""
 
     matrices: Sequence[Matrix]
+    experts: ChosenExperts | None = None
 
     def __post_init__(self) -> None:
-        first = self.matrices[0]
+        first, n = self.matrices[0], self.experts.n if self.experts else 1
         self.name = first.weights[0].name
-        self.stack = StackedMatrices(tuple((m.layout, m.rows) for m in self.matrices), first.cols)
+        shapes = tuple((m.layout, m.rows // n) for m in self.matrices)
+        self.stack = StackedMatrices(shapes, first.cols, self.experts)
         self.planes = [plane for matrix in self.matrices for plane in matrix.planes]
         self.schedule = best_schedule(self.stack)
 
@@ -74,20 +86,24 @@ class Product:
 
 @dataclass
 class Attention:
-    """The weights and the cache of a layer's attention. `norms`: those of queries and of keys, one after the other."""
+    """The weights and the cache of a layer's attention. `norms`: those of queries and of keys, one after the other;
+    `wide`: they are over all heads together."""
 
     heads: Heads
     rope: int
     qkv: Product
     bias: Tensor | None
     norms: Tensor | None
+    wide: bool
+    sinks: Tensor | None
     o: Product
+    o_bias: Tensor | None
     keys: Tensor
     values: Tensor
 
     @property
-    def products(self) -> tuple[Product, Product]:
-        """The product of the normed stream, and the one whose result is added to the stream."""
+    def products(self) -> tuple[Product, ...]:
+        """The products of the normed stream, and the one whose result is added to the stream."""
         return self.qkv, self.o
 
 
@@ -101,9 +117,39 @@ class FeedForward:
     activation: Activation
 
     @property
-    def products(self) -> tuple[Product, Product]:
+    def products(self) -> tuple[Product, ...]:
         """As `Attention.products`."""
         return self.gate_up, self.down
+
+
+@dataclass
+class Mixture:
+    """The weights of a mixture of experts. `router_rows`: the router as prefill reads it, float32 (experts * dim,).
+    The biases of gate and up alternate as their rows do, float32 (experts * 2 * width,); those of down are float32
+    (experts * dim,). `least_sum`: what the chosen experts' probabilities are divided by at least; None: they are
+    not."""
+
+    part: Experts
+    router: Product
+    router_rows: Tensor
+    router_bias: Tensor | None
+    gate_up: Product
+    gate_up_bias: Tensor | None
+    down: Product
+    down_bias: Tensor | None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """As `Attention.products`."""
+        return self.router, self.gate_up, self.down
+
+    @property
+    def width(self) -> int:
+        return self.part.up.rows
+
+    @property
+    def least_sum(self) -> float | None:
+        return MIN_PROBABILITY if self.part.renormalised else None
 
 
 @dataclass
@@ -111,8 +157,13 @@ class Layer:
     """A sublayer with the weights of its norms."""
 
     norm: NDArray[np.float32]
-    mix: Attention | FeedForward
+    mix: Attention | FeedForward | Mixture
     post_norm: Tensor | None
+
+    @property
+    def input_bits(self) -> list[int]:
+        """The prescales of the products of the normed stream (`StackedMatrices.prescale_bits`)."""
+        return sorted({bits for product in self.mix.products[:-1] for bits in product.stack.prescale_bits})
 
 
 @dataclass
@@ -172,18 +223,26 @@ def allocate(weights: Weights, context: int, chunk: int) -> GPUModel:
 
 
 def _layer(weights: Weights, sublayer: Sublayer, context: int, chunk: int) -> Layer:
-    part = sublayer.mix
-    assert sublayer.norm and not isinstance(part, Experts)
-    return Layer(
-        norm=weights.vector(sublayer.norm),
-        mix=_attention(weights, part, context, chunk) if isinstance(part, Attend) else _feed_forward(part),
-        post_norm=to_device(weights.vector(sublayer.post_norm)) if sublayer.post_norm else None,
-    )
+    assert sublayer.norm
+    mix: Attention | FeedForward | Mixture
+    match sublayer.mix:
+        case Attend() as part:
+            mix = _attention(weights, part, context, chunk)
+        case Dense() as part:
+            mix = _feed_forward(part)
+        case Experts() as part:
+            mix = _mixture(weights, part)
+    return Layer(weights.vector(sublayer.norm), mix, _vector(weights, sublayer.post_norm))
+
+
+def _vector(weights: Weights, vector: Vector | None) -> Tensor | None:
+    return None if vector is None else to_device(weights.vector(vector))
 
 
 def _attention(weights: Weights, part: Attend, context: int, chunk: int) -> Attention:
     window = part.window if part.window < context else 0
-    norms = weights.joined_vectors([(norm, part.head_dim) for norm in (part.q_norm, part.k_norm)], 1.0)
+    sizes = (part.query_size, part.kv_size) if part.has_wide_norms else (part.head_dim, part.head_dim)
+    norms = weights.joined_vectors(list(zip((part.q_norm, part.k_norm), sizes, strict=True)), 1.0)
     biases = (part.q_bias, part.query_size), (part.k_bias, part.kv_size), (part.v_bias, part.kv_size)
     bias = weights.joined_vectors(biases, 0.0)
     heads = Heads(
@@ -204,7 +263,10 @@ def _attention(weights: Weights, part: Attend, context: int, chunk: int) -> Atte
         qkv=_product([part.q, part.k, part.v]),
         bias=None if bias is None else to_device(bias),
         norms=None if norms is None else to_device(norms),
+        wide=part.has_wide_norms,
+        sinks=_vector(weights, part.sinks),
         o=_product([part.o]),
+        o_bias=_vector(weights, part.o_bias),
         keys=keys,
         values=values,
     )
@@ -215,12 +277,33 @@ def _feed_forward(part: Dense) -> FeedForward:
     return FeedForward(gate_up, _product([part.down]), part.width, part.activation)
 
 
-def _product(weights: Sequence[Weight], alternate: bool = False) -> Product:
+def _mixture(weights: Weights, part: Experts) -> Mixture:
+    gate_up_bias = None
+    if part.gate_bias and part.up_bias:
+        biases = [weights.vector(bias) for bias in (part.gate_bias, part.up_bias)]
+        gate_up_bias = to_device(np.stack(biases, axis=1).reshape(-1))
+    chosen = ChosenExperts(part.used, part.count, added=False, bias=gate_up_bias is not None)
+    added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
+    return Mixture(
+        part=part,
+        router=_product([part.router]),
+        router_rows=to_device(weights.matrix_bytes(part.router).view(np.float32).copy()),
+        router_bias=_vector(weights, part.router_bias),
+        gate_up=_product([part.gate, part.up], alternate=True, experts=chosen),
+        gate_up_bias=gate_up_bias,
+        down=_product([part.down], experts=added),
+        down_bias=_vector(weights, part.down_bias),
+    )
+
+
+def _product(
+    weights: Sequence[Weight], alternate: bool = False, experts: ChosenExperts | None = None
+) -> Product:
     """The product of matrices, which follow each other. Neighbours of the same type become one matrix; with `alternate`
     their rows alternate."""
     matrices = []
     for type, group in groupby(weights, lambda weight: weight.type):
         same_type = list(group)
-        rows = tuple(TensorRows(weight.rows, weight.order) for weight in same_type)
+        rows = tuple(TensorRows(weight.experts * weight.rows, weight.order) for weight in same_type)
         matrices.append(Matrix(same_type, MatrixSpec(WeightLayout(type), rows, same_type[0].cols, alternate)))
-    return Product(matrices)
+    return Product(matrices, experts)

@@ -39,6 +39,15 @@ def check_layers_with_multipliers() -> None:
     hold(architecture="granite", **SMALL)
 
 
+def check_layers_with_experts_and_wide_norms() -> None:
+    hold(architecture="olmoe", **SMALL)
+
+
+def check_layers_with_experts_sinks_and_biases() -> None:
+    keys = {"attention.sliding_window": 4}
+    hold(architecture="gpt-oss", keys=keys, **SMALL | {"layers": 2})
+
+
 def hold(**shape: Any) -> None:
     """Raises AssertionError if an element of the stream differs from the reference's by more than 4e-3 of the stream's
     root mean square at that token: keys, values and activations are float16."""
