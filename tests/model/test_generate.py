@@ -128,6 +128,8 @@ def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model):
 class Scripted:
     """A runner that returns the tokens of a script."""
 
+    max_rewind = None
+
     def __init__(self, runner, script):
         self.max_chunk, self.prefill, self.logits = runner.max_chunk, runner.prefill, runner.logits
         self._script = iter(script)
@@ -138,6 +140,8 @@ class Scripted:
 
 class FakeSamplingRunner:
     """A runner that samples with the numbers it was given, and records each `ahead`."""
+
+    max_rewind = None
 
     def __init__(self, runner):
         self.max_chunk, self.chunk_sizes, self.decode_depths = (

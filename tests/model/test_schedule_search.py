@@ -173,7 +173,7 @@ def test_candidates_fit_and_those_like_the_first_come_first(rows, cols):
 class Searchable:
     """The runner protocol; only `search` is called."""
 
-    max_chunk, chunk_sizes, decode_depths, precompiled = 64, (64,), (0,), False
+    max_chunk, chunk_sizes, decode_depths, precompiled, max_rewind = 64, (64,), (0,), False, None
     prefill = decode = logits = replay = lambda *_: None
 
     def __init__(self):

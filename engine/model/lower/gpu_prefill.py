@@ -6,6 +6,7 @@ A product whose result is added to the residual stream leaves partial sums. The 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,8 +120,13 @@ class _Step:
         factors: list[Tensor] = []
         if a.wide:
             factors = [self._owner.buffer("factors", 2 * self._tokens)]
-            kernel = wide_norms(heads, self._tokens, counts, sizes, bool(bias))
-            self._sequence.add(kernel, *factors, *sums, *bias)
+            rows = (heads.query + heads.kv) * heads.dim
+            n = sum(
+                start < rows for start in accumulate(sizes, initial=0)
+            )  # a run of values alone is not read
+            n = min(n, len(sizes))
+            kernel = wide_norms(heads, self._tokens, counts[:n], sizes[:n], bool(bias))
+            self._sequence.add(kernel, *factors, *sums[:n], *bias)
         extra = [*bias, *_given(a.norms), *factors, *self._model.temperatures]
         kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), wide=a.wide)
         self._sequence.add(
