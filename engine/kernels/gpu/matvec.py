@@ -43,6 +43,7 @@ from engine.kernels.gpu.uops import (
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted, permuted_size, units_of
 
 LOWEST_LOGIT = -3e38  # below any logit
+MAX_BLOCK = 256  # columns of the largest quantization block
 
 
 @dataclass(frozen=True)
@@ -451,6 +452,10 @@ def _row_sums(
         row = first_row + r
         if rows % s.block_rows:
             row = (row < rows).where(row, rows - 1)
+        if (
+            active is not None and units <= MAX_BLOCK // UNIT
+        ):  # d does not depend on the step: it is loaded before
+            row = active.where(row, 0)
         products.append(layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums))
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 

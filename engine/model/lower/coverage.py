@@ -9,7 +9,6 @@ _LACKING = {
     "GPU": frozenset(
         {
             "layers without a norm before them",
-            "norms over all heads",
             "a soft cap of the logits",
             "experts whose gate and up differ in type",
             "attention of several shapes",
