@@ -5,7 +5,7 @@ import pytest
 
 from engine.events import EngineOptions, Generate, Profile, Sampling, TokenIds
 from engine.model.generate import TextModel
-from engine.model.lower.cpu import REWIND
+from engine.model.lower import REWIND
 from tests import generated_model
 
 LONG = REWIND + 300

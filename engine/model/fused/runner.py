@@ -27,10 +27,11 @@ from engine.measure.kernel_roles import BufferUse
 from engine.measure.profile import Replay
 from engine.model.buffer_uses import BufferUses
 from engine.model.fused.schedule_search import SearchTarget, search
+from engine.model.lower import REWIND
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_decode import DecodeKernels
 from engine.model.lower.gpu_prefill import PrefillKernels
-from engine.model.lower.gpu_weights import REWIND, Attention, FeedForward, Mixture, allocate
+from engine.model.lower.gpu_weights import Attention, FeedForward, Mixture, allocate
 from engine.model.lower.prescales import Prescales
 from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits

@@ -42,12 +42,12 @@ from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import UNIT
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
+from engine.model.lower import REWIND
 from engine.model.lower.cpu_weights import CPUWeights, Matrix
 from engine.model.spec import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Sublayer
 from engine.model.weights import Weights
 
 PART_BYTES = 256 << 10  # of a matrix, in each part of its product
-REWIND = 512  # tokens by which a sequence may be cut back at least, in a layer with a window
 
 
 @dataclass

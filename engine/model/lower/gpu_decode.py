@@ -41,7 +41,7 @@ from engine.kernels.gpu.prefill_experts import choose_experts
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
 from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Mixture, Product
+from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Mixture, Product, given
 from engine.model.lower.prescales import Prescales
 
 # Tokens: up to the first number one thread block does the attention of a head; to the second, one captured step serves.
@@ -133,13 +133,13 @@ class DecodeKernels:
         heads, split = a.heads, self._split(a.heads, limit)
         qkv = self._buffer("qkv", (heads.query + 2 * heads.kv) * heads.dim)
         attended = self._buffer("attended", permuted_size(heads.query * heads.dim))
-        bias = _given(a.bias)
+        bias = given(a.bias)
         self._multiply_normed(step, a.qkv, stream, STORE_BIASED if bias else STORE, [qkv], bias, "qkv")
-        norms = _given(a.norms)
+        norms = given(a.norms)
         prescale = self._prescales.of(a.o.single_matrix.layout)
         ins = [a.keys, a.values, qkv, self._angles[a.rope], self.state, *norms, *self._model.temperatures]
         flash = isinstance(split, FlashSplit)
-        sinks = _given(a.sinks)
+        sinks = given(a.sinks)
         options = {"sinks": bool(sinks), "wide": a.wide}
         kernel = flash_attention(heads, split, **options) if flash else attention(heads, split, **options)
         if split.splits == 1:
@@ -165,7 +165,7 @@ class DecodeKernels:
 
     def _choose(self, step: KernelSequence, m: Mixture, stream: ResidualStream) -> Tensor:
         """As `_attend`, for a mixture of experts: the router, and gate and up of the experts that it chooses."""
-        part, bias = m.part, _given(m.router_bias)
+        part, bias = m.part, given(m.router_bias)
         logits, out = (
             self._buffer("router", part.count),
             self._buffer("activated", part.used * permuted_size(m.width)),
@@ -174,7 +174,7 @@ class DecodeKernels:
             step, m.router, stream, STORE_BIASED if bias else STORE, [logits], bias, "router"
         )
         step.add(choose_experts(1, part.used, part.count, m.least_sum), *self._chosen(part.used), logits)
-        biases = _given(m.gate_up_bias)
+        biases = given(m.gate_up_bias)
         chosen, prescale = self._chosen(part.used)[0], self._prescales.of(m.down.single_matrix.layout)
         epilogue = activated(part.activation)
         self._multiply_normed(
@@ -220,9 +220,9 @@ class DecodeKernels:
         experts: list[Tensor] = []
         match layer.mix:
             case Attention() as a:
-                name, bias = "o", _given(a.o_bias)
+                name, bias = "o", given(a.o_bias)
             case Mixture() as m:
-                name, experts = "experts_down", [*self._chosen(m.part.used), *_given(m.down_bias)]
+                name, experts = "experts_down", [*self._chosen(m.part.used), *given(m.down_bias)]
         dim, blocks = self._model.spec.dim, product.n_blocks
         n_parts = blocks if layer.post_norm is None else add_normed_blocks(dim)
         stream = self._stream(n_parts, bits, parity)
@@ -263,7 +263,3 @@ class DecodeKernels:
         return ResidualStream(
             self._h, self._parts[n_parts][parity], n_parts, {bits: self._inputs[bits] for bits in prescales}
         )
-
-
-def _given(tensor: Tensor | None) -> list[Tensor]:
-    return [] if tensor is None else [tensor]

@@ -27,7 +27,7 @@ from engine.kernels.gpu.prefill_experts import (
     router_logits,
     sort_assignments,
 )
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture
+from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture, given
 from engine.model.lower.prescales import Prescales
 
 
@@ -99,9 +99,7 @@ class _Step:
     def _norm(self, weight: NDArray[np.float32], by_rows: bool) -> None:
         """Adds the pending product to the residual stream, and norms the stream."""
         spec, pending = self._model.spec, self._pending
-        extra: list[Tensor] = []
-        if pending:
-            extra = [t for t in (pending.sums, pending.bias, pending.post_norm) if t is not None]
+        extra = given(pending.sums, pending.bias, pending.post_norm) if pending else []
         kernel = norm_prompt(
             self._tokens, spec.dim, pending.parts if pending else 0, spec.stream_eps,
             post_norm=pending is not None and pending.post_norm is not None,
@@ -116,18 +114,16 @@ class _Step:
         queries = self._owner.buffer("queries", self._tokens * heads.query * heads.dim, dtypes.float16)
         runs = [self._product(part, self._x, f"qkv{i}") for i, part in enumerate(a.qkv.matrices)]
         sizes, counts = tuple(part.rows for part in a.qkv.matrices), tuple(n for _, n in runs)
-        sums, bias = [t for t, _ in runs], _given(a.bias)
+        sums, bias = [t for t, _ in runs], given(a.bias)
         factors: list[Tensor] = []
         if a.wide:
             factors = [self._owner.buffer("factors", 2 * self._tokens)]
             rows = (heads.query + heads.kv) * heads.dim
-            n = sum(
-                start < rows for start in accumulate(sizes, initial=0)
-            )  # a run of values alone is not read
-            n = min(n, len(sizes))
+            # A run of values alone is not read.
+            n = sum(start < rows for start in accumulate(sizes[:-1], initial=0))
             kernel = wide_norms(heads, self._tokens, counts[:n], sizes[:n], bool(bias))
             self._sequence.add(kernel, *factors, *sums[:n], *bias)
-        extra = [*bias, *_given(a.norms), *factors, *self._model.temperatures]
+        extra = [*bias, *given(a.norms), *factors, *self._model.temperatures]
         kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), wide=a.wide)
         self._sequence.add(
             kernel, queries, a.keys, a.values, *sums, *self._model.ropes[a.rope], self._prompt, *extra
@@ -139,7 +135,7 @@ class _Step:
         attended = self._fragments("attended", heads.query * heads.dim)
         tile = tile_prompt(heads, multiprocessors())
         self._sequence.add(tile, *past, a.keys, a.values, self._prompt)
-        sinks = _given(a.sinks)
+        sinks = given(a.sinks)
         kernel = attend_prompt(heads, self._tokens, prompt_tiling(heads, self._tokens), bool(sinks))
         self._sequence.add(kernel, attended, queries, *past, self._prompt, *sinks)
         sums, parts = self._product(a.o.single_matrix, attended, "o")
@@ -180,7 +176,7 @@ class _Step:
         router = router_logits(tokens, dim, n, self._model.spec.stream_eps, m.router_bias is not None)
         norm = self._prescales.norm_weight(layer.norm, 0)
         add = self._sequence.add
-        add(router, logits, self._h, norm, self._prompt, m.router_rows, *_given(m.router_bias))
+        add(router, logits, self._h, norm, self._prompt, m.router_rows, *given(m.router_bias))
         add(choose_experts(tokens, used, n, m.least_sum), chosen, probabilities, logits)
         add(count_assignments(tiles), counts, chosen, self._prompt)
         add(sort_assignments(tiles), assignments, tile_experts, counts, chosen, self._prompt)
@@ -189,13 +185,13 @@ class _Step:
             matrix.layout, tokens, 2 * width, dim, tiles.tiles, True, "experts_gate_up", part.activation,
             tiles, bias is not None,
         )  # fmt: skip
-        add(kernel, activated, self._x, assignments, tile_experts, *_given(bias), *matrix.planes)
+        add(kernel, activated, self._x, assignments, tile_experts, *given(bias), *matrix.planes)
         matrix, bias = m.down.single_matrix, m.down_bias
         kernel = matmul(
             matrix.layout, tokens, dim, width, tiles.tiles, False, "experts_down", experts=tiles,
             bias=bias is not None,
         )  # fmt: skip
-        add(kernel, sums, activated, assignments, tile_experts, probabilities, *_given(bias), *matrix.planes)
+        add(kernel, sums, activated, assignments, tile_experts, probabilities, *given(bias), *matrix.planes)
         self._pending = _Pending(sums, used, None, layer.post_norm)
 
     def _product(self, part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
@@ -210,7 +206,3 @@ class _Step:
     def _fragments(self, name: str, cols: int) -> Tensor:
         """Scratch activations, float16 (see `engine.kernels.gpu.matmul`)."""
         return self._owner.buffer(name, fragments_size(self._tokens, cols), dtypes.float16)
-
-
-def _given(tensor: Tensor | None) -> list[Tensor]:
-    return [] if tensor is None else [tensor]

@@ -17,6 +17,7 @@ from engine.kernels.gpu.matvec import ChosenExperts, StackedMatrices
 from engine.kernels.gpu.schedules import best_schedule
 from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
+from engine.model.lower import REWIND
 from engine.model.spec import (
     MIN_PROBABILITY,
     Activation,
@@ -29,8 +30,6 @@ from engine.model.spec import (
     Weight,
 )
 from engine.model.weights import Weights
-
-REWIND = 512  # tokens by which a sequence may be cut back at least, in a layer with a window
 
 
 @dataclass
@@ -201,6 +200,11 @@ class GPUModel:
             for weight in matrix.weights:
                 weights.release(weight)
         free_repacking_memory()
+
+
+def given(*tensors: Tensor | None) -> list[Tensor]:
+    """Those that are not None."""
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def allocate(weights: Weights, context: int, chunk: int) -> GPUModel:
