@@ -8,6 +8,7 @@ candidate that breaks the device, the process replaces itself (`restart`), and t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -161,9 +162,10 @@ class _Server:
         return True
 
     def _report_failure(self, error: Exception) -> None:
-        """Reports why the engine ends. The log comes last, because its disk may be full."""
+        """Reports why the engine ends. The log comes first, because the client kills the process after `Failed`."""
+        with contextlib.suppress(OSError):  # the disk is full
+            traceback.print_exception(error)
         self._outbox.put(Failed.from_error(error))
-        traceback.print_exception(error)
 
     def _answer(self, model: Model, request: Request) -> None:
         end: Event
