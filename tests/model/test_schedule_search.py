@@ -11,9 +11,9 @@ from engine import candidate_trial
 from engine.disk_cache import DiskCache
 from engine.events import EngineOptions, Warming
 from engine.kernels.gpu import schedules
-from engine.kernels.gpu.matvec import Schedule, StackedMatrices
-from engine.kernels.gpu.schedules import _by_rule, candidates, units_of
-from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.kernels.gpu.matvec import ChosenExperts, Schedule, StackedMatrices
+from engine.kernels.gpu.schedules import _by_rule, candidates
+from engine.kernels.gpu.weight_layout import WeightLayout, units_of
 from engine.measure.compiling import kernels_reported
 from engine.model.fused import schedule_search
 from engine.model.generate import SEARCH_S_PER_WIDTH, TextModel
@@ -135,7 +135,7 @@ def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypat
             break
         except Restarted:
             restarts += 1
-    wanted = sum(faults(s) for s in candidates(3072, 2048, _by_rule(3072, 32, 96)))
+    wanted = sum(faults(s) for s in candidates(product().stack, _by_rule(3072, 32, 96)))
     assert restarts == wanted > 0 and runner.products[0].schedule == FASTEST
 
 
@@ -159,11 +159,17 @@ def test_it_ends_when_its_time_is_up(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "rows, cols", [(3072, 2048), (1024, 3072), (151936, 1024), (96, 64), (1, 32), (898, 896)]
+    "rows, cols, experts",
+    [
+        *((3072, 2048, None), (1024, 3072, None), (151936, 1024, None), (96, 64, None), (1, 32, None)),
+        *((898, 896, None), (1536, 2048, ChosenExperts(8, 128, added=False))),
+        (2048, 768, ChosenExperts(8, 128, added=True)),
+    ],
 )
-def test_candidates_fit_and_those_like_the_first_come_first(rows, cols):
-    first = _by_rule(rows, units_of(cols), 96)
-    found = candidates(rows, cols, first)
+def test_candidates_fit_and_those_like_the_first_come_first(rows, cols, experts):
+    stack = StackedMatrices.single(WeightLayout(14), rows, cols, experts)
+    first = _by_rule(rows, stack.units, 96)
+    found = candidates(stack, first)
     assert first not in found and len(found) == len(set(found))
     assert all(s.fits() and rows % s.block_rows == 0 and s.block_rows % 2 == 0 for s in found)
     distances = [schedules._distance(s, first) for s in found]

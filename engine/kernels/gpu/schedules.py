@@ -13,7 +13,6 @@ import msgspec
 from engine.disk_cache import disk_cache, source_digest
 from engine.kernels.gpu.device import capability, multiprocessors
 from engine.kernels.gpu.matvec import Schedule, StackedMatrices
-from engine.kernels.gpu.weight_layout import units_of
 
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier searches obsolete.
@@ -79,15 +78,15 @@ def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Sc
 # --- the search ----------------------------------------------------------------------------------------
 
 
-def candidates(rows: int, cols: int, near: Schedule) -> list[Schedule]:
-    """The schedules to try for a shape, those most similar to `near` first, without `near`: blocks of 64 to 512
+def candidates(stack: StackedMatrices, near: Schedule) -> list[Schedule]:
+    """The schedules to try for a product, those most similar to `near` first, without `near`: blocks of 64 to 512
     threads, whole blocks of rows, gate and up in one block, no idle threads."""
-    schedules = dict.fromkeys(s for s in _all(rows, units_of(cols)) if s != near)
+    schedules = dict.fromkeys(s for s in _all(stack.rows, stack.units, stack.slots) if s != near)
     return sorted(schedules, key=lambda s: _distance(s, near))
 
 
-def _all(rows: int, units: int) -> Iterator[Schedule]:
-    min_blocks = min(64, max(1, rows // 16))
+def _all(rows: int, units: int, slots: int) -> Iterator[Schedule]:
+    min_blocks = min(64, max(1, rows // 16)) // slots
     for threads in (8, 16, 24, 32, 48, 64, 96, 128):
         if units % threads and units > 8:
             continue

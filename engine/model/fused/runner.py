@@ -148,8 +148,7 @@ class FusedRunner:
         self._cancel_run_ahead()
         shortest = self._decode.context_limits[0]
         step = lambda: self._decode_step(shortest, samples=False, penalizes=False)
-        products = [product for product in self._model.products if product.experts is None]
-        target = SearchTarget(products, step, self._check_logits, self._step_seconds)
+        target = SearchTarget(self._model.products, step, self._check_logits, self._step_seconds)
         search(target, width, seconds, report, again)
         self._state = _UNKNOWN
         self._decode_steps.clear()

@@ -93,7 +93,7 @@ class _ShapeSearch:
     def run(self, max_candidates: int, deadline: float) -> Iterator[None]:
         """Tries candidates until `deadline`, yields after each, and sets the best schedule at the end."""
         stack = self._first.stack
-        schedules = candidates(stack.rows, stack.cols, self._first.schedule)
+        schedules = candidates(stack, self._first.schedule)
         todo = [s for s in schedules if not has_failed(disk_cache(), self._key(s))][:max_candidates]
         self._total = len(todo)
         timed: list[tuple[float, Schedule]] = []
