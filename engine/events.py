@@ -90,7 +90,8 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     (JITBEAM): on "graph" it is tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
     tinygrad's heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search in seconds
     (None: by its width); `search_again` repeats a search whose result is known from an earlier start. `keep_packed`
-    keeps a CPU's packed weights on disk for the next start."""
+    keeps a CPU's packed weights on disk for the next start. With `parallel` above 1, as many conversations are answered
+    at the same time, each with a context of `context_length`, where the device's kernels can do that."""
 
     model_path: str
     backend: str = "auto"
@@ -101,6 +102,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     search_s: float | None = None
     search_again: bool = False
     keep_packed: bool = False
+    parallel: int = 1
 
 
 # --- commands ------------------------------------------------------------------------------------------
@@ -114,7 +116,7 @@ class Generate(_Record, frozen=True, kw_only=True):
     """Answer `prompt`. `max_tokens` None: until the model stops or the context is full. `logprobs` N > 0 adds to each
     token its log-probability and the N most probable tokens, before sampling changes them. For measurements:
     `ignore_eos` continues after an end-of-turn token, and `fresh` computes the whole prompt, also the part that is in
-    the KV cache."""
+    the KV cache. `client` names who asks: requests that wait take turns by client."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
@@ -123,6 +125,7 @@ class Generate(_Record, frozen=True, kw_only=True):
     logprobs: int = 0
     ignore_eos: bool = False
     fresh: bool = False
+    client: str = ""
 
 
 class Measure(_Record, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ CPUs, `fused.runner` for NVIDIA GPUs. `open_runner` chooses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.events import Sampling, Search, Step
 from engine.measure.profile import Replay
+from engine.model.kv_blocks import BlockStore
 from engine.model.sampling import Logits
 
 SearchReport = Callable[[int, int, int, Search], None]
@@ -88,4 +90,38 @@ class TunableRunner(ModelRunner, Protocol):
     def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
         """Searches for `seconds` at most and keeps the best schedules; `fused.schedule_search` explains the
         parameters. Overwrites the KV cache."""
+        ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One token of a batched decode step: at `position` of the sequence with this row in the block tables."""
+
+    token: int
+    position: int
+    sequence: int
+
+
+@runtime_checkable
+class BatchRunner(ModelRunner, BlockStore, Protocol):
+    """A runner whose KV cache has blocks, for `parallel` sequences (`engine.model.kv_blocks`). A step needs blocks for
+    its tokens and for all that they see. `decode` is the step of one row of sequence 0; `replay` uses that sequence
+    too, and overwrites its blocks."""
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """The numbers of rows for which a step is captured, ascending; fewer rows use the next larger one."""
+        ...
+
+    def prefill(self, tokens: Sequence[int], position: int, sequence: int = 0) -> None:
+        """As `ModelRunner.prefill`, for a sequence."""
+        ...
+
+    def decode_rows(self, rows: Sequence[Row]) -> NDArray[np.int32]:
+        """Runs 1 to `parallel` rows of different sequences; returns the most probable next token of each, int32
+        (rows,)."""
+        ...
+
+    def row_logits(self) -> Logits:
+        """The logits of the last `decode_rows`, float32 (rows, vocab), valid until the next step."""
         ...
