@@ -16,12 +16,14 @@ from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import check_tokenizer
 from engine.model import file_summary, packed_weights_cache
 from engine.model.architectures import read_spec
+from widgets.text import as_count
 
 
 @dataclass(frozen=True)
 class Entry:
     """A model. Where `path` is None it is not on this machine, and `size_bytes`, `parameters` and `context_length`
-    (tokens) are 0. `problem` says why a file cannot be used, "" if it can. `record` None: not used here yet."""
+    (tokens) are 0. `active_parameters`: those that a token uses. `problem` says why it cannot be used, "" if it can.
+    `record` None: not used here yet."""
 
     name: str
     source: Source
@@ -30,9 +32,16 @@ class Entry:
     quantization: str = ""
     architecture: str = ""
     parameters: int = 0
+    active_parameters: int = 0
     context_length: int = 0
     record: ModelRecord | None = None
     problem: str = ""
+
+    @property
+    def parameters_text(self) -> str:
+        """30.5B, 3.34B active: of a mixture of experts, also the parameters that a token uses. "" if not known."""
+        counts = dict.fromkeys((self.parameters, self.active_parameters))
+        return ", ".join(map(as_count, filter(None, counts))) + (" active" if len(counts) > 1 else "")
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -71,9 +80,10 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
     name, record = short_name(source, names), model_records().get(path.resolve())
     try:
         with GGUF(path) as file:
-            problem = ""
+            problem, parameters = "", file_summary.parameters(file)
+            active = parameters
             try:
-                read_spec(file)
+                active -= read_spec(file).idle_parameters
                 check_tokenizer(file)
             except ModelFileError as error:
                 problem = error.message
@@ -85,7 +95,8 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
                 size_bytes=file.file_bytes,
                 quantization=file_summary.quantization(file),
                 architecture=architecture,
-                parameters=file_summary.parameters(file),
+                parameters=parameters,
+                active_parameters=active,
                 context_length=file.get(f"{architecture}.context_length", int, 0),
                 record=record,
                 problem=problem,

@@ -25,7 +25,7 @@ from engine.model import file_summary, packed_weights_cache
 from engine.model.architectures import read_spec
 from engine.model.lower.coverage import runs_as_graph_because
 from presets import GUIDE, guide_path
-from widgets.text import as_bytes, as_count, counted, one_line
+from widgets.text import as_bytes, counted, one_line
 
 UNKNOWN = "–"
 KEY_CHARS, VALUE_CHARS = 44, 200
@@ -74,7 +74,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
         entry.name,
         as_bytes(entry.size_bytes),
         entry.quantization or UNKNOWN,
-        as_count(entry.parameters) if entry.parameters else UNKNOWN,
+        entry.parameters_text or UNKNOWN,
         f"{entry.context_length:,}" if entry.context_length else UNKNOWN,
         ago(entry.record.used_at) if entry.record else UNKNOWN,
         f"{entry.tokens_per_s:.1f} tok/s" if entry.tokens_per_s else UNKNOWN,
@@ -199,7 +199,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
         ("file", str(path)),
         ("type", f"{entry.quantization}, {as_bytes(entry.size_bytes)}"),
         ("architecture", entry.architecture),
-        ("parameters", as_count(entry.parameters)),
+        ("parameters", entry.parameters_text),
         ("context", f"{entry.context_length:,} tokens"),
         *(
             (f"tensors in {name}", f"{of_type['tensors']:,}, {as_bytes(of_type['bytes'])}")
@@ -278,6 +278,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "quantization": entry.quantization or None,
         "architecture": entry.architecture or None,
         "parameters": entry.parameters or None,
+        "active_parameters": entry.active_parameters or None,
         "context_length": entry.context_length or None,
         "used_at": entry.record.used_at if entry.record else None,
         "tokens_per_s": entry.tokens_per_s,

@@ -22,7 +22,7 @@ from engine.catalog.memory_fit import fits, memory_bytes
 from engine.catalog.names import HubModel, Source, parse
 from engine.errors import ModelFileError, OrinError
 from widgets.entry_list import EntryList
-from widgets.text import as_bytes, as_count, one_line
+from widgets.text import as_bytes, one_line
 
 SIZE_DELAY_S = 0.4
 """How long an entry must stay highlighted before the hub is asked for its size."""
@@ -125,7 +125,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
             as_bytes(model.size_bytes) if model.size_bytes else "",
             *self._size_facts(model),
             f"{model.tokens_per_s:.0f} tok/s" if model.tokens_per_s else "",
-            as_count(model.parameters) if model.parameters else "",
+            model.parameters_text,
             f"{model.context_length:,} tokens" if model.context_length else "",
         ]
         file_name = "not here" if model.path is None else model.path.name

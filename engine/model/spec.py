@@ -304,6 +304,15 @@ class ModelSpec:
         return n_bytes if self.is_tied else n_bytes - self.embedding.n_bytes + self.embedding.row_bytes
 
     @property
+    def idle_parameters(self) -> int:
+        """How many of the weights are of experts that a token does not choose."""
+        return sum(
+            (mix.count - mix.used) * weight.rows * weight.cols
+            for mix in self.experts
+            for weight in (mix.gate, mix.up, mix.down)
+        )
+
+    @property
     def window(self) -> int:
         """The sliding window of the layers that have one, in tokens; 0 if none has."""
         return max((attend.window for attend in self.attention), default=0)

@@ -126,6 +126,7 @@ def test_a_name_is_not_listed_before_its_architecture_runs(monkeypatch):
 
 def test_names_of_ollama_for_families():
     wanted = ("gemma3:1b", "gemma3:4b", "phi3.5", "phi4-mini", "smollm3", "granite3.3:2b", "granite3.3:8b")
+    wanted += ("olmoe:7b", "qwen3:30b-a3b", "qwen3-coder:30b", "gpt-oss:20b")
     assert {*wanted, "ministral3:3b"} <= {model.name for model in named_models()}
     assert parse("llama-3.2:1b") == parse("llama3.2:1b")
 

@@ -84,6 +84,12 @@ def test_what_a_token_reads(path_of, tmp_path):
     assert other.kv_bytes_per_token(windowed=False) == LAYERS * 4 * 2 * KV_SIZE
 
 
+def test_a_token_uses_three_of_eight_experts(path_of):
+    spec = read(path_of("qwen3moe"))
+    all_of_them = sum(w.experts * w.rows * w.cols for w in spec.weights() if w.experts > 1)
+    assert spec.idle_parameters == all_of_them * 5 // 8 > 0 == read(path_of("llama")).idle_parameters
+
+
 def path_bytes(path):
     with GGUF(path) as file:
         return sum(info.n_bytes for info in file.tensors.values())

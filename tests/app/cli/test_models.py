@@ -30,7 +30,7 @@ from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
 from tests.paths import ROOT
 from tests.waiting import wait_until
-from widgets.text import as_bytes
+from widgets.text import as_bytes, as_count
 
 __all__ = ["fake_hub"]
 
@@ -292,6 +292,16 @@ def test_an_untied_embedding_is_not_read_whole(run, home, monkeypatch):
     shown = json.loads(run("show", path, "--json", "--backend", "CPU")[1])
     total = sum(kind["bytes"] for kind in shown["tensors"].values())
     assert shown["bytes_per_token"] < total
+
+
+def test_of_a_mixture_of_experts_a_token_uses_a_part(run, home, monkeypatch):
+    monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
+    path = write(home / "experts.gguf", architecture="qwen3moe")
+    shown = json.loads(run("show", path, "--json", "--backend", "CPU")[1])
+    total, active = shown["parameters"], shown["active_parameters"]
+    assert 0 < active < total
+    words = f"{as_count(total)}, {as_count(active)} active"
+    assert words in run("show", path, "--backend", "CPU")[1]
 
 
 @pytest.mark.parametrize(
