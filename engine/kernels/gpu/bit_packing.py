@@ -36,7 +36,7 @@ CENTER = 100
 DENORMAL_EXPONENT = 149  # float32's smallest denormal is 2**-149
 _MANTISSA = 24  # bits of a float32's significand
 _FRACTION_TOP = 15  # the lowest of the upper eight stored bits of the significand
-_ONE = 0x3F800000  # 1.0 as a float32
+_BASE = 0x43800000  # 256.0 as a float32, whose upper eight stored bits of the significand are whole numbers
 E2M1_EXPONENT, E2M1_HALF_EXPONENT = 127, 15  # `from_e2m1` gives a doubled number times 2**-127 or 2**-15
 
 
@@ -101,10 +101,10 @@ class BitPacking:
         """Integer j of the period in `words`, shifted left by `position(j)`: uint32."""
         return bitwise_or(self._moved(words, j, self.position(j)))
 
-    def unpack_fraction(self, words: Sequence[UOp], j: int) -> UOp:
-        """1 + q / 256 as a float32, where q is integer j of the period in `words`. q goes to the upper bits of the
+    def unpack_above_256(self, words: Sequence[UOp], j: int) -> UOp:
+        """256 + q as a float32, where q is integer j of the period in `words`. q goes to the upper bits of the
         significand, so no conversion is needed."""
-        return bitwise_or([*self._moved(words, j, _FRACTION_TOP), u32(_ONE)]).bitcast(F32)
+        return bitwise_or([*self._moved(words, j, _FRACTION_TOP), u32(_BASE)]).bitcast(F32)
 
     def _moved(self, words: Sequence[UOp], j: int, to: int) -> list[UOp]:
         """The fields of integer j, moved to bit `to` and masked."""
@@ -136,9 +136,9 @@ def looked_up(word: UOp, j: int, codes: Sequence[int]) -> UOp:
     return mask(shift_right(bit[1].where(upper, lower), place), 255)
 
 
-def looked_up_fraction(word: UOp, j: int, codes: Sequence[int]) -> UOp:
-    """1 + code / 256 as a float32 (see `looked_up`)."""
-    return bitwise_or([shift(looked_up(word, j, codes), -_FRACTION_TOP), u32(_ONE)]).bitcast(F32)
+def looked_up_above_256(word: UOp, j: int, codes: Sequence[int]) -> UOp:
+    """256 + code as a float32 (see `looked_up`)."""
+    return bitwise_or([shift(looked_up(word, j, codes), -_FRACTION_TOP), u32(_BASE)]).bitcast(F32)
 
 
 def from_e2m1(word: UOp, j: int, is_half: bool = False) -> UOp:

@@ -33,7 +33,7 @@ from engine.kernels.gpu.bit_packing import (
     BitPacking,
     from_e2m1,
     looked_up,
-    looked_up_fraction,
+    looked_up_above_256,
 )
 from engine.kernels.gpu.uops import F32, chain, f32, load, mask, shift, shift_right, u32
 
@@ -227,8 +227,8 @@ class WeightLayout:
             if self._is_e2m1:
                 return from_e2m1(words[k], j, is_half=True)
             if self.format and self.format.codebook:
-                return looked_up_fraction(words[k], j, self.format.codes)
-            return packing.unpack_fraction(words[k * packing.words : (k + 1) * packing.words], j)
+                return looked_up_above_256(words[k], j, self.format.codes)
+            return packing.unpack_above_256(words[k * packing.words : (k + 1) * packing.words], j)
 
         values = [fraction(j) for j in range(QUARTER)]
         for k in range(1, quarters):
@@ -243,10 +243,10 @@ class WeightLayout:
                 m = m * self._small_scale(small_scales, group, "minimum")
         if self._is_e2m1:
             return [v * (d * f32(2.0**E2M1_HALF_EXPONENT)) for v in values]
-        offset = d * f32(-256.0 - self.offset)  # values are 1 + q / 256
+        offset = d * f32(-256.0 - self.offset)  # values are 256 + q
         if m is not None:
             offset = offset - m
-        return [v * (d * f32(256.0)) + offset for v in values]
+        return [v * d + offset for v in values]
 
     def _halves_of(self, halves: list[UOp], part: UOp) -> tuple[UOp, UOp | None]:
         """d and m of the block that holds a quarter."""
@@ -332,6 +332,35 @@ class Unit:
         if minima:
             result = result - (chain(minima) if blocks > 1 else chain(minima) * self.halves[1])
         return result
+
+    def values(self) -> list[UOp]:
+        """The weights of the unit's 64 columns, float32."""
+        layout, format = self.layout, self.layout.format
+        if format is None:
+            return [layout.float_of(self.words, j) for j in range(UNIT)]
+        packing, n = BitPacking(layout.bits), layout.group
+        blocks = len(self.halves) // (2 if "m" in format.scales else 1)
+        values = []
+        for g in range(UNIT // n):
+            i = g if blocks > 1 else 0
+            d, m = self.halves[i], self.halves[blocks + i] if "m" in format.scales else None
+            if self.small_scales is not None:
+                d = d * layout._small_scale(self.small_scales, g, "scale")
+                m = None if m is None else m * layout._small_scale(self.small_scales, g, "minimum")
+            offset = d * f32(-256.0 - layout.offset)
+            offset = offset if m is None else offset - m
+            for j in range(g * n, (g + 1) * n):
+                k, place = j // packing.period * packing.words, j % packing.period
+                if layout._is_e2m1:
+                    values.append(
+                        from_e2m1(self.words[k], place, is_half=True) * (d * f32(2.0**E2M1_HALF_EXPONENT))
+                    )
+                elif format.codebook:
+                    values.append(looked_up_above_256(self.words[k], place, format.codes) * d + offset)
+                else:
+                    value = packing.unpack_above_256(self.words[k : k + packing.words], place)
+                    values.append(value * d + offset)
+        return values
 
 
 @functools.cache

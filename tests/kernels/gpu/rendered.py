@@ -23,6 +23,7 @@ from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
 from engine.formats.gguf import GGUF
+from engine.kernels.gpu import few_columns as few
 from engine.kernels.gpu.decode_attention import attention, combine, split_for
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
@@ -184,6 +185,21 @@ def render_chosen_experts() -> None:
         render(kernel, (cols, F), sums, x, *ins, *p.shapes(n * cols, width))
 
 
+def render_few_columns() -> None:
+    """What a decode step of several tokens takes."""
+    rows, cols = 512, 2048
+    for ggml_type, tokens, tiles in ((12, 16, few.FewTiles(2, 1, 4)), (13, 3, few.FewTiles(1, 2, 8))):
+        p = WeightLayout(ggml_type)
+        x, blocks = (few.columns_size(tokens, cols), H), tokens * few.n_blocks(rows, tiles)
+        for epilogue, *buffers in (
+            (few.stored(rows, 0, True), (tokens * rows, F), x, (rows, F)),
+            (few.activated("silu"), (few.columns_size(tokens, rows // 2), H), x),
+            (few.ARGMAX, (tokens * rows, F), (blocks, F), (blocks, dtypes.int32), x),
+        ):
+            kernel = few.few_columns(p, tokens, rows, cols, tiles, epilogue, "t")
+            render(kernel, *buffers, *p.shapes(rows, cols))
+
+
 def joined(sources: list[str]) -> str:
     """One file of CUDA C: each kernel in a namespace of its own, what they include before them."""
     includes: dict[str, None] = {}
@@ -230,6 +246,7 @@ def main(path: str, folder: str, *quants: str) -> None:
             render_wide_norms_and_sinks()
             render_experts()
             render_chosen_experts()
+            render_few_columns()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]
         Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined(sources))

@@ -1,0 +1,263 @@
+"""A quantized matrix times the activations of a few tokens at once, on tensor cores: for conversations that decode
+together.
+
+The weights are read once for all tokens, and their bytes are what the time goes to. The matrix is the left operand of
+mma.m16n8k16 (see `engine.kernels.gpu.matmul`), and the tokens are the eight columns of the right one: so 2 to 8 tokens
+cost no more than one tile, and 9 to 16 take two.
+
+A warp works on 16 rows and four units at a time. Thread 4g + t has unit t of rows g and g + 8, so that the threads of a
+row load neighbouring 16 bytes, and the scales of a thread's weights are those of one unit. Sixteen instructions take
+four of its 64 columns each. Activations lie in the order in which threads hold them (`column_index`): a thread loads 16
+bytes at a time, its warp 512 neighbouring ones.
+
+The warps of a block share its rows: each takes every `parts`-th step of four units, and their sums meet in shared
+memory. There an `Epilogue` takes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType
+
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.matmul import as_half, wmma
+from engine.kernels.gpu.matvec import LOWEST_LOGIT, argmax
+from engine.kernels.gpu.uops import (
+    F16,
+    I32,
+    Activation,
+    f32,
+    finish,
+    gated,
+    load,
+    load_run,
+    shared,
+    store,
+    store_run,
+    tree,
+    zeroed_registers,
+)
+from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, units_of
+
+MAX_TOKENS = 16
+_TILE, _ROWS, _ABREAST = 8, 16, 4  # tokens and rows of a tile; units that a warp works on at a time
+_RUN = 8  # halves that a thread loads at once
+
+
+@dataclass(frozen=True)
+class FewTiles:
+    """How a product is divided: a warp has 16 * `rows` rows of the matrix; a block has `across` times as many, and
+    `parts` warps share the columns of each."""
+
+    rows: int
+    across: int
+    parts: int
+
+    @property
+    def width(self) -> int:
+        """Rows of a block."""
+        return _ROWS * self.rows * self.across
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.across * self.parts
+
+
+def few_tiles(rows: int, cols: int, multiprocessors: int) -> FewTiles:
+    """Tiles for a matrix of any shape: blocks of eight warps that share its columns, or as many as have two steps each
+    if the blocks do not fill the GPU; several rows for a warp if there are many, since each of them uses the loaded
+    activations again."""
+    steps = steps_of(cols)
+    blocks = -(-rows // _ROWS)
+    parts = max(1, min(16 if blocks <= multiprocessors else 8, -(-steps // 2)))
+    return FewTiles(2 if blocks >= 8 * multiprocessors else 1, max(1, 4 // parts), parts)
+
+
+def steps_of(cols: int) -> int:
+    """Steps of four units in a row."""
+    return -(-units_of(cols) // _ABREAST)
+
+
+def column_index(token: UOp, column: UOp, cols: int) -> UOp:
+    """The index of an activation, which are [8 tokens, step of four units, eight columns of each unit, thread,
+    column % 8]."""
+    step, unit, run = column // (UNIT * _ABREAST), column // UNIT % _ABREAST, column % UNIT // _RUN
+    thread = token % _TILE * _ABREAST + unit
+    place = (token // _TILE * steps_of(cols) + step) * (UNIT // _RUN) + run
+    return (place * 32 + thread) * _RUN + column % _RUN
+
+
+def columns_size(tokens: int, cols: int) -> int:
+    """Elements of the activations (tokens, cols) of a product. Those of no token and no column are zeros."""
+    return -(-tokens // _TILE) * _TILE * steps_of(cols) * _ABREAST * UNIT
+
+
+@dataclass(frozen=True)
+class BlockSums:
+    """The sums of a block: `width` rows from `first` on, of `rows` in all, for each of `tokens` tokens. `thread` is the
+    number of the current one of `threads`, `block` the block's."""
+
+    width: int
+    tokens: int
+    rows: int
+    threads: int
+    first: UOp
+    block: UOp
+    thread: UOp
+    sum: Callable[[UOp, UOp], UOp]
+
+    def shares(self, rows: int = 1) -> Iterator[tuple[UOp, UOp, UOp]]:
+        """The sums of this thread, in runs of `rows`: (the first row in the block, the token, whether there are
+        such)."""
+        runs = self.width // rows
+        for start in range(0, runs * self.tokens, self.threads):
+            item = self.thread + start
+            row, token = item % runs * rows, item // runs
+            ok = (token < self.tokens) & (self.first + row < self.rows)
+            yield row, token.minimum(self.tokens - 1), ok
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The last part of a product's kernel: `stores(outs, ins, sums)` gives the kernel's stores to `n_outs` buffers,
+    which may depend on `n_ins` others."""
+
+    n_outs: int
+    n_ins: int
+    stores: Callable[[Sequence[UOp], Sequence[UOp], BlockSums], list[UOp]]
+
+
+@functools.cache
+def stored(stride: int, offset: int = 0, bias: bool = False) -> Epilogue:
+    """out[token, offset + row] = sum, or with a `bias` sum + bias[offset + row]. outs: out, float32 (tokens, stride);
+    ins: the bias, float32 (stride,)."""
+
+    def stores(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
+        results = []
+        for i, token, ok in sums.shares():
+            row, value = sums.first + i + offset, sums.sum(i, token)
+            if bias:
+                value = value + load(ins[0], row, ok)
+            results.append(store(outs[0], token * stride + row, value, ok))
+        return results
+
+    return Epilogue(1, int(bias), stores)
+
+
+@functools.cache
+def activated(activation: Activation) -> Epilogue:
+    """activation(gate) * up, from rows that alternate between gate and up. outs: the activations of the next product,
+    float16 (columns_size(tokens, rows / 2),)."""
+
+    def stores(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
+        results = []
+        for i, token, ok in sums.shares(2):
+            value = as_half(gated(sums.sum(i, token), sums.sum(i + 1, token), activation))
+            index = column_index(token, (sums.first + i) // 2, sums.rows // 2)
+            results.append(store(outs[0], index, value, ok))
+        return results
+
+    return Epilogue(1, 0, stores)
+
+
+def _argmax(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
+    logits, largest, largest_row = outs
+    stride = sums.width + 1
+    values, results, kept = shared(sums.tokens * stride, slot=2), [], []
+    for i, token, ok in sums.shares():
+        value = sums.sum(i, token)
+        results.append(store(logits, token * sums.rows + sums.first + i, value, ok))
+        masked = (sums.first + i < sums.rows).where(value, f32(LOWEST_LOGIT))
+        kept.append(store(values, token * stride + i, masked))
+    values, token = values.after(UOp.group(*kept)), sums.thread.minimum(sums.tokens - 1)
+    best, row = argmax([(load(values, token * stride + i), UOp.const(i, I32)) for i in range(sums.width)])
+    index, ok = sums.block * sums.tokens + token, sums.thread < sums.tokens
+    results.append(store(largest, index, best, ok))
+    results.append(store(largest_row, index, row + sums.first.cast(I32), ok))
+    return results
+
+
+ARGMAX = Epilogue(3, 0, _argmax)
+"""Stores logits, and the largest of each block and token with its row. outs: the logits, float32 (tokens, rows); the
+largest, float32 (blocks, tokens); their rows, int32 (blocks, tokens)."""
+
+
+def n_blocks(rows: int, tiles: FewTiles) -> int:
+    """Blocks of a product."""
+    return -(-rows // tiles.width)
+
+
+@functools.cache
+def few_columns(
+    layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: FewTiles, epilogue: Epilogue, name: str
+) -> Kernel:
+    """activations @ matrix.T, of up to `MAX_TOKENS` tokens. Buffers: the epilogue's outs; the activations, float16
+    (columns_size(tokens, cols),); the epilogue's ins; the matrix's planes."""
+    units, steps, columns = units_of(cols), steps_of(cols), -(-tokens // _TILE)
+    assert 0 < tokens <= MAX_TOKENS and tiles.threads <= 1024 and tiles.parts <= steps
+    n_acc, padded = tiles.rows * columns * 4, columns * _TILE + 1
+
+    def kernel(*buffers: UOp) -> UOp:
+        outs, x = buffers[: epilogue.n_outs], buffers[epilogue.n_outs]
+        ins, planes = (rest := buffers[epilogue.n_outs + 1 :])[: epilogue.n_ins], rest[epilogue.n_ins :]
+        lane, across = UOp.special(32, "lidx0"), UOp.special(tiles.across, "lidx1")
+        part, block = UOp.special(tiles.parts, "lidx2"), UOp.special(n_blocks(rows, tiles), "gidx0")
+        g, t = lane // _ABREAST, lane % _ABREAST
+        first = block * tiles.width
+        acc = zeroed_registers(n_acc, 0)
+        trips = (
+            (steps - part + (tiles.parts - 1)) // tiles.parts if steps % tiles.parts else steps // tiles.parts
+        )
+        loops = steps > tiles.parts or steps % tiles.parts > 0
+        loop = UOp.range(trips, 0, AxisType.REDUCE) if loops else UOp.const(0)
+        step = loop * tiles.parts + part
+        unit = step * _ABREAST + t
+        if units % _ABREAST:  # a thread beyond the row multiplies some weights by zeros
+            unit = unit.minimum(units - 1)
+        sums = load_run(acc.after(loop) if loops else acc, 0, n_acc)
+        loaded = []
+        for r in range(tiles.rows):
+            for side in (0, 1):
+                row = first + (across * tiles.rows + r) * _ROWS + side * 8 + g
+                if rows % tiles.width:
+                    row = row.minimum(rows - 1)
+                loaded.append(layout.load_unit(planes, row, units, unit, None))
+        rights = []
+        for c in range(columns):
+            ok = None if tokens % _TILE == 0 else g < tokens - c * _TILE
+            runs = ((c * steps + step) * (UNIT // _RUN) + i for i in range(UNIT // _RUN))
+            rights.append([v for run in runs for v in load_run(x, (run * 32 + lane) * _RUN, _RUN, ok)])
+        for r in range(tiles.rows):
+            upper, lower = ([v.cast(F16) for v in unit.values()] for unit in loaded[2 * r : 2 * r + 2])
+            for k in range(0, UNIT, 4):
+                left = [side[k + i + e] for i in (0, 2) for side in (upper, lower) for e in (0, 1)]
+                for c in range(columns):
+                    i = (r * columns + c) * 4
+                    sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
+        stores = UOp.group(*store_run(acc, 0, sums))
+        acc = acc.after(stores.end(loop) if loops else stores)
+        partial = shared(tiles.parts * tiles.width * padded, slot=1)
+        results = []
+        for r in range(tiles.rows):
+            for c in range(columns):
+                for i, value in enumerate(load_run(acc, (r * columns + c) * 4, 4)):
+                    row = (across * tiles.rows + r) * _ROWS + i // 2 * 8 + g
+                    index = (part * tiles.width + row) * padded + c * _TILE + t * 2 + i % 2
+                    results.append(store(partial, index, value))
+        partial = partial.after(UOp.group(*results))
+
+        def total(row: UOp, token: UOp) -> UOp:
+            return tree([load(partial, (p * tiles.width + row) * padded + token) for p in range(tiles.parts)])
+
+        thread = (part * tiles.across + across) * 32 + lane
+        block_sums = BlockSums(tiles.width, tokens, rows, tiles.threads, first, block, thread, total)
+        shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}"
+        full_name = f"few_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
+        n_bytes = layout.n_bytes(rows, cols) + 2 * tokens * cols
+        return finish(full_name, epilogue.stores(outs, ins, block_sums), n_bytes, 2 * tokens * rows * cols)
+
+    return kernel
