@@ -7,9 +7,10 @@ from pathlib import Path
 
 from engine.errors import TemplateError, UsageError
 from engine.events import Chat, Message, RawText, TokenIds
+from engine.formats.channels import ChannelSplitter
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate, Prompt
-from engine.formats.thinking import ThinkSplitter
+from engine.formats.thinking import ReplySplitter, ThinkSplitter
 from engine.formats.tokenizer import Tokenizer
 
 
@@ -21,9 +22,13 @@ def tokens_in(prompt: Chat | RawText | TokenIds, model: Path) -> int:
     return len(encoder.encode(prompt).ids)
 
 
-def think_splitter(prompt: Chat | RawText | TokenIds, encoded: Prompt) -> ThinkSplitter | None:
+def think_splitter(prompt: Chat | RawText | TokenIds, encoded: Prompt) -> ReplySplitter | None:
     """Separates thinking from the answer in a chat's reply. None for other prompts: their reply is one text."""
-    return ThinkSplitter(encoded.marks, inside=encoded.opens_thinking) if isinstance(prompt, Chat) else None
+    if not isinstance(prompt, Chat):
+        return None
+    if encoded.channels:
+        return ChannelSplitter(encoded.channels, inside=encoded.opens_thinking)
+    return ThinkSplitter(encoded.marks, inside=encoded.opens_thinking)
 
 
 class PromptEncoder:

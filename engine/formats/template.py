@@ -7,8 +7,8 @@ message that spells one is ordinary text (`ChatTemplate._disguise`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ import msgspec
 
 from engine.errors import TemplateError
 from engine.events import Message
+from engine.formats.channels import channel_marks
 from engine.formats.fallback_templates import CHATML, fallback_template
 from engine.formats.gguf import GGUF, printable
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
@@ -26,11 +27,13 @@ from engine.formats.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Prompt:
     """The tokens that the model is given. `opens_thinking`: they end in the mark that opens thinking, so the reply
-    begins with thinking. `marks` are those that the model writes."""
+    begins with thinking. `marks` are those that the model writes; `channels` are those of gpt-oss by token id (see
+    `ChannelSplitter`), empty for other models."""
 
     ids: list[int]
     opens_thinking: bool = False
     marks: ThinkMarks = THINK
+    channels: Mapping[int, str] = field(default_factory=dict)
 
 
 class ChatTemplate:
@@ -47,6 +50,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._can_think = fallback is CHATML and THINK.open in tokenizer.special_tokens
         self._marks = marks_of(source or "")
+        self._channels = channel_marks(tokenizer.special_tokens) if self._marks is HARMONY else {}
         signs = ("think>", "enable_thinking", self._marks.open)
         self.thinks = any(sign in source for sign in signs) if source else self._can_think
         self._renderer, self._fallback = TemplateRenderer(source or fallback), TemplateRenderer(fallback)
@@ -102,7 +106,7 @@ class ChatTemplate:
         bos = self._tokenizer.bos_id
         if self._tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
-        return Prompt(ids, opens_thinking, self._marks)
+        return Prompt(ids, opens_thinking, self._marks, self._channels)
 
     def _render(self, variables: dict[str, Any], messages: list[Message]) -> str:
         simpler = _simplified(messages)

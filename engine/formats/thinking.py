@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
 from msgspec.structs import asdict, replace
 
@@ -53,6 +54,16 @@ def marks_of(template: str) -> ThinkMarks:
     return THINK
 
 
+class ReplySplitter(Protocol):
+    """Tells thinking from the answer, token by token."""
+
+    def feed(self, text: str, id: int = -1) -> tuple[bool, str]:
+        """(whether the token is thinking, the text that can be shown now). `id` -1: not known."""
+
+    def flush(self) -> tuple[bool, str]:
+        """The text that is still held back at the end of the reply, as `feed` returns it."""
+
+
 class _Phase(Enum):
     START = auto()
     THINKING = auto()
@@ -61,7 +72,7 @@ class _Phase(Enum):
 
 
 class ThinkSplitter:
-    """Takes the text of a reply token by token.
+    """Takes a reply token by token (see `ReplySplitter`) and looks for marks in its text.
 
     Thinking can only be at the start of a reply: from the opening mark, or from the first token if `inside` (the prompt
     ended in that mark), to the first closing mark. Later marks are ordinary text. The marks are removed, and so are
@@ -78,7 +89,7 @@ class ThinkSplitter:
         self._after_mark = inside
         self._end = ""  # the mark that closes the answer
 
-    def feed(self, text: str) -> tuple[bool, str]:
+    def feed(self, text: str, id: int = -1) -> tuple[bool, str]:
         """(whether the token is thinking, the text that can be shown now). Text after the closing mark in the same
         token is returned with the next token."""
         self._held += text
@@ -132,7 +143,7 @@ class ThinkSplitter:
 
 
 async def split_thinking(
-    events: AsyncIterator[Event], splitter: ThinkSplitter | None
+    events: AsyncIterator[Event], splitter: ReplySplitter | None
 ) -> AsyncGenerator[Event, None]:
     """The events of an answer, in which `splitter` has marked `Thinking` (None: they stay as they are). Text that the
     splitter holds back at the end comes as one more token, with the id -1."""
@@ -140,7 +151,7 @@ async def split_thinking(
     async for event in events:
         if splitter and isinstance(event, Token) and not isinstance(event, Thinking):
             request_id = event.request_id
-            thinking, text = splitter.feed(event.text)
+            thinking, text = splitter.feed(event.text, event.id)
             event = (Thinking if thinking else Token)(**asdict(replace(event, text=text)))
         elif splitter and isinstance(event, Finished):
             if text := splitter.flush()[1]:

@@ -37,7 +37,7 @@ from engine.events import (
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder, think_splitter
-from engine.formats.thinking import ThinkSplitter
+from engine.formats.thinking import ReplySplitter
 from engine.formats.tokenizer import StreamDecoder
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
@@ -281,7 +281,7 @@ class _TokenReporter:
 
     request: Generate
     decoder: StreamDecoder
-    splitter: ThinkSplitter | None
+    splitter: ReplySplitter | None
     report: Report
 
     def report_token(self, token: int, runner: ModelRunner, *, last: bool) -> None:
@@ -289,7 +289,7 @@ class _TokenReporter:
         text = self.decoder.feed(token) + (self.decoder.flush() if last else "")
         thinking = False
         if self.splitter is not None:
-            thinking, text = self.splitter.feed(text)
+            thinking, text = self.splitter.feed(text, token)
             text += self.splitter.flush()[1] if last else ""
         logprob: float | None = None
         top: tuple[TopToken, ...] = ()

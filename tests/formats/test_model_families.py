@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engine.events import Message
+from engine.events import Chat, Message
 from engine.formats.gguf import GGUF
+from engine.formats.prompt import think_splitter
 from engine.formats.template import ChatTemplate
-from engine.formats.thinking import ThinkSplitter
 from engine.formats.tokenizer import StreamDecoder, Tokenizer
 from tests.formats.vocabularies import (
     CONTROL,
@@ -219,10 +219,10 @@ REPLIES = {  # as the model writes them: (thinking, answer) is always ("Hm", "Yo
 def test_thinking_is_told_from_the_answer(family, name):
     template, t = family(name)
     prompt = template.encode(CHAT)
-    splitter, stream = ThinkSplitter(prompt.marks, inside=prompt.opens_thinking), StreamDecoder(t)
+    splitter, stream = think_splitter(Chat(messages=tuple(CHAT)), prompt), StreamDecoder(t)
     texts = {True: "", False: ""}
     for id in t.encode(REPLIES[name], special=True):
-        thinking, text = splitter.feed(stream.feed(id))
+        thinking, text = splitter.feed(stream.feed(id), id)
         texts[thinking] += text
     thinking, text = splitter.flush()
     texts[thinking] += text
