@@ -205,7 +205,8 @@ class Ready(_Record, frozen=True, kw_only=True):
     """The engine can answer. `context_length` is in tokens, `load_ms` the time from the start of loading. `warnings`
     are sentences about unexpected things in the model. A decode step reads `weight_bytes_per_token`,
     `kv_bytes_per_token` for each token before it (0: not known), and `window_kv_bytes_per_token` for each of those in
-    the sliding `window`."""
+    the sliding `window`. If the engine reports `ExpertChoices`, each layer of experts has `experts`, of which
+    `experts_used` compute a token; 0: it reports none."""
 
     model: ModelInfo
     backend: str
@@ -217,6 +218,8 @@ class Ready(_Record, frozen=True, kw_only=True):
     kv_bytes_per_token: int = 0
     window: int = 0
     window_kv_bytes_per_token: int = 0
+    experts: int = 0
+    experts_used: int = 0
 
     @property
     def is_on_cpu(self) -> bool:
@@ -259,6 +262,14 @@ class Token(_Record, frozen=True, kw_only=True):
 
 class Thinking(Token, frozen=True, kw_only=True):
     """One token of the model's reasoning. The marks that open and close it are such tokens too, with empty `text`."""
+
+
+class ExpertChoices(_Record, frozen=True, kw_only=True):
+    """How often each expert was chosen since the event before of this request, for tokens of the prompt too: a number
+    for each expert of each layer of experts. Such events come at most once a second and at the end."""
+
+    request_id: int
+    layers: tuple[tuple[int, ...], ...]
 
 
 class Finished(_Record, frozen=True, kw_only=True):
@@ -367,8 +378,9 @@ class Failed(_Record, frozen=True, kw_only=True):
 
 
 Event = (
-    Loading | Warming | Ready | Prefilling | Token | Thinking | Finished | Measured | KernelProfile | Failed
-)
+    Loading | Warming | Ready | Prefilling | Token | Thinking | ExpertChoices | Finished | Measured | KernelProfile
+    | Failed
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.events import Step
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
@@ -52,6 +55,9 @@ class CPURunner:
 
     def logits(self) -> Logits:
         return self._logits
+
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        return self._model.expert_choices()
 
     def replay(self, step: Step, position: int) -> Replay:
         sequence, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)

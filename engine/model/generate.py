@@ -44,6 +44,7 @@ from engine.measure.compiling import kernels_reported
 from engine.measure.profile import profile
 from engine.model import file_summary
 from engine.model.architectures import read_spec
+from engine.model.choice_reporter import ChoiceReporter
 from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.model_runner import ModelRunner, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
@@ -99,7 +100,14 @@ class TextModel:
             kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False),
             window=spec.window,
             window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True),
+            **self._experts(spec),
         )
+
+    def _experts(self, spec: ModelSpec) -> dict[str, int]:
+        """The fields of `Ready` about experts."""
+        if not self._runner.expert_choices():
+            return {}
+        return {"experts": spec.experts[0].count, "experts_used": spec.experts[0].used}
 
     def _warnings(self, spec: ModelSpec, options: EngineOptions) -> tuple[str, ...]:
         """Sentences about what a user would not expect of this model."""
@@ -113,8 +121,9 @@ class TextModel:
             pass
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
-        """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token. Stops before the
-        next token or prompt chunk when `cancelled`. Raises ContextFullError, TemplateError and UsageError."""
+        """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token, and `ExpertChoices`
+        in between. Stops before the next token or prompt chunk when `cancelled`. Raises ContextFullError, TemplateError
+        and UsageError."""
         started = time.perf_counter()
         prompt = self.prompts.encode(request.prompt)
         limit = self._reply_limit(prompt.ids, request.max_tokens)
@@ -126,7 +135,10 @@ class TextModel:
             self._cached.clear()
         cached = self._reuse_prefix(prompt.ids)
 
+        choices = ChoiceReporter(request.request_id, self._runner, report)
+
         def progress(done: int) -> None:
+            choices.report_if_due()
             report(Prefilling(request_id=request.request_id, done=done, total=len(prompt.ids), cached=cached))
 
         on_device = self._prepare_sampling(request, sampler, prompt.ids, limit)
@@ -149,9 +161,11 @@ class TextModel:
             self._cached = tokens[:-1]
             ended = token in self.tokenizer.eos_ids and not request.ignore_eos
             reporter.report_token(token, self._runner, last=ended or not more)
+            choices.report_if_due()
             if ended:
                 reason = "stop"
                 break
+        choices.report()
         return Finished(
             request_id=request.request_id,
             reason=reason,

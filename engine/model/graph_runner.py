@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor, TinyJit, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
@@ -45,6 +46,9 @@ class GraphRunner:
 
     def logits(self) -> Logits:
         return np.asarray(self._logits.numpy(), np.float32)
+
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        return []  # not counted
 
     def replay(self, step: Step, position: int) -> Replay:
         jit, n = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)

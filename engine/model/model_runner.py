@@ -61,6 +61,12 @@ class ModelRunner(Protocol):
         """The logits of the last decode step, float32 (vocab,), valid until the next step."""
         ...
 
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        """How often each expert of each mixture of experts was chosen since the runner was made, in prompts too: int32
+        (experts,) each, counted on the device. [] if the model has no experts, or if the runner does not count. Waits
+        for the device."""
+        ...
+
     def replay(self, step: Step, position: int) -> Replay:
         """A captured step at `position` for `engine.measure.profile`. Running it overwrites the KV cache from there
         on. Raises UsageError if the runner has no such step."""

@@ -132,6 +132,7 @@ class Scripted:
 
     def __init__(self, runner, script):
         self.max_chunk, self.prefill, self.logits = runner.max_chunk, runner.prefill, runner.logits
+        self.expert_choices = runner.expert_choices
         self._script = iter(script)
 
     def decode(self, token, position, run_ahead=False):
@@ -153,6 +154,7 @@ class FakeSamplingRunner:
         self.prefill, self.decode, self.logits, self.replay = (
             runner.prefill, runner.decode, runner.logits, runner.replay,
         )  # fmt: skip
+        self.expert_choices = runner.expert_choices
         self.asked = []
 
     def prepare_sampling(self, sampling, tokens, uniforms):

@@ -50,14 +50,16 @@ def max_tiles(tokens: int, used: int, experts: int, tile: int) -> int:
 def choose_experts(experts: int, used: int, least: float | None, lanes: int, tile: int) -> Kernel:
     """The `used` experts of the largest logits, of equal ones the first, and their probabilities, a softmax of all
     logits. With `least` these are divided by their sum, or by `least` if that is larger. Buffers: the experts, int32
-    (tokens, used); their probabilities, float32 (tokens, used); the state if tile is more than 1; the logits, float32
-    (tokens, experts), each row filled up to a multiple of `lanes`."""
+    (tokens, used); their probabilities, float32 (tokens, used); the state if tile is more than 1, else how often each
+    expert was chosen, int32 (experts,), to which the choices are added; the logits, float32 (tokens, experts), each row
+    filled up to a multiple of `lanes`."""
     width = -(-experts // lanes) * lanes
 
     def kernel(part: UOp, parts: UOp, chosen: UOp, weights: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(lanes)
-        *state, logits = buffers
-        first, count = even_share(k.index(state[0], TOKENS) if state else 1, part, parts)
+        state, logits = buffers
+        choices = k.scratch(state) if tile == 1 else None
+        first, count = even_share(k.index(state, TOKENS) if tile > 1 else 1, part, parts)
         left, best = k.registers(experts), k.registers(used)
         at, total = k.registers(1, I32), k.registers(1)
         with k.loop(count) as i:
@@ -73,7 +75,10 @@ def choose_experts(experts: int, used: int, least: float | None, lanes: int, til
                     k.store(at, 0, is_better.where(expert.cast(I32), k.load(at, 0)))
                     k.store(best, rank, is_better.where(logit, k.load(best, rank)))
                 k.store(chosen, token * used + rank, k.load(at, 0))
-                k.store(left, k.index(at, 0), UOp.const(_LOWEST, F32))
+                best_expert = k.index(at, 0)
+                if choices is not None:
+                    k.store(choices, best_expert, k.load(choices, best_expert) + 1)
+                k.store(left, best_expert, UOp.const(_LOWEST, F32))
             largest = k.load(best, 0)
             k.store(total, 0, UOp.const(0.0, F32))
             with k.loop(experts) as expert:
@@ -95,10 +100,11 @@ def group_experts(experts: int, used: int, tile: int) -> Kernel:
     """Orders the pairs of a token and an expert that it takes by expert, in one part: an expert's pairs are
     neighbouring places, from a multiple of `tile` on. Buffers, n being `max_tiles`: the expert of each tile, int32
     (n,); the token at each place, int32 (n * tile,), 0 where there is none; the place of each pair, int32 (tokens,
-    used); a state with the number of tiles; the state of the step; the experts that `choose_experts` has chosen."""
+    used); a state with the number of tiles; how often each expert was chosen, int32 (experts,), to which the pairs are
+    added; the state of the step; the experts that `choose_experts` has chosen."""
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        tile_experts, sources, places, tiles, state, chosen = buffers
+        tile_experts, sources, places, tiles, choices, state, chosen = buffers
         k = KernelBuilder(tile)
         first, pairs = even_share(k.index(state, TOKENS) * used, part, parts)
         counts, following = k.zeros(experts, I32), k.registers(experts, I32)
@@ -106,7 +112,9 @@ def group_experts(experts: int, used: int, tile: int) -> Kernel:
         with k.loop(pairs) as pair:
             expert = k.index(chosen, first + pair)
             k.store(counts, expert, k.load(counts, expert) + 1)
+        k.scratch(choices)
         with k.loop(experts) as expert:
+            k.store(choices, expert, k.load(choices, expert) + k.load(counts, expert))
             k.store(following, expert, k.load(n_tiles, 0) * tile)
             k.store(n_tiles, 0, k.load(n_tiles, 0) + (k.load(counts, expert) + (tile - 1)) // tile)
         k.store(tiles, TILES, k.load(n_tiles, 0))

@@ -3,6 +3,9 @@ would take longer than the copy itself."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -10,6 +13,7 @@ from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 
 _SMALL_BYTES = 1 << 20
+_ALIGNMENT = 64  # numbers of 32 bits: 256 bytes, at which kernels may access a vector
 
 
 def to_device(values: NDArray[np.generic], dtype: DType = dtypes.float32) -> Tensor:
@@ -32,6 +36,29 @@ def device_zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
     buffer = Buffer(Device.DEFAULT, n, dtype).allocate()
     check(cuda.cuMemsetD8_v2(buffer._buf, 0, buffer.nbytes))
     return Tensor(UOp.from_buffer(buffer))
+
+
+class DeviceCounts:
+    """`arrays`: int32 device tensors of these sizes, zeros at first. They are parts of one buffer, so one copy reads
+    them all."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        *self._firsts, total = accumulate((-(-n // _ALIGNMENT) * _ALIGNMENT for n in sizes), initial=0)
+        self._sizes = sizes
+        self.arrays: list[Tensor] = []
+        if sizes:
+            self._all = device_zeros(total, dtypes.int32)
+            whole = self._all.uop.base.buffer
+            for first, n in zip(self._firsts, sizes, strict=True):
+                part = whole.view(n, dtypes.int32, first * 4).ensure_allocated()
+                self.arrays.append(Tensor(UOp.from_buffer(part)))
+
+    def read(self) -> list[NDArray[np.int32]]:
+        """The numbers of each array, after all kernels that were launched before."""
+        if not self._sizes:
+            return []
+        numbers = self._all.uop.base.buffer.numpy()
+        return [numbers[first : first + n] for first, n in zip(self._firsts, self._sizes, strict=True)]
 
 
 def overwrite(tensor: Tensor, values: NDArray[np.int32] | NDArray[np.float32]) -> None:

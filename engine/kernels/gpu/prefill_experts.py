@@ -94,13 +94,16 @@ def router_logits(tokens: int, cols: int, n: int, eps: float, bias: bool) -> Ker
 
 
 @functools.cache
-def choose_experts(tokens: int, used: int, n: int, least_sum: float | None) -> Kernel:
+def choose_experts(tokens: int, used: int, n: int, least_sum: float | None, counted: bool = False) -> Kernel:
     """The `used` most probable experts of each token, the most probable first; of equal ones the first. Buffers: the
-    experts, int32 (tokens, used); their probabilities, float32 (tokens, used); the router's logits, float32 (tokens,
-    n). The probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None."""
+    experts, int32 (tokens, used); their probabilities, float32 (tokens, used); if the choices of one token are
+    `counted`, how often each expert was chosen, int32 (n,), to which they are added; the router's logits, float32
+    (tokens, n). The probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None."""
+    assert tokens == 1 or not counted
     threads = -(-n // 32) * 32
 
-    def kernel(chosen: UOp, probabilities: UOp, logits: UOp) -> UOp:
+    def kernel(chosen: UOp, probabilities: UOp, *buffers: UOp) -> UOp:
+        *choices, logits = buffers
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
         inside = thread < n
         own = load(logits, token * n + thread, inside)
@@ -123,6 +126,8 @@ def choose_experts(tokens: int, used: int, n: int, least_sum: float | None) -> K
             store(chosen, index, thread.cast(I32), ok),
             store(probabilities, index, probability, ok),
         ]
+        if counted:
+            stores.append(store(choices[0], thread, load(choices[0], thread, inside) + 1, ok))
         return finish(f"prefill_choose_{tokens}_{used}_{n}", stores)
 
     return kernel
@@ -142,17 +147,22 @@ def _own_assignments(chosen: UOp, prompt: UOp, experts: ExpertTiles, thread: UOp
 
 @functools.cache
 def count_assignments(experts: ExpertTiles) -> Kernel:
-    """The number of tokens of each expert. Buffers: the numbers, int32 (n,); the experts of each token, int32 (tokens,
-    used); the prompt, int32 (2,): position and number of tokens."""
+    """The number of tokens of each expert. Buffers: the numbers, int32 (n,); how often each expert was chosen, int32
+    (n,), to which they are added; the experts of each token, int32 (tokens, used); the prompt, int32 (2,): position and
+    number of tokens."""
 
-    def kernel(counts: UOp, chosen: UOp, prompt: UOp) -> UOp:
+    def kernel(counts: UOp, choices: UOp, chosen: UOp, prompt: UOp) -> UOp:
         thread, expert = UOp.special(_THREADS, "lidx0"), UOp.special(experts.n, "gidx0")
         own = chain(_own_assignments(chosen, prompt, experts, thread, expert))
         sums = after_store(shared(_THREADS, slot=0), thread, own)
         k = UOp.range(_THREADS // 32, 0, AxisType.REDUCE)
-        total = tree(load_run(sums, k * 32, 32)).reduce(k, arg=Ops.ADD)
-        result = store(counts, expert, total.cast(I32), thread.eq(0))
-        return finish(f"prefill_count_{experts.tokens}_{experts.used}_{experts.n}", [result])
+        total = tree(load_run(sums, k * 32, 32)).reduce(k, arg=Ops.ADD).cast(I32)
+        is_first = thread.eq(0)
+        stores = [
+            store(counts, expert, total, is_first),
+            store(choices, expert, load(choices, expert) + total, is_first),
+        ]
+        return finish(f"prefill_count_{experts.tokens}_{experts.used}_{experts.n}", stores)
 
     return kernel
 

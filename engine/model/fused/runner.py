@@ -115,6 +115,9 @@ class FusedRunner:
     def logits(self) -> Logits:
         return np.asarray(self._decode.logits.numpy(), np.float32)
 
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        return self._model.choices.read()
+
     def replay(self, step: Step, position: int) -> Replay:
         self._ahead, self._state = None, _UNKNOWN
         if step == "prefill":
@@ -255,7 +258,7 @@ class FusedRunner:
                     uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)
                     uses.add(BufferUse("FFN down"), *f.down.planes)
                 case Mixture() as m:
-                    uses.add(BufferUse("router"), m.router_rows, m.router_bias, *m.router.planes)
+                    uses.add(BufferUse("router"), m.router_rows, m.router_bias, m.choices, *m.router.planes)
                     uses.add(BufferUse("experts gate+up"), m.gate_up_bias, *m.gate_up.planes)
                     uses.add(BufferUse("experts down"), m.down_bias, *m.down.planes)
         return uses

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
@@ -78,7 +80,8 @@ class FeedForward:
 
 @dataclass
 class Mixture:
-    """The weights of a mixture of experts. `biases`: those of gate, up and down; zeros where there are none."""
+    """The weights of a mixture of experts. `biases`: those of gate, up and down; zeros where there are none. `choices`:
+    how often each expert was chosen, int32 (experts,)."""
 
     spec: Experts
     router: Matrix
@@ -87,6 +90,7 @@ class Mixture:
     up: Matrix
     down: Matrix
     biases: list[Tensor]
+    choices: Tensor
 
 
 @dataclass
@@ -191,6 +195,7 @@ class CPUModel:
                 loader.vector(bias) if bias else memory.zeros(weight.rows, dtypes.float32)
                 for weight, bias in matrices
             ],
+            choices=memory.zeros(part.count, dtypes.int32),
         )
 
     def _attention(self, loader: CPUWeights, part: Attend, added: bool) -> Attention:
@@ -245,6 +250,12 @@ class CPUModel:
         has_ring = any(isinstance(mix, Attention) and mix.heads.length < self._length for mix in mixes)
         return REWIND if has_ring else None
 
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        """See `ModelRunner.expert_choices`."""
+        return [
+            memory.view(layer.mix.choices).copy() for layer in self._layers if isinstance(layer.mix, Mixture)
+        ]
+
     def uses(self) -> BufferUses:
         """The uses of the weights, the cache and the scratch buffers."""
         uses, length = BufferUses(), self._length
@@ -271,7 +282,7 @@ class CPUModel:
                     uses.add(BufferUse("FFN gate+up"), f.gate.stream, f.up.stream)
                     uses.add(BufferUse("FFN down"), f.down.stream)
                 case Mixture() as m:
-                    uses.add(BufferUse("router"), m.router_bias, m.router.stream)
+                    uses.add(BufferUse("router"), m.router_bias, m.router.stream, m.choices)
                     uses.add(BufferUse("experts gate+up"), *m.biases[:2], m.gate.stream, m.up.stream)
                     uses.add(BufferUse("experts down"), m.biases[2], m.down.stream)
         return uses
@@ -362,7 +373,8 @@ class _Step:
         )
         least = MIN_PROBABILITY if spec.renormalised else None
         kernel = choose_experts(spec.count, spec.used, least, model._lanes, tile)
-        self._sequence.add(kernel, chosen, probabilities, *state, logits, parts=parts)
+        read = m.choices if tile == 1 else model.state
+        self._sequence.add(kernel, chosen, probabilities, read, logits, parts=parts)
         if tile == 1:
             tiles = Tiles(spec.used, model._sizes(0, 0, spec.used, 0), chosen, [])
         else:
@@ -375,7 +387,8 @@ class _Step:
             )  # fmt: skip
             tiles = Tiles(n * tile, count, experts, [sources, places])
             kernel = group_experts(spec.count, spec.used, tile)
-            self._sequence.add(kernel, experts, sources, places, count, *state, chosen, parts=1)
+            outs = experts, sources, places, count, m.choices
+            self._sequence.add(kernel, *outs, model.state, chosen, parts=1)
             inputs = self._quantize(x, [m.gate, m.up], norm=norm, tiles=tiles, gathered=True)
         rows = [
             model.scratch(name, tile, tiles.tokens * matrix.rows, dtypes.float32)

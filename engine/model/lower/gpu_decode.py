@@ -173,7 +173,8 @@ class DecodeKernels:
         self._multiply_normed(
             step, m.router, stream, STORE_BIASED if bias else STORE, [logits], bias, "router"
         )
-        step.add(choose_experts(1, part.used, part.count, m.least_sum), *self._chosen(part.used), logits)
+        kernel = choose_experts(1, part.used, part.count, m.least_sum, counted=True)
+        step.add(kernel, *self._chosen(part.used), m.choices, logits)
         biases = given(m.gate_up_bias)
         chosen, prescale = self._chosen(part.used)[0], self._prescales.of(m.down.single_matrix.layout)
         epilogue = activated(part.activation)

@@ -3,7 +3,7 @@ input in one product."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, dtypes
 
-from engine.kernels.gpu.device_memory import device_zeros, to_device
+from engine.kernels.gpu.device_memory import DeviceCounts, device_zeros, to_device
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matvec import ChosenExperts, StackedMatrices
 from engine.kernels.gpu.schedules import best_schedule
@@ -125,8 +125,8 @@ class FeedForward:
 class Mixture:
     """The weights of a mixture of experts. `router_rows`: the router as prefill reads it, float32 (experts * dim,).
     The biases of gate and up alternate as their rows do, float32 (experts * 2 * width,); those of down are float32
-    (experts * dim,). `least_sum`: what the chosen experts' probabilities are divided by at least; None: they are
-    not."""
+    (experts * dim,). `choices`: how often each expert was chosen, int32 (experts,). `least_sum`: what the chosen
+    experts' probabilities are divided by at least; None: they are not."""
 
     part: Experts
     router: Product
@@ -136,6 +136,7 @@ class Mixture:
     gate_up_bias: Tensor | None
     down: Product
     down_bias: Tensor | None
+    choices: Tensor
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -169,7 +170,7 @@ class Layer:
 class GPUModel:
     """All weights of a model and its KV cache. A tied output head is the same object as the embedding. `ropes`: the
     tables of cos and of sin of each, float32 (context, head_dim / 2). `temperatures`: the factors of queries by
-    position, float32 (context,), if there is a temperature."""
+    position, float32 (context,), if there is a temperature. `choices`: those of the mixtures (`Mixture.choices`)."""
 
     spec: ModelSpec
     layers: list[Layer]
@@ -178,6 +179,7 @@ class GPUModel:
     output_norm: NDArray[np.float32]
     ropes: list[tuple[Tensor, Tensor]]
     temperatures: list[Tensor]
+    choices: DeviceCounts
 
     @property
     def products(self) -> list[Product]:
@@ -211,22 +213,27 @@ def allocate(weights: Weights, context: int, chunk: int) -> GPUModel:
     """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for a context of `context`
     tokens, of which prefill takes up to `chunk` at once. Raises ModelFileError."""
     spec = weights.spec
+    choices = DeviceCounts([mix.count for mix in spec.experts])
+    left = iter(choices.arrays)
     embedding = head = _product([spec.embedding])
     if not spec.is_tied:
         head = _product([spec.head])
     tables = [rope.tables(context, context) for rope in spec.ropes]
     return GPUModel(
         spec=spec,
-        layers=[_layer(weights, sublayer, context, chunk) for sublayer in spec.sublayers],
+        layers=[_layer(weights, sublayer, context, chunk, left) for sublayer in spec.sublayers],
         embedding=embedding,
         head=head,
         output_norm=weights.vector(spec.output_norm),
         ropes=[(to_device(cos), to_device(sin)) for cos, sin in tables],
         temperatures=[to_device(spec.temperature.factors(context))] if spec.temperature else [],
+        choices=choices,
     )
 
 
-def _layer(weights: Weights, sublayer: Sublayer, context: int, chunk: int) -> Layer:
+def _layer(
+    weights: Weights, sublayer: Sublayer, context: int, chunk: int, choices: Iterator[Tensor]
+) -> Layer:
     assert sublayer.norm
     mix: Attention | FeedForward | Mixture
     match sublayer.mix:
@@ -235,7 +242,7 @@ def _layer(weights: Weights, sublayer: Sublayer, context: int, chunk: int) -> La
         case Dense() as part:
             mix = _feed_forward(part)
         case Experts() as part:
-            mix = _mixture(weights, part)
+            mix = _mixture(weights, part, next(choices))
     return Layer(weights.vector(sublayer.norm), mix, _vector(weights, sublayer.post_norm))
 
 
@@ -281,7 +288,7 @@ def _feed_forward(part: Dense) -> FeedForward:
     return FeedForward(gate_up, _product([part.down]), part.width, part.activation)
 
 
-def _mixture(weights: Weights, part: Experts) -> Mixture:
+def _mixture(weights: Weights, part: Experts, choices: Tensor) -> Mixture:
     gate_up_bias = None
     if part.gate_bias and part.up_bias:
         biases = [weights.vector(bias) for bias in (part.gate_bias, part.up_bias)]
@@ -297,6 +304,7 @@ def _mixture(weights: Weights, part: Experts) -> Mixture:
         gate_up_bias=gate_up_bias,
         down=_product([part.down], experts=added),
         down_bias=_vector(weights, part.down_bias),
+        choices=choices,
     )
 
 

@@ -36,17 +36,21 @@ def floats(values: np.ndarray) -> Tensor:
 
 
 def chosen_by(pool: ThreadPool, logits: np.ndarray, used: int, least: float | None, lanes: int):
-    """The experts and their probabilities, (tokens, used) each."""
+    """The experts and their probabilities, (tokens, used) each. Those of one token are counted."""
     tokens, experts = logits.shape
     width, tile = -(-experts // lanes) * lanes, 1 if tokens == 1 else lanes
     rows = np.full((tokens, width), 9.0, np.float32)  # the last rows of a router are filled up with anything
     rows[:, :experts] = logits
     chosen = memory.zeros(tokens * used, dtypes.int32)
     weights = memory.zeros(tokens * used, dtypes.float32)
-    state = [ints(0, 0, -(-tokens // tile), tokens)] if tile > 1 else []
+    read = ints(0, 0, -(-tokens // tile), tokens) if tile > 1 else ints(*range(experts))
     step = KernelSequence(pool)
-    step.add(choose_experts(experts, used, least, lanes, tile), chosen, weights, *state, floats(rows))
+    kernel, parts = choose_experts(experts, used, least, lanes, tile), 1 if tile == 1 else 0
+    step.add(kernel, chosen, weights, read, floats(rows), parts=parts)
     step.compile()()
+    if tile == 1:
+        counted = memory.view(read) - np.arange(experts)
+        np.testing.assert_array_equal(counted, np.isin(np.arange(experts), memory.view(chosen)))
     return (memory.view(a).reshape(tokens, used) for a in (chosen, weights))
 
 
@@ -88,21 +92,23 @@ def test_groups(pool: ThreadPool, tile: int) -> None:
     """Experts without tokens, one that all tokens take, and a second step with fewer tokens."""
     experts, used, most = 7, 3, 40
     n = max_tiles(most, used, experts, tile)
-    tile_experts, sources, places, tiles, chosen = (
-        memory.zeros(size, dtypes.int32) for size in (n, n * tile, most * used, SIZE, most * used)
+    tile_experts, sources, places, tiles, choices, chosen = (
+        memory.zeros(size, dtypes.int32) for size in (n, n * tile, most * used, SIZE, experts, most * used)
     )
     state = ints(0, 0, 0, 0)
     step = KernelSequence(pool)
-    buffers = tile_experts, sources, places, tiles, state, chosen
+    buffers = tile_experts, sources, places, tiles, choices, state, chosen
     step.add(group_experts(experts, used, tile), *buffers, parts=1)
     run = step.compile()
-    rng = np.random.default_rng(1)
+    rng, counted = np.random.default_rng(1), np.zeros(experts, np.int32)
     for tokens in (most, 1, 5):
         pairs = np.array([[5, *rng.choice([0, 2, 3, 6], 2, replace=False)] for _ in range(tokens)], np.int32)
         memory.view(chosen)[: pairs.size] = pairs.reshape(-1)
         memory.view(state)[3] = tokens
         run()
         counts = np.bincount(pairs.reshape(-1), minlength=experts)
+        counted += counts
+        np.testing.assert_array_equal(memory.view(choices), counted)
         of_tiles = np.repeat(np.arange(experts), -(-counts // tile))
         assert memory.view(tiles)[TILES] == of_tiles.size <= n
         np.testing.assert_array_equal(memory.view(tile_experts)[: of_tiles.size], of_tiles)
@@ -142,12 +148,11 @@ class Layer:
         tile_experts, tiles, lists, gather = ids, ints(0, 0, USED, 0), [], []
         if tile > 1:
             state = ints(0, 0, -(-tokens // tile), tokens)
-            tile_experts, sources, places, tiles = (
-                memory.zeros(size, dtypes.int32) for size in (n, n * tile, tokens * USED, SIZE)
+            tile_experts, sources, places, tiles, choices = (
+                memory.zeros(size, dtypes.int32) for size in (n, n * tile, tokens * USED, SIZE, EXPERTS)
             )
-            step.add(
-                group_experts(EXPERTS, USED, tile), tile_experts, sources, places, tiles, state, ids, parts=1
-            )
+            outs = tile_experts, sources, places, tiles, choices
+            step.add(group_experts(EXPERTS, USED, tile), *outs, state, ids, parts=1)
             lists, gather = [state, places], [tiles, sources]
 
         def product(matrix, bias: np.ndarray, inputs: list[Tensor], shared: bool, rows: int, cols: int):

@@ -3,6 +3,7 @@
 import numpy as np
 from tinygrad import dtypes
 
+from engine.kernels.gpu.device_memory import DeviceCounts
 from engine.kernels.gpu.matvec import (
     STORE_BIASED,
     STORE_SQUARES,
@@ -39,9 +40,13 @@ def check_choice_of_experts_of_a_token() -> None:
     wanted = router.astype(np.float64) @ x / np.sqrt(squares.sum() / cols + eps) + bias
     close(logits.numpy(), wanted)
     ids, weights = zeros(used, dtypes.int32), zeros(used)
-    run(choose_experts(1, used, n, 6.1e-5), ids, weights, logits)
+    choices = DeviceCounts([3, n, 5])
+    for _ in range(2):
+        run(choose_experts(1, used, n, 6.1e-5, counted=True), ids, weights, choices.arrays[1], logits)
     best = np.argsort(-wanted, kind="stable")[:used]
     assert np.array_equal(ids.numpy(), best)
+    before, counts, after = choices.read()
+    assert np.array_equal(counts, 2 * np.isin(np.arange(n), best)) and not before.any() and not after.any()
     p = np.exp(wanted[best] - wanted.max())
     close(weights.numpy(), p / p.sum())
 

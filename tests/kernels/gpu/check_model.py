@@ -22,11 +22,14 @@ from tests.reference import Reference, divergence
 
 
 def check_decode_steps() -> None:
-    """Whole decode steps, one of them launched ahead of being asked for and then not wanted, one that draws."""
+    """Whole decode steps with experts, one of them launched ahead of being asked for and then not wanted, one that
+    draws. The choices of all are counted."""
     shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
-    tokens = [3, 77]
+    tokens, used = [3, 77], generated_model.EXPERTS["expert_used_count"]
     with tempfile.TemporaryDirectory() as folder:
-        path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen2", quant="F32", **shape)
+        path = generated_model.write(
+            Path(folder) / "model.gguf", architecture="qwen3moe", quant="F32", **shape
+        )
         file, wanted = GGUF(path), Reference(path).logits(tokens)
     runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), 32)
     runner._sampler = DeviceSampler(
@@ -37,6 +40,8 @@ def check_decode_steps() -> None:
     assert runner.prepare_sampling(Sampling(top_k=1), tokens, np.zeros(1))
     assert runner.decode_and_sample(tokens[1], 1) == wanted[1].argmax()
     assert divergence(wanted[1], runner.logits()) < 1e-6
+    (choices,) = runner.expert_choices()
+    assert choices.sum() == 3 * used and choices.max() <= 3
 
 
 def check_profile_of_a_prompt() -> None:

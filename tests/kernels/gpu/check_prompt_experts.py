@@ -69,7 +69,7 @@ def sorted_assignments(experts, chosen, live):
 
 def check_sorted_assignments() -> None:
     """Experts without tokens and one with most, a tile and several, fewer tokens than the chunk, more tiles than
-    threads; every choice has room."""
+    threads; every choice has room. All choices are counted, those of tokens beyond the prompt are not."""
     for experts, live in (
         (ExpertTiles(16, 2, 5, 16), 11),
         (ExpertTiles(64, 4, 8, 32), 64),
@@ -79,13 +79,15 @@ def check_sorted_assignments() -> None:
         chosen = choice(experts.tokens, experts.used, experts.n, 1)
         wanted, owners = sorted_assignments(experts, chosen, live)
         chosen, prompt = buffer(chosen), buffer(np.array([7, live], np.int32))
-        counts = zeros(experts.n, dtypes.int32)
+        counts, choices = zeros(experts.n, dtypes.int32), buffer(np.arange(experts.n, dtype=np.int32))
         assigned, tile_experts = (
             buffer(np.full(experts.size, 99, np.int32)),
             zeros(experts.count, dtypes.int32),
         )
-        run(count_assignments(experts), counts, chosen, prompt)
+        run(count_assignments(experts), counts, choices, chosen, prompt)
         run(sort_assignments(experts), assigned, tile_experts, counts, chosen, prompt)
+        taken = np.bincount(chosen.numpy()[: live * experts.used], minlength=experts.n)
+        assert np.array_equal(choices.numpy(), np.arange(experts.n) + taken)
         assert np.array_equal(assigned.numpy()[: len(wanted)], wanted)
         assert (assigned.numpy()[len(wanted) :] == 99).all()
         assert np.array_equal(tile_experts.numpy(), owners)
@@ -147,8 +149,8 @@ def check_whole_mixture() -> None:
     router[-1] = 0  # mostly left out
     stream, prompt = buffer(h), buffer(np.array([3, live], np.int32))
     logits, probabilities = zeros(tokens * n), zeros(tokens * used)
-    counts, chosen, assigned, owners = (
-        zeros(size, dtypes.int32) for size in (n, tokens * used, experts.size, experts.count)
+    counts, choices, chosen, assigned, owners = (
+        zeros(size, dtypes.int32) for size in (n, n, tokens * used, experts.size, experts.count)
     )
     rows, x = zeros(tokens * dim, dtypes.float16), zeros(fragments_size(tokens, dim), dtypes.float16)
     activated, sums = zeros(fragments_size(experts.size, width), dtypes.float16), zeros(used * tokens * dim)
@@ -156,7 +158,7 @@ def check_whole_mixture() -> None:
     run(norm_prompt(tokens, dim, 0, eps, by_rows=True), rows, stream, buffer(weight))
     run(router_logits(tokens, dim, n, eps, False), logits, stream, buffer(weight), prompt, buffer(router))
     run(choose_experts(tokens, used, n, 6.1e-5), chosen, probabilities, logits)
-    run(count_assignments(experts), counts, chosen, prompt)
+    run(count_assignments(experts), counts, choices, chosen, prompt)
     run(sort_assignments(experts), assigned, owners, counts, chosen, prompt)
     kernel = matmul(layout, tokens, 2 * width, dim, tiles, True, "t", experts=experts)
     run(kernel, activated, rows, assigned, owners, *gate_up)

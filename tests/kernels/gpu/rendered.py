@@ -150,7 +150,7 @@ def render_experts() -> None:
     router = router_logits(tokens, cols, n, 1e-6, True)
     render(router, logits, stream, vector, ints, (n * cols, F), (n, F))
     render(choose_experts(tokens, used, n, 6.1e-5), each, (tokens * used, F), logits)
-    render(count_assignments(experts), counts, each, ints)
+    render(count_assignments(experts), counts, counts, each, ints)
     lists = (experts.size, dtypes.int32), (experts.count, dtypes.int32)
     render(sort_assignments(experts), *lists, counts, each, ints)
     for tiles in (experts, ExpertTiles(tokens, used, n, 64)):
@@ -170,7 +170,7 @@ def render_chosen_experts() -> None:
     for ggml_type, width, bias in ((12, 768, False), (8, 2880, True)):
         n, used, cols, p = 32, 4, 2048, WeightLayout(ggml_type)
         ids, weights = (used, dtypes.int32), (used, F)
-        render(choose_experts(1, used, n, 6.1e-5), ids, weights, (n, F))
+        render(choose_experts(1, used, n, 6.1e-5, counted=True), ids, weights, (n, dtypes.int32), (n, F))
         stack = StackedMatrices.single(p, 2 * width, cols, ChosenExperts(used, n, False, bias))
         epilogue, x = activated("swiglu_oai"), (permuted_size(cols), F)
         kernel = matvec(stack, matvec_schedule(stack), epilogue, "experts_gate_up", 64, 1e-5)
