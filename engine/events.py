@@ -12,7 +12,7 @@ import msgspec
 
 from engine.errors import EXIT_CODES, FailureKind, OrinError, one_line
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 StopReason = Literal["stop", "length", "cancelled"]
 KernelPath = Literal["auto", "fused", "graph"]
 Step = Literal["decode", "prefill"]
@@ -32,19 +32,33 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --- parts of a request --------------------------------------------------------------------------------
 
 
+class ToolCall(_Record, frozen=True, kw_only=True):
+    """A function that the model asked for. `arguments` is JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class Message(_Record, frozen=True, kw_only=True):
-    """One turn of a conversation. `thinking` is the model's reasoning before `content`, if there was any."""
+    """One turn of a conversation. `thinking` is the model's reasoning before `content`, if there was any. A message of
+    the role "tool" is the result of the call `tool_call_id` of the function `name`."""
 
     role: Role
     content: str
     thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
 
 
 class Chat(_Record, frozen=True, kw_only=True):
-    """A conversation, for the model's chat template. `think` False asks a thinking model not to think."""
+    """A conversation, for the model's chat template. `think` False asks a thinking model not to think. `tools` is a
+    JSON array of the functions that the model may ask for, in OpenAI's form, or ""."""
 
     messages: tuple[Message, ...]
     think: bool = True
+    tools: str = ""
 
 
 class RawText(_Record, frozen=True, kw_only=True):
@@ -70,6 +84,14 @@ class Sampling(_Record, frozen=True, kw_only=True):
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
     seed: int | None = None
+
+
+class Grammar(_Record, frozen=True, kw_only=True):
+    """What an answer may be: JSON that a schema describes, or a text of a Lark grammar, as the library llguidance reads
+    them. Thinking before the answer is free."""
+
+    kind: Literal["json_schema", "lark"]
+    source: str
 
 
 class Matvec(_Record, frozen=True, kw_only=True):
@@ -114,9 +136,10 @@ class Load(_Record, frozen=True, kw_only=True):
 
 class Generate(_Record, frozen=True, kw_only=True):
     """Answer `prompt`. `max_tokens` None: until the model stops or the context is full. `logprobs` N > 0 adds to each
-    token its log-probability and the N most probable tokens, before sampling changes them. For measurements:
-    `ignore_eos` continues after an end-of-turn token, and `fresh` computes the whole prompt, also the part that is in
-    the KV cache. `client` names who asks: requests that wait take turns by client."""
+    token its log-probability and the N most probable tokens, before sampling changes them. `grammar` allows only tokens
+    that begin a text which fits it. For measurements: `ignore_eos` continues after an end-of-turn token, and `fresh`
+    computes the whole prompt, also the part that is in the KV cache. `client` names who asks: requests that wait take
+    turns by client."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
@@ -126,6 +149,7 @@ class Generate(_Record, frozen=True, kw_only=True):
     ignore_eos: bool = False
     fresh: bool = False
     client: str = ""
+    grammar: Grammar | None = None
 
 
 class Measure(_Record, frozen=True, kw_only=True):

@@ -58,6 +58,7 @@ class Conversation:
             if message.role == "system":
                 self.system = self._stored_system = message.content
                 continue
+            assert message.role != "tool"  # no chat has tools
             turn = Turn(
                 message.role, message.content, message.thinking, stored.finished, message_id=stored.id
             )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 _BEGIN, _TEXT, _END = ("<|start|>", "<|channel|>"), "<|message|>", ("<|end|>", "<|return|>", "<|call|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+_CALL = re.compile(r" to=functions\.[\w.-]+")
 _RECIPIENT = re.compile(r"\s*(t|to|to=\S*)?\s*")  # the beginning of one, too
 
 
@@ -25,19 +26,29 @@ def channel_marks(special_tokens: Mapping[str, int]) -> dict[int, str]:
 class ChannelSplitter:
     """Takes a reply token by token (see `ReplySplitter`). The channel `analysis` and tool calls are thinking. All other
     channels are the answer: `final`, `commentary` without a recipient (which tells the user what comes next), and those
-    that are not known. So is text without a header. Messages of the same kind are separated by an empty line.
+    that are not known. So is text without a header. Messages of the same kind are separated by an empty line. In a
+    conversation with tools, calls of these are the answer, too, with the recipient before them (`tool_calls.HARMONY`).
 
     The marks are known by their ids. So a reply may spell them out.
     """
 
-    def __init__(self, marks: Mapping[int, str], *, inside: bool = False) -> None:
+    def __init__(self, marks: Mapping[int, str], *, inside: bool = False, with_tools: bool = False) -> None:
         """`marks`: of `channel_marks`. `inside`: the prompt ended within the text of `analysis`."""
         self._marks = marks
+        self._with_tools = with_tools
         self._thinking = inside
         self._header: str | None = None if inside else ""  # what has come of a header; None within a text
         self._has_mark = False  # a mark has begun the header
         self._written: set[bool] = {True} if inside else set()  # the kinds that have some text
         self._gap = ""  # comes before the next text
+
+    @property
+    def may_open(self) -> bool:
+        return False  # a header tells: no single token does
+
+    @property
+    def answers_next(self) -> bool:
+        return self._header is None and not self._thinking
 
     def feed(self, text: str, id: int = -1) -> tuple[bool, str]:
         """(whether the token is thinking, the text that can be shown now)."""
@@ -67,9 +78,10 @@ class ChannelSplitter:
 
     def _begin_text(self, header: str) -> None:
         channel = _CHANNEL.search(header)
-        self._thinking = "to=" in header or (channel is not None and channel[1] == "analysis")
+        call = _CALL.search(header) if self._with_tools else None
+        self._thinking = not call and ("to=" in header or (channel is not None and channel[1] == "analysis"))
         self._header, self._has_mark = None, False
-        self._gap = "\n\n" if self._thinking in self._written else ""
+        self._gap = f"{call[0]}{_TEXT}" if call else "\n\n" if self._thinking in self._written else ""
 
     def _shown(self, text: str) -> str:
         if not text:

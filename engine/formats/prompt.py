@@ -27,7 +27,7 @@ def think_splitter(prompt: Chat | RawText | TokenIds, encoded: Prompt) -> ReplyS
     if not isinstance(prompt, Chat):
         return None
     if encoded.channels:
-        return ChannelSplitter(encoded.channels, inside=encoded.opens_thinking)
+        return ChannelSplitter(encoded.channels, inside=encoded.opens_thinking, with_tools=bool(prompt.tools))
     return ThinkSplitter(encoded.marks, inside=encoded.opens_thinking)
 
 
@@ -49,8 +49,8 @@ class PromptEncoder:
     def encode(self, prompt: Chat | RawText | TokenIds) -> Prompt:
         """The ids of `prompt`, at least one. Raises UsageError and TemplateError."""
         match prompt:
-            case Chat(messages=messages, think=think):
-                encoded = self.template.encode(messages, think=think)
+            case Chat(messages=messages, think=think, tools=tools):
+                encoded = self.template.encode(messages, think=think, tools=tools)
             case RawText(text=text):
                 encoded = Prompt(self.tokenizer.encode(text, add_special=True))
             case TokenIds(ids=ids):

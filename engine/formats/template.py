@@ -6,6 +6,7 @@ message that spells one is ordinary text (`ChatTemplate._disguise`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from engine.errors import TemplateError
-from engine.events import Message
+from engine.events import Message, ToolCall
 from engine.formats.channels import channel_marks
 from engine.formats.fallback_templates import CHATML, fallback_template
 from engine.formats.gguf import GGUF, printable
@@ -66,22 +67,28 @@ class ChatTemplate:
         return cls(source if source.strip() else None, gguf.get("general.architecture", str, ""), tokenizer)
 
     def encode(
-        self, messages: Sequence[Message], *, think: bool = True, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        think: bool = True,
+        tools: str = "",
+        add_generation_prompt: bool = True,
     ) -> Prompt:
         """The conversation as a prompt. With `add_generation_prompt` the prompt ends where the model's reply begins; if
         the last message is the model's, it ends in that message, so that the model continues it. `think` asks a
-        thinking model to think, or not to.
+        thinking model to think, or not to. `tools` are those of `Chat`.
 
         If the template refuses the conversation, it gets a simpler one: the system text in the first user turn, turns
-        of the same role joined. If it does not work at all, the template of the model's family is used. Raises
-        TemplateError if the template refuses the simpler one too, or takes too much time or memory.
+        of the same role joined. If it does not work at all, the template of the model's family is used, unless there
+        are tools. Raises TemplateError if the template refuses the simpler one too, or takes too much time or memory.
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
         unfinished = None
-        if add_generation_prompt and len(messages) > 1 and messages[-1].role == "assistant":
+        if add_generation_prompt and len(messages) > 1 and _may_go_on(messages[-1]):
             *messages, unfinished = messages
-        disguise = self._disguise(messages)
+        functions = json.loads(tools) if tools else None
+        disguise = self._disguise([functions, *(_as_variables(message) for message in messages)])
         text = self._render(
             {
                 "enable_thinking": think,
@@ -91,11 +98,12 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt,
                 "bos_token": self._tokenizer.text(self._tokenizer.bos_id),
                 "eos_token": self._tokenizer.text(self._tokenizer.eos_id),
-                "tools": None,
+                "tools": _translated(functions, disguise),
                 "date_string": self.now().strftime("%d %b %Y"),
                 "now": self.now().isoformat(),
             },
-            [_disguised(message, disguise) for message in messages],
+            messages,
+            disguise,
         )
         opens_thinking = add_generation_prompt and text.rstrip().endswith(self._marks.open)
         segments = [*_segments(text, disguise)]
@@ -108,15 +116,20 @@ class ChatTemplate:
             ids = [bos, *ids]
         return Prompt(ids, opens_thinking, self._marks, self._channels)
 
-    def _render(self, variables: dict[str, Any], messages: list[Message]) -> str:
+    def _render(
+        self, variables: dict[str, Any], messages: Sequence[Message], disguise: dict[int, str]
+    ) -> str:
+        def render(messages: Sequence[Message], renderer: TemplateRenderer = self._renderer) -> str:
+            return renderer.render(variables | {"messages": [_as_variables(m, disguise) for m in messages]})
+
         simpler = _simplified(messages)
         try:
             try:
-                return self._renderer.render(variables, messages)
+                return render(messages)
             except Refused:
-                if simpler == messages:
+                if simpler == [*messages]:
                     raise
-                return self._renderer.render(variables, simpler)
+                return render(simpler)
         except Refused as refused:
             raise TemplateError(
                 f'The model\'s chat template refuses this conversation: "{printable(str(refused))}".',
@@ -124,29 +137,70 @@ class ChatTemplate:
             ) from None
         except Broken as broken:
             reason = printable(str(broken))
+            if variables["tools"] or any(message.tool_calls for message in messages):
+                raise TemplateError(
+                    f"The model's chat template does not work with these tools ({reason}).",
+                    "Leave the tools out, or use a model that supports them.",
+                ) from None
             self.warning = (
                 f"The model's chat template does not work ({reason}); the format of its family is used."
             )
-            return self._fallback.render(variables, messages)
+            return render(messages, self._fallback)
 
-    def _disguise(self, messages: Sequence[Message]) -> dict[int, str]:
+    def _disguise(self, values: list[Any]) -> dict[int, str]:
         """A table for `str.translate`: each character that a special token begins or ends with -> a character of a
-        private-use area that is in no message.
+        private-use area that is in no message. `values` are what the template gets.
 
         The template gets the messages translated, and they are translated back only after special tokens were searched.
         So a message can never spell a special token, whatever the template does with its text: cuts, strips, joins,
         changes of case. Nor does a template that searches messages for marks (`'</think>' in content`) find any: only
         marks that the template writes count.
         """
-        used = {c for m in messages for text in (m.content, m.thinking) for c in text}
+        used = set(json.dumps(values, ensure_ascii=False))
         free = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in used)
         return {ord(edge): next(free) for edge in self._edges}
 
 
-def _disguised(message: Message, table: dict[int, str]) -> Message:
-    return msgspec.structs.replace(
-        message, content=message.content.translate(table), thinking=message.thinking.translate(table)
-    )
+def _may_go_on(message: Message) -> bool:
+    """Whether a reply can be continued: one that asked for tools has ended."""
+    return message.role == "assistant" and not message.tool_calls
+
+
+def _as_variables(message: Message, disguise: Mapping[int, str] = {}) -> dict[str, Any]:
+    """A message under the names that templates use
+    (https://huggingface.co/docs/transformers/chat_extras), with its texts translated."""
+    fields: dict[str, Any] = {"content": message.content}
+    if message.thinking:
+        fields["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        fields["thinking"] = message.thinking  # gpt-oss: only before calls
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _value(call)}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        fields |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    return {"role": message.role, **_translated(fields, disguise)}
+
+
+def _value(call: ToolCall) -> Any:
+    """The arguments as a value, as Hugging Face's templates expect them; text that is no JSON as it is."""
+    try:
+        return json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return call.arguments
+
+
+def _translated(value: Any, table: Mapping[int, str]) -> Any:
+    """A JSON value with all texts in it translated; the names of fields, too."""
+    match value:
+        case str():
+            return value.translate(table)
+        case list():
+            return [_translated(item, table) for item in value]
+        case dict():
+            return {name.translate(table): _translated(item, table) for name, item in value.items()}
+    return value
 
 
 def _segments(text: str, disguise: dict[int, str]) -> Iterable[tuple[str, bool]]:
@@ -171,15 +225,15 @@ def _unfinished_reply(reply: Message, prompt: str, marks: ThinkMarks) -> Iterabl
     yield reply.content, False
 
 
-def _simplified(messages: list[Message]) -> list[Message]:
+def _simplified(messages: Sequence[Message]) -> list[Message]:
     """The conversation for templates without a system role, that require alternating roles or that refuse replies
     without an answer (they were stopped while the model was thinking)."""
     joined: list[Message] = []
     for message in messages:
-        if message.role == "assistant" and not message.content:
+        if message.role == "assistant" and not message.content and not message.tool_calls:
             continue
         role = "user" if message.role == "system" else message.role
-        if joined and joined[-1].role == role:
+        if joined and joined[-1].role == role and (role == "user" or _may_go_on(joined[-1])):
             content = "\n\n".join(filter(None, (joined[-1].content, message.content)))
             joined[-1] = msgspec.structs.replace(joined[-1], content=content)
         else:

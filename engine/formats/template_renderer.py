@@ -6,14 +6,12 @@ import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
 from engine.errors import TemplateError
-from engine.events import Message
 
 START_S = 30.0  # for the process to start; on a busy machine that takes seconds
 RENDER_S = 1.0  # rendering takes about a millisecond
@@ -56,15 +54,15 @@ class TemplateRenderer:
         self._ready = False
         self._write(json.dumps(self._source))
 
-    def render(self, variables: dict[str, Any], messages: Sequence[Message]) -> str:
-        """The template's text for `messages`. `variables` are JSON values and must have "now", the time in ISO format.
-        Raises Refused, Broken, and TemplateError if it takes too much time or memory."""
+    def render(self, variables: dict[str, Any]) -> str:
+        """The template's text. `variables` are JSON values and must have "now", the time in ISO format. Raises Refused,
+        Broken, and TemplateError if it takes too much time or memory."""
         if self._process is None or self._process.poll() is not None:
             self.start()
         if not self._ready and self._read_line(START_S) != "ready\n":
             raise TemplateError(_NO_PROCESS, "Install orin-chat again.")
         self._ready = True
-        self._write(json.dumps(variables | {"messages": [_as_variables(m) for m in messages]}))
+        self._write(json.dumps(variables))
         line = self._read_line(RENDER_S)
         if not line.endswith("\n"):  # the process was killed, or died
             self._kill()
@@ -105,9 +103,3 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     with suppress(OSError), process:  # leaving it closes the pipes and waits for the process
         pass
-
-
-def _as_variables(message: Message) -> dict[str, str]:
-    """A message under the names that templates use."""
-    fields = {"role": message.role, "content": message.content}
-    return fields | {"reasoning_content": message.thinking} if message.thinking else fields

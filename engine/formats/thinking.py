@@ -57,6 +57,14 @@ def marks_of(template: str) -> ThinkMarks:
 class ReplySplitter(Protocol):
     """Tells thinking from the answer, token by token."""
 
+    @property
+    def may_open(self) -> bool:
+        """Whether the next token may open thinking at the start of the reply."""
+
+    @property
+    def answers_next(self) -> bool:
+        """Whether the next token belongs to the answer, if it does not open thinking."""
+
     def feed(self, text: str, id: int = -1) -> tuple[bool, str]:
         """(whether the token is thinking, the text that can be shown now). `id` -1: not known."""
 
@@ -88,6 +96,17 @@ class ThinkSplitter:
         self._held = ""
         self._after_mark = inside
         self._end = ""  # the mark that closes the answer
+
+    @property
+    def may_open(self) -> bool:
+        return self._phase is _Phase.START
+
+    @property
+    def answers_next(self) -> bool:
+        if self._phase is _Phase.ANSWER:
+            return True
+        begins = self._marks.begin[1:] if self._phase is _Phase.START else self._marks.begin
+        return self._phase is not _Phase.THINKING and not begins and not self._held.strip()
 
     def feed(self, text: str, id: int = -1) -> tuple[bool, str]:
         """(whether the token is thinking, the text that can be shown now). Text after the closing mark in the same

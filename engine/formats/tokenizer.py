@@ -20,6 +20,7 @@ from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, StringArray, damaged, printable
 from engine.formats.pretokenizers import DEFAULT, GEMMA4, PRETOKENIZERS
 from engine.formats.thinking import MARK_TOKENS
+from engine.formats.tool_calls import CALL_TOKENS
 
 # tokenizer.ggml.token_type: enum llama_token_type in include/llama.h
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -99,8 +100,8 @@ class Tokenizer:
         special_ids = np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist()
         special = {texts[i]: i for i in reversed(special_ids) if texts[i]}
         hidden = np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist()
-        shown = {special[mark] for mark in MARK_TOKENS & special.keys()} - self.eos_ids
-        self._hidden = frozenset(hidden) - shown  # `thinking` looks for the marks
+        shown = {special[mark] for mark in (MARK_TOKENS | CALL_TOKENS) & special.keys()} - self.eos_ids
+        self._hidden = frozenset(hidden) - shown  # `thinking` and `tool_calls` look for the marks
         self.special_tokens: Mapping[str, int] = special
         self._text_tokens = {
             self._spaced(text): id

@@ -15,6 +15,7 @@ from tinygrad.helpers import GlobalCounters
 from engine.devices.device_name import device_name
 from engine.errors import ContextFullError, UsageError
 from engine.events import (
+    Chat,
     EngineOptions,
     Event,
     Finished,
@@ -37,6 +38,7 @@ from engine.events import (
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder, think_splitter
+from engine.formats.template import Prompt
 from engine.formats.thinking import ReplySplitter
 from engine.formats.tokenizer import StreamDecoder
 from engine.measure.bandwidth import copy_gbps
@@ -45,6 +47,7 @@ from engine.measure.profile import profile
 from engine.model import file_summary
 from engine.model.architectures import read_spec
 from engine.model.choice_reporter import ChoiceReporter
+from engine.model.grammar import Constraint, Grammars
 from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.model_runner import ModelRunner, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
@@ -89,6 +92,7 @@ class TextModel:
         self.prompts = prompts.result()
         beside_loading.shutdown()
         self.tokenizer = self.prompts.tokenizer
+        self._grammars = Grammars(self.tokenizer)
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
@@ -128,9 +132,9 @@ class TextModel:
         prompt = self.prompts.encode(request.prompt)
         limit = self._reply_limit(prompt.ids, request.max_tokens)
         sampler = Sampler(request.sampling)
-        reporter = _TokenReporter(
-            request, StreamDecoder(self.tokenizer), think_splitter(request.prompt, prompt), report
-        )
+        splitter = think_splitter(request.prompt, prompt)
+        reporter = _TokenReporter(request, StreamDecoder(self.tokenizer), splitter, report)
+        constraint = self._constraint(request, splitter, prompt)
         if request.fresh:
             self._cached.clear()
         cached = self._reuse_prefix(prompt.ids)
@@ -152,14 +156,14 @@ class TextModel:
                 reason = "cancelled"
                 break
             more = produced < limit - 1
-            token = self._next_token(tokens, sampler, on_device, more and not request.logprobs)
+            token = self._next_token(tokens, sampler, constraint, on_device, more and not request.logprobs)
             last_token = time.perf_counter()
             if not produced:
                 first_token = last_token
                 progress(len(prompt.ids))
             tokens.append(token)
             self._cached = tokens[:-1]
-            ended = token in self.tokenizer.eos_ids and not request.ignore_eos
+            ended = token in self.tokenizer.eos_ids and not (request.ignore_eos and not constraint)
             reporter.report_token(token, self._runner, last=ended or not more)
             choices.report_if_due()
             if ended:
@@ -199,20 +203,45 @@ class TextModel:
         del self._cached[position:]
         return position
 
+    def _constraint(
+        self, request: Generate, splitter: ReplySplitter | None, prompt: Prompt
+    ) -> Constraint | None:
+        """What keeps the answer to the grammar of the request."""
+        if request.grammar is None:
+            return None
+        thinks = isinstance(request.prompt, Chat) and request.prompt.think
+        return self._grammars.constraint(request.grammar, splitter, prompt.marks.open if thinks else "")
+
     def _prepare_sampling(self, request: Generate, sampler: Sampler, prompt: list[int], limit: int) -> bool:
         """Whether the device samples the reply's tokens. It does not when log-probabilities are asked for: they are
-        those of the logits before penalties, which it overwrites."""
-        if sampler.greedy or request.logprobs or not isinstance(self._runner, SamplingRunner):
+        those of the logits before penalties, which it overwrites. Nor does it know grammars."""
+        if (
+            sampler.greedy
+            or request.logprobs
+            or request.grammar
+            or not isinstance(self._runner, SamplingRunner)
+        ):
             return False
         return self._runner.prepare_sampling(request.sampling, prompt, sampler.uniforms(limit))
 
-    def _next_token(self, tokens: list[int], sampler: Sampler, on_device: bool, run_ahead: bool) -> int:
+    def _next_token(
+        self,
+        tokens: list[int],
+        sampler: Sampler,
+        constraint: Constraint | None,
+        on_device: bool,
+        run_ahead: bool,
+    ) -> int:
         """The token after `tokens`. `run_ahead`: the one after it will be asked for too, without logits."""
         last, position = tokens[-1], len(tokens) - 1
         if on_device:
             assert isinstance(self._runner, SamplingRunner)
             return self._runner.decode_and_sample(last, position, run_ahead)
-        token = self._runner.decode(last, position, run_ahead and sampler.greedy)
+        token = self._runner.decode(last, position, run_ahead and sampler.greedy and not constraint)
+        if constraint:
+            token = sampler.sample(constraint.masked(self._runner.logits()), tokens)
+            constraint.accept(token)
+            return token
         return token if sampler.greedy else sampler.sample(self._runner.logits(), tokens)
 
     def _reply_limit(self, prompt: list[int], max_tokens: int | None) -> int:

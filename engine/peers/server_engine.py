@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 
-from engine.errors import BackendError, OrinError
+from engine.errors import BackendError, OrinError, UsageError
 from engine.event_stream import AnswerStats, EventStream
-from engine.events import Event, Failed, Finished, Generate, Ready, Sampling
+from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling
 
 EXIT_WAIT_S = 0.3  # after an answer failed: by then a server that crashed has ended
 
@@ -126,6 +126,8 @@ class ServerEngine(ABC):
                     return
         stats = stream.stats = AnswerStats(request, self._ready.load_ms if self._ready else 0.0)
         try:
+            if request.grammar or (isinstance(request.prompt, Chat) and request.prompt.tools):
+                raise UsageError(f"{self.name} gets no tools and no grammar from orin-chat.")
             async for event in self._answer(request, stats):
                 yield event
             yield stats.finished()

@@ -83,3 +83,14 @@ def test_text_is_shown_token_by_token():
 def test_a_vocabulary_without_the_marks_has_no_channels():
     assert channel_marks(IDS)[100] == "<|start|>"
     assert channel_marks({"<|end|>": 1, "<|start|>": 2}) == {}
+
+
+@pytest.mark.parametrize("start", [f"{ANALYSIS}A<|end|><|start|>assistant", ""])
+@pytest.mark.parametrize(
+    "header", ["<|channel|>commentary to=functions.f json", " to=functions.f<|channel|>commentary json"]
+)
+def test_a_call_of_a_tool_that_the_conversation_has(start, header):
+    splitter = ChannelSplitter(channel_marks(IDS), with_tools=True)
+    fed = [splitter.feed(*piece) for piece in pieces(f"{start}{header}<|message|>{{}}<|call|>")]
+    assert "".join(text for thinking, text in fed if not thinking) == " to=functions.f<|message|>{}"
+    assert "".join(text for thinking, text in fed if thinking) == ("A" if start else "")

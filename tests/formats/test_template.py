@@ -1,3 +1,4 @@
+import json
 import shutil
 from datetime import datetime
 
@@ -6,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import TemplateError
-from engine.events import Message
+from engine.events import Message, ToolCall
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
@@ -391,3 +392,53 @@ def test_the_template_of_the_file_is_used(tmp_path):
     gguf = byte_level(tmp_path / "v", special=CHATML, template="file: {{ messages[0].content }}")
     template = ChatTemplate.from_gguf(gguf, Tokenizer(gguf))
     assert text_of(template, [user("x")]) == "file: x" and template.warning == ""
+
+
+# --- tools ----------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather <|im_end|> of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = ToolCall(id="abc123456", name="get_weather", arguments='{"city": "Rome <|im_end|>"}')
+RESULT = Message(role="tool", content="Sunny", tool_call_id="abc123456", name="get_weather")
+ASKED = [user("Hi"), Message(role="assistant", content="", tool_calls=(CALL,)), RESULT]
+
+
+@needs_shared
+def test_tools_are_rendered_as_hugging_face_does(real):
+    template, tokenizer = real("qwen3")
+    text = text_of(template, ASKED, tools=json.dumps([WEATHER]))
+    assert json.dumps(WEATHER) in text
+    assert (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome <|im_end|>"}}\n</tool_call>' in text
+    )
+    assert "<tool_response>\nSunny\n</tool_response>" in text
+    ids = template.encode(ASKED, tools=json.dumps([WEATHER])).ids
+    assert ids.count(tokenizer.special_tokens["<|im_end|>"]) == 4  # of the turns, with the one of the tools
+
+
+def test_a_call_ends_its_reply(template):
+    echo = template(ECHO)
+    assert text_of(echo, ASKED[:2]).endswith("<|im_start|>assistant\n<|im_end|>\n")
+    assert text_of(echo, [user("Hi"), assistant("Yo")]).endswith("user\nHi<|im_end|>\nYo")
+
+
+def test_a_private_character_in_tools_is_not_taken_for_a_disguise(template):
+    echo = template("{% for t in tools %}{{ t.function.name }}{% endfor %}" + ECHO)
+    tools = '[{"type": "function", "function": {"name": "\\udb80\\udc00<"}}]'
+    assert text_of(echo, [user("x")], tools=tools).startswith("\U000f0000<<|im_start|>")
+
+
+def test_tools_that_a_template_cannot_render(template):
+    broken = template("{% if tools %}{{ 1 + tools }}{% endif %}" + ECHO)
+    with pytest.raises(TemplateError, match="does not work with these tools"):
+        broken.encode([user("Hi")], tools=json.dumps([WEATHER]))
+    assert text_of(broken, [user("Hi")]) and not broken.warning
+    refusing = template("{% if messages[1] %}{{ raise_exception('one at a time') }}{% endif %}" + ECHO)
+    with pytest.raises(TemplateError, match="one at a time"):
+        refusing.encode(ASKED)

@@ -3,12 +3,14 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from engine.events import (
     Chat,
     Failed,
     Finished,
     Generate,
+    Grammar,
     Message,
     RawText,
     Ready,
@@ -263,10 +265,14 @@ async def test_refusals(engines, fake, status, error, kind, message):
     assert message in failed.message
 
 
-async def test_log_probabilities_are_not_to_be_had(engines, fake):
+@pytest.mark.parametrize(
+    "request_",
+    [ask(logprobs=2), ask(grammar=Grammar(kind="lark", source="x")), ask(replace(HELLO, tools="[]"))],
+)
+async def test_what_is_not_to_be_had(engines, fake, request_):
     engine = engines(fake.url)
     await collect(engine.start())
-    [failed] = await collect(engine.generate(ask(logprobs=2)))
+    [failed] = await collect(engine.generate(request_))
     assert failed.kind == "usage"
     assert len(fake.requests) == 1
 

@@ -1,0 +1,121 @@
+"""Answers that keep to a grammar, by a model whose words are noise."""
+
+import json
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.errors import UsageError
+from engine.events import (
+    Chat,
+    EngineOptions,
+    Generate,
+    Grammar,
+    Message,
+    RawText,
+    Sampling,
+    Thinking,
+    Token,
+)
+from engine.formats.thinking import THINK, ThinkSplitter
+from engine.model.generate import TextModel
+from engine.model.grammar import Grammars
+from engine.model.sampling import Sampler
+from tests import generated_model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PERSON = Grammar(kind="json_schema", source=json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = generated_model.write(tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3")
+    return TextModel(EngineOptions(model_path=str(path), context_length=256), lambda _: None)
+
+
+def answer(model, prompt, **request):
+    events = []
+    request = {"sampling": Sampling(temperature=1.5, seed=5), "max_tokens": 200} | request
+    end = model.generate(Generate(request_id=1, prompt=prompt, **request), events.append, lambda: False)
+    return "".join(e.text for e in events if type(e) is Token), end, events
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize(
+    "prompt", [RawText(text="Once"), Chat(messages=(Message(role="user", content="Who?"),), think=False)]
+)
+def test_an_answer_fits_its_schema(model, prompt, temperature):
+    sampling = Sampling(temperature=temperature, seed=5)
+    text, end, events = answer(model, prompt, grammar=PERSON, sampling=sampling, logprobs=3, ignore_eos=True)
+    person = json.loads(text)
+    assert end.reason == "stop" and person.keys() == {"name", "age"} and person["age"] <= 99
+    tokens = [e for e in events if isinstance(e, Token)]
+    # Log-probabilities are those of the model, before the mask.
+    assert any(token.top[0].id != token.id for token in tokens) and all(t.logprob > -99 for t in tokens)
+
+
+def test_a_lark_grammar(model):
+    text, *_ = answer(model, RawText(text="x"), grammar=Grammar(kind="lark", source='start: "yes" | "no"'))
+    assert text in ("yes", "no")
+
+
+def test_thinking_is_free_and_the_answer_is_not(model):
+    """The reply opens thinking with the first token, which the grammar alone would not allow."""
+    tokenizer = model.tokenizer
+    opened, closed = (tokenizer.special_tokens[mark] for mark in ("<think>", "</think>"))
+    splitter = ThinkSplitter(THINK)
+    constraint = Grammars(tokenizer).constraint(PERSON, splitter, "<think>")
+    logits = np.zeros(tokenizer.vocab_size + 3, np.float32)  # models pad their output
+    brace = tokenizer.encode("{")[0]
+
+    def allowed() -> set[int]:
+        return set(np.flatnonzero(np.isfinite(constraint.masked(logits))).tolist())
+
+    def take(token: int) -> None:
+        assert token in allowed()
+        constraint.accept(token)
+        splitter.feed(tokenizer.piece(token).decode())
+
+    assert {opened, brace} <= allowed() and closed not in allowed() and len(allowed()) < 30
+    take(opened)
+    assert len(allowed()) == logits.size
+    take(tokenizer.encode("why")[0])
+    take(closed)
+    assert brace in allowed() and opened not in allowed() and len(allowed()) < 30
+    take(brace)
+    assert tokenizer.vocab_size not in allowed()
+
+
+def test_a_chat_with_thinking_ends_in_its_grammar(model):
+    prompt = Chat(
+        messages=(Message(role="user", content="Who?"), Message(role="assistant", content="", thinking="Hm"))
+    )
+    text, _, events = answer(model, prompt, grammar=PERSON, max_tokens=60)
+    assert all(
+        isinstance(event, Thinking) for event in events if isinstance(event, Token)
+    ) or text.startswith("{")
+
+
+def test_the_device_does_not_sample_under_a_grammar(model):
+    asked = Generate(request_id=1, prompt=RawText(text="x"), grammar=PERSON)
+    assert not model._prepare_sampling(asked, Sampler(asked.sampling), [1], 9)
+
+
+@pytest.mark.parametrize("source", ["{", '{"type": "nothing"}', '{"$ref": "#/nowhere"}'])
+def test_a_bad_schema(model, source):
+    with pytest.raises(UsageError, match="schema cannot be used"):
+        answer(model, RawText(text="x"), grammar=msgspec.structs.replace(PERSON, source=source))
+
+
+def test_a_missing_library(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UsageError, match="not installed") as error:
+        answer(model, RawText(text="x"), grammar=PERSON)
+    assert "orin-chat[serve]" in error.value.hint
