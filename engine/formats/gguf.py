@@ -7,7 +7,9 @@ tools/gguf-split in llama.cpp.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 import re
 import struct
 from array import array
@@ -39,6 +41,29 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf"
 _T = TypeVar("_T")
 _D = TypeVar("_D")
 _REQUIRED = object()
+
+
+class _MappedFile(mmap.mmap):
+    """A file, mapped read-only."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Raises OSError, and ValueError for an empty file."""
+        with path.open("rb") as file:
+            mapped = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.path = path
+        return mapped
+
+    def release(self, start: int, n_bytes: int, keep_cached: bool) -> None:
+        """See `TensorInfo.release`."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.madvise(mmap.MADV_DONTNEED, page, start + n_bytes - page)
+        if not keep_cached and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError), self.path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), start, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
 class StringArray(Sequence[str]):
@@ -88,7 +113,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     type: int
     n_bytes: int
-    _buffer: mmap.mmap
+    _buffer: _MappedFile
     _offset: int
 
     @property
@@ -100,11 +125,11 @@ class TensorInfo:
         """The bytes of the tensor, uint8 (n_bytes,): a read-only view of the file, not a copy."""
         return np.frombuffer(self._buffer, np.uint8, self.n_bytes, self._offset)
 
-    def release(self) -> None:
-        """Removes the tensor's pages from this process's memory. They are read again when they are used again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            page = self._offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._buffer.madvise(mmap.MADV_DONTNEED, page, self._offset + self.n_bytes - page)
+    def release(self, start: int, n_bytes: int, keep_cached: bool) -> None:
+        """Removes pages of the tensor, `n_bytes` from `start` on, from this process's memory. They are read again when
+        they are used again: from the system's cache of files if they are `keep_cached`, else from the disk, and then
+        they leave the memory to others at once."""
+        self._buffer.release(self._offset + start, n_bytes, keep_cached)
 
     def __repr__(self) -> str:
         return f"<{self.name!r} {self.type_name} {self.shape}>"
@@ -217,11 +242,9 @@ class _FileReader:
         try:
             if path.is_dir():
                 self.fail("is a folder, not a model file.", "Give the path of a .gguf file.")
-            with path.open("rb") as file:
-                self.size = path.stat().st_size
-                if not self.size:
-                    self.fail("is empty.", _DOWNLOAD_AGAIN)
-                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if not path.stat().st_size:
+                self.fail("is empty.", _DOWNLOAD_AGAIN)
+            self.buffer = _MappedFile.open(path)
         except FileNotFoundError:
             raise ModelFileError(
                 f"There is no model file {printable(str(path))}.",

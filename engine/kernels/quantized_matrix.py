@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
 
+from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FLOATS, QUANTIZED
 
 SPREAD = 16
@@ -29,45 +30,58 @@ class QuantizedMatrix:
     A float matrix has one plane: `w` float32, float16 or bfloat16 (rows, cols).
     """
 
-    def __init__(self, raw: Tensor, ggml_type: int, rows: int, cols: int) -> None:
-        """`raw`: the matrix as the file holds it, uint8 (bytes,). Lazy until `realize`."""
-        self.format = QUANTIZED.get(ggml_type)
+    def __init__(self, ggml_type: int, rows: int, cols: int) -> None:
+        """Its planes take no memory before `store`."""
+        self.format, self._type = QUANTIZED.get(ggml_type), ggml_type
         self.rows, self.cols = rows, cols
-        self.planes: dict[str, Tensor] = {}
+        if self.format is not None:
+            step = max(SPREAD * 8 // min(self.format.bits), self.format.block)
+            self._padded_cols = -(-cols // step) * step
+        type = GGML_TYPES[ggml_type]
+        raw = Tensor.empty(rows * cols // type.block * type.block_bytes, dtype=dtypes.uint8)
+        self.planes = {
+            name: Tensor.empty(*plane.shape, dtype=plane.dtype)
+            for name, plane in self._planes_of(raw, rows).items()
+        }
+
+    def store(self, raw: Tensor, rows: range) -> None:
+        """Repacks these rows on the device, one kernel a plane. `raw`: as the file holds them, uint8 (bytes,)."""
+        parts = self._planes_of(raw, len(rows))
+        if len(rows) == self.rows:
+            self.planes = {name: part.contiguous() for name, part in parts.items()}
+        else:
+            first = UOp.variable("first", 0, self.rows - 1).bind(rows.start)  # pieces share kernels
+            for name, part in parts.items():
+                plane = self.planes[name]
+                stored = plane[first : first + len(rows)].uop.store(part.uop)
+                self.planes[name] = Tensor(plane.uop.after(stored))
+        Tensor.realize(*self.planes.values())
+
+    def _planes_of(self, raw: Tensor, rows: int) -> dict[str, Tensor]:
+        """The planes of `rows` rows as the file holds them, uint8 (bytes,). Lazy."""
         if self.format is None:
-            self.planes["w"] = raw.bitcast(FLOATS[ggml_type]).reshape(rows, cols)
-            return
-        step = max(SPREAD * 8 // min(self.format.bits), self.format.block)
-        self._padded_cols = -(-cols // step) * step
-        fields = self.format.fields(raw.reshape(-1, self.format.block_bytes))
-        q = self._padded(fields.q)
+            return {"w": raw.bitcast(FLOATS[self._type]).reshape(rows, self.cols)}
+        fields, planes = self.format.fields(raw.reshape(-1, self.format.block_bytes)), {}
+        q = self._padded(fields.q, rows)
         for i, (shift, b) in enumerate(self._bit_planes()):
             part = ((q >> shift) & (2**b - 1)).reshape(rows, -1, 8 // b, SPREAD)
-            self.planes[f"q{i}"] = sum(
-                (part[:, :, k] << (k * b) for k in range(1, 8 // b)), start=part[:, :, 0]
-            )
+            planes[f"q{i}"] = sum((part[:, :, k] << (k * b) for k in range(1, 8 // b)), start=part[:, :, 0])
         for name in self.format.scales:
-            self.planes[name] = self._padded(getattr(fields, name))
+            planes[name] = self._padded(getattr(fields, name), rows)
         if self.format.has_nibble_scales:
-            self.planes["scale"] = self.planes["scale"] | (self.planes.pop("minimum") << 4)
+            planes["scale"] = planes["scale"] | (planes.pop("minimum") << 4)
+        return planes
 
     def _bit_planes(self) -> list[tuple[int, int]]:
         """(lowest bit, bits) of each bit plane."""
         bits = self.format.bits if self.format else ()
         return [(sum(bits[:i]), b) for i, b in enumerate(bits)]
 
-    def _padded(self, values: Tensor) -> Tensor:
-        """Values of all rows in file order -> (rows, values of a padded row)."""
-        rowwise = values.reshape(self.rows, -1)
+    def _padded(self, values: Tensor, rows: int) -> Tensor:
+        """Values of `rows` rows in file order -> (rows, values of a padded row)."""
+        rowwise = values.reshape(rows, -1)
         n = int(rowwise.shape[1])
         return rowwise.pad(((0, 0), (0, n * self._padded_cols // self.cols - n)))
-
-    def realize(self) -> QuantizedMatrix:
-        """Repacks on the device, one kernel a plane."""
-        for name, plane in self.planes.items():
-            self.planes[name] = plane.contiguous()
-        Tensor.realize(*self.planes.values())
-        return self
 
     def dequantize(self) -> Tensor:
         """The weights, float32 (rows, cols): lazy, so that a consumer's kernel reads the planes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,14 +15,36 @@ from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.model.spec import ModelSpec, Vector, Weight
 
+PIECE_BYTES = 64 << 20
+"""The most bytes of a matrix, as the file holds them, that are in memory beside the device's copy while it is made."""
+
+
+def pieces(weight: Weight, multiple: int = 1, side_by_side: int = 1) -> list[range]:
+    """The rows of a matrix, those of all its experts, in pieces that are repacked one after the other: whole heads if
+    these are reordered, and a multiple of `multiple` rows except the last. If possible they are of the same length, so
+    that they share kernels. `side_by_side`: so many such matrices are repacked together."""
+    rows, multiple = (
+        weight.experts * weight.rows,
+        math.lcm(multiple, weight.order.head_dim if weight.order else 1),
+    )
+    row_bytes = max(weight.row_bytes, weight.cols)  # repacking takes up to a byte for an element
+    most = max(PIECE_BYTES // (side_by_side * row_bytes * multiple), 1) * multiple
+    fewest = -(-rows // most)
+    even = (rows // n for n in range(fewest, 2 * fewest) if not rows % n)
+    length = next((n for n in even if not n % multiple or n == rows), most)
+    return [range(first, min(first + length, rows)) for first in range(0, rows, length)]
+
 
 class Weights:
-    """Reads a model's weights from its file, and reports the number of bytes read so far with every matrix."""
+    """Reads a model's weights from its file, and reports the number of bytes done so far with every piece."""
 
-    def __init__(self, file: GGUF, spec: ModelSpec, report: Callable[[int], None]) -> None:
-        """Raises ModelFileError if a matrix is of a type that the engine does not run."""
+    def __init__(
+        self, file: GGUF, spec: ModelSpec, report: Callable[[int], None], keep_cached: bool = True
+    ) -> None:
+        """`keep_cached`: see `TensorInfo.release`. Raises ModelFileError if a matrix is of a type that the engine does
+        not run."""
         self.file, self.spec = file, spec
-        self._report, self._bytes_read = report, 0
+        self._report, self._bytes_done, self._keep_cached = report, 0, keep_cached
         for weight in spec.weights():
             if weight.type not in QUANTIZED and weight.type not in FLOATS:
                 types = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
@@ -31,16 +54,21 @@ class Weights:
                     f"Choose a file with other quantization types: {types}.",
                 )
 
-    def matrix_bytes(self, weight: Weight) -> NDArray[np.uint8]:
-        """The bytes of a matrix in the file, uint8 (weight.n_bytes,), not copied."""
-        data = self._data(self.file.tensors[weight.tensor], weight.first * weight.row_bytes, weight.n_bytes)
-        self._bytes_read += weight.n_bytes
-        self._report(self._bytes_read)
-        return data
+    def read(self, weight: Weight, rows: range) -> NDArray[np.uint8]:
+        """The bytes of a matrix's rows in the file, uint8 (len(rows) * weight.row_bytes,), not copied."""
+        return self._data(self.file.tensors[weight.tensor], *self._extent(weight, rows))
 
-    def release(self, weight: Weight) -> None:
-        """Removes the pages of a matrix's tensor from memory, once its bytes have been copied."""
-        self.file.tensors[weight.tensor].release()
+    def release(self, weight: Weight, rows: range) -> None:
+        """Removes these rows' pages of the file from memory, and reports them as done."""
+        start, n_bytes = self._extent(weight, rows)
+        self.file.tensors[weight.tensor].release(start, n_bytes, self._keep_cached)
+        self._bytes_done += n_bytes
+        self._report(self._bytes_done)
+
+    @staticmethod
+    def _extent(weight: Weight, rows: range) -> tuple[int, int]:
+        """Where rows of a matrix are in their tensor, and how many bytes they have."""
+        return (weight.first + rows.start) * weight.row_bytes, len(rows) * weight.row_bytes
 
     def vector(self, vector: Vector) -> NDArray[np.float32]:
         """float32 (vector.size,). Raises ModelFileError."""

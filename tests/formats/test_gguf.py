@@ -101,8 +101,9 @@ def read_all(path: Path) -> None:
         for t in g.tensors.values():
             assert t.data.nbytes == t.n_bytes
             total = t.data.sum()
-            t.release()
-            assert t.data.sum() == total, "it is read again"
+            for keep_cached in (True, False):
+                t.release(0, t.n_bytes, keep_cached)
+                assert t.data.sum() == total, "it is read again"
 
 
 # --- what is read ---------------------------------------------------------------------------------------

@@ -26,9 +26,11 @@ def repack(
     source_rows: NDArray[np.int32],
     cols: int,
     out: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """The stream of a matrix, of `layout.size` elements, in `out` if given. `raw`: the matrix as the file holds it,
-    uint8 (bytes,). `source_rows`: for each row of the result, the number of its row in the file, int32 (rows,)."""
+    """The stream of a matrix, of `layout.size` elements, in `out` if given: there from row `first` on, a multiple of
+    `layout.lanes`. `raw`: the matrix as the file holds it, uint8 (bytes,). `source_rows`: for each row of the result,
+    the number of its row in `raw`, int32 (rows,)."""
     rows, groups = len(source_rows), layout.groups(len(source_rows))
     if out is None:
         out = memory.zeros(layout.size(rows, cols), layout.dtype)
@@ -37,7 +39,8 @@ def repack(
     shape = np.array([cols // layout.block, groups], np.int32)
     types = (layout.dtype, dtypes.uint8 if layout.format else layout.dtype, dtypes.int32, dtypes.int32)
     (program,) = pool.compile([(_kernel(layout), types)])
-    pool.run_once(program, [memory.address(out), *(a.ctypes.data for a in (raw, sources, shape))], _PARTS)
+    address = memory.address(out) + layout.size(first, cols) * layout.dtype.itemsize
+    pool.run_once(program, [address, *(a.ctypes.data for a in (raw, sources, shape))], _PARTS)
     return out
 
 

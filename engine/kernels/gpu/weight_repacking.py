@@ -70,17 +70,26 @@ def repacking_kernels(spec: MatrixSpec) -> UOp:
     return _plan(spec).linear
 
 
-def repack(spec: MatrixSpec, sources: Sequence[NDArray[np.uint8]], planes: Sequence[Tensor]) -> None:
-    """Fills the planes of a matrix from the bytes of its tensors, which must be writable arrays."""
-    plan = _plan(spec)
+def repack(
+    spec: MatrixSpec, sources: Sequence[NDArray[np.uint8]], planes: Sequence[Tensor], first: int = 0
+) -> None:
+    """Fills the planes of a matrix from the bytes of its tensors, which must be writable arrays; or, of a larger matrix
+    of which `spec` describes a piece, the rows from `first` on."""
+    plan, before = _plan(spec), spec.layout.shapes(first, spec.cols)
     for source, buffer in zip(sources, plan.sources, strict=True):
-        buffer.copy_from(Buffer("PYTHON", source.size, dtypes.uint8, opaque=source.data))
-    plan.run([plane.uop.base for plane in planes])
+        buffer.ensure_allocated().copy_from(Buffer("PYTHON", source.size, dtypes.uint8, opaque=source.data))
+    rows = [
+        plane.uop.base.buffer.view(n, dtype, skipped * dtype.itemsize).ensure_allocated()
+        for plane, (n, dtype), (skipped, _) in zip(planes, spec.plane_shapes, before, strict=True)
+    ]
+    plan.run([UOp.from_buffer(buffer) for buffer in rows])
 
 
 def free_repacking_memory() -> None:
-    """Frees the device memory of `repack`."""
-    _plan.cache_clear()
+    """Frees the memory of `repack`, on the device and on the host."""
+    for plan in _plans.values():
+        plan.free()
+    Device[Device.DEFAULT].allocator.free_cache()
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class _Plan:
 
     def __init__(self, spec: MatrixSpec) -> None:
         sizes = [tensor.count * spec.row_bytes for tensor in spec.tensors]
-        self.sources = [Buffer(Device.DEFAULT, n, dtypes.uint8).allocate() for n in sizes]
+        self.sources = [Buffer(Device.DEFAULT, n, dtypes.uint8) for n in sizes]
         schedule = functools.cache(lambda: _Schedule(spec))
         key = source_digest(), fingerprint(spec)
         wiring: _Wiring | None = disk_cache().get("repacking", key)
@@ -117,6 +126,12 @@ class _Plan:
 
     def run(self, planes: Sequence[UOp]) -> None:
         run_linear(compile_calls(self._calls(planes)), jit=True)
+
+    def free(self) -> None:
+        """Frees its memory. The next run takes some again."""
+        for buffer in (*self.sources, *(uop.buffer for uop in self._intermediates)):
+            if isinstance(buffer, Buffer) and buffer.is_allocated():
+                buffer.deallocate()
 
     def _calls(self, planes: Sequence[UOp]) -> UOp:
         buffers = [*planes, *map(UOp.from_buffer, self.sources), *self._intermediates]
@@ -147,6 +162,10 @@ class _Schedule:
         )
 
 
-@functools.cache
+_plans: dict[MatrixSpec, _Plan] = {}
+
+
 def _plan(spec: MatrixSpec) -> _Plan:
-    return _Plan(spec)
+    if spec not in _plans:
+        _plans[spec] = _Plan(spec)
+    return _plans[spec]

@@ -71,7 +71,7 @@ class FusedRunner:
 
     def _compile(self) -> None:
         """Compiles all kernels at once, so that several compilers share them."""
-        specs = {matrix.spec: None for matrix in self._model.matrices}
+        specs = {piece.spec: None for matrix in self._model.matrices for piece in matrix.pieces}
         variants = ((False, False), (True, False), (True, True))
         decode = [self._decode_step(limit, *v) for limit in self._decode.context_limits for v in variants]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes if self._decode.uses_tensor_cores]

@@ -17,7 +17,7 @@ from engine.kernels.cpu.weight_repacking import repack
 from engine.model import packed_weights_cache
 from engine.model.packed_weights_cache import PackedReader
 from engine.model.spec import Vector, Weight
-from engine.model.weights import Weights
+from engine.model.weights import Weights, pieces
 
 
 @dataclass
@@ -51,14 +51,16 @@ class CPUWeights:
         else:
             shape = self.sizes(*shape_of(weight.rows, weight.cols, layout, added, first, out_rows))
         stream = memory.zeros(layout.size(n_rows, weight.cols), layout.dtype)
-        raw = self._weights.matrix_bytes(weight)
-        if not (self._cache and self._cache.read(weight.key, memory.view(stream).view(np.uint8))):
-            self._repacked = True
-            rows = np.arange(n_rows, dtype=np.int32)
-            if weight.order:
-                rows = weight.order.apply(rows)
-            repack(self._pool, raw, layout, rows, weight.cols, stream)
-            self._weights.release(weight)
+        is_cached = self._cache and self._cache.read(weight.key, memory.view(stream).view(np.uint8))
+        self._repacked = self._repacked or not is_cached
+        for piece in pieces(weight, self._lanes):
+            if not is_cached:
+                rows = np.arange(len(piece), dtype=np.int32)
+                if weight.order:
+                    rows = weight.order.apply(rows)
+                raw = self._weights.read(weight, piece)
+                repack(self._pool, raw, layout, rows, weight.cols, stream, piece.start)
+            self._weights.release(weight, piece)
         self._streams[weight.key] = stream
         return Matrix(layout, weight.rows, weight.cols, shape, stream)
 

@@ -4,7 +4,7 @@ input in one product."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -29,7 +29,18 @@ from engine.model.spec import (
     Vector,
     Weight,
 )
-from engine.model.weights import Weights
+from engine.model.weights import Weights, pieces
+
+_PIECE_ROWS = 32  # so that a plane of a piece begins where kernels may load several numbers at once
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a matrix, from `first` on, that are repacked at once. `sources`: rows of each of its weights."""
+
+    spec: MatrixSpec
+    first: int
+    sources: tuple[tuple[Weight, range], ...]
 
 
 @dataclass
@@ -53,6 +64,22 @@ class Matrix:
     @property
     def cols(self) -> int:
         return self.spec.cols
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All rows, in pieces that need little memory beside the planes."""
+        together = len(self.weights)
+        runs = [pieces(weight, _PIECE_ROWS, together) for weight in self.weights]
+        if self.spec.alternating or all(len(rows) == 1 for rows in runs):
+            sources = [tuple(zip(self.weights, rows, strict=True)) for rows in zip(*runs, strict=True)]
+        else:
+            sources = [((weight, rows),) for weight in self.weights for rows in pieces(weight, _PIECE_ROWS)]
+        found, first = [], 0
+        for part in sources:
+            spec = replace(self.spec, tensors=tuple(TensorRows(len(rows), w.order) for w, rows in part))
+            found.append(Piece(spec, first, part))
+            first += spec.rows
+        return found
 
 
 @dataclass
@@ -195,13 +222,20 @@ class GPUModel:
         return [layer.mix for layer in self.layers if isinstance(layer.mix, Attention)]
 
     def fill(self, weights: Weights) -> None:
-        """Copies the matrices to the device and packs them there."""
+        """Copies the matrices to the device and packs them there. Those of a kind come together, because each kind has
+        memory of its own to repack in."""
+        kinds: dict[MatrixSpec, list[Matrix]] = {}
         for matrix in self.matrices:
-            repack(matrix.spec, [weights.matrix_bytes(weight) for weight in matrix.weights], matrix.planes)
-            Device[Device.DEFAULT].synchronize()  # frees the host's copies
-            for weight in matrix.weights:
-                weights.release(weight)
-        free_repacking_memory()
+            kinds.setdefault(matrix.spec, []).append(matrix)
+        for of_a_kind in kinds.values():
+            for matrix in of_a_kind:
+                for piece in matrix.pieces:
+                    sources = [weights.read(weight, rows) for weight, rows in piece.sources]
+                    repack(piece.spec, sources, matrix.planes, piece.first)
+                    Device[Device.DEFAULT].synchronize()  # frees the host's copies
+                    for weight, rows in piece.sources:
+                        weights.release(weight, rows)
+            free_repacking_memory()
 
 
 def given(*tensors: Tensor | None) -> list[Tensor]:
@@ -298,7 +332,7 @@ def _mixture(weights: Weights, part: Experts, choices: Tensor) -> Mixture:
     return Mixture(
         part=part,
         router=_product([part.router]),
-        router_rows=to_device(weights.matrix_bytes(part.router).view(np.float32).copy()),
+        router_rows=to_device(weights.read(part.router, range(part.router.rows)).view(np.float32)),
         router_bias=_vector(weights, part.router_bias),
         gate_up=_product([part.gate, part.up], alternate=True, experts=chosen),
         gate_up_bias=gate_up_bias,

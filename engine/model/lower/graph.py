@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
 
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses, role_of
 from engine.model.spec import MIN_PROBABILITY, Activation, Attend, Experts, Vector, Weight
-from engine.model.weights import Weights
+from engine.model.weights import Weights, pieces
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -38,6 +38,7 @@ class Transformer:
         spec = self.spec = weights.spec
         self.length = length
         self._matrices = {weight: _load_matrix(weights, weight) for weight in spec.weights()}
+        Device[Device.DEFAULT].allocator.free_cache()  # copies of pieces of the file
         self._vectors = {vector: Tensor(weights.vector(vector)).realize() for vector in spec.vectors()}
         tables = [rope.tables(length, context) for rope in spec.ropes]
         self._ropes = [(Tensor(cos).realize(), Tensor(sin).realize()) for cos, sin in tables]
@@ -197,10 +198,15 @@ class Transformer:
 
 
 def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
-    raw = Tensor(weights.matrix_bytes(weight))
-    if weight.order:
-        raw = weight.order.apply(raw.reshape(weight.rows, -1)).flatten()
-    return QuantizedMatrix(raw, weight.type, weight.experts * weight.rows, weight.cols).realize()
+    matrix = QuantizedMatrix(weight.type, weight.experts * weight.rows, weight.cols)
+    for rows in pieces(weight):
+        raw = Tensor(weights.read(weight, rows))
+        if weight.order:
+            raw = weight.order.apply(raw.reshape(len(rows), -1)).flatten()
+        matrix.store(raw, rows)
+        Device[Device.DEFAULT].synchronize()  # frees the host's copies
+        weights.release(weight, rows)
+    return matrix
 
 
 def _mask(n: int, position: UOp | int, window: int) -> Tensor | None:

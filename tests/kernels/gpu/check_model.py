@@ -11,6 +11,7 @@ from engine.formats.gguf import GGUF
 from engine.kernels.gpu.sampling import Shortlist
 from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
+from engine.model import weights
 from engine.model.architectures import read_spec
 from engine.model.fused import FusedRunner
 from engine.model.lower.device_sampler import DeviceSampler
@@ -23,7 +24,7 @@ from tests.reference import Reference, divergence
 
 def check_decode_steps() -> None:
     """Whole decode steps with experts, one of them launched ahead of being asked for and then not wanted, one that
-    draws. The choices of all are counted."""
+    draws. The choices of all are counted. Large matrices were repacked in pieces."""
     shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
     tokens, used = [3, 77], generated_model.EXPERTS["expert_used_count"]
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +32,10 @@ def check_decode_steps() -> None:
             Path(folder) / "model.gguf", architecture="qwen3moe", quant="F32", **shape
         )
         file, wanted = GGUF(path), Reference(path).logits(tokens)
-    runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), 32)
+    with mock.patch.object(weights, "PIECE_BYTES", 1):
+        runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), 32)
+        alternating = {m.spec.alternating: len(m.pieces) for m in runner._model.matrices if len(m.pieces) > 1}
+        assert alternating.keys() == {False, True}
     runner._sampler = DeviceSampler(
         Shortlist(wanted.shape[1], 16, (16, 4, 1)), 32
     )  # emulation takes its time
