@@ -22,13 +22,15 @@ from engine.events import KernelRole
 @dataclass(frozen=True)
 class BufferUse:
     """What a buffer of the model is for, and which of its `rows` a step uses: all of them; the rows of the step's
-    tokens ("token"); the rows of all tokens up to the last ("past"); or these for reading and its own for writing
-    ("context"). With a `window`, a token uses those of no more tokens than that, its own included."""
+    tokens ("token"), which may choose `each` of them; the rows of all tokens up to the last ("past"); or these for
+    reading and its own for writing ("context"). With a `window`, a token uses those of no more tokens than that, its
+    own included."""
 
     role: KernelRole
     rows_used: Literal["all", "token", "past", "context"] = "all"
     rows: int = 1
     window: int = 0
+    each: int = 1
 
 
 def roles_of(calls: Sequence[UOp], uses: Mapping[UOp, BufferUse]) -> list[KernelRole]:
@@ -65,6 +67,8 @@ def _role_by_buffers(call: UOp, uses: Mapping[UOp, BufferUse]) -> KernelRole | N
 def _role_between(before: set[KernelRole], after: set[KernelRole]) -> KernelRole:
     if "attention" in before and "attention" in after:
         return "attention"
+    if before == {"router"}:  # chooses experts, or sorts tokens by expert
+        return "router"
     if before and before <= {"output head", "sampling"}:
         return "sampling"
     return "element-wise"

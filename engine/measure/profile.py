@@ -178,7 +178,9 @@ def _rounds(one_round: Callable[[], T], reset: Callable[[], None], limit_s: floa
 
 
 def _bytes(replay: Replay, call: UOp, role: KernelRole, position: int) -> int:
-    """The bytes that a kernel must move: each argument once, and of the model's buffers the rows that the step uses."""
+    """The bytes that a kernel must move: each argument once, and of the model's buffers the rows that the step uses.
+    Which experts the tokens of a prompt share is not known, so they count as different ones, as long as there are
+    more: the experts of a chunk are nearly always all."""
     outs, ins = get_call_outs_ins(call)
     total = 0.0
     arguments = get_call_arg_uops(call)
@@ -189,7 +191,7 @@ def _bytes(replay: Replay, call: UOp, role: KernelRole, position: int) -> int:
         if use is not None and use.rows_used != "all" and role != "output head":
             only_written = all(slot in outs and slot not in ins for slot in slots)
             only_new = use.rows_used == "token" or (use.rows_used == "context" and only_written)
-            rows = replay.tokens if only_new else position + replay.tokens
+            rows = replay.tokens * use.each if only_new else position + replay.tokens
             if use.window:
                 rows = min(rows, use.window - 1 + replay.tokens)
             n_bytes = n_bytes * min(rows, use.rows) // use.rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tinygrad import Tensor, UOp
 
 from engine.events import KernelRole
@@ -14,6 +16,13 @@ class BufferUses(dict[UOp, BufferUse]):
 
     def add(self, use: BufferUse, *tensors: Tensor | None) -> None:
         self.update((tensor.uop.base, use) for tensor in tensors if tensor is not None)
+
+    def add_experts(
+        self, mix: Experts, each: int, gate_up: Iterable[Tensor | None], down: Iterable[Tensor | None]
+    ) -> None:
+        """Adds the matrices and biases of all experts, of which a kernel uses `each` for a token."""
+        self.add(BufferUse("experts gate+up", "token", mix.count, each=each), *gate_up)
+        self.add(BufferUse("experts down", "token", mix.count, each=each), *down)
 
 
 def role_of(spec: ModelSpec, weight: Weight) -> KernelRole:

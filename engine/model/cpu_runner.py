@@ -15,6 +15,7 @@ from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.measure.profile import Replay
 from engine.model.lower.cpu import CPUModel
+from engine.model.model_runner import varied_tokens
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -61,7 +62,7 @@ class CPURunner:
 
     def replay(self, step: Step, position: int) -> Replay:
         sequence, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
-        self._tokens[:] = 0
+        self._tokens[:tokens] = varied_tokens(tokens, self._model.spec.vocab)
         self._set_state(position, tokens)
         return Replay(sequence.calls, self._model.uses(), tokens, sequence, call_s=sequence.call_s)
 

@@ -13,6 +13,7 @@ from engine.events import Step
 from engine.fixes import matvec_heuristic, search_trials
 from engine.measure.profile import Replay
 from engine.model.lower.graph import Transformer
+from engine.model.model_runner import varied_tokens
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -52,7 +53,8 @@ class GraphRunner:
 
     def replay(self, step: Step, position: int) -> Replay:
         jit, n = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
-        tokens, bound = _ids([0] * n), self._position.bind(position)
+        ids = varied_tokens(n, self._transformer.spec.vocab)
+        tokens, bound = _ids(ids), self._position.bind(position)
         return Replay(
             calls=[kernel for call in jit.captured.linear.src for kernel in _kernels(call)],
             uses=self._transformer.uses(),

@@ -22,6 +22,11 @@ SearchReport = Callable[[int, int, int, Search], None]
 """Called as (shapes done, shapes in all, shapes known from earlier searches, the shape at hand)."""
 
 
+def varied_tokens(n: int, vocab: int) -> list[int]:
+    """`n` tokens for a step that is replayed. A prompt of equal ones would choose few experts."""
+    return [i * 1009 % vocab for i in range(n)]
+
+
 class ModelRunner(Protocol):
     """A model on a device, with its KV cache. Positions count from 0, tokens are ids. A step at `position` needs the
     keys and values of all tokens before it in the cache."""

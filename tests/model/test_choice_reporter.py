@@ -9,14 +9,14 @@ from engine.model import choice_reporter
 from engine.model.generate import TextModel
 from tests import generated_model
 
-PROMPT, LAYERS = tuple(range(30, 50)), 2
-COUNT, USED = (generated_model.EXPERTS[f"expert_{key}"] for key in ("count", "used_count"))
+PROMPT, LAYERS, DIM = tuple(range(30, 50)), 2, 64
+COUNT, USED, WIDTH = generated_model.EXPERTS.values()
 
 
 @pytest.fixture(scope="module", params=["auto"])
 def model(request, tmp_path_factory):
     path = generated_model.write(
-        tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3moe", layers=LAYERS
+        tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3moe", layers=LAYERS, dim=DIM
     )
     options = EngineOptions(model_path=str(path), context_length=64, kernels=request.param)
     return TextModel(options, lambda _: None)
@@ -50,6 +50,23 @@ def test_every_choice_of_a_request_is_reported_once(model, monkeypatch):
 def test_they_are_reported_seldom_and_at_the_end(model):
     choices, others = reported(model)
     assert len(choices) == 1 and isinstance(others[-1], Finished)
+
+
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_bytes_are_those_of_the_chosen_experts(model, monkeypatch, step):
+    monkeypatch.setattr(profile, "ROUNDS_S", 0.0)
+    made = model.profile(Profile(request_id=1, step=step), lambda: False)
+    matrix, width = DIM * WIDTH * 34 // 32, made.tokens * USED * (DIM + 2 * WIDTH) * 4  # Q8_0
+    read = COUNT if step == "prefill" else USED  # more tokens than experts: all of them
+    for role, matrices in (("experts gate+up", 2), ("experts down", 1)):
+        kernels = [kernel for kernel in made.kernels if kernel.role == role]
+        excess = sum(kernel.bytes for kernel in kernels) - LAYERS * matrices * read * matrix
+        assert 0 <= excess < 4 * LAYERS * width, role
+    router = sum(kernel.bytes for kernel in made.kernels if kernel.role == "router")
+    lanes = 16 * DIM * 4  # the router's rows, filled up
+    assert LAYERS * COUNT * DIM * 4 <= router < LAYERS * (lanes + made.tokens * (DIM + COUNT) * 16)
+    chooses = [kernel.role for kernel in made.kernels if "choose_experts" in kernel.name]
+    assert chooses == ["router"]
 
 
 def test_a_model_without_experts_reports_none(tmp_path):

@@ -33,7 +33,7 @@ from engine.model.lower.gpu_decode import DecodeKernels
 from engine.model.lower.gpu_prefill import PrefillKernels
 from engine.model.lower.gpu_weights import Attention, FeedForward, Mixture, allocate
 from engine.model.lower.prescales import Prescales
-from engine.model.model_runner import SearchReport
+from engine.model.model_runner import SearchReport, varied_tokens
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -137,10 +137,11 @@ class FusedRunner:
                 "This GPU has no prefill step: it takes prompts token by token, with decode steps."
             )
         size, count = self.max_chunk, min(self.max_chunk, self._context - position)
+        tokens = varied_tokens(count, self._model.spec.vocab)
 
         def reset() -> None:
             Device[Device.DEFAULT].synchronize()
-            self._send_chunk([0] * count, position)
+            self._send_chunk(tokens, position)
 
         calls = self._prefill.step(size).compile().src
         return Replay(calls, self._uses(), count, lambda: self._launch_prefill(size), reset=reset)
@@ -259,6 +260,6 @@ class FusedRunner:
                     uses.add(BufferUse("FFN down"), *f.down.planes)
                 case Mixture() as m:
                     uses.add(BufferUse("router"), m.router_rows, m.router_bias, m.choices, *m.router.planes)
-                    uses.add(BufferUse("experts gate+up"), m.gate_up_bias, *m.gate_up.planes)
-                    uses.add(BufferUse("experts down"), m.down_bias, *m.down.planes)
+                    gate_up, down = [m.gate_up_bias, *m.gate_up.planes], [m.down_bias, *m.down.planes]
+                    uses.add_experts(m.part, m.part.used, gate_up, down)
         return uses

@@ -283,8 +283,8 @@ class CPUModel:
                     uses.add(BufferUse("FFN down"), f.down.stream)
                 case Mixture() as m:
                     uses.add(BufferUse("router"), m.router_bias, m.router.stream, m.choices)
-                    uses.add(BufferUse("experts gate+up"), *m.biases[:2], m.gate.stream, m.up.stream)
-                    uses.add(BufferUse("experts down"), m.biases[2], m.down.stream)
+                    gate_up, down = [*m.biases[:2], m.gate.stream, m.up.stream], [m.biases[2], m.down.stream]
+                    uses.add_experts(m.spec, m.spec.used, gate_up, down)
         return uses
 
 

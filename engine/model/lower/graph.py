@@ -80,10 +80,22 @@ class Transformer:
         for a in spec.attention:
             biases = (self._vectors[bias] for bias in (a.q_bias, a.k_bias, a.v_bias) if bias)
             uses.add(BufferUse("QKV projection"), *biases)
+        for e in spec.experts:
+            gate_up, down = (self._of_experts(*pairs) for pairs in (
+                ((e.gate, e.gate_bias), (e.up, e.up_bias)), ((e.down, e.down_bias),)
+            ))  # fmt: skip
+            uses.add_experts(e, 1, gate_up, down)
         uses.add(BufferUse("attention", "token", self.length), *(t for pair in self._ropes for t in pair))
         uses.add(BufferUse("attention", "token", self.length), self._temperatures)
         uses.add(BufferUse("attention", "context", self.length), *self._caches)
         return uses
+
+    def _of_experts(self, *pairs: tuple[Weight, Vector | None]) -> Iterator[Tensor]:
+        """The buffers of matrices and their biases."""
+        for weight, bias in pairs:
+            yield from self._matrices[weight].planes.values()
+            if bias:
+                yield self._vectors[bias]
 
     def sublayers(self, tokens: Tensor, position: UOp | int) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs tokens as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache

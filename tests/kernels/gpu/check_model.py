@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.events import Sampling
 from engine.formats.gguf import GGUF
+from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.sampling import Shortlist
 from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
@@ -48,25 +49,60 @@ def check_decode_steps() -> None:
     assert choices.sum() == 3 * used and choices.max() <= 3
 
 
+def only_looked_at(path: Path) -> FusedRunner:
+    """A runner with a context of 32 tokens that compiles and loads nothing."""
+    file = GGUF(path)
+    with mock.patch.object(FusedRunner, "_compile"), mock.patch.object(GPUModel, "fill"):
+        return FusedRunner(Weights(file, read_spec(file), lambda _: None), 32)
+
+
+def roles_and_bytes(
+    runner: FusedRunner, sequence: KernelSequence, tokens: int, position: int
+) -> dict[str, tuple[str, int]]:
+    """The role of each kernel of a step, and the bytes that it must move, by the first words of its name."""
+    replay = profile.Replay(sequence.compile().src, runner._uses(), tokens, run=lambda: None)
+    told = {}
+    for call, role in zip(replay.calls, roles_of(replay.calls, replay.uses), strict=True):
+        name = profile._name(call).removeprefix("prefill_").split("_")
+        told["_".join(name[:2])] = role, profile._bytes(replay, call, role, position)
+    return told
+
+
+def check_profile_of_experts() -> None:
+    """A token reads the experts that it chooses; those of a prompt are all."""
+    dim, padded = 256, 64
+    shape = {"layers": 2, "dim": dim, "heads": 4, "kv_heads": 2}
+    count, used, width = generated_model.EXPERTS.values()
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(
+            Path(folder) / "model.gguf", architecture="qwen3moe", quant="F16", **shape
+        )
+        runner = only_looked_at(path)
+    decode = runner._decode_step(256, samples=False, penalizes=False)
+    for sequence, tokens, read in ((decode, 1, used), (runner._prefill.step(padded), padded, count)):
+        told = roles_and_bytes(runner, sequence, tokens, 0)
+        assert {
+            role
+            for name, (role, _) in told.items()
+            if name.split("_")[0] in ("router", "choose", "count", "sort")
+        } == {"router"}
+        for name, matrices in (("experts_gate", 2), ("experts_down", 1)):
+            role, n_bytes = told[name]
+            assert role == ("experts gate+up" if matrices == 2 else "experts down")
+            excess = n_bytes - read * matrices * dim * width * 2
+            assert 0 <= excess < 2 * used * tokens * dim * 4, (name, excess)  # what goes in and out
+
+
 def check_profile_of_a_prompt() -> None:
     """What the kernels of a prompt are for and must move, of 8 tokens after 24."""
     heads, tokens, position, padded = 2, 8, 24, 64
     shape = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": heads, "ffn": 64}
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen3", quant="F16", **shape)
-        file = GGUF(path)
-    spec = read_spec(file)
-    with (
-        mock.patch.object(FusedRunner, "_compile"),
-        mock.patch.object(GPUModel, "fill"),
-    ):  # nothing is to run
-        runner = FusedRunner(Weights(file, spec, lambda _: None), 32)
-    kernels = runner._prefill.step(padded).compile().src
-    replay = profile.Replay(kernels, runner._uses(), tokens, run=lambda: None)
-    told = {}
-    for call, role in zip(replay.calls, roles_of(replay.calls, replay.uses), strict=True):
-        name = profile._name(call).split("_")[1]
-        told[name] = role, profile._bytes(replay, call, role, position)
+        runner = only_looked_at(path)
+    attention = runner._model.spec.attention[0]
+    steps = roles_and_bytes(runner, runner._prefill.step(padded), tokens, position)
+    told = {name.split("_")[0]: values for name, values in steps.items()}
     assert {name: role for name, (role, _) in told.items()} == {
         "embed": "embedding",
         "norm": "norm",
@@ -78,7 +114,7 @@ def check_profile_of_a_prompt() -> None:
         "gate": "FFN gate+up",
         "down": "FFN down",
     }
-    row = heads * spec.attention[0].head_dim * 2  # bytes of a token's keys, or values
+    row = heads * attention.head_dim * 2  # bytes of a token's keys, or values
     assert told["tile"][1] == 4 * row * (position + tokens) + 8, told
-    queries = 2 * padded * spec.attention[0].query_size * 2  # and what comes of them
+    queries = 2 * padded * attention.query_size * 2  # and what comes of them
     assert told["attend"][1] == queries + 2 * row * (position + tokens) + 8, told
