@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 from tinygrad import Device
 from tinygrad.helpers import GlobalCounters
 
 from engine.devices.device_name import device_name
-from engine.errors import ContextFullError, UsageError
+from engine.errors import UsageError
 from engine.events import (
-    Chat,
     EngineOptions,
     Event,
     Finished,
@@ -25,33 +22,24 @@ from engine.events import (
     Measure,
     Measured,
     ModelInfo,
-    Prefilling,
     Profile,
     Ready,
     Sampling,
-    StopReason,
-    Thinking,
-    Token,
-    TopToken,
     Warming,
 )
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder, think_splitter
-from engine.formats.template import Prompt
-from engine.formats.thinking import ReplySplitter
-from engine.formats.tokenizer import StreamDecoder
+from engine.formats.prompt import PromptEncoder
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.profile import profile
 from engine.model import file_summary
+from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
 from engine.model.choice_reporter import ChoiceReporter
-from engine.model.grammar import Constraint, Grammars
 from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.model_runner import ModelRunner, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
-from engine.model.sampling import Sampler, log_probabilities
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
 
@@ -92,7 +80,7 @@ class TextModel:
         self.prompts = prompts.result()
         beside_loading.shutdown()
         self.tokenizer = self.prompts.tokenizer
-        self._grammars = Grammars(self.tokenizer)
+        self._answers = Answers(self.prompts, self.context_length)
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
@@ -128,59 +116,24 @@ class TextModel:
         """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token, and `ExpertChoices`
         in between. Stops before the next token or prompt chunk when `cancelled`. Raises ContextFullError, TemplateError
         and UsageError."""
-        started = time.perf_counter()
-        prompt = self.prompts.encode(request.prompt)
-        limit = self._reply_limit(prompt.ids, request.max_tokens)
-        sampler = Sampler(request.sampling)
-        splitter = think_splitter(request.prompt, prompt)
-        reporter = _TokenReporter(request, StreamDecoder(self.tokenizer), splitter, report)
-        constraint = self._constraint(request, splitter, prompt)
+        answer = self._answers.begin(request, report)
         if request.fresh:
             self._cached.clear()
-        cached = self._reuse_prefix(prompt.ids)
-
+        answer.cached = self._reuse_prefix(answer.tokens)
         choices = ChoiceReporter(request.request_id, self._runner, report)
-
-        def progress(done: int) -> None:
-            choices.report_if_due()
-            report(Prefilling(request_id=request.request_id, done=done, total=len(prompt.ids), cached=cached))
-
-        on_device = self._prepare_sampling(request, sampler, prompt.ids, limit)
-        reason: StopReason = "length"
-        first_token = last_token = started
-        if not self._prefill(prompt.ids, progress, cancelled):
-            reason, limit = "cancelled", 0
-        tokens = list(prompt.ids)
-        for produced in range(limit):
+        on_device = self._prepare_sampling(answer)
+        if not self._prefill(answer, choices, cancelled):
+            answer.cancel()
+        while not answer.reason:
             if cancelled():
-                reason = "cancelled"
+                answer.cancel()
                 break
-            more = produced < limit - 1
-            token = self._next_token(tokens, sampler, constraint, on_device, more and not request.logprobs)
-            last_token = time.perf_counter()
-            if not produced:
-                first_token = last_token
-                progress(len(prompt.ids))
-            tokens.append(token)
-            self._cached = tokens[:-1]
-            ended = token in self.tokenizer.eos_ids and not (request.ignore_eos and not constraint)
-            reporter.report_token(token, self._runner, last=ended or not more)
+            token = self._next_token(answer, on_device)
+            self._cached = list(answer.tokens)
+            answer.add(token, self._runner.logits)
             choices.report_if_due()
-            if ended:
-                reason = "stop"
-                break
         choices.report()
-        return Finished(
-            request_id=request.request_id,
-            reason=reason,
-            prompt_n=len(prompt.ids),
-            cached_n=cached,
-            prompt_ms=(first_token - started) * 1e3,
-            predicted_n=len(tokens) - len(prompt.ids),
-            predicted_ms=(last_token - first_token) * 1e3,
-            load_ms=0.0,
-            seed=sampler.seed,
-        )
+        return answer.finished()
 
     def measure(self, request: Measure) -> Measured:
         """Counts the kernels of a decode step and the device's memory in use, and times a copy."""
@@ -203,56 +156,25 @@ class TextModel:
         del self._cached[position:]
         return position
 
-    def _constraint(
-        self, request: Generate, splitter: ReplySplitter | None, prompt: Prompt
-    ) -> Constraint | None:
-        """What keeps the answer to the grammar of the request."""
-        if request.grammar is None:
-            return None
-        thinks = isinstance(request.prompt, Chat) and request.prompt.think
-        return self._grammars.constraint(request.grammar, splitter, prompt.marks.open if thinks else "")
-
-    def _prepare_sampling(self, request: Generate, sampler: Sampler, prompt: list[int], limit: int) -> bool:
+    def _prepare_sampling(self, answer: Answer) -> bool:
         """Whether the device samples the reply's tokens. It does not when log-probabilities are asked for: they are
         those of the logits before penalties, which it overwrites. Nor does it know grammars."""
-        if (
-            sampler.greedy
-            or request.logprobs
-            or request.grammar
-            or not isinstance(self._runner, SamplingRunner)
-        ):
+        if answer.is_best_token or answer.request.logprobs or answer.constraint:
             return False
-        return self._runner.prepare_sampling(request.sampling, prompt, sampler.uniforms(limit))
+        if not isinstance(self._runner, SamplingRunner):
+            return False
+        uniforms = answer.sampler.uniforms(answer.left)
+        return self._runner.prepare_sampling(answer.request.sampling, answer.tokens, uniforms)
 
-    def _next_token(
-        self,
-        tokens: list[int],
-        sampler: Sampler,
-        constraint: Constraint | None,
-        on_device: bool,
-        run_ahead: bool,
-    ) -> int:
-        """The token after `tokens`. `run_ahead`: the one after it will be asked for too, without logits."""
-        last, position = tokens[-1], len(tokens) - 1
+    def _next_token(self, answer: Answer, on_device: bool) -> int:
+        """The token after those of the answer. The runner may run ahead if the one after it will be asked for too,
+        and the host needs no logits."""
+        token, position, more = answer.tokens[-1], len(answer.tokens) - 1, answer.left > 1
         if on_device:
             assert isinstance(self._runner, SamplingRunner)
-            return self._runner.decode_and_sample(last, position, run_ahead)
-        token = self._runner.decode(last, position, run_ahead and sampler.greedy and not constraint)
-        if constraint:
-            token = sampler.sample(constraint.masked(self._runner.logits()), tokens)
-            constraint.accept(token)
-            return token
-        return token if sampler.greedy else sampler.sample(self._runner.logits(), tokens)
-
-    def _reply_limit(self, prompt: list[int], max_tokens: int | None) -> int:
-        """The most tokens that the reply may have. Its last token needs no place in the KV cache."""
-        limit = self.context_length - len(prompt) + 1
-        if limit < 1:
-            raise ContextFullError(
-                f"The conversation has {len(prompt)} tokens and the context holds {self.context_length}.",
-                "Start a new chat, shorten the prompt, or restart with a larger --context.",
-            )
-        return limit if max_tokens is None else min(limit, max_tokens)
+            return self._runner.decode_and_sample(token, position, more)
+        best = self._runner.decode(token, position, more and not answer.needs_logits)
+        return best if answer.is_best_token else answer.choose(self._runner.logits())
 
     def _reuse_prefix(self, prompt: list[int]) -> int:
         """Cuts the KV cache to the longest prefix that it shares with the prompt, without the prompt's last token,
@@ -271,12 +193,12 @@ class TextModel:
         del self._cached[common:]
         return common
 
-    def _prefill(
-        self, prompt: list[int], progress: Callable[[int], None], cancelled: Callable[[], bool]
-    ) -> bool:
+    def _prefill(self, answer: Answer, choices: ChoiceReporter, cancelled: Callable[[], bool]) -> bool:
         """Stores all tokens of the prompt but the last one, which the first decode step runs. False if cancelled."""
+        prompt = answer.tokens
         while (done := len(self._cached)) < len(prompt) - 1:
-            progress(done)
+            choices.report_if_due()
+            answer.report_prefill(done)
             if cancelled():
                 return False
             chunk = prompt[done : min(done + self._runner.max_chunk, len(prompt) - 1)]
@@ -316,30 +238,6 @@ class TextModel:
         for depth in runner.decode_depths[1:]:
             runner.decode(0, depth)
             yield
-
-
-@dataclass(frozen=True)
-class _TokenReporter:
-    """Reports each token of a reply as a `Token` or `Thinking` event."""
-
-    request: Generate
-    decoder: StreamDecoder
-    splitter: ReplySplitter | None
-    report: Report
-
-    def report_token(self, token: int, runner: ModelRunner, *, last: bool) -> None:
-        """`last`: no token follows, so text that was held back is reported too."""
-        text = self.decoder.feed(token) + (self.decoder.flush() if last else "")
-        thinking = False
-        if self.splitter is not None:
-            thinking, text = self.splitter.feed(text, token)
-            text += self.splitter.flush()[1] if last else ""
-        logprob: float | None = None
-        top: tuple[TopToken, ...] = ()
-        if self.request.logprobs:
-            logprob, top = log_probabilities(runner.logits(), token, self.request.logprobs)
-        event = Thinking if thinking else Token
-        self.report(event(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
 
 
 def _context_length(options: EngineOptions, spec: ModelSpec) -> int:

@@ -22,7 +22,6 @@ from engine.events import (
 from engine.formats.thinking import THINK, ThinkSplitter
 from engine.model.generate import TextModel
 from engine.model.grammar import Grammars
-from engine.model.sampling import Sampler
 from tests import generated_model
 
 SCHEMA = {
@@ -103,9 +102,10 @@ def test_a_chat_with_thinking_ends_in_its_grammar(model):
     ) or text.startswith("{")
 
 
-def test_the_device_does_not_sample_under_a_grammar(model):
-    asked = Generate(request_id=1, prompt=RawText(text="x"), grammar=PERSON)
-    assert not model._prepare_sampling(asked, Sampler(asked.sampling), [1], 9)
+def test_the_host_chooses_under_a_grammar(model):
+    free = Generate(request_id=1, prompt=RawText(text="x"), sampling=Sampling(temperature=0))
+    bound = msgspec.structs.replace(free, grammar=PERSON)
+    assert [model._answers.begin(request, print).is_best_token for request in (free, bound)] == [True, False]
 
 
 @pytest.mark.parametrize("source", ["{", '{"type": "nothing"}', '{"$ref": "#/nowhere"}'])
