@@ -205,6 +205,11 @@ class Experts:
         return self.down.experts
 
     @property
+    def least_sum(self) -> float | None:
+        """What the probabilities of the chosen experts are divided by at least, if they are divided by their sum."""
+        return MIN_PROBABILITY if self.renormalised else None
+
+    @property
     def weights(self) -> tuple[Weight, ...]:
         return self.router, self.gate, self.up, self.down
 

@@ -25,6 +25,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.expert_choice import ExpertChoice
 from engine.kernels.gpu.uops import (
     I32,
     Activation,
@@ -73,12 +74,15 @@ class Schedule:
 @dataclass(frozen=True)
 class ChosenExperts:
     """The experts of a mixture that a token takes: `used` of `n`. Each gives a result of its own, from the same vector;
-    or their results are `added`, each times its weight, from a vector for each. With a `bias` each row has one."""
+    or their results are `added`, each times its probability, from a vector for each. With a `bias` each row has one.
+    The first of the two products chooses the experts. Their probabilities are divided by their sum, or by `least_sum`
+    if it is larger, unless that is None."""
 
     used: int
     n: int
     added: bool
     bias: bool = False
+    least_sum: float | None = None
 
 
 @dataclass(frozen=True)
@@ -305,9 +309,11 @@ def matvec(
     with `eps`, the partial sums of its squares, float32 (n_norm_sums,); the epilogue's ins; the planes of all
     matrices.
 
-    With experts, after those partial sums: the chosen experts, int32 (used,); if their results are added, their
-    weights, float32 (used,), and x is (used, permuted_size(cols)), not normed; if there are biases, these of all
-    experts, float32 (n, rows). Results that are not added need an epilogue that stores them by slot: `activated`."""
+    With experts, the outs are followed by the chosen experts, int32 (used,), and their probabilities, float32
+    (used,). If the results are added, these are read, and x is (used, permuted_size(cols)), not normed; else they
+    are written, a count of how often each expert was chosen, int32 (n,), follows, and after the partial sums the
+    router's logits, float32 (n,). Then come biases of all experts, float32 (n, rows), if there are any. Results
+    that are not added need an epilogue that stores them by slot: `activated`."""
     s, cols, matrices, chosen = schedule, stack.cols, stack.matrices, stack.experts
     assert stack.slots == 1 or epilogue.pair == 2
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
@@ -315,11 +321,13 @@ def matvec(
 
     def kernel(*buffers: UOp) -> UOp:
         outs, rest = buffers[: epilogue.n_outs], list(buffers[epilogue.n_outs :])
+        t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
+        thread = group * s.threads + t
+        results = [rest.pop(0) for _ in range(2 if chosen.added else 3)] if chosen else []
         xs = {bits: rest.pop(0) for bits in stack.prescale_bits}
         norm_sums = rest.pop(0) if n_norm_sums else None
-        experts = _Experts(chosen, rest, stack.rows) if chosen else None
+        experts = _Experts(chosen, results, rest, stack.rows, thread, s) if chosen else None
         ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
-        t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
         first, end, factor = block * s.block_rows, UOp.const(matrices[0][1]), f32(matrices[0][0].scale)
@@ -345,12 +353,16 @@ def matvec(
                     first = starts_here.where(matrix_block * s.block_rows + rows_before, first)
                     end = starts_here.where(UOp.const(rows_before + rows), end)
             rows_before += rows
-        stride = s.block_rows + 1
+        chooses = experts is not None and experts.choice is not None
+        stride = s.block_rows + (3 if chooses else 1)  # odd: neighbouring threads store to different banks
         partial = shared(s.threads * stride, slot=0)
         stores = [store(partial, t * stride + group * s.rows + r, p) for r, p in enumerate(products)]
         if norm_sums is not None:
             thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
             stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
+        if experts and experts.choice:
+            powers = experts.choice.powers(t, s.threads)
+            stores.append(store(partial, t * stride + s.block_rows + 1, powers, group.eq(0)))
         partial = partial.after(UOp.group(*stores))
 
         def total(column: UOp, valid: UOp | None) -> UOp:
@@ -361,9 +373,8 @@ def matvec(
         def product(i: UOp, valid: UOp) -> UOp:
             value = total(i, valid) * factor
             value = value if rms is None else value * rms
-            return value if experts is None else experts.biased(value, first + i, valid)
+            return value if experts is None else experts.biased(value, first + i)
 
-        thread = group * s.threads + t
         end_of_rows = None if whole else end
         slot = experts.slot if experts else None
         result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
@@ -373,19 +384,49 @@ def matvec(
         n_vectors = chosen.used if chosen and chosen.added else len(xs)
         n_bytes = stack.n_bytes + permuted_size(cols) * 4 * n_vectors
         n_ops = 2 * stack.rows * cols * (chosen.used if chosen else 1)
-        return finish(full_name, epilogue.stores(outs, ins, result), n_bytes, n_ops)
+        stores = epilogue.stores(outs, ins, result)
+        if experts and experts.choice:
+            stores += experts.stores(block, total(UOp.const(s.block_rows + 1), None))
+        return finish(full_name, stores, n_bytes, n_ops)
 
     return kernel
 
 
 class _Experts:
-    """The chosen experts in a kernel, with their `buffers`, which are taken from that list."""
+    """The chosen experts in a kernel. `results`: their numbers and probabilities, to read or to write; other `buffers`
+    are taken from that list."""
 
-    def __init__(self, chosen: ChosenExperts, buffers: list[UOp], rows: int) -> None:
-        self._chosen, self._rows, self._ids = chosen, rows, buffers.pop(0)
-        self._weights = buffers.pop(0) if chosen.added else None
+    def __init__(
+        self,
+        chosen: ChosenExperts,
+        results: list[UOp],
+        buffers: list[UOp],
+        rows: int,
+        thread: UOp,
+        s: Schedule,
+    ) -> None:
+        self._chosen, self._rows, self._results, self._thread = chosen, rows, results, thread
+        self._ids, self._weights = results[:2]
+        self.slot = self.choice = None
+        if not chosen.added:
+            self.slot = UOp.special(chosen.used, "gidx1")
+            n_threads = s.threads * s.groups
+            self.choice = ExpertChoice.of(
+                buffers.pop(0), UOp.const(0), chosen.used, chosen.n, thread, n_threads
+            )
+            self._ids = self.choice.ids
         self._biases = buffers.pop(0) if chosen.bias else None
-        self.slot = None if chosen.added else UOp.special(chosen.used, "gidx1")
+
+    def stores(self, block: UOp, total: UOp) -> list[UOp]:
+        """The stores of the choice, by the first block. `total`: that of all `ExpertChoice.powers`."""
+        assert self.choice and self.slot is not None
+        used, i = self._chosen.used, self._thread
+        is_first = block.eq(0) & self.slot.eq(0)
+        slot, ok = i.minimum(used - 1), (i < used) & is_first
+        probability = self.choice.probability(slot, total, self._chosen.least_sum)
+        ids, probabilities, counts = self._results
+        stores = [store(ids, i, load(self.choice.ids, slot), ok), store(probabilities, i, probability, ok)]
+        return [*stores, *self.choice.counted(counts, is_first)]
 
     def _first_row(self, slot: UOp | int) -> UOp:
         """The first row of the expert of a slot."""
@@ -395,14 +436,17 @@ class _Experts:
         self, layout: WeightLayout, shape: tuple[int, int], s: Schedule, first_row: UOp, t: UOp, x: UOp,
         planes: Sequence[UOp],
     ) -> list[UOp]:  # fmt: skip
-        """As `_row_sums`. If results are added, the units of all experts follow each other, as if of one row."""
+        """As `_row_sums`. If results are added, the units of all experts follow each other, as if of one row.
+
+        Loads of weights and biases are not gated: tinygrad would simplify all that their index depends on by the gate,
+        and the number of the expert depends on all threads."""
         rows, units = shape[0], units_of(shape[1])
         total = units * (self._chosen.used if self.slot is None else 1)
         steps = -(-total // s.threads)
         step = UOp.range(steps, 0, AxisType.REDUCE) if steps > 1 else None
         item = t if step is None else t + step * s.threads
         inside = None if total == s.threads * steps else item < total
-        slot, unit, first_x = self.slot, item, UOp.const(0)
+        slot, unit, first_x = self.slot, item if inside is None else item.minimum(units - 1), UOp.const(0)
         if slot is None:
             slot, unit = (item // units).minimum(self._chosen.used - 1), item % units
             first_x = slot * (units * UNIT)
@@ -414,19 +458,19 @@ class _Experts:
             row = first_row + r
             if rows % s.block_rows:
                 row = (row < rows).where(row, rows - 1)
-            product = layout.load_unit(planes, row + expert_row, units, unit, inside).dot(xs, group_sums)
-            products.append(product if self._weights is None else product * load(self._weights, slot))
+            product = layout.load_unit(planes, row + expert_row, units, unit, None).dot(xs, group_sums)
+            products.append(product * load(self._weights, slot) if self._chosen.added else product)
         return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 
-    def biased(self, value: UOp, row: UOp, valid: UOp) -> UOp:
+    def biased(self, value: UOp, row: UOp) -> UOp:
         """A row's product and its bias, or those of all slots, weighted."""
         if self._biases is None:
             return value
+        row = row.minimum(self._rows - 1)
         if self.slot is not None:
-            return value + load(self._biases, self._first_row(self.slot) + row, valid)
-        assert self._weights is not None
+            return value + load(self._biases, self._first_row(self.slot) + row)
         for slot in range(self._chosen.used):
-            bias = load(self._biases, self._first_row(slot) + row, valid)
+            bias = load(self._biases, self._first_row(slot) + row)
             value = value + load(self._weights, slot) * bias
         return value
 

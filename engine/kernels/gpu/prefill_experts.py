@@ -16,12 +16,11 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.expert_choice import ExpertChoice
 from engine.kernels.gpu.matmul import ExpertTiles
 from engine.kernels.gpu.uops import (
     I32,
     INDEX,
-    LOG2_E,
-    LOWEST,
     after_store,
     all_of,
     chain,
@@ -94,40 +93,22 @@ def router_logits(tokens: int, cols: int, n: int, eps: float, bias: bool) -> Ker
 
 
 @functools.cache
-def choose_experts(tokens: int, used: int, n: int, least_sum: float | None, counted: bool = False) -> Kernel:
+def choose_experts(tokens: int, used: int, n: int, least_sum: float | None) -> Kernel:
     """The `used` most probable experts of each token, the most probable first; of equal ones the first. Buffers: the
-    experts, int32 (tokens, used); their probabilities, float32 (tokens, used); if the choices of one token are
-    `counted`, how often each expert was chosen, int32 (n,), to which they are added; the router's logits, float32
-    (tokens, n). The probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None."""
-    assert tokens == 1 or not counted
+    experts, int32 (tokens, used); their probabilities, float32 (tokens, used); the router's logits, float32 (tokens,
+    n). The probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None."""
     threads = -(-n // 32) * 32
 
-    def kernel(chosen: UOp, probabilities: UOp, *buffers: UOp) -> UOp:
-        *choices, logits = buffers
+    def kernel(chosen: UOp, probabilities: UOp, logits: UOp) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
-        inside = thread < n
-        own = load(logits, token * n + thread, inside)
-        own = own if threads == n else inside.where(own, f32(LOWEST))  # whose rank is n
-        i, j, k = (UOp.range(n, axis, AxisType.REDUCE) for axis in range(3))
-        all_logits = after_store(shared(threads, slot=0), thread, own)
-        top = load(all_logits, i).reduce(i, arg=Ops.MAX)
-        other = load(all_logits, j)
-        precedes = (other > own) | (other.eq(own) & (j < thread))
-        rank = precedes.where(f32(1), f32(0)).reduce(j, arg=Ops.ADD).cast(I32).cast(INDEX)
-        power = ((own - top) * f32(LOG2_E)).exp2()
-        total = load(after_store(shared(threads, slot=1), thread, power), k).reduce(k, arg=Ops.ADD)
-        probability = power * total.reciprocal()
-        ok = rank < used
-        if least_sum is not None:
-            kept = after_store(shared(used, slot=2), rank, probability, ok)
-            probability = probability * chain(load_run(kept, 0, used)).maximum(least_sum).reciprocal()
-        index = token * used + rank
+        choice = ExpertChoice.of(logits, token * n, used, n, thread, threads)
+        sums = after_store(shared(32, slot=0), thread, choice.powers(thread % 32, 32), thread < 32)
+        slot, ok = thread.minimum(used - 1), thread < used
+        probability = choice.probability(slot, tree(load_run(sums, 0, 32)), least_sum)
         stores = [
-            store(chosen, index, thread.cast(I32), ok),
-            store(probabilities, index, probability, ok),
+            store(chosen, token * used + thread, load(choice.ids, slot), ok),
+            store(probabilities, token * used + thread, probability, ok),
         ]
-        if counted:
-            stores.append(store(choices[0], thread, load(choices[0], thread, inside) + 1, ok))
         return finish(f"prefill_choose_{tokens}_{used}_{n}", stores)
 
     return kernel

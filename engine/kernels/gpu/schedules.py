@@ -17,6 +17,7 @@ from engine.kernels.gpu.matvec import Schedule, StackedMatrices
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier searches obsolete.
 _SOURCES = ("kernels/gpu/matvec.py", "kernels/gpu/weight_layout.py", "kernels/gpu/bit_packing.py")
+_MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
 
 
@@ -80,7 +81,7 @@ def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Sc
 
 def candidates(stack: StackedMatrices, near: Schedule) -> list[Schedule]:
     """The schedules to try for a product, those most similar to `near` first, without `near`: blocks of 64 to 512
-    threads, whole blocks of rows, gate and up in one block, no idle threads."""
+    threads, whole blocks of rows, gate and up in one block, few idle threads."""
     schedules = dict.fromkeys(s for s in _all(stack.rows, stack.units, stack.slots) if s != near)
     return sorted(schedules, key=lambda s: _distance(s, near))
 
@@ -88,7 +89,7 @@ def candidates(stack: StackedMatrices, near: Schedule) -> list[Schedule]:
 def _all(rows: int, units: int, slots: int) -> Iterator[Schedule]:
     min_blocks = min(64, max(1, rows // 16)) // slots
     for threads in (8, 16, 24, 32, 48, 64, 96, 128):
-        if units % threads and units > 8:
+        if -units % threads > _MAX_IDLE * units and units > 8:
             continue
         for groups in (1, 2, 4, 8, 16):
             for thread_rows in (1, 2, 4, 8):

@@ -46,7 +46,7 @@ from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
 from engine.model.lower import REWIND
 from engine.model.lower.cpu_weights import CPUWeights, Matrix
-from engine.model.spec import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Sublayer
+from engine.model.spec import Activation, Attend, Dense, Experts, Sublayer
 from engine.model.weights import Weights
 
 PART_BYTES = 256 << 10  # of a matrix, in each part of its product
@@ -371,8 +371,7 @@ class _Step:
             model.scratch(name, tile, self._tokens * spec.used, dtype)
             for name, dtype in (("chosen", dtypes.int32), ("probabilities", dtypes.float32))
         )
-        least = MIN_PROBABILITY if spec.renormalised else None
-        kernel = choose_experts(spec.count, spec.used, least, model._lanes, tile)
+        kernel = choose_experts(spec.count, spec.used, spec.least_sum, model._lanes, tile)
         read = m.choices if tile == 1 else model.state
         self._sequence.add(kernel, chosen, probabilities, read, logits, parts=parts)
         if tile == 1:

@@ -2,7 +2,7 @@
 
     embed . for attention: qkv . attention . o
             for a feed-forward layer: gate+up . down
-            for experts: router . choice . gate+up . down     . head . next token
+            for experts: router . choice, gate+up . down     . head . next token
 
 The last product of a sublayer adds to the residual stream and prepares it for the next product: what the next sublayer
 is decides which vectors it writes. If the result is to be normed first, another kernel adds it (`post_norm`).
@@ -37,7 +37,6 @@ from engine.kernels.gpu.matvec import (
     matvec,
 )
 from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
-from engine.kernels.gpu.prefill_experts import choose_experts
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
 from engine.model.lower.device_sampler import DeviceSampler
@@ -173,13 +172,10 @@ class DecodeKernels:
         self._multiply_normed(
             step, m.router, stream, STORE_BIASED if bias else STORE, [logits], bias, "router"
         )
-        kernel = choose_experts(1, part.used, part.count, m.least_sum, counted=True)
-        step.add(kernel, *self._chosen(part.used), m.choices, logits)
-        biases = given(m.gate_up_bias)
-        chosen, prescale = self._chosen(part.used)[0], self._prescales.of(m.down.single_matrix.layout)
-        epilogue = activated(part.activation)
+        outs = [out, *self._chosen(part.used), m.choices]
+        ins = [logits, *given(m.gate_up_bias), self._prescales.of(m.down.single_matrix.layout)]
         self._multiply_normed(
-            step, m.gate_up, stream, epilogue, [out], [chosen, *biases, prescale], "experts_gate_up"
+            step, m.gate_up, stream, activated(part.activation), outs, ins, "experts_gate_up"
         )
         return out
 
@@ -218,12 +214,13 @@ class DecodeKernels:
         products with these prescales."""
         product, name = layer.mix.products[-1], "down"
         bias: list[Tensor] = []
-        experts: list[Tensor] = []
+        chosen: tuple[Tensor, ...] = ()
+        biases: list[Tensor] = []  # of experts
         match layer.mix:
             case Attention() as a:
                 name, bias = "o", given(a.o_bias)
             case Mixture() as m:
-                name, experts = "experts_down", [*self._chosen(m.part.used), *given(m.down_bias)]
+                name, chosen, biases = "experts_down", self._chosen(m.part.used), given(m.down_bias)
         dim, blocks = self._model.spec.dim, product.n_blocks
         n_parts = blocks if layer.post_norm is None else add_normed_blocks(dim)
         stream = self._stream(n_parts, bits, parity)
@@ -232,12 +229,12 @@ class DecodeKernels:
         if layer.post_norm is None:
             epilogue = add_residual(len(stream.inputs), bool(bias))
             kernel = matvec(product.stack, product.schedule, epilogue, name)
-            step.add(kernel, *outs, x, *experts, *norms, *bias, *product.planes)
+            step.add(kernel, *outs, *chosen, x, *biases, *norms, *bias, *product.planes)
             return stream
         assert not bias
         rows, squares = self._buffer("rows", dim), self._buffer("squares", blocks)
         kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name)
-        step.add(kernel, rows, squares, x, *experts, *product.planes)
+        step.add(kernel, rows, squares, *chosen, x, *biases, *product.planes)
         kernel = add_normed(dim, blocks, len(stream.inputs), self._model.spec.eps)
         step.add(kernel, *outs, rows, squares, layer.post_norm, *norms)
         return stream

@@ -177,7 +177,7 @@ class _Step:
         norm = self._prescales.norm_weight(layer.norm, 0)
         add = self._sequence.add
         add(router, logits, self._h, norm, self._prompt, m.router_rows, *given(m.router_bias))
-        add(choose_experts(tokens, used, n, m.least_sum), chosen, probabilities, logits)
+        add(choose_experts(tokens, used, n, m.part.least_sum), chosen, probabilities, logits)
         add(count_assignments(tiles), counts, m.choices, chosen, self._prompt)
         add(sort_assignments(tiles), assignments, tile_experts, counts, chosen, self._prompt)
         matrix, bias = m.gate_up.single_matrix, m.gate_up_bias

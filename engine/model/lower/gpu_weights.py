@@ -19,7 +19,6 @@ from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
 from engine.model.lower import REWIND
 from engine.model.spec import (
-    MIN_PROBABILITY,
     Activation,
     Attend,
     Dense,
@@ -152,8 +151,7 @@ class FeedForward:
 class Mixture:
     """The weights of a mixture of experts. `router_rows`: the router as prefill reads it, float32 (experts * dim,).
     The biases of gate and up alternate as their rows do, float32 (experts * 2 * width,); those of down are float32
-    (experts * dim,). `choices`: how often each expert was chosen, int32 (experts,). `least_sum`: what the chosen
-    experts' probabilities are divided by at least; None: they are not."""
+    (experts * dim,). `choices`: how often each expert was chosen, int32 (experts,)."""
 
     part: Experts
     router: Product
@@ -173,10 +171,6 @@ class Mixture:
     @property
     def width(self) -> int:
         return self.part.up.rows
-
-    @property
-    def least_sum(self) -> float | None:
-        return MIN_PROBABILITY if self.part.renormalised else None
 
 
 @dataclass
@@ -327,7 +321,7 @@ def _mixture(weights: Weights, part: Experts, choices: Tensor) -> Mixture:
     if part.gate_bias and part.up_bias:
         biases = [weights.vector(bias) for bias in (part.gate_bias, part.up_bias)]
         gate_up_bias = to_device(np.stack(biases, axis=1).reshape(-1))
-    chosen = ChosenExperts(part.used, part.count, added=False, bias=gate_up_bias is not None)
+    chosen = ChosenExperts(part.used, part.count, False, gate_up_bias is not None, part.least_sum)
     added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
     return Mixture(
         part=part,

@@ -28,7 +28,7 @@ def vector(n):
 
 
 def check_choice_of_experts_of_a_token() -> None:
-    """The router's product, then the choice: the most experts that a known model has."""
+    """The router's product, then the choice: the most experts that a known model has, some of them equal."""
     n, used, cols, eps = 256, 10, 128, 1e-5
     planes, router = packed(0, n, cols)
     x, bias, squares = vector(cols), vector(n), np.full(3, 30, np.float32)
@@ -39,35 +39,45 @@ def check_choice_of_experts_of_a_token() -> None:
     run(kernel, logits, laid_out(x, layout), buffer(squares), buffer(bias), *planes)
     wanted = router.astype(np.float64) @ x / np.sqrt(squares.sum() / cols + eps) + bias
     close(logits.numpy(), wanted)
-    ids, weights = zeros(used, dtypes.int32), zeros(used)
-    choices = DeviceCounts([3, n, 5])
-    for _ in range(2):
-        run(choose_experts(1, used, n, 6.1e-5, counted=True), ids, weights, choices.arrays[1], logits)
-    best = np.argsort(-wanted, kind="stable")[:used]
-    assert np.array_equal(ids.numpy(), best)
-    before, counts, after = choices.read()
-    assert np.array_equal(counts, 2 * np.isin(np.arange(n), best)) and not before.any() and not after.any()
-    p = np.exp(wanted[best] - wanted.max())
-    close(weights.numpy(), p / p.sum())
+    tied = logits.numpy()
+    tied[[7, 200, 31]] = tied.max()
+    for scores in (logits.numpy(), tied):
+        ids, weights = zeros(used, dtypes.int32), zeros(used)
+        run(choose_experts(1, used, n, 6.1e-5), ids, weights, buffer(scores))
+        best = np.argsort(-scores, kind="stable")[:used]
+        assert np.array_equal(ids.numpy(), best)
+        p = np.exp(scores[best] - scores.max())
+        close(weights.numpy(), p / p.sum())
 
 
 def check_gate_and_up_of_chosen_experts() -> None:
-    """Each chosen expert's gate and up of the same normed vector, in whole blocks and not, with biases and without."""
-    cols, eps, n, ids = 256, 1e-5, 4, np.array([3, 0, 2], np.int32)
+    """The choice, and each chosen expert's gate and up of the same normed vector: in whole blocks and not, with biases
+    and without, with fewer experts than threads and with more."""
+    cols, eps, used = 256, 1e-5, 3
     squares, x = rng.uniform(0, 9, 5).astype(np.float32), vector(cols)
     for (ggml_type, schedule), activation in zip(TYPES.items(), ("silu", "swiglu_oai", "gelu"), strict=True):
-        for bias, rows in ((False, 16), (True, 10)):
-            layout, experts = WeightLayout(ggml_type), ChosenExperts(len(ids), n, False, bias)
+        for bias, rows, n in ((False, 16, 4), (True, 10, 6)):
+            least_sum = 6.1e-5 if bias else None
+            layout, experts = WeightLayout(ggml_type), ChosenExperts(used, n, False, bias, least_sum)
             planes, weights = packed(ggml_type, n * rows, cols)
             biases = [rng.standard_normal((n, rows)).astype(np.float32) * 3] if bias else []
-            size, scale = permuted_size(rows // 2), prescale(6)
-            out, stack = zeros(len(ids) * size), StackedMatrices.single(layout, rows, cols, experts)
+            size, scale, logits = permuted_size(rows // 2), prescale(6), vector(n)
+            out, stack = zeros(used * size), StackedMatrices.single(layout, rows, cols, experts)
+            chosen, probabilities, choices = zeros(used, dtypes.int32), zeros(used), DeviceCounts([3, n, 5])
             kernel = matvec(stack, schedule, activated(activation), "t", 5, eps)
-            ins = laid_out(x, layout), buffer(squares), buffer(ids), *map(buffer, biases), buffer(scale)
-            run(kernel, out, *ins, *planes)
+            ins = laid_out(x, layout), buffer(squares), buffer(logits), *map(buffer, biases), buffer(scale)
+            for _ in range(2):
+                run(kernel, out, chosen, probabilities, choices.arrays[1], *ins, *planes)
+            ids = np.argsort(-logits, kind="stable")[:used]
+            assert np.array_equal(chosen.numpy(), ids)
+            before, counts, after = choices.read()
+            assert np.array_equal(counts, 2 * np.isin(np.arange(n), ids))
+            assert not before.any() and not after.any()
+            p = np.exp(logits[ids].astype(np.float64))
+            close(probabilities.numpy(), p / (p.sum() if bias else np.exp(logits).sum()))
             y = weights.reshape(n, rows, cols)[ids].astype(np.float64) @ x
             y = y / np.sqrt(squares.sum() / cols + eps) + sum(b[ids] for b in biases)
-            got = out.numpy().reshape(len(ids), size)[:, places(rows // 2)] / scale[: rows // 2]
+            got = out.numpy().reshape(used, size)[:, places(rows // 2)] / scale[: rows // 2]
             close(got, gated(y[:, 0::2], y[:, 1::2], activation), 4e-6)
 
 
@@ -88,7 +98,7 @@ def check_down_of_chosen_experts() -> None:
             p = p.astype(np.float32)
             stack = StackedMatrices.single(layout, rows, cols, experts)
             vectors = buffer(np.concatenate([laid_out(x, layout).numpy() for x in xs]))
-            ins = vectors, buffer(ids), buffer(p), *map(buffer, biases)
+            ins = buffer(ids), buffer(p), vectors, *map(buffer, biases)
             y = np.einsum("erc,ec->er", weights.reshape(n, rows, cols)[ids].astype(np.float64), xs)
             y = p @ (y + sum(b[ids] for b in biases))
             blocks = stack.n_blocks(schedule)

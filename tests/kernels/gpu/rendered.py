@@ -170,18 +170,19 @@ def render_chosen_experts() -> None:
     for ggml_type, width, bias in ((12, 768, False), (8, 2880, True)):
         n, used, cols, p = 32, 4, 2048, WeightLayout(ggml_type)
         ids, weights = (used, dtypes.int32), (used, F)
-        render(choose_experts(1, used, n, 6.1e-5, counted=True), ids, weights, (n, dtypes.int32), (n, F))
-        stack = StackedMatrices.single(p, 2 * width, cols, ChosenExperts(used, n, False, bias))
+        stack = StackedMatrices.single(p, 2 * width, cols, ChosenExperts(used, n, False, bias, 6.1e-5))
         epilogue, x = activated("swiglu_oai"), (permuted_size(cols), F)
         kernel = matvec(stack, matvec_schedule(stack), epilogue, "experts_gate_up", 64, 1e-5)
         biases = [(n * 2 * width, F)] if bias else []
         vectors, planes = (used * permuted_size(width), F), p.shapes(n * 2 * width, cols)
-        render(kernel, vectors, x, (64, F), ids, *biases, (UNIT, F), *planes)
+        render(
+            kernel, vectors, ids, weights, (n, dtypes.int32), x, (64, F), (n, F), *biases, (UNIT, F), *planes
+        )
         stack = StackedMatrices.single(p, cols, width, ChosenExperts(used, n, True, bias))
         schedule = matvec_schedule(stack)
         kernel = matvec(stack, schedule, add_residual(), "experts_down")
         biases, sums = [(n * cols, F)] if bias else [], (stack.n_blocks(schedule), F)
-        ins = vectors, ids, weights, *biases, (cols, F)
+        ins = ids, weights, vectors, *biases, (cols, F)
         render(kernel, (cols, F), sums, x, *ins, *p.shapes(n * cols, width))
 
 
