@@ -11,7 +11,8 @@ from engine import candidate_trial
 from engine.disk_cache import DiskCache
 from engine.events import EngineOptions, Warming
 from engine.kernels.gpu import schedules
-from engine.kernels.gpu.matvec import ChosenExperts, Schedule, StackedMatrices
+from engine.kernels.gpu.chosen_experts import ChosenExperts
+from engine.kernels.gpu.matvec import Schedule, StackedMatrices
 from engine.kernels.gpu.schedules import _by_rule, candidates
 from engine.kernels.gpu.weight_layout import WeightLayout, units_of
 from engine.measure.compiling import kernels_reported

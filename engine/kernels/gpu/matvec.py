@@ -25,7 +25,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.expert_choice import ExpertChoice
+from engine.kernels.gpu.chosen_experts import ChosenExperts, ExpertRows
 from engine.kernels.gpu.uops import (
     I32,
     Activation,
@@ -35,7 +35,6 @@ from engine.kernels.gpu.uops import (
     gated,
     inverse_rms,
     load,
-    load_index,
     load_run,
     shared,
     store,
@@ -69,20 +68,6 @@ class Schedule:
     def fits(self) -> bool:
         """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""
         return self.block_rows <= self.threads * self.groups <= 1024
-
-
-@dataclass(frozen=True)
-class ChosenExperts:
-    """The experts of a mixture that a token takes: `used` of `n`. Each gives a result of its own, from the same vector;
-    or their results are `added`, each times its probability, from a vector for each. With a `bias` each row has one.
-    The first of the two products chooses the experts. Their probabilities are divided by their sum, or by `least_sum`
-    if it is larger, unless that is None."""
-
-    used: int
-    n: int
-    added: bool
-    bias: bool = False
-    least_sum: float | None = None
 
 
 @dataclass(frozen=True)
@@ -326,7 +311,9 @@ def matvec(
         results = [rest.pop(0) for _ in range(2 if chosen.added else 3)] if chosen else []
         xs = {bits: rest.pop(0) for bits in stack.prescale_bits}
         norm_sums = rest.pop(0) if n_norm_sums else None
-        experts = _Experts(chosen, results, rest, stack.rows, thread, s) if chosen else None
+        experts = (
+            ExpertRows(chosen, results, rest, stack.rows, thread, s.threads * s.groups) if chosen else None
+        )
         ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
@@ -340,11 +327,13 @@ def matvec(
             blocks_before += -(-rows // s.block_rows)
             active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
             x = xs[layout.prescale_bits]
-            shape = rows, cols
+            clamped = [first_row + r for r in range(s.rows)]
+            if rows % s.block_rows:
+                clamped = [(row < rows).where(row, rows - 1) for row in clamped]
             sums = (
-                experts.row_sums(layout, shape, s, first_row, t, x, matrix_planes)
+                experts.sums(layout, cols, x, matrix_planes, clamped, t, s.threads)
                 if experts
-                else _row_sums(layout, shape, s, first_row, t, x, matrix_planes, active, k)
+                else _row_sums(layout, cols, x, matrix_planes, clamped, t, s.threads, active, k)
             )
             products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
             if k:
@@ -392,115 +381,25 @@ def matvec(
     return kernel
 
 
-class _Experts:
-    """The chosen experts in a kernel. `results`: their numbers and probabilities, to read or to write; other `buffers`
-    are taken from that list."""
-
-    def __init__(
-        self,
-        chosen: ChosenExperts,
-        results: list[UOp],
-        buffers: list[UOp],
-        rows: int,
-        thread: UOp,
-        s: Schedule,
-    ) -> None:
-        self._chosen, self._rows, self._results, self._thread = chosen, rows, results, thread
-        self._ids, self._weights = results[:2]
-        self.slot = self.choice = None
-        if not chosen.added:
-            self.slot = UOp.special(chosen.used, "gidx1")
-            n_threads = s.threads * s.groups
-            self.choice = ExpertChoice.of(
-                buffers.pop(0), UOp.const(0), chosen.used, chosen.n, thread, n_threads
-            )
-            self._ids = self.choice.ids
-        self._biases = buffers.pop(0) if chosen.bias else None
-
-    def stores(self, block: UOp, total: UOp) -> list[UOp]:
-        """The stores of the choice, by the first block. `total`: that of all `ExpertChoice.powers`."""
-        assert self.choice and self.slot is not None
-        used, i = self._chosen.used, self._thread
-        is_first = block.eq(0) & self.slot.eq(0)
-        slot, ok = i.minimum(used - 1), (i < used) & is_first
-        probability = self.choice.probability(slot, total, self._chosen.least_sum)
-        ids, probabilities, counts = self._results
-        stores = [store(ids, i, load(self.choice.ids, slot), ok), store(probabilities, i, probability, ok)]
-        return [*stores, *self.choice.counted(counts, is_first)]
-
-    def _first_row(self, slot: UOp | int) -> UOp:
-        """The first row of the expert of a slot."""
-        return load_index(self._ids, slot, self._chosen.n) * self._rows
-
-    def row_sums(
-        self, layout: WeightLayout, shape: tuple[int, int], s: Schedule, first_row: UOp, t: UOp, x: UOp,
-        planes: Sequence[UOp],
-    ) -> list[UOp]:  # fmt: skip
-        """As `_row_sums`. If results are added, the units of all experts follow each other, as if of one row.
-
-        Loads of weights and biases are not gated: tinygrad would simplify all that their index depends on by the gate,
-        and the number of the expert depends on all threads."""
-        rows, units = shape[0], units_of(shape[1])
-        total = units * (self._chosen.used if self.slot is None else 1)
-        steps = -(-total // s.threads)
-        step = UOp.range(steps, 0, AxisType.REDUCE) if steps > 1 else None
-        item = t if step is None else t + step * s.threads
-        inside = None if total == s.threads * steps else item < total
-        slot, unit, first_x = self.slot, item if inside is None else item.minimum(units - 1), UOp.const(0)
-        if slot is None:
-            slot, unit = (item // units).minimum(self._chosen.used - 1), item % units
-            first_x = slot * (units * UNIT)
-        expert_row = self._first_row(slot)
-        xs = [load(x, first_x + (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
-        group_sums = layout.group_sums(xs)
-        products = []
-        for r in range(s.rows):
-            row = first_row + r
-            if rows % s.block_rows:
-                row = (row < rows).where(row, rows - 1)
-            product = layout.load_unit(planes, row + expert_row, units, unit, None).dot(xs, group_sums)
-            products.append(product * load(self._weights, slot) if self._chosen.added else product)
-        return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
-
-    def biased(self, value: UOp, row: UOp) -> UOp:
-        """A row's product and its bias, or those of all slots, weighted."""
-        if self._biases is None:
-            return value
-        row = row.minimum(self._rows - 1)
-        if self.slot is not None:
-            return value + load(self._biases, self._first_row(self.slot) + row)
-        for slot in range(self._chosen.used):
-            bias = load(self._biases, self._first_row(slot) + row)
-            value = value + load(self._weights, slot) * bias
-        return value
-
-
 def _row_sums(
-    layout: WeightLayout, shape: tuple[int, int], s: Schedule, first_row: UOp, t: UOp, x: UOp,
-    planes: Sequence[UOp], active: UOp | None, axis: int,
+    layout: WeightLayout, cols: int, x: UOp, planes: Sequence[UOp], rows: Sequence[UOp], t: UOp, threads: int,
+    active: UOp | None, axis: int,
 ) -> list[UOp]:  # fmt: skip
-    """A thread's partial sums of its rows of one matrix, from `first_row` on. If the block is not `active`, its loop
-    has no steps and the sums are zeros, so that it costs only a branch."""
-    rows, units = shape[0], units_of(shape[1])
-    steps = -(-units // s.threads)
+    """The partial sums of rows of one matrix, by thread t of `threads`. If the block is not `active`, its loop has no
+    steps and the sums are zeros, so that it costs only a branch."""
+    units = units_of(cols)
+    steps = -(-units // threads)
     if active is not None:  # tinygrad moves code that precedes a loop of one step at most into the loop
         steps = max(steps, 2)
+        if units <= MAX_BLOCK // UNIT:  # d does not depend on the step: it is loaded before
+            rows = [active.where(row, 0) for row in rows]
     trips = steps if active is None else active.where(UOp.const(steps), UOp.const(0))
     step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
-    unit = t if step is None else t + step * s.threads
-    inside = None if units == s.threads * steps else unit < units
+    unit = t if step is None else t + step * threads
+    inside = None if units == threads * steps else unit < units
     xs = [load(x, (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
     group_sums = layout.group_sums(xs)
-    products = []
-    for r in range(s.rows):
-        row = first_row + r
-        if rows % s.block_rows:
-            row = (row < rows).where(row, rows - 1)
-        if (
-            active is not None and units <= MAX_BLOCK // UNIT
-        ):  # d does not depend on the step: it is loaded before
-            row = active.where(row, 0)
-        products.append(layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums))
+    products = [layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums) for row in rows]
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 
 

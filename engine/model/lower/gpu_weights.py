@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, dtypes
 
+from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.device_memory import DeviceCounts, device_zeros, to_device
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
-from engine.kernels.gpu.matvec import ChosenExperts, StackedMatrices
+from engine.kernels.gpu.matvec import StackedMatrices
 from engine.kernels.gpu.schedules import best_schedule
 from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack

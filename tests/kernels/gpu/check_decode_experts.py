@@ -3,11 +3,11 @@
 import numpy as np
 from tinygrad import dtypes
 
+from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.device_memory import DeviceCounts
 from engine.kernels.gpu.matvec import (
     STORE_BIASED,
     STORE_SQUARES,
-    ChosenExperts,
     Schedule,
     StackedMatrices,
     activated,

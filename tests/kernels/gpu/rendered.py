@@ -24,6 +24,7 @@ from tinygrad.runtime.support import compiler_cuda
 
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu import few_columns as few
+from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.decode_attention import attention, combine, split_for
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
@@ -31,7 +32,6 @@ from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size,
 from engine.kernels.gpu.matvec import (
     STORE,
     STORE_BIASED,
-    ChosenExperts,
     Kernel,
     StackedMatrices,
     activate,
