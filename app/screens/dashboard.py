@@ -21,6 +21,7 @@ from app.screens.kernel_source import KernelScreen
 from app.screens.performance import PerformanceObserver
 from engine.events import MIN_TOKENS, Counter, Event, Finished, Ready, decode_rate, shown_prefill_rate
 from engine.measure.counters import Counters
+from widgets.expert_strip import ExpertStrip
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState
 from widgets.preset_bar import PresetBar
@@ -37,6 +38,8 @@ class Dashboard(Vertical):
     Dashboard { width: 1fr; }
     Dashboard ThroughputGraph { height: 2fr; min-height: 6; }
     Dashboard KernelTable { height: 1fr; min-height: 11; }
+    Dashboard ExpertStrip { height: auto; max-height: 7; }
+    Dashboard ExpertStrip.-absent { display: none; }
     Dashboard MachinePanel { height: auto; max-height: 13; }
     Dashboard.-zoomed > * { display: none; }
     Dashboard.-zoomed > .-whole { display: block; height: 1fr; max-height: 100%; }
@@ -53,8 +56,8 @@ class Dashboard(Vertical):
         self.performance = PerformanceObserver(session.clock)
         self.profiler = IdleProfiler(session, self.performance)
         self.preset_bar, self.graph = PresetBar("F6", "F7", "F8"), ThroughputGraph()
-        self.table, self.machine = KernelTable(), MachinePanel()
-        self.panes: tuple[Widget, ...] = (self.graph, self.table, self.machine)
+        self.table, self.experts, self.machine = KernelTable(), ExpertStrip(classes="-absent"), MachinePanel()
+        self.panes: tuple[Widget, ...] = (self.graph, self.table, self.experts, self.machine)
         self._read_counters = read_counters or Counters().read
         self._counters: tuple[Counter, ...] = ()
         self._drawn_at = 0.0
@@ -78,6 +81,7 @@ class Dashboard(Vertical):
         self.performance.observe(event)
         if isinstance(event, Ready):
             self.profiler.engine_ready()
+            self.experts.set_class(not event.experts, "-absent")
             if self.setup is not None:
                 self.setup.engine_ready(event.backend)
                 self.show_preset()
@@ -142,6 +146,7 @@ class Dashboard(Vertical):
         with self.app.batch_update():
             self.graph.data = self.performance.throughput(self._counters)
             self.table.data = self.performance.kernels
+            self.experts.data = self.performance.experts()
         return True
 
     async def _sample_counters(self) -> None:
@@ -162,7 +167,7 @@ class Dashboard(Vertical):
     def next_pane(self) -> Widget | None:
         """The pane after that one, None after the last."""
         index = 0 if self.whole is None else self.panes.index(self.whole) + 1
-        return self.panes[index] if index < len(self.panes) else None
+        return next((pane for pane in self.panes[index:] if not pane.has_class("-absent")), None)
 
     def zoom(self, pane: Widget | None) -> None:
         for other in self.panes:

@@ -12,7 +12,7 @@ from app.screens.performance import PerformanceObserver
 from engine.client import Engine, Measurable
 from engine.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
 from engine.measure.counters import Counters
-from widgets import kernel_lines, machine_panel, throughput_lines
+from widgets import expert_strip, kernel_lines, machine_panel, throughput_lines
 from widgets.machine_panel import MachineState
 from widgets.pane import Line
 from widgets.text import one_line
@@ -78,6 +78,8 @@ def _print(performance: PerformanceObserver, machine: MachineState, problems: li
             kernels = kernel_lines.ordered(profile.kernels, "total")
             rows = [kernel_lines.row(profile, kernel, profiles.copy_gbps, width) for kernel in kernels]
             _section(f"kernels, {profile.step}", kernel_lines.header(profile, profiles, width) + rows, out)
+    if experts := performance.experts():
+        _section("experts", expert_strip.strip(experts, width), out)
     for sentence in problems:
         print("", _wrapped(one_line(sentence), width, out), sep="\n", file=out)
     _section("machine", machine_panel.lines(machine, width), out)

@@ -9,10 +9,12 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from app.chat.slowdown import explain_slowdown
+from app.screens.expert_window import ExpertWindow
 from engine.events import (
     MIN_TOKENS,
     Counter,
     Event,
+    ExpertChoices,
     Failed,
     Finished,
     KernelProfile,
@@ -23,6 +25,7 @@ from engine.events import (
     decode_rate,
     shown_prefill_rate,
 )  # fmt: skip
+from widgets.expert_strip import ExpertUse
 from widgets.kernel_lines import CACHEABLE_BYTES, KernelProfiles
 from widgets.text import counted
 from widgets.throughput_lines import Throughput
@@ -64,6 +67,7 @@ class PerformanceObserver:
             None  # prompt tokens at the last prefill sample, and its time
         )
         self._has_prompt_sample = False
+        self._experts: ExpertWindow | None = None
 
     @property
     def copy_gbps(self) -> float | None:
@@ -85,6 +89,9 @@ class PerformanceObserver:
                 self._set_kernels(replace(self.kernels, note="", decode=event))
             case KernelProfile():
                 self._set_kernels(replace(self.kernels, note="", prefill=event))
+            case ExpertChoices() if self._experts:
+                self._experts.add(event, self._clock())
+                self.changes += 1
             case Failed():
                 self._end_answer()
 
@@ -145,6 +152,10 @@ class PerformanceObserver:
             memory=_memory_load(self.relevant(counters)),
         )
 
+    def experts(self) -> ExpertUse | None:
+        """How often each expert was chosen in the last minute; None if the engine does not count."""
+        return self._experts.use(self._clock()) if self._experts else None
+
     def slowdown(self, counters: Sequence[Counter]) -> str:
         """Why decode is slower than its best since the engine was ready; "" if it is not."""
         current = self.current
@@ -167,6 +178,7 @@ class PerformanceObserver:
         )
         self._rates.clear()
         self._current.clear()
+        self._experts = ExpertWindow(ready.experts, ready.experts_used) if ready.experts else None
         self.kernels = KernelProfiles()
         self._position = self._cached = 0
         self._end_answer()

@@ -55,13 +55,15 @@ def buffers_of(argument: UOp) -> list[UOp]:
 
 
 def _role_by_buffers(call: UOp, uses: Mapping[UOp, BufferUse]) -> KernelRole | None:
-    """Matrices come first, then caches, then norms: a product may norm its input, and read a bias."""
+    """Matrices come first, then caches, then norms: a product may norm its input, and read a bias. The first product of
+    experts may choose them too."""
     if call.src[0].op is Ops.COPY:
         return "copy"
     used = [uses[b] for arg in get_call_arg_uops(call) for b in buffers_of(arg) if b in uses]
-    matrices = [use for use in used if use.role not in ("norm", "attention")]
+    routers = [use for use in used if use.role == "router"]
+    matrices = [use for use in used if use.role not in ("norm", "attention", "router")]
     caches = [use for use in used if use.role == "attention"]
-    return next((use.role for use in (*matrices, *caches, *used)), None)
+    return next((use.role for use in (*matrices, *routers, *caches, *used)), None)
 
 
 def _role_between(before: set[KernelRole], after: set[KernelRole]) -> KernelRole:

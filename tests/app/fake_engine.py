@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
+from msgspec.structs import replace
+
 from engine.events import (
     Chat,
     Event,
+    ExpertChoices,
     Failed,
     Finished,
     Generate,
@@ -46,6 +49,16 @@ STARTED: tuple[Event, ...] = (
     Loading(done_bytes=318_000_000, total_bytes=636_000_000),
     Warming(done=12, total=48),
     READY,
+)
+
+WITH_EXPERTS = replace(READY, experts=128, experts_used=8)
+"""As an engine says whose model has experts."""
+CHOICES = ExpertChoices(
+    request_id=0,
+    layers=tuple(
+        tuple(max(0, 40 - (i * (37 + layer) + 11 * layer) % 53) * (1 + (i == 90)) for i in range(128))
+        for layer in range(24)
+    ),
 )
 
 

@@ -34,7 +34,16 @@ from engine.events import (
     TopToken,
 )
 from engine.formats.template import Prompt
-from tests.app.fake_engine import DIED, READY, STARTED, FakeEngine, MeasuredEngine, reply
+from tests.app.fake_engine import (
+    CHOICES,
+    DIED,
+    READY,
+    STARTED,
+    WITH_EXPERTS,
+    FakeEngine,
+    MeasuredEngine,
+    reply,
+)
 from tests.waiting import until
 
 NOW = datetime(2026, 5, 7, 14, 5)
@@ -327,6 +336,7 @@ _NOT_FOUND = Failed(
 )
 
 _all = [reply(ANSWER, THOUGHT)]
+_chosen = [[*_all[0][:-1], CHOICES, _all[0][-1]]]
 _half = [[*reply(ANSWER[: ANSWER.index("moon +")], THOUGHT)[:-1], None]]
 _died = [[*reply(ANSWER, THOUGHT)[:140], DIED]]
 _loading = [Loading(done_bytes=done, total_bytes=636_000_000) for done in range(0, 404_000_000, 4_000_000)]
@@ -351,6 +361,12 @@ SCENES = {
         (100, 30), _all, QUESTION, shows="such terms", act=_whole(1, "left", "left"), earlier=True
     ),
     "whole-kernels": Scene((120, 30), _all, QUESTION, shows="such terms", act=_whole(2, "down", "s")),
+    "dashboard-experts": Scene(
+        (130, 44), _chosen, QUESTION, shows="such terms", act=_measured, start=[WITH_EXPERTS]
+    ),
+    "whole-experts": Scene(
+        (100, 40), _chosen, QUESTION, shows="such terms", act=_whole(3), start=[WITH_EXPERTS]
+    ),
     "whole-machine": Scene((80, 24), _all, QUESTION, shows="such terms", act=_whole(3)),
     "kernel": Scene((110, 30), _all, QUESTION, shows="such terms", act=_kernel),
     "presets": Scene((100, 30), [], act=_presets, shows="ready"),

@@ -9,7 +9,8 @@ from textual.color import Color
 
 from engine.events import Counter
 from tests.app.fake_engine import profile
-from widgets import kernel_lines, machine_panel, throughput_lines
+from widgets import expert_strip, kernel_lines, machine_panel, throughput_lines
+from widgets.expert_strip import ExpertUse
 from widgets.kernel_lines import GAPS, GROUPS, KernelProfiles, ordered, summary
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState
@@ -184,6 +185,30 @@ def test_the_graphs_of_a_text_are_as_long_as_the_samples():
 
 def test_a_graph_of_nothing():
     assert "– tok/s" in text(throughput_lines.lines(Throughput(), 40, 12))[0]
+
+
+EXPERTS = ExpertUse(((0, 40, 60, 20), (24, 36, 6, 54)), 2)
+
+
+def test_experts_are_blocks_scaled_to_the_most_chosen_and_told_in_words():
+    said = "4 experts in each of 2 layers, 2 a token · most chosen by 100 % of"
+    assert text(expert_strip.strip(EXPERTS, 110)) == [
+        f"{said} a layer's tokens · 1 of 8 never chosen",
+        "▃█▇█",
+    ]
+    assert text(expert_strip.strip(EXPERTS, 90)) == [f"{said} tokens · 1 of 8 never", "▃█▇█"]
+    assert text(expert_strip.strip(EXPERTS, 4))[-1] == "▃█▇█"
+    assert text(expert_strip.strip(EXPERTS, 3))[-2:] == ["▃█", "▇█"]
+    assert text(expert_strip.by_layer(EXPERTS, 30, 2)) == ["  0 ·▆█▃", "  1 ▄▆▁█"]
+    assert text(expert_strip.by_layer(EXPERTS, 30, 1)) == ["2 more layers: no room"]
+    none = text(expert_strip.strip(ExpertUse(((0,) * 4,), 2), 60))
+    assert none == ["4 experts, 2 a token · none chosen", "····"]
+
+
+@given(width=st.integers(1, 150), height=st.integers(1, 40))
+def test_experts_keep_to_the_width_and_height(width, height):
+    lines = expert_strip.by_layer(ExpertUse(((1, 0) * 64,) * 30, 8), width, height)
+    assert len(lines) <= height and (width < 30 or max(map(len, text(lines))) <= width)
 
 
 TIMES = st.floats(0, 1000)

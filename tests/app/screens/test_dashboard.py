@@ -16,7 +16,7 @@ from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.events import Counter, EngineOptions, Failed, Measured, Search, Warming
-from tests.app.fake_engine import STARTED, FakeEngine, MeasuredEngine, profile, reply, tokens
+from tests.app.fake_engine import STARTED, WITH_EXPERTS, FakeEngine, MeasuredEngine, profile, reply, tokens
 from tests.app.scenes import COUNTERS, sees, settled
 from tests.waiting import until
 
@@ -70,6 +70,18 @@ async def test_an_idle_engine_is_measured_once_and_after_each_reply():
         await pilot.press("enter")
         await until(lambda: engine.profiles == ["decode"] * 2)
         await sees(pilot, "42% of roofline")
+
+
+async def test_the_pane_of_experts_is_there_for_models_that_have_some():
+    for start, panes in ((STARTED, 3), ([WITH_EXPERTS], 4)):
+        async with dashboard(FakeEngine(start=start)) as (app, pilot, _):
+            strip = app.dashboard.experts
+            assert strip.display == (panes == 4)
+            seen = []
+            for _ in range(panes + 1):
+                await pilot.press("f9")
+                seen.append(app.dashboard.whole)
+            assert seen == [pane for pane in app.dashboard.panes if pane is not strip or panes == 4] + [None]
 
 
 async def test_a_bandwidth_measured_beside_other_programs_is_measured_again_when_they_are_quiet():

@@ -6,7 +6,7 @@ import pytest
 
 from app.screens.dashboard_text import run
 from engine.events import Failed
-from tests.app.fake_engine import FakeEngine, MeasuredEngine, reply
+from tests.app.fake_engine import CHOICES, WITH_EXPERTS, FakeEngine, MeasuredEngine, reply
 
 
 class Terminal(io.StringIO):
@@ -31,6 +31,12 @@ async def test_it_prints_all_panes():
     assert "\x1b" not in out and max(map(len, out.splitlines())) <= 130
     assert engine.profiles == ["decode", "prefill"]
     assert all(request.fresh and request.ignore_eos for request in engine.requests)
+
+
+async def test_it_prints_how_often_experts_were_chosen():
+    events = reply("word " * 80)
+    _, out, _ = await once(MeasuredEngine([*events[:-1], CHOICES, events[-1]], start=[WITH_EXPERTS]))
+    assert "128 experts in each of 24 layers, 8 a token · most chosen by" in out and "█" in out
 
 
 async def test_an_engine_that_does_not_measure_itself():

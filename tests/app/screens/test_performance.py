@@ -9,7 +9,8 @@ from app.chat import speed_history
 from app.chat.slowdown import explain_slowdown
 from app.screens.performance import PerformanceObserver
 from engine.events import Counter, Measured, Prefilling, Token
-from tests.app.fake_engine import READY, profile, reply
+from tests.app.fake_engine import CHOICES, READY, WITH_EXPERTS, profile, reply
+from widgets.expert_strip import ExpertUse
 
 MEASURED = Measured(request_id=0, copy_gbps=100.0, kernels_per_token=1, device_bytes=1)
 
@@ -301,3 +302,19 @@ def test_the_counters_of_a_card_say_nothing_of_an_engine_on_the_cpu(performance)
     assert performance.relevant(counters) == counters[1:]
     assert performance.throughput(counters).memory == "memory: not available: no counter here"
     assert performance.throughput(counters).measured == "reading"
+
+
+def test_choices_of_experts_are_those_of_the_last_minute(performance, clock):
+    assert performance.experts() is None
+    performance.observe(WITH_EXPERTS)
+    assert performance.experts() == ExpertUse(((0,) * 128,), 8)
+    for _ in range(2):
+        performance.observe(CHOICES)
+        clock.now += 40
+    assert performance.experts().layers == CHOICES.layers  # the second time
+    assert performance.experts() is performance.experts()
+    clock.now += 40
+    assert not any(map(any, performance.experts().layers))
+    performance.observe(CHOICES)
+    performance.observe(READY)
+    assert performance.experts() is None
