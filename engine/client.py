@@ -29,6 +29,7 @@ from engine.events import (
     Profile,
     Ready,
     Request,
+    Slots,
     Step,
     Token,
     command_decoder,
@@ -228,6 +229,8 @@ class LocalEngine:
 
     def _receive(self, event: Event) -> None:
         self.on_event(event)
+        if isinstance(event, Slots):
+            return
         if isinstance(event, Failed) and event.kind == "internal" and not event.hint:
             event = replace(event, hint=f"Details are in {self.log_path}")
         request_id: int | None = getattr(event, "request_id", None)

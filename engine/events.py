@@ -226,11 +226,11 @@ class Warming(_Record, frozen=True, kw_only=True):
 
 
 class Ready(_Record, frozen=True, kw_only=True):
-    """The engine can answer. `context_length` is in tokens, `load_ms` the time from the start of loading. `warnings`
-    are sentences about unexpected things in the model. A decode step reads `weight_bytes_per_token`,
-    `kv_bytes_per_token` for each token before it (0: not known), and `window_kv_bytes_per_token` for each of those in
-    the sliding `window`. If the engine reports `ExpertChoices`, each layer of experts has `experts`, of which
-    `experts_used` compute a token; 0: it reports none."""
+    """The engine can answer. `context_length` is in tokens, `load_ms` the time from the start of loading.
+    `warnings` are sentences about unexpected things in the model. `parallel` conversations are answered at a time.
+    A decode step reads `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), and
+    `window_kv_bytes_per_token` for each of those in the sliding `window`. If the engine reports `ExpertChoices`,
+    each layer of experts has `experts`, of which `experts_used` compute a token; 0: it reports none."""
 
     model: ModelInfo
     backend: str
@@ -238,6 +238,7 @@ class Ready(_Record, frozen=True, kw_only=True):
     context_length: int
     load_ms: float
     warnings: tuple[str, ...] = ()
+    parallel: int = 1
     weight_bytes_per_token: int = 0
     kv_bytes_per_token: int = 0
     window: int = 0
@@ -315,6 +316,37 @@ class Finished(_Record, frozen=True, kw_only=True):
     def context_used(self) -> int:
         """The tokens in the KV cache: all but the last one, which no later token has attended to."""
         return self.prompt_n + max(self.predicted_n - 1, 0)
+
+
+class Slot(_Record, frozen=True, kw_only=True):
+    """A conversation that is answered beside others. `prompt_done` of the `prompt_n` tokens of its prompt are in the KV
+    cache; the reply has `predicted_n` tokens so far, `rate` a second."""
+
+    request_id: int
+    client: str
+    phase: Step
+    prompt_done: int
+    prompt_n: int
+    predicted_n: int
+    rate: float
+
+
+class BlockCounts(_Record, frozen=True, kw_only=True):
+    """Blocks of the KV cache: unused, held by conversations that are answered, and kept of earlier ones."""
+
+    free: int
+    held: int
+    cached: int
+
+
+class Slots(_Record, frozen=True, kw_only=True):
+    """What an engine does that answers several conversations: its slots (None: idle), how many requests are `waiting`
+    for one, and the KV cache (one entry for layers that keep all tokens, one for each window). Belongs to no request.
+    Comes at most four times a second, and once when the last answer has ended."""
+
+    slots: tuple[Slot | None, ...]
+    waiting: int
+    blocks: tuple[BlockCounts, ...]
 
 
 class Measured(_Record, frozen=True, kw_only=True):
@@ -402,8 +434,8 @@ class Failed(_Record, frozen=True, kw_only=True):
 
 
 Event = (
-    Loading | Warming | Ready | Prefilling | Token | Thinking | ExpertChoices | Finished | Measured | KernelProfile
-    | Failed
+    Loading | Warming | Ready | Prefilling | Token | Thinking | ExpertChoices | Finished | Slots | Measured
+    | KernelProfile | Failed
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

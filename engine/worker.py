@@ -1,8 +1,10 @@
 """The engine process: it gets commands from its client, answers with events, and ends when its client does.
 
 The main thread loads the model and generates. One thread reads commands, so that a `Cancel` arrives in the middle of an
-answer; another sends the events. The process may be killed at any moment. If the search for faster kernels meets a
-candidate that breaks the device, the process replaces itself (`restart`), and the client does not notice.
+answer; another sends the events. If the model answers several requests at a time, a thread of its own makes tokens of
+their prompts, so that this delays no other answer. The process may be killed at any moment. If the search for faster
+kernels meets a candidate that breaks the device, the process replaces itself (`restart`), and the client does not
+notice.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Never, Protocol
+from typing import TYPE_CHECKING, Never, Protocol
 
 from msgspec.structs import replace
 
@@ -47,6 +51,10 @@ from engine.events import (
 )
 from engine.transport import Deframer, frame, pack
 
+if TYPE_CHECKING:
+    from engine.model.answer import Answer
+    from engine.model.scheduler import Scheduler
+
 MAX_RESTARTS = 8
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
 _SEND_INTERVAL_S = 0.01
@@ -55,9 +63,15 @@ Report = Callable[[Event], None]
 
 
 class Model(Protocol):
-    """What a worker serves. `ready` describes it; the worker fills in `load_ms`."""
+    """What a worker serves. `ready` describes it; the worker fills in `load_ms`. If it has a `scheduler`, that one
+    answers requests, which `begin` prepares; else `generate` answers them, one after another."""
 
     ready: Ready
+    scheduler: Scheduler | None
+
+    def begin(self, request: Generate, report: Report) -> Answer:
+        """See `engine.model.generate`. Called by one thread, which is not the main one."""
+        ...
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Reports `Prefilling`, `Token` and `Thinking`, and returns `Finished`. The worker fills in its `load_ms`, and
@@ -108,6 +122,9 @@ def restart() -> Never:
 class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._load_ms = sock, 0.0
+        self._later: deque[Request] = deque()  # what waits until nothing else is to be done
+        self._prompts = ThreadPoolExecutor(1, "prompts")
+        self._beginning = 0  # requests whose prompts the thread has
         self._restarting = threading.Lock()
         self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
         self._outbox = _Outbox(sock)
@@ -129,14 +146,62 @@ class _Server:
     def run(self, load: Loader) -> None:
         model: Model | None = None
         while command := self._inbox.get():
-            if not isinstance(command, Load):
-                assert model, "Load comes first"
-                self._answer(model, command)
-            elif not (model := self._load(command.options, load)):
+            if isinstance(command, Load):
+                model = self._load(command.options, load)
+            elif model:
+                self._take(model, command)
+            if not model or not self._work(model) or not self._warm_up(model):
                 break
-            if not self._warm_up(model):
-                break
+        if model and model.scheduler:
+            while model.scheduler.busy:  # all are cancelled
+                model.scheduler.step()
         self._outbox.close()
+
+    def _take(self, model: Model, command: Request | _Begun) -> None:
+        """Answers a request, or begins to, or lets it wait until others are answered."""
+        if isinstance(command, _Begun):
+            self._beginning -= 1
+            self._add(model, command)
+        elif model.scheduler and isinstance(command, Generate):
+            self._beginning += 1
+            self._prompts.submit(self._begin, model, command)
+        else:
+            self._later.append(command)
+
+    def _work(self, model: Model) -> bool:
+        """Works until there is a command or nothing to do. False if the engine has failed."""
+        try:
+            while model.scheduler and model.scheduler.busy and not self._inbox.has_request():
+                model.scheduler.step()
+        except Exception as error:
+            self._report_failure(error)
+            return False
+        is_idle = not (model.scheduler and model.scheduler.busy) and not self._beginning
+        while is_idle and self._later:
+            self._answer(model, self._later.popleft())
+        return True
+
+    def _begin(self, model: Model, request: Generate) -> None:
+        """Makes an answer of a request, in the thread for prompts."""
+        started = time.perf_counter()
+        try:
+            answer: Answer | Exception = model.begin(request, self._reporter(started))
+        except Exception as error:
+            answer = error
+        self._inbox.put(_Begun(request.request_id, answer))
+
+    def _add(self, model: Model, begun: _Begun) -> None:
+        def end(result: Finished | Exception) -> None:
+            if isinstance(result, Finished):
+                self._end(replace(result, load_ms=self._load_ms), begun.request_id)
+            else:
+                self._end(_failure(result, begun.request_id), begun.request_id)
+
+        if isinstance(begun.answer, Exception):
+            end(begun.answer)
+        else:
+            assert model.scheduler
+            model.scheduler.add(begun.answer, self._inbox.cancelled(begun.request_id), end)
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
@@ -178,22 +243,36 @@ class _Server:
                 case Profile():
                     end = model.profile(request, self._inbox.has_request)
         except Exception as error:
-            if not isinstance(error, PreemptedError):
-                _log_without_messages(error)
-            end = Failed.from_error(error, request.request_id)
-        self._inbox.forget(request.request_id)
-        self._outbox.put(end)
+            end = _failure(error, request.request_id)
+        self._end(end, request.request_id)
 
     def _generate(self, model: Model, request: Generate) -> Finished:
-        started = time.perf_counter()
+        report = self._reporter(time.perf_counter())
+        end = model.generate(request, report, self._inbox.cancelled(request.request_id))
+        return replace(end, load_ms=self._load_ms)
+
+    def _reporter(self, started: float) -> Report:
+        """Sends the events of a request that the engine began with at `started`."""
 
         def report(event: Event) -> None:
             if isinstance(event, Token):
                 event = replace(event, at_ms=(time.perf_counter() - started) * 1e3)
             self._outbox.put(event)
 
-        end = model.generate(request, report, self._inbox.cancelled(request.request_id))
-        return replace(end, load_ms=self._load_ms)
+        return report
+
+    def _end(self, event: Event, request_id: int) -> None:
+        """Sends the last event of a request."""
+        self._inbox.forget(request_id)
+        self._outbox.put(event)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A request that can be answered now, or why it cannot."""
+
+    request_id: int
+    answer: Answer | Exception
 
 
 class _Inbox:
@@ -207,13 +286,17 @@ class _Inbox:
         self._deframer = Deframer()
         self._payloads: list[bytes] = []  # of all commands, while the model loads
         self._reading = threading.Lock()
-        self._queue: SimpleQueue[Load | Request | None] = SimpleQueue()
+        self._queue: SimpleQueue[Load | Request | _Begun | None] = SimpleQueue()
         self._stops: dict[int, threading.Event] = {}
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
-    def get(self) -> Load | Request | None:
+    def get(self) -> Load | Request | _Begun | None:
         """The next command; None after `Shutdown`."""
         return self._queue.get()
+
+    def put(self, begun: _Begun) -> None:
+        """Gives the main thread a request that can be answered now."""
+        self._queue.put(begun)
 
     def has_request(self) -> bool:
         return not self._queue.empty()
@@ -290,6 +373,13 @@ class _Outbox:
             except OSError:
                 _die()
             time.sleep(_SEND_INTERVAL_S)
+
+
+def _failure(error: Exception, request_id: int) -> Failed:
+    """The end of a request that failed, which the log tells too."""
+    if not isinstance(error, PreemptedError):
+        _log_without_messages(error)
+    return Failed.from_error(error, request_id)
 
 
 def _log_without_messages(error: BaseException | None) -> None:

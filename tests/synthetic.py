@@ -117,6 +117,8 @@ def engine(**behaviour: Any) -> LocalEngine:
 
 
 class SyntheticModel:
+    scheduler = None
+
     def __init__(self, behaviour: Behaviour, report: Report) -> None:
         self.behaviour = behaviour
         self.cache: list[str] = []  # the tokens that a KV cache would hold

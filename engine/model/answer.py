@@ -16,6 +16,7 @@ from engine.events import (
     Thinking,
     Token,
     TopToken,
+    decode_rate,
 )
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
@@ -69,6 +70,11 @@ class Answer:
     def start(self) -> None:
         """From now on time counts: a request that has to wait is started when its prompt is read."""
         self._started = self._first_token = self._last_token = time.perf_counter()
+
+    @property
+    def rate(self) -> float:
+        """Tokens of the reply a second (see `engine.events.decode_rate`)."""
+        return decode_rate(len(self.tokens) - self.prompt_n, (self._last_token - self._first_token) * 1e3)
 
     @property
     def is_best_token(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 from tinygrad import Device
@@ -38,8 +39,9 @@ from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
 from engine.model.choice_reporter import ChoiceReporter
 from engine.model.lower.coverage import runs_as_graph_because
-from engine.model.model_runner import ModelRunner, SamplingRunner, TunableRunner
+from engine.model.model_runner import BatchRunner, ModelRunner, Row, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
+from engine.model.scheduler import Scheduler
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
 
@@ -50,7 +52,7 @@ SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each u
 
 
 class TextModel:
-    """A loaded model that answers requests, one at a time (the worker's `Model`)."""
+    """A loaded model that answers requests (the worker's `Model`): one at a time, or several if `scheduler` is set."""
 
     def __init__(self, options: EngineOptions, report: Report) -> None:
         """Loads `options.model_path` and compiles its kernels, reporting `Loading` and `Warming`. Raises
@@ -69,8 +71,11 @@ class TextModel:
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
             self._runner: ModelRunner = open_runner(
-                weights, self.context_length, options.kernels, options.keep_packed
+                weights, self.context_length, options.kernels, options.keep_packed, options.parallel
             )
+            self.scheduler: Scheduler | None = None
+            if isinstance(self._runner, BatchRunner):
+                self.scheduler = Scheduler(self._runner, report)
             self._search(options, report)
             self._captures = self._capture_steps()
             next(self._captures)
@@ -88,6 +93,7 @@ class TextModel:
             context_length=self.context_length,
             load_ms=0.0,
             warnings=self._warnings(spec, options),
+            parallel=options.parallel if self.scheduler else 1,
             weight_bytes_per_token=spec.weight_bytes_per_token,
             kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False),
             window=spec.window,
@@ -104,12 +110,20 @@ class TextModel:
     def _warnings(self, spec: ModelSpec, options: EngineOptions) -> tuple[str, ...]:
         """Sentences about what a user would not expect of this model."""
         as_graph = "" if options.kernels == "graph" else runs_as_graph_because(spec, str(Device.DEFAULT))
-        return (*self.prompts.warnings, *filter(None, [as_graph]))
+        in_turn = (
+            ""
+            if self.scheduler or options.parallel == 1
+            else (
+                f"Conversations are answered one after another: the kernels for {Device.DEFAULT} compute one at a time."
+            )
+        )
+        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that
         are not captured here are captured at their first use."""
-        while not self._cached and not interrupted() and next(self._captures, self) is None:
+        idle = self.scheduler is None or not self.scheduler.busy
+        while idle and not self._cached and not interrupted() and next(self._captures, self) is None:
             pass
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
@@ -135,11 +149,18 @@ class TextModel:
         choices.report()
         return answer.finished()
 
+    def begin(self, request: Generate, report: Report) -> Answer:
+        """The answer to a request, for `scheduler`. Only one thread may call it, but any. Raises ContextFullError,
+        TemplateError and UsageError."""
+        return self._answers.begin(request, report)
+
     def measure(self, request: Measure) -> Measured:
         """Counts the kernels of a decode step and the device's memory in use, and times a copy."""
+        with self._replay_position(1) as position:
+            kernels = len(self._runner.replay("decode", position).calls)
         return Measured(
             request_id=request.request_id,
-            kernels_per_token=len(self._runner.replay("decode", self._replay_position()).calls),
+            kernels_per_token=kernels,
             device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT],
             copy_gbps=copy_gbps(Device.DEFAULT),
         )
@@ -147,14 +168,21 @@ class TextModel:
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
         """Times the kernels of a step after the tokens in the cache. Raises PreemptedError when `interrupted`,
         UsageError if the runner has no such step."""
-        position = self._replay_position()
-        return profile(request, self._runner.replay(request.step, position), position, interrupted)
+        with self._replay_position(1 if request.step == "decode" else self._runner.max_chunk) as position:
+            return profile(request, self._runner.replay(request.step, position), position, interrupted)
 
-    def _replay_position(self) -> int:
-        """Where a step may be replayed: after the tokens in the cache, or in place of the last one if it is full."""
-        position = min(len(self._cached), self.context_length - 1)
-        del self._cached[position:]
-        return position
+    @contextmanager
+    def _replay_position(self, tokens: int) -> Iterator[int]:
+        """Where a step of so many tokens may be replayed: after the tokens in the cache, or in place of the last one if
+        it is full. With a scheduler, in room of its own that is as deep in the context as the last conversation."""
+        if self.scheduler is None:
+            position = min(len(self._cached), self.context_length - 1)
+            del self._cached[position:]
+            yield position
+            return
+        position = min(self.scheduler.last_length, self.context_length - 1)
+        with self.scheduler.blocks.room(position + tokens):
+            yield position
 
     def _prepare_sampling(self, answer: Answer) -> bool:
         """Whether the device samples the reply's tokens. It does not when log-probabilities are asked for: they are
@@ -223,6 +251,9 @@ class TextModel:
         """Captures each step of the runner by running it, one a turn. The first is a decode step with its logits: it
         shows that the device works."""
         runner = self._runner
+        if isinstance(runner, BatchRunner):
+            yield from self._capture_batch_steps(runner)
+            return
         runner.decode(0, 0)
         runner.logits()
         yield
@@ -237,6 +268,24 @@ class TextModel:
                     yield
         for depth in runner.decode_depths[1:]:
             runner.decode(0, depth)
+            yield
+
+    def _capture_batch_steps(self, runner: BatchRunner) -> Iterator[None]:
+        assert self.scheduler
+        blocks = self.scheduler.blocks
+        for count in runner.row_counts:
+            rows = [Row(0, 0, sequence) for sequence in range(min(count, runner.parallel))]
+            with blocks.room(*[1] * len(rows)):
+                runner.decode_rows(rows)
+                runner.row_logits()
+            yield
+        for size in runner.chunk_sizes:
+            with blocks.room(size // 2 + 1):
+                runner.prefill([0] * (size // 2 + 1), 0)
+            yield
+        for depth in runner.decode_depths[1:]:
+            with blocks.room(depth + 1):
+                runner.decode_rows([Row(0, depth, 0)])
             yield
 
 

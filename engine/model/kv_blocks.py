@@ -11,10 +11,12 @@ sequence is its own until it is full. Blocks outlive their sequences, until thei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.events import BlockCounts
 from engine.model.lower import REWIND
 
 BLOCK = 32
@@ -60,15 +62,6 @@ class BlockStore(Protocol):
 
 class PoolFullError(Exception):
     """Live sequences hold nearly all blocks of a group, so there are too few for what was asked."""
-
-
-@dataclass(frozen=True)
-class BlockCounts:
-    """The blocks of a group: never used or thrown out, held by live sequences, and kept from earlier ones."""
-
-    free: int
-    held: int
-    cached: int
 
 
 @dataclass(eq=False)
@@ -132,7 +125,14 @@ class KVBlocks:
     def counts(self) -> tuple[BlockCounts, ...]:
         """Those of each group."""
         return tuple(
-            BlockCounts(len(free), group.blocks - len(free) - len(unheld), len(unheld))
+            BlockCounts(free=len(free), held=group.blocks - len(free) - len(unheld), cached=len(unheld))
+            for group, free, unheld in zip(self._groups, self._free, self._unheld, strict=True)
+        )
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a new sequence of so many tokens fits beside the live ones, even if it shares nothing."""
+        return all(
+            len(free) + len(unheld) >= -(-tokens // BLOCK) - group.first_kept(tokens)
             for group, free, unheld in zip(self._groups, self._free, self._unheld, strict=True)
         )
 
@@ -176,6 +176,17 @@ class KVBlocks:
         changed |= self._leave_windows(s)
         if changed:
             self._assign(sequence)
+
+    @contextmanager
+    def room(self, *tokens: int) -> Iterator[None]:
+        """Room for steps that are only measured: so many tokens in each of the first sequences, which must be empty."""
+        for sequence, n in enumerate(tokens):
+            self.reserve(sequence, n)
+        try:
+            yield
+        finally:
+            for sequence in range(len(tokens)):
+                self.drop(sequence)
 
     # --- parting -----------------------------------------------------------------------------------------
 

@@ -14,12 +14,16 @@ from engine.model.weights import Weights
 
 
 def open_runner(
-    weights: Weights, context_length: int, kernels: KernelPath = "auto", keep_packed: bool = False
+    weights: Weights,
+    context_length: int,
+    kernels: KernelPath = "auto",
+    keep_packed: bool = False,
+    parallel: int = 1,
 ) -> ModelRunner:
     """Loads the weights into the runner for tinygrad's default device: the one with its own quantized kernels where
     there is one that has all parts of the model, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is
-    for the CPU runner. Raises UsageError if `kernels` is "fused" and the device has no such kernels, ModelFileError for
-    damaged weights."""
+    for the CPU runner. If `parallel` is more than 1, it is a `BatchRunner` where the device has one. Raises UsageError
+    if `kernels` is "fused" and the device has no such kernels, ModelFileError for damaged weights."""
     device = Device.DEFAULT.split(":")[0]
     if kernels == "fused" and (why := runs_as_graph_because(weights.spec, device)):
         raise UsageError(why, 'Choose a preset with kernels = "graph" or "auto".')

@@ -1,0 +1,288 @@
+"""Continuous batching: several conversations share the steps of one runner.
+
+A round prefills a piece of one prompt and then decodes one token of every reply. A request gets a slot, one of the
+runner's sequences, as soon as one is free, and leaves it when it ends. Clients take turns, however many requests each
+has. If the KV cache is too small for all slots, the latest request gives its slot back and goes on later.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from engine.errors import ContextFullError
+from engine.events import Finished, Slot, Slots
+from engine.model.answer import Answer
+from engine.model.kv_blocks import BLOCK, KVBlocks, PoolFullError
+from engine.model.model_runner import BatchRunner, Row
+from engine.model.sampling import Logits
+
+STALL_S = 0.05
+"""A piece of a prompt should not delay the next token of replies by more, or than one step if that takes longer."""
+REPORT_S = 0.25
+
+
+@dataclass(eq=False)
+class Job:
+    """A request. `end` is called once, with how it ended; `number` counts requests as they come."""
+
+    answer: Answer
+    cancelled: Callable[[], bool]
+    end: Callable[[Finished | Exception], None]
+    number: int
+    turn: int = 0  # when it last had a turn to prefill; 0: not since it has its slot
+    was_paused: bool = False
+
+    @property
+    def client(self) -> str:
+        return self.answer.request.client
+
+    @property
+    def stored(self) -> list[int]:
+        """The tokens that have to be in the KV cache before the next one can be computed: all but the last."""
+        return self.answer.tokens[:-1]
+
+
+class Pace:
+    """How many tokens of a prompt may go before a decode step, so that replies do not stall."""
+
+    def __init__(self) -> None:
+        self.tokens = BLOCK
+        self._step_s = 0.0
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        """A round of a decode step and a piece of `tokens` tokens before it took `seconds`."""
+        if not tokens:
+            self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
+            return
+        step_s = self._step_s or seconds / 2
+        factor = (max(STALL_S, 2 * step_s) - step_s) / max(seconds - step_s, 1e-4)
+        if factor < 1 or tokens >= self.tokens:  # a short piece says little about a long one
+            wanted = int(tokens * min(factor, 2.0))
+            self.tokens = max(BLOCK, wanted // BLOCK * BLOCK)
+
+
+class Scheduler:
+    """Answers requests over a runner, in rounds. The caller's thread calls `step` while there is work."""
+
+    def __init__(self, runner: BatchRunner, report: Callable[[Slots], None]) -> None:
+        self._runner, self._report = runner, report
+        self.blocks = KVBlocks(runner)
+        self._slots: list[Job | None] = [None] * runner.parallel
+        self._waiting: dict[str, collections.deque[Job]] = {}
+        self._served: dict[str, int] = {}  # when each client that has requests got its last slot
+        self._count = itertools.count(1)
+        self._pace = Pace()
+        self._report_due_s = 0.0
+        self.last_length = 0
+        """The tokens in the KV cache of the conversation that ended last."""
+
+    # --- requests ----------------------------------------------------------------------------------------
+
+    def add(
+        self, answer: Answer, cancelled: Callable[[], bool], end: Callable[[Finished | Exception], None]
+    ) -> None:
+        """Answers a request in later rounds. `end` gets `Finished`, or why it failed."""
+        job = Job(answer, cancelled, end, next(self._count))
+        if answer.reason:  # no token is wanted
+            end(answer.finished())
+        else:
+            self._waiting.setdefault(job.client, collections.deque()).append(job)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is answered or waits."""
+        return any(self._slots) or bool(self._waiting)
+
+    def step(self) -> None:
+        """A round. An error of the runner ends all requests that have a slot."""
+        self._end_cancelled()
+        self._admit()
+        try:
+            self._round()
+        except Exception as error:
+            for sequence, job in self._live():
+                self._leave(sequence)
+                job.end(error)
+        if not self.busy or time.perf_counter() >= self._report_due_s:
+            self._report_due_s = time.perf_counter() + REPORT_S
+            self._report(self._state())
+
+    def _round(self) -> None:
+        started = time.perf_counter()
+        prefilled = self._prefill()
+        if self._decode():
+            self._pace.measured(prefilled, time.perf_counter() - started)
+
+    def _live(self) -> Iterator[tuple[int, Job]]:
+        return ((sequence, job) for sequence, job in enumerate(list(self._slots)) if job)
+
+    # --- slots -------------------------------------------------------------------------------------------
+
+    def _end_cancelled(self) -> None:
+        for sequence, job in self._live():
+            if job.cancelled():
+                self._leave(sequence)
+                job.answer.cancel()
+                job.end(job.answer.finished())
+        for client, queue in list(self._waiting.items()):
+            for job in [job for job in queue if job.cancelled()]:
+                queue.remove(job)
+                job.answer.cancel()
+                job.end(job.answer.finished())
+            self._tidy(client)
+
+    def _admit(self) -> None:
+        """Gives free slots to those that wait. A client without a slot gets one of a client that has several."""
+        while self._waiting:
+            held = collections.Counter(job.client for _, job in self._live())
+            client = min(self._waiting, key=lambda name: (held[name], self._served.get(name, 0)))
+            job = self._waiting[client][0]
+            if None not in self._slots:
+                rival = max(held, key=held.__getitem__)
+                if held[client] or held[rival] < 2:
+                    return
+                self._pause(max((j.number, i) for i, j in self._live() if j.client == rival)[1])
+            if any(self._slots) and not self.blocks.has_room(len(job.answer.tokens)):
+                return
+            self._waiting[client].popleft()
+            self._slots[self._slots.index(None)] = job
+            self._served[client] = next(self._count)
+            self._tidy(client)
+
+    def _leave(self, sequence: int) -> Job:
+        """Takes the job out of a slot."""
+        job = self._slots[sequence]
+        assert job
+        self.last_length = self.blocks.length(sequence)
+        self.blocks.drop(sequence)
+        self._slots[sequence] = None
+        self._tidy(job.client)
+        return job
+
+    def _pause(self, sequence: int) -> None:
+        """Lets a job wait again. What it has computed stays in the KV cache, until its room is needed."""
+        job = self._leave(sequence)
+        job.turn, job.was_paused = 0, True
+        self._waiting.setdefault(job.client, collections.deque()).appendleft(job)
+
+    def _tidy(self, client: str) -> None:
+        """Forgets a client that has no requests."""
+        if not self._waiting.get(client):
+            self._waiting.pop(client, None)
+            if all(job.client != client for _, job in self._live()):
+                self._served.pop(client, None)
+
+    def _reserve(self, sequence: int, n: int) -> bool:
+        """Makes room for n more tokens; the latest requests give theirs up. False if this was one of them."""
+        while (job := self._slots[sequence]) is not None:
+            try:
+                self.blocks.reserve(sequence, n)
+                return True
+            except PoolFullError:
+                latest = max((other.number, i) for i, other in self._live())[1]
+                if sum(1 for _ in self._live()) > 1:
+                    self._pause(latest)
+                else:
+                    self._leave(sequence)
+                    job.end(ContextFullError("The KV cache has no room for more of this conversation."))
+        return False
+
+    # --- steps -------------------------------------------------------------------------------------------
+
+    def _is_prefilled(self, sequence: int, job: Job) -> bool:
+        return job.turn > 0 and self.blocks.length(sequence) == len(job.answer.tokens) - 1
+
+    def _prefill(self) -> int:
+        """Prefills a piece of the prompt that has waited longest; returns the number of tokens."""
+        todo = [(job.turn, i) for i, job in self._live() if not self._is_prefilled(i, job)]
+        if not todo:
+            return 0
+        sequence = min(todo)[1]
+        job = self._slots[sequence]
+        assert job
+        answer, wanted = job.answer, job.stored
+        if not job.turn and not job.was_paused:
+            answer.start()
+        job.turn = next(self._count)
+        done = self._find(sequence, job)
+        n = min(self._piece(), len(wanted) - done)
+        if done + n < len(wanted):  # whole blocks can be shared at once
+            n = (done + n) // BLOCK * BLOCK - done
+        if not job.was_paused:
+            answer.report_prefill(done)
+        if n and self._reserve(sequence, n):
+            self._runner.prefill(wanted[done : done + n], done, sequence)
+            self.blocks.commit(sequence, wanted[done : done + n])
+        return n
+
+    def _find(self, sequence: int, job: Job) -> int:
+        """Takes what is in the KV cache already: another conversation may just have computed what comes next in this
+        one. Returns how many tokens the sequence has."""
+        done = self.blocks.length(sequence)
+        if job.answer.request.fresh:
+            return done
+        found = self.blocks.match(sequence, job.stored)
+        if not job.was_paused:
+            job.answer.cached += found - done
+        return found
+
+    def _piece(self) -> int:
+        """The most tokens to prefill now."""
+        replying = any(self._is_prefilled(i, job) for i, job in self._live())
+        return min(self._pace.tokens, self._runner.max_chunk) if replying else self._runner.max_chunk
+
+    def _decode(self) -> int:
+        """Decodes a token of each reply; returns the number of replies."""
+        for sequence, job in self._live():
+            if self._is_prefilled(sequence, job):
+                self._reserve(sequence, 1)
+        ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job)]
+        if not ready:
+            return 0
+        rows = [Row(job.answer.tokens[-1], len(job.answer.tokens) - 1, i) for i, job in ready]
+        best = self._runner.decode_rows(rows)
+        logits = self._runner.row_logits() if any(job.answer.needs_logits for _, job in ready) else None
+        for n, (sequence, job) in enumerate(ready):
+            self.blocks.commit(sequence, [rows[n].token])
+            try:
+                _take(job.answer, int(best[n]), None if logits is None else logits[n])
+            except Exception as error:  # of its grammar, for example
+                self._leave(sequence)
+                job.end(error)
+            else:
+                if job.answer.reason:
+                    self._leave(sequence)
+                    job.end(job.answer.finished())
+        return len(rows)
+
+    def _state(self) -> Slots:
+        slots: list[Slot | None] = []
+        for sequence, job in enumerate(self._slots):
+            slots.append(None)
+            if job:
+                answer, done = job.answer, self.blocks.length(sequence)
+                slots[-1] = Slot(
+                    request_id=answer.request.request_id,
+                    client=job.client,
+                    phase="decode" if self._is_prefilled(sequence, job) else "prefill",
+                    prompt_done=min(done, answer.prompt_n),
+                    prompt_n=answer.prompt_n,
+                    predicted_n=len(answer.tokens) - answer.prompt_n,
+                    rate=answer.rate,
+                )
+        waiting = sum(map(len, self._waiting.values()))
+        return Slots(slots=tuple(slots), waiting=waiting, blocks=self.blocks.counts())
+
+
+def _take(answer: Answer, best: int, logits: Logits | None) -> None:
+    """Adds the next token. `logits`: its own, float32 (vocab,), unless the answer does not need them."""
+
+    def needed() -> Logits:
+        assert logits is not None
+        return logits
+
+    answer.add(best if answer.is_best_token else answer.choose(needed()), needed)
