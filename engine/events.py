@@ -105,7 +105,7 @@ class Matvec(_Record, frozen=True, kw_only=True):
 
 class EngineOptions(_Record, frozen=True, kw_only=True):
     """The options of an engine, fixed for the life of its process. `backend` is a tinygrad device ("CPU", "CUDA", "NV")
-    or "auto". `context_length` is in tokens; None takes the model's own, as far as memory allows.
+    or "auto". `context_length` is in tokens; None takes the model's own, up to 8192.
 
     `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules, "auto"
     takes what suits the device. `search_width` is the width of the search for faster kernels in the captured steps
@@ -414,7 +414,7 @@ class Failed(_Record, frozen=True, kw_only=True):
         """The event of any exception. Its texts are printable, on one line, of at most MESSAGE_CHARS characters."""
         if isinstance(error, OrinError):
             kind, message, hint = error.kind, error.message, error.hint
-        elif isinstance(error, MemoryError):
+        elif isinstance(error, MemoryError) or "out of memory" in str(error):  # as CUDA's driver says it
             kind, message = "backend", "There is not enough memory for this model and context."
             hint = "Choose a smaller model or a shorter context."
         else:

@@ -16,14 +16,15 @@ from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import check_tokenizer
 from engine.model import file_summary, packed_weights_cache
 from engine.model.architectures import read_spec
+from engine.model.memory_need import memory_need
 from widgets.text import as_count
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model. Where `path` is None it is not on this machine, and `size_bytes`, `parameters` and `context_length`
-    (tokens) are 0. `active_parameters`: those that a token uses. `problem` says why it cannot be used, "" if it can.
-    `record` None: not used here yet."""
+    """A model. Where `path` is None it is not on this machine, and `size_bytes`, `parameters`, `context_length`
+    (tokens) and `need_bytes` (the memory that it needs with the default context) are 0. `active_parameters`: those that
+    a token uses. `problem` says why it cannot be used, "" if it can. `record` None: not used here yet."""
 
     name: str
     source: Source
@@ -34,6 +35,7 @@ class Entry:
     parameters: int = 0
     active_parameters: int = 0
     context_length: int = 0
+    need_bytes: int = 0
     record: ModelRecord | None = None
     problem: str = ""
 
@@ -81,9 +83,11 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
     try:
         with GGUF(path) as file:
             problem, parameters = "", file_summary.parameters(file)
-            active = parameters
+            active, need_bytes = parameters, 0
             try:
-                active -= read_spec(file).idle_parameters
+                spec = read_spec(file)
+                active -= spec.idle_parameters
+                need_bytes = memory_need(spec).total_bytes
                 check_tokenizer(file)
             except ModelFileError as error:
                 problem = error.message
@@ -98,6 +102,7 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
                 parameters=parameters,
                 active_parameters=active,
                 context_length=file.get(f"{architecture}.context_length", int, 0),
+                need_bytes=need_bytes,
                 record=record,
                 problem=problem,
             )

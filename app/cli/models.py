@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from engine.formats.gguf import GGUF, StringArray
 from engine.model import file_summary, packed_weights_cache
 from engine.model.architectures import read_spec
 from engine.model.lower.coverage import runs_as_graph_because
+from engine.model.memory_need import largest_context, memory_need
+from engine.model.spec import ModelSpec
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, counted, one_line
 
@@ -181,6 +183,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     device, gbps, problem = _bandwidth(args.backend)
     ceiling = gbps * 1e9 / bytes_per_token if gbps and bytes_per_token else None
     as_graph = runs_as_graph_because(spec, device.split()[0]) if spec and device else ""
+    memory = _memory(spec, device.split()[0] if device else "") if spec else {}
     if args.json:
         figures = {
             "tensors": types,
@@ -189,6 +192,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
             "device": device or None,
             "copy_gbps": gbps,
             "ceiling_tokens_per_s": ceiling,
+            "memory": memory or None,
         }
         write_json(sys.stdout, _as_json(entry) | figures | {"metadata": metadata})
         return
@@ -206,6 +210,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
             for name, of_type in types.items()
         ),
         ("a token reads", f"{as_bytes(bytes_per_token)} of weights"),
+        *(_memory_rows(memory) if memory else ()),
         *(
             ("packed weights", f"{as_bytes(cached.size_bytes)} in {cached.path}")
             for cached in packed_weights_cache.cached_files(path)
@@ -224,6 +229,36 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     width = min(KEY_CHARS, max(len(one_line(key)) for key, _ in rows))
     for key, value in rows:
         print(f"{one_line(key).ljust(width)}  {one_line(value)[:VALUE_CHARS]}".rstrip())
+
+
+def _memory(spec: ModelSpec, device: str) -> dict[str, int | None]:
+    """What a model needs in the memory of tinygrad's device, which is open ("": none is), and the largest context for
+    what is free (None: not known)."""
+    from engine.measure.free_memory import free_bytes
+
+    need, free = memory_need(spec, device=device or "CPU"), free_bytes(device) if device else None
+    return {
+        "needed_bytes": need.total_bytes,
+        "weights_bytes": need.weights_bytes,
+        "cache_bytes": need.cache_bytes,
+        "kernels_bytes": need.kernels_bytes,
+        "context_length": need.context,
+        "free_bytes": free,
+        "largest_context_length": None if free is None else largest_context(spec, free, device),
+    }
+
+
+def _memory_rows(memory: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
+    parts = {name: as_bytes(n or 0) for name, n in memory.items() if name.endswith("_bytes")}
+    yield (
+        "memory",
+        f"{parts['needed_bytes']}: {parts['weights_bytes']} of weights, {parts['cache_bytes']} for a context of "
+        f"{memory['context_length']:,} tokens, {parts['kernels_bytes']} for kernels",
+    )
+    if memory["free_bytes"] is not None:
+        largest = memory["largest_context_length"]
+        for_what = f"enough for a context of {largest:,} tokens" if largest else "it does not fit"
+        yield "free memory", f"{parts['free_bytes']}: {for_what}"
 
 
 def _plain(value: object) -> Any:

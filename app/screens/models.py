@@ -142,14 +142,17 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         if isinstance(size, str):
             return [size]
         to_download = f"{as_bytes(size)} to download" if size and not model.size_bytes else ""
-        return [to_download, "" if self._fits(size) else f"more than {as_bytes(self.memory_bytes)} of memory"]
+        return [
+            to_download,
+            "" if self._fits(model, size) else f"more than {as_bytes(self.memory_bytes)} of memory",
+        ]
 
     def _size_of(self, model: Entry) -> int | str:
         """Bytes (0: not known yet), or why they are not known."""
         return model.size_bytes or self._hub_sizes.get(str(model.source), 0)
 
-    def _fits(self, size_bytes: int) -> bool:
-        return fits(size_bytes, self.memory_bytes)
+    def _fits(self, model: Entry, size_bytes: int) -> bool:
+        return fits(self.memory_bytes, size_bytes, model.need_bytes)
 
     def key(self, model: Entry) -> str:
         return model.name
@@ -181,9 +184,13 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         size = self._size_of(model)
         if model.problem:
             self.say(model.problem)
-        elif isinstance(size, int) and not self._fits(size):
-            memory = as_bytes(self.memory_bytes)
-            question = f"{model.name} has {as_bytes(size)}, the memory {memory}."
+        elif isinstance(size, int) and not self._fits(model, size):
+            need = (
+                f"needs {as_bytes(model.need_bytes)}"
+                if model.need_bytes
+                else f"is a file of {as_bytes(size)}"
+            )
+            question = f"{model.name} {need}, the memory has {as_bytes(self.memory_bytes)}."
             self.ask(f"{question} Go on? y goes on, any other key does not", lambda: self._use(model))
         else:
             self._use(model)

@@ -7,13 +7,14 @@ import os
 from engine.devices import cuda_driver
 
 OVERHEAD = 0.1
-"""Memory for the KV cache of an ordinary context and for activations, as a fraction of the weights. This is a rough
-figure: the exact one is known only when the model is loaded."""
+"""Memory for the KV cache of an ordinary context and for activations, as a fraction of the weights, of a model that is
+not on this machine: its description (`engine.model.memory_need`) is not known."""
 
 
-def fits(model_bytes: int, memory_bytes: int) -> bool:
-    """Whether a model of `model_bytes` can be expected to run in `memory_bytes`; True if these are 0 (not known)."""
-    return not memory_bytes or model_bytes * (1 + OVERHEAD) <= memory_bytes
+def fits(memory_bytes: int, model_bytes: int, need_bytes: int = 0) -> bool:
+    """Whether a model can be expected to run in `memory_bytes` (0: not known, and then it can). It needs `need_bytes`;
+    if these are 0 (not known), its file of `model_bytes` tells roughly."""
+    return not memory_bytes or (need_bytes or model_bytes * (1 + OVERHEAD)) <= memory_bytes
 
 
 def memory_bytes(backend: str) -> int:

@@ -49,6 +49,14 @@ def memory_bytes() -> int:
     return 0 if cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device) else total.value
 
 
+def free_bytes() -> int:
+    """Free memory of the GPU whose context is current in this thread; 0 if there is none."""
+    cuda, free, total = library(), ctypes.c_size_t(), ctypes.c_size_t()
+    if cuda is None or cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
+        return 0
+    return free.value
+
+
 def version() -> str:
     """The newest CUDA release that the driver supports, as "12060" for 12.6; "" without a driver."""
     cuda, number = library(), ctypes.c_int()

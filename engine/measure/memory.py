@@ -45,22 +45,34 @@ def _nvml() -> ctypes.CDLL | None:
         return None
 
 
-def gpu_used_bytes() -> int | None:
-    """Bytes in use by all processes on all NVIDIA GPUs. None without a GPU, and on a Jetson, whose NVML has no such
-    figure.
-
-    What an engine took is the difference before and after its start.
-    """
+def _gpus() -> list[_NvmlMemory] | None:
+    """The memory of each NVIDIA GPU. None on a Jetson, whose NVML has no such figure."""
     nvml = _nvml()
     count = ctypes.c_uint()
-    if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) or not count.value:
+    if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
-    used = 0
+    gpus = []
     for index in range(count.value):
         device, memory = ctypes.c_void_p(), _NvmlMemory()
         if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
             return None
         if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
             return None
-        used += memory.used
-    return used
+        gpus.append(memory)
+    return gpus
+
+
+def gpu_used_bytes() -> int | None:
+    """Bytes in use by all processes on all NVIDIA GPUs. None without a GPU, and on a Jetson, whose NVML has no such
+    figure.
+
+    What an engine took is the difference before and after its start.
+    """
+    gpus = _gpus()
+    return sum(int(gpu.used) for gpu in gpus) if gpus else None
+
+
+def gpu_free_bytes() -> int | None:
+    """Free bytes of the first NVIDIA GPU; None as for `gpu_used_bytes`."""
+    gpus = _gpus()
+    return int(gpus[0].free) if gpus else None

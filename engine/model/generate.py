@@ -33,12 +33,14 @@ from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
+from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
 from engine.measure.profile import profile
 from engine.model import file_summary
 from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
 from engine.model.choice_reporter import ChoiceReporter
 from engine.model.lower.coverage import runs_as_graph_because
+from engine.model.memory_need import check_fits, default_context, memory_need
 from engine.model.model_runner import BatchRunner, ModelRunner, Row, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
 from engine.model.scheduler import Scheduler
@@ -47,7 +49,6 @@ from engine.model.weights import Weights
 
 Report = Callable[[Event], None]
 
-DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
 SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each unit of its width
 
 
@@ -56,16 +57,23 @@ class TextModel:
 
     def __init__(self, options: EngineOptions, report: Report) -> None:
         """Loads `options.model_path` and compiles its kernels, reporting `Loading` and `Warming`. Raises
-        ModelFileError, UsageError and BackendError."""
+        ModelFileError, UsageError, and BackendError, which comes before loading if the model does not fit into
+        memory."""
         file = GGUF(options.model_path)
         spec = read_spec(file)
+        self.context_length = _context_length(options, spec)
+        check_fits(spec, self.context_length, free_bytes(Device.DEFAULT), Device.DEFAULT, options.kernels)
         beside_loading = ThreadPoolExecutor(1)
         prompts = beside_loading.submit(PromptEncoder, file)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.result()
-        self.context_length = _context_length(options, spec)
         total = file_summary.weight_bytes(file)
-        weights = Weights(file, spec, lambda done: report(Loading(done_bytes=done, total_bytes=total)))
+        weights = Weights(
+            file,
+            spec,
+            lambda done: report(Loading(done_bytes=done, total_bytes=total)),
+            keep_cached=self._has_room_for(file, spec, options),
+        )
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         self._stored = 0  # the most tokens that were in the KV cache since it was empty
         program_cache.apply()
@@ -100,6 +108,14 @@ class TextModel:
             window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True),
             **self._experts(spec),
         )
+
+    def _has_room_for(self, file: GGUF, spec: ModelSpec, options: EngineOptions) -> bool:
+        """Whether the machine's memory has room for the file beside the model, so that the next start need not read the
+        disk."""
+        needed, free = file.file_bytes, host_free_bytes()
+        if uses_host_memory(Device.DEFAULT):
+            needed += memory_need(spec, self.context_length, Device.DEFAULT, options.kernels).total_bytes
+        return free is None or needed <= free
 
     def _experts(self, spec: ModelSpec) -> dict[str, int]:
         """The fields of `Ready` about experts."""
@@ -291,7 +307,7 @@ class TextModel:
 
 def _context_length(options: EngineOptions, spec: ModelSpec) -> int:
     if options.context_length is None:
-        return min(spec.trained_context, DEFAULT_CONTEXT)
+        return default_context(spec)
     if not 1 < options.context_length <= spec.trained_context:
         raise UsageError(
             f"{spec.name} cannot have a context of {options.context_length} tokens.",

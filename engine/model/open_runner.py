@@ -8,7 +8,8 @@ from engine.errors import UsageError
 from engine.events import KernelPath
 from engine.fixes import cuda_binaries
 from engine.model.graph_runner import GraphRunner
-from engine.model.lower.coverage import lacking_parts, runs_as_graph_because
+from engine.model.lower.coverage import runs_as_graph_because
+from engine.model.memory_need import runs_as_graph
 from engine.model.model_runner import ModelRunner
 from engine.model.weights import Weights
 
@@ -27,20 +28,18 @@ def open_runner(
     device = Device.DEFAULT.split(":")[0]
     if kernels == "fused" and (why := runs_as_graph_because(weights.spec, device)):
         raise UsageError(why, 'Choose a preset with kernels = "graph" or "auto".')
-    if kernels == "auto" and lacking_parts(weights.spec, device):
-        kernels = "graph"
     if device == "CUDA":
         cuda_binaries.apply()
-    if kernels != "graph" and device == "CPU":
+    if runs_as_graph(weights.spec, device, kernels):
+        return GraphRunner(weights, context_length)
+    if device == "CPU":
         from engine.model.cpu_runner import CPURunner
 
         return CPURunner(weights, context_length, keep_packed)
-    if kernels != "graph" and device in ("CUDA", "NV"):
+    if device in ("CUDA", "NV"):
         from engine.model.fused import FusedRunner
 
         return FusedRunner(weights, context_length)
-    if kernels == "fused":
-        raise UsageError(
-            f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
-        )
-    return GraphRunner(weights, context_length)
+    raise UsageError(
+        f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
+    )

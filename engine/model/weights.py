@@ -13,10 +13,8 @@ from tinygrad import dtypes
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.model.memory_need import PIECE_BYTES
 from engine.model.spec import ModelSpec, Vector, Weight
-
-PIECE_BYTES = 64 << 20
-"""The most bytes of a matrix, as the file holds them, that are in memory beside the device's copy while it is made."""
 
 
 def pieces(weight: Weight, multiple: int = 1, side_by_side: int = 1) -> list[range]:

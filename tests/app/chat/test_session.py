@@ -149,7 +149,7 @@ async def test_a_prompt_that_waits_goes_back_when_the_chat_changes(begin):
 # --- another engine ------------------------------------------------------------------------------------
 
 NO_DRIVER = Failed(kind="backend", message="There is no NVIDIA driver.", hint="Choose CPU.")
-NO_MEMORY = Failed(kind="backend", message="There is not enough memory for this model and context.")
+NO_MEMORY = Failed(kind="backend", message="Large 16B needs 17.2 GB of memory: …. 12.0 GB are free.")
 
 
 async def test_going_over_to_another_engine_keeps_the_conversation(begin):

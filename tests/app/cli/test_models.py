@@ -254,6 +254,10 @@ def test_show_predicts_the_ceiling(hub, run, monkeypatch):
     assert sum(kind["bytes"] for kind in shown["tensors"].values()) == shown["bytes_per_token"]  # tied
     assert shown["ceiling_tokens_per_s"] == pytest.approx(100e9 / shown["bytes_per_token"])
     assert shown["tokens_per_s"] == 50.0
+    memory = shown["memory"]
+    assert memory["needed_bytes"] == sum(memory[f"{part}_bytes"] for part in ("weights", "cache", "kernels"))
+    assert memory["needed_bytes"] < memory["free_bytes"]
+    assert memory["largest_context_length"] == shown["context_length"]
     assert shown["metadata"]["general.architecture"] == "qwen3"
     assert shown["metadata"]["tokenizer.ggml.tokens"].endswith(" strings]")
     out = run("show", NAME, "--backend", "CPU")[1]
@@ -262,6 +266,8 @@ def test_show_predicts_the_ceiling(hub, run, monkeypatch):
         "100 GB/s on CPU",
         "tokens/s: that bandwidth by those bytes",
         "tensors in Q8_0",
+        "of weights, ",
+        f"enough for a context of {shown['context_length']:,} tokens",
     ):
         assert words in out
 

@@ -194,7 +194,7 @@ async def test_what_is_larger_than_the_memory_asks_first(hub, monkeypatch):
     async with opened() as user:
         await user.sees("more than 1.00 kB of memory")
         await user.press("enter")
-        await user.sees("the memory 1.00 kB. Go on?")
+        await user.sees("the memory has 1.00 kB. Go on?")
         await user.press("n")
         assert user.screen.download is None and "Go on?" not in user.text()
         await user.press("enter", "y")

@@ -12,6 +12,7 @@ from tinygrad.uop.ops import Ops
 from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
 from engine.model.fused import FusedRunner
+from engine.model.memory_need import memory_need
 from engine.model.weights import Weights
 from tests import generated_model
 from tests.reference import Reference
@@ -55,6 +56,8 @@ def hold(**shape: Any) -> None:
         path = generated_model.write(Path(folder) / "model.gguf", quant="Q8_0", **shape)
         file, wanted = GGUF(path), Reference(path, CONTEXT).streams(TOKENS)
     runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
+    model, need = runner._model, memory_need(read_spec(file), CONTEXT, "CUDA")
+    assert need.cache_bytes == sum(t.nbytes() for a in model.attention for t in (a.keys, a.values))
     stream = runner._decode._h
     calls = runner._decode_step(runner._decode.context_limits[0], False, False).compile().src
     ends = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]

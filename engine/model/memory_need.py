@@ -1,0 +1,184 @@
+"""The memory that a model needs on a device, known from its description before anything is loaded.
+
+The list of models, `orin-chat show` and the engine's refusal of a model that does not fit all take it from here. It is
+made without tinygrad, so the sizes of the weight layouts and caches stand here once more; tests hold them against what
+the runners really take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from engine.errors import BackendError
+from engine.events import KernelPath
+from engine.formats.ggml_types import GGML_TYPES
+from engine.model.lower import REWIND
+from engine.model.lower.coverage import lacking_parts
+from engine.model.spec import Attend, ModelSpec, Weight
+
+DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
+PIECE_BYTES = 64 << 20
+"""The most bytes of a matrix, as the file holds them, that are in memory beside the device's copy while it is made."""
+
+_CONTEXT_STEP = 256  # tokens: contexts are proposed in such steps
+_SMALLEST_CONTEXT = 512  # tokens: a shorter one is not proposed
+_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9, "Q2_K": 3.3}
+"""Bits a weight of whole files, from the best to the smallest: llama.cpp's tools/quantize/README.md."""
+
+
+@dataclass(frozen=True)
+class _Path:
+    """How a way to run models differs from others in memory. `chunk`: the most tokens of a prompt at once; `slack`:
+    tokens of a cache beyond its context, which is a multiple of `step`; `repacking`: copies of a piece of the file
+    while it loads. `extra`: bytes by which a block of 256 weights is larger than in the file, by type."""
+
+    chunk: int
+    slack: int
+    step: int
+    repacking: int
+    extra: dict[str, int]
+
+
+_EXTRA = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}  # their 6-bit scales become bytes
+_CPU = _Path(128, 128, 16, 1, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8})
+_GPU = _Path(512, 1024, 1024, 4, _EXTRA | {"IQ4_XS": 2})
+_GRAPH = _Path(32, 32, 1, 3, _EXTRA | {"IQ4_XS": 2})
+
+
+def runs_as_graph(spec: ModelSpec, device: str, kernels: KernelPath) -> bool:
+    """Whether a model runs as tensor graphs on tinygrad's device."""
+    if kernels != "auto":
+        return kernels == "graph"
+    return device.split(":")[0] not in ("CPU", "CUDA", "NV") or bool(lacking_parts(spec, device))
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The memory that a model needs for a context of `context` tokens."""
+
+    context: int
+    weights_bytes: int
+    cache_bytes: int
+    kernels_bytes: int
+    """What kernels leave to each other, tables, and the copies of pieces of the file while it loads. Roughly."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.cache_bytes + self.kernels_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{gigabytes(self.weights_bytes)} of weights, {gigabytes(self.cache_bytes)} for a context of "
+            f"{self.context:,} tokens, {gigabytes(self.kernels_bytes)} for kernels"
+        )
+
+
+def gigabytes(n_bytes: int) -> str:
+    """18.6 GB, 0.02 GB: one decimal, or two for less than 0.1."""
+    return f"{n_bytes / 1e9:.{1 if n_bytes >= 0.95e8 else 2}f} GB"
+
+
+def default_context(spec: ModelSpec) -> int:
+    """The context, in tokens, if none is asked for."""
+    return min(spec.trained_context, DEFAULT_CONTEXT)
+
+
+def memory_need(
+    spec: ModelSpec, context: int | None = None, device: str = "CPU", kernels: KernelPath = "auto"
+) -> MemoryNeed:
+    """What a model needs with a context of `context` tokens (None: the default) on tinygrad's device (CPU, CUDA, …)."""
+    context = context or default_context(spec)
+    path = _CPU if device.startswith("CPU") else _GPU
+    if runs_as_graph(spec, device, kernels):
+        path = _GRAPH
+    piece = min(PIECE_BYTES, max(weight.n_bytes for weight in spec.weights()))
+    return MemoryNeed(
+        context=context,
+        weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in spec.weights()),
+        cache_bytes=_cache_bytes(spec, path, context),
+        kernels_bytes=path.repacking * piece + _scratch_bytes(spec, path, context),
+    )
+
+
+def largest_context(
+    spec: ModelSpec, free_bytes: int, device: str = "CPU", kernels: KernelPath = "auto"
+) -> int:
+    """The largest context, in tokens, with which a model fits into `free_bytes`; 0 if none does that is worth it."""
+
+    def fits(context: int) -> bool:
+        return memory_need(spec, context, device, kernels).total_bytes <= free_bytes
+
+    if fits(spec.trained_context):
+        return spec.trained_context
+    low, high = 0, spec.trained_context // _CONTEXT_STEP  # as many steps fit, and as many do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * _CONTEXT_STEP) else (low, middle)
+    context = low * _CONTEXT_STEP
+    return context if context >= _SMALLEST_CONTEXT else 0
+
+
+def check_fits(
+    spec: ModelSpec, context: int, free_bytes: int | None, device: str, kernels: KernelPath
+) -> None:
+    """Raises BackendError, which says what would fit, if a model does not fit into `free_bytes` (None: not known)."""
+    need = memory_need(spec, context, device, kernels)
+    if free_bytes is None or need.total_bytes <= free_bytes:
+        return
+    raise BackendError(
+        f"{spec.name} needs {gigabytes(need.total_bytes)} of memory: {need}. {gigabytes(free_bytes)} are free.",
+        _what_fits(spec, need, free_bytes, device, kernels),
+    )
+
+
+def _what_fits(spec: ModelSpec, need: MemoryNeed, free_bytes: int, device: str, kernels: KernelPath) -> str:
+    context = largest_context(spec, free_bytes, device, kernels)
+    if 0 < context < need.context:
+        return f"A context of {context:,} tokens would fit: --context {context}."
+    shorter = memory_need(spec, min(need.context, 2048), device, kernels)
+    left = free_bytes - shorter.cache_bytes - shorter.kernels_bytes
+    weights = sum(weight.experts * weight.rows * weight.cols for weight in spec.weights())
+    if smaller := next((name for name, bits in _BITS.items() if weights * bits / 8 <= left), ""):
+        return f"This model in {smaller} would fit."
+    billions = left * 8 / _BITS["Q4_K_M"] / 1e9
+    if billions < 0.1:
+        return "Close other programs."
+    return f"A model with up to {billions:.1f} billion weights in Q4_K_M would fit."
+
+
+def _stored_bytes(weight: Weight, path: _Path) -> int:
+    type = GGML_TYPES[weight.type]
+    return weight.n_bytes + weight.experts * weight.rows * weight.cols * path.extra.get(type.name, 0) // 256
+
+
+def _cache_bytes(spec: ModelSpec, path: _Path, context: int) -> int:
+    element_bytes = 4 if spec.is_float32 and path is not _GPU else 2
+    return sum(2 * a.kv_size * _cached(a, path, context) * element_bytes for a in spec.attention)
+
+
+def _cached(attend: Attend, path: _Path, context: int) -> int:
+    """Tokens for which a layer's cache has room."""
+    length = ceil((context + path.slack) / path.step) * path.step
+    if not attend.window or path is _GRAPH or (path is _GPU and attend.window >= context):
+        return length
+    step = 64 if path is _GPU else path.step
+    return min(length, ceil((attend.window + path.chunk + REWIND) / step) * step)
+
+
+def _scratch_bytes(spec: ModelSpec, path: _Path, context: int) -> int:
+    """What a chunk of a prompt leaves in memory from kernel to kernel, in 32-bit numbers, and tables by position."""
+    attention = max(a.query_size + 2 * a.kv_size for a in spec.attention)
+    widths = [2 * dense.width for dense in spec.feed_forward]
+    widths += [mix.used * (2 * mix.up.rows + spec.dim) for mix in spec.experts]
+    token = 4 * spec.dim + 3 * attention + max(widths)
+    tables = sum(2 * rope.pairs * context for rope in spec.ropes) + spec.vocab
+    n_bytes = 4 * (path.chunk * token + tables)
+    if (
+        path is _GPU
+    ):  # prefill reads keys and values from tiles of 16-bit numbers, which layers with as many share
+        n_bytes += 4 * sum({a.kv_size * _cached(a, path, context) for a in spec.attention})
+    if path is _GRAPH:  # each token gets its experts' matrices
+        mixes = ((_stored_bytes(w, path) for w in (mix.gate, mix.up, mix.down)) for mix in spec.experts)
+        n_bytes += path.chunk * max((sum(mix) // spec.experts[0].count for mix in mixes), default=0)
+    return n_bytes

@@ -1,0 +1,144 @@
+"""What a model will need in memory. What it takes is compared with this where runners are tested (`lower`,
+`test_windows`, `tests/kernels/gpu/check_layers`)."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.errors import BackendError
+from engine.events import EngineOptions
+from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.gguf import GGUF
+from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.kernels.cpu.weight_layout import WeightLayout as CPULayout
+from engine.kernels.gpu.weight_layout import WeightLayout as GPULayout
+from engine.kernels.quantized_matrix import QuantizedMatrix
+from engine.measure.free_memory import host_free_bytes
+from engine.model import generate
+from engine.model.architectures import read_spec
+from engine.model.generate import TextModel
+from engine.model.memory_need import (
+    _CPU,
+    _GPU,
+    _GRAPH,
+    _stored_bytes,
+    check_fits,
+    largest_context,
+    memory_need,
+)
+from engine.model.spec import Weight
+from tests import generated_model
+
+GB = 10**9
+DEVICES = [("CPU", "auto"), ("CPU", "graph"), ("CUDA", "auto"), ("METAL", "auto")]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return generated_model.write(
+        tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3", context=40960
+    )
+
+
+@pytest.fixture(scope="module")
+def spec(path):
+    """A small model that was trained for 40,960 tokens, with so many layers and such an embedding that it is large."""
+    small = read_spec(GGUF(path))
+    embedding = replace(small.embedding, experts=400_000)
+    return replace(
+        small, name="Large 16B", embedding=embedding, head=embedding, sublayers=small.sublayers * 100
+    )
+
+
+@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: GGML_TYPES[kind].name)
+def test_matrices_are_as_large_as_the_layouts_make_them(kind):
+    rows, cols = 64, 1024
+    weight, layout = Weight("m", rows, cols, kind), CPULayout(kind, 16)
+    assert _stored_bytes(weight, _CPU) == layout.size(rows, cols) * layout.dtype.itemsize
+    assert _stored_bytes(weight, _GPU) == GPULayout(kind).n_bytes(rows, cols)
+    planes = QuantizedMatrix(kind, rows, cols).planes.values()
+    assert _stored_bytes(weight, _GRAPH) == sum(plane.nbytes() for plane in planes)
+
+
+@pytest.mark.parametrize("device, kernels", DEVICES)
+def test_the_largest_context_that_fits_is_found(spec, device, kernels):
+    need = memory_need(spec, 8192, device, kernels)
+    context = largest_context(spec, need.total_bytes, device, kernels)
+    assert 8192 <= context < 8192 + 1280  # a GPU's cache grows in steps
+    assert memory_need(spec, context, device, kernels).total_bytes <= need.total_bytes
+    assert largest_context(spec, 10 * need.total_bytes, device, kernels) == spec.trained_context
+    assert largest_context(spec, need.weights_bytes, device, kernels) == 0
+
+
+def test_what_fits_is_not_refused(spec):
+    need = memory_need(spec, 8192, "CUDA").total_bytes
+    check_fits(spec, 8192, need, "CUDA", "auto")
+    check_fits(spec, 8192, None, "CUDA", "auto")  # the free memory is not known
+
+
+@pytest.mark.parametrize(
+    "free, hint",
+    [
+        (17.0, "A context of 25,600 tokens would fit: --context 25600."),
+        (15.0, "This model in Q6_K would fit."),
+        (4.0, "A model with up to 6.0 billion weights in Q4_K_M would fit."),
+        (0.1, "Close other programs."),
+    ],
+)
+def test_a_refusal_gives_the_figures_and_what_would_fit(spec, free, hint):
+    with pytest.raises(BackendError) as raised:
+        check_fits(spec, 32_768, int(free * GB), "CUDA", "auto")
+    assert raised.value.message == (
+        "Large 16B needs 17.2 GB of memory: 16.0 GB of weights, 0.9 GB for a context of 32,768 tokens, "
+        "0.3 GB for kernels. "
+        f"{free} GB are free."
+    )
+    assert raised.value.hint == hint and raised.value.exit_code == 4
+
+
+def test_the_engine_refuses_before_it_loads(path, monkeypatch):
+    monkeypatch.setattr(generate, "free_bytes", lambda device: 1000)
+    reports = []
+    with pytest.raises(BackendError, match=r"random noise needs .* for a context of 8,192 tokens"):
+        TextModel(EngineOptions(model_path=str(path)), reports.append)
+    assert not reports
+
+
+GROUP = "sys/fs/cgroup/user/chat"
+OLD = "sys/fs/cgroup/memory/docker/1"
+
+
+@pytest.mark.parametrize(
+    "files, free",
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB"}, 4_096_000),
+        (  # the group's limit, and that of one above it; cached files count as free
+            {
+                "proc/meminfo": "MemAvailable: 9000 kB",
+                "proc/self/cgroup": "0::/user/chat",
+                f"{GROUP}/memory.max": "max",
+                f"{GROUP}/memory.current": "5",
+                "sys/fs/cgroup/user/memory.max": "5000",
+                "sys/fs/cgroup/user/memory.current": "4500",
+                "sys/fs/cgroup/user/memory.stat": "anon 9\ninactive_file 200\nactive_file 50\nslab 7",
+            },
+            750,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 9000 kB",
+                "proc/self/cgroup": "12:cpu,cpuacct:/docker/1\n4:memory:/docker/1",
+                f"{OLD}/memory.limit_in_bytes": "5000",
+                f"{OLD}/memory.usage_in_bytes": "6000",
+                f"{OLD}/memory.stat": "inactive_file 9999\ntotal_inactive_file 20",
+            },
+            0,
+        ),
+    ],
+)
+def test_free_memory_is_the_machines_within_its_groups_limits(tmp_path, files, free):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_free_bytes(tmp_path) == free
