@@ -5,31 +5,48 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.events import Event, ExpertChoices
-from engine.model.model_runner import ModelRunner
 
 INTERVAL_S = 1.0
 """The device counts as it computes. To read its counts, the host waits for the step that runs, so it does so seldom."""
 
 
 class ChoiceReporter:
-    """Reports the choices of one request, from now on. Those of warm-up steps and profiles before are left out. Does
-    nothing if the runner counts none."""
+    """Reports the choices of requests, one after the other. Does nothing if the runner counts none."""
 
-    def __init__(self, request_id: int, runner: ModelRunner, report: Callable[[Event], None]) -> None:
-        self._request_id, self._runner, self._report = request_id, runner, report
-        self._before = runner.expert_choices()
+    def __init__(self, read: Callable[[], list[NDArray[np.int32]]]) -> None:
+        """`read` gives `ModelRunner.expert_choices`."""
+        self._read, self._before = read, read()
+        self._request_id, self._due_s = 0, 0.0
+        self._report: Callable[[Event], None] = lambda _: None
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is anything to report."""
+        return bool(self._before)
+
+    def begin(self, request_id: int, report: Callable[[Event], None]) -> None:
+        """What is chosen from now on is this request's. Nothing is read, since the request's first token is awaited."""
+        self._request_id, self._report = request_id, report
         self._due_s = time.perf_counter() + INTERVAL_S
 
+    def skip(self) -> None:
+        """Leaves out what steps have chosen that are no request's, as those of a profile."""
+        if self.counts:
+            self._before = self._read()
+
     def report_if_due(self) -> None:
-        if self._before and time.perf_counter() >= self._due_s:
+        if self.counts and time.perf_counter() >= self._due_s:
             self.report()
 
     def report(self) -> None:
         """Reports what was chosen since the last report."""
-        if not self._before:
+        if not self.counts:
             return
-        before, self._before = self._before, self._runner.expert_choices()
+        before, self._before = self._before, self._read()
         new = [now - then for now, then in zip(self._before, before, strict=True)]
         self._due_s = time.perf_counter() + INTERVAL_S
         if any(counts.any() for counts in new):

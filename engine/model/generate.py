@@ -94,6 +94,7 @@ class TextModel:
         beside_loading.shutdown()
         self.tokenizer = self.prompts.tokenizer
         self._answers = Answers(self.prompts, self.context_length)
+        self._choices = ChoiceReporter(lambda: self._runner.expert_choices())
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
@@ -119,7 +120,7 @@ class TextModel:
 
     def _experts(self, spec: ModelSpec) -> dict[str, int]:
         """The fields of `Ready` about experts."""
-        if not self._runner.expert_choices():
+        if not self._choices.counts:
             return {}
         return {"experts": spec.experts[0].count, "experts_used": spec.experts[0].used}
 
@@ -140,7 +141,7 @@ class TextModel:
         are not captured here are captured at their first use."""
         idle = self.scheduler is None or not self.scheduler.busy
         while idle and not self._cached and not interrupted() and next(self._captures, self) is None:
-            pass
+            self._choices.skip()
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token, and `ExpertChoices`
@@ -150,9 +151,9 @@ class TextModel:
         if request.fresh:
             self._cached.clear()
         answer.cached = self._reuse_prefix(answer.tokens)
-        choices = ChoiceReporter(request.request_id, self._runner, report)
+        self._choices.begin(request.request_id, report)
         on_device = self._prepare_sampling(answer)
-        if not self._prefill(answer, choices, cancelled):
+        if not self._prefill(answer, cancelled):
             answer.cancel()
         while not answer.reason:
             if cancelled():
@@ -161,8 +162,8 @@ class TextModel:
             token = self._next_token(answer, on_device)
             self._cached = list(answer.tokens)
             answer.add(token, self._runner.logits)
-            choices.report_if_due()
-        choices.report()
+            self._choices.report_if_due()
+        self._choices.report()
         return answer.finished()
 
     def begin(self, request: Generate, report: Report) -> Answer:
@@ -184,8 +185,11 @@ class TextModel:
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
         """Times the kernels of a step after the tokens in the cache. Raises PreemptedError when `interrupted`,
         UsageError if the runner has no such step."""
-        with self._replay_position(1 if request.step == "decode" else self._runner.max_chunk) as position:
-            return profile(request, self._runner.replay(request.step, position), position, interrupted)
+        try:
+            with self._replay_position(1 if request.step == "decode" else self._runner.max_chunk) as position:
+                return profile(request, self._runner.replay(request.step, position), position, interrupted)
+        finally:
+            self._choices.skip()
 
     @contextmanager
     def _replay_position(self, tokens: int) -> Iterator[int]:
@@ -237,11 +241,11 @@ class TextModel:
         del self._cached[common:]
         return common
 
-    def _prefill(self, answer: Answer, choices: ChoiceReporter, cancelled: Callable[[], bool]) -> bool:
+    def _prefill(self, answer: Answer, cancelled: Callable[[], bool]) -> bool:
         """Stores all tokens of the prompt but the last one, which the first decode step runs. False if cancelled."""
         prompt = answer.tokens
         while (done := len(self._cached)) < len(prompt) - 1:
-            choices.report_if_due()
+            self._choices.report_if_due()
             answer.report_prefill(done)
             if cancelled():
                 return False

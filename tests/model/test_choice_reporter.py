@@ -34,6 +34,12 @@ def reported(model, fresh=True):
     return choices, [event for event in events if event not in choices]
 
 
+def captures(model):
+    for _ in range(3):
+        model._runner.decode(0, 0)
+        yield
+
+
 def test_every_choice_of_a_request_is_reported_once(model, monkeypatch):
     assert (model.ready.experts, model.ready.experts_used) == (COUNT, USED)
     monkeypatch.setattr(choice_reporter, "INTERVAL_S", 0.0)
@@ -44,7 +50,13 @@ def test_every_choice_of_a_request_is_reported_once(model, monkeypatch):
         counts = np.sum([event.layers for event in choices], axis=0)
         assert counts.shape == (LAYERS, COUNT)
         assert (counts.sum(-1) == tokens * USED).all() and (counts <= tokens).all()
-        model.profile(Profile(request_id=1), lambda: False)  # whose choices are nobody's
+        model.profile(
+            Profile(request_id=1), lambda: False
+        )  # whose choices are nobody's, as those of a warm-up
+        model._cached.clear()
+        model._captures = captures(model)
+        model.warm_up(lambda: False)
+        model._cached[:] = PROMPT[:-1]
 
 
 def test_they_are_reported_seldom_and_at_the_end(model):
