@@ -290,10 +290,10 @@ class Thinking(Token, frozen=True, kw_only=True):
 
 
 class ExpertChoices(_Record, frozen=True, kw_only=True):
-    """How often each expert was chosen since the event before of this request, for tokens of the prompt too: a number
-    for each expert of each layer of experts. Such events come at most once a second and at the end."""
+    """How often each expert was chosen since the event before, for tokens of prompts too: a number for each expert of
+    each layer of experts. Such events come at most once a second while the engine answers, and at the end. They belong
+    to no request."""
 
-    request_id: int
     layers: tuple[tuple[int, ...], ...]
 
 

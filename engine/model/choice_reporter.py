@@ -1,4 +1,4 @@
-"""Reports which experts a model chooses while it answers, at most once a second and at the end."""
+"""Reports which experts a model chooses while it answers, at most once a second and at the end of an answer."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.events import Event, ExpertChoices
+from engine.events import ExpertChoices
 
 INTERVAL_S = 1.0
 """The device counts as it computes. To read its counts, the host waits for the step that runs, so it does so seldom."""
 
 
 class ChoiceReporter:
-    """Reports the choices of requests, one after the other. Does nothing if the runner counts none."""
+    """Reports what is chosen for requests, whichever they are. Does nothing if the runner counts nothing."""
 
-    def __init__(self, read: Callable[[], list[NDArray[np.int32]]]) -> None:
+    def __init__(
+        self, read: Callable[[], list[NDArray[np.int32]]], report: Callable[[ExpertChoices], None]
+    ) -> None:
         """`read` gives `ModelRunner.expert_choices`."""
-        self._read, self._before = read, read()
-        self._request_id, self._due_s = 0, 0.0
-        self._report: Callable[[Event], None] = lambda _: None
+        self._read, self._report, self._before = read, report, read()
+        self._due_s = 0.0
 
     @property
     def counts(self) -> bool:
         """Whether there is anything to report."""
         return bool(self._before)
 
-    def begin(self, request_id: int, report: Callable[[Event], None]) -> None:
-        """What is chosen from now on is this request's. Nothing is read, since the request's first token is awaited."""
-        self._request_id, self._report = request_id, report
+    def begin(self) -> None:
+        """A request comes. Nothing is read, since its first token is awaited."""
         self._due_s = time.perf_counter() + INTERVAL_S
 
     def skip(self) -> None:
@@ -50,5 +50,4 @@ class ChoiceReporter:
         new = [now - then for now, then in zip(self._before, before, strict=True)]
         self._due_s = time.perf_counter() + INTERVAL_S
         if any(counts.any() for counts in new):
-            layers = tuple(tuple(counts.tolist()) for counts in new)
-            self._report(ExpertChoices(request_id=self._request_id, layers=layers))
+            self._report(ExpertChoices(layers=tuple(tuple(counts.tolist()) for counts in new)))

@@ -26,6 +26,7 @@ from engine.events import (
     Profile,
     Ready,
     Sampling,
+    Slots,
     Warming,
 )
 from engine.fixes import compiler_processes, program_cache
@@ -81,9 +82,10 @@ class TextModel:
             self._runner: ModelRunner = open_runner(
                 weights, self.context_length, options.kernels, options.keep_packed, options.parallel
             )
+            self._choices = ChoiceReporter(self._runner.expert_choices, report)
             self.scheduler: Scheduler | None = None
             if isinstance(self._runner, BatchRunner):
-                self.scheduler = Scheduler(self._runner, report)
+                self.scheduler = Scheduler(self._runner, lambda slots: self._report_slots(slots, report))
             self._search(options, report)
             self._captures = self._capture_steps()
             next(self._captures)
@@ -94,7 +96,7 @@ class TextModel:
         beside_loading.shutdown()
         self.tokenizer = self.prompts.tokenizer
         self._answers = Answers(self.prompts, self.context_length)
-        self._choices = ChoiceReporter(lambda: self._runner.expert_choices())
+        self._choices.skip()
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template.thinks),
             backend=str(Device.DEFAULT),
@@ -144,14 +146,13 @@ class TextModel:
             self._choices.skip()
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
-        """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token, and `ExpertChoices`
-        in between. Stops before the next token or prompt chunk when `cancelled`. Raises ContextFullError, TemplateError
-        and UsageError."""
+        """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token. Stops before the
+        next token or prompt chunk when `cancelled`. Raises ContextFullError, TemplateError and UsageError."""
         answer = self._answers.begin(request, report)
         if request.fresh:
             self._cached.clear()
         answer.cached = self._reuse_prefix(answer.tokens)
-        self._choices.begin(request.request_id, report)
+        self._choices.begin()
         on_device = self._prepare_sampling(answer)
         if not self._prefill(answer, cancelled):
             answer.cancel()
@@ -165,6 +166,14 @@ class TextModel:
             self._choices.report_if_due()
         self._choices.report()
         return answer.finished()
+
+    def _report_slots(self, slots: Slots, report: Report) -> None:
+        """Reports what the scheduler does, and which experts its steps have chosen."""
+        report(slots)
+        if any(slots.slots):
+            self._choices.report_if_due()
+        else:
+            self._choices.report()
 
     def begin(self, request: Generate, report: Report) -> Answer:
         """The answer to a request, for `scheduler`. Only one thread may call it, but any. Raises ContextFullError,

@@ -54,7 +54,6 @@ STARTED: tuple[Event, ...] = (
 WITH_EXPERTS = replace(READY, experts=128, experts_used=8)
 """As an engine says whose model has experts."""
 CHOICES = ExpertChoices(
-    request_id=0,
     layers=tuple(
         tuple(max(0, 40 - (i * (37 + layer) + 11 * layer) % 53) * (1 + (i == 90)) for i in range(128))
         for layer in range(24)

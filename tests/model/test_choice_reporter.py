@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.events import EngineOptions, ExpertChoices, Finished, Generate, Profile, Sampling, TokenIds
+from engine.events import EngineOptions, ExpertChoices, Generate, Profile, Sampling, Slot, Slots, TokenIds
 from engine.measure import profile
 from engine.model import choice_reporter
 from engine.model.generate import TextModel
@@ -11,27 +11,30 @@ from tests import generated_model
 
 PROMPT, LAYERS, DIM = tuple(range(30, 50)), 2, 64
 COUNT, USED, WIDTH = generated_model.EXPERTS.values()
+SLOT = Slot(request_id=1, client="", phase="decode", prompt_done=1, prompt_n=1, predicted_n=1, rate=1.0)
 
 
-@pytest.fixture(scope="module", params=["auto"])
-def model(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def events():
+    """What the engine reports that belongs to no request."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, events):
     path = generated_model.write(
         tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3moe", layers=LAYERS, dim=DIM
     )
-    options = EngineOptions(model_path=str(path), context_length=64, kernels=request.param)
-    return TextModel(options, lambda _: None)
+    return TextModel(EngineOptions(model_path=str(path), context_length=64), events.append)
 
 
-def reported(model, fresh=True):
-    """The choices that an answer of four tokens reports, and its other events."""
-    events = []
+def answer(model, fresh=True):
+    """Makes the model answer with four tokens."""
     request = Generate(
         request_id=5, prompt=TokenIds(ids=PROMPT), sampling=Sampling(temperature=0), max_tokens=4,
         ignore_eos=True, fresh=fresh,
     )  # fmt: skip
-    events.append(model.generate(request, events.append, lambda: False))
-    choices = [event for event in events if isinstance(event, ExpertChoices)]
-    return choices, [event for event in events if event not in choices]
+    model.generate(request, lambda _: None, lambda: False)
 
 
 def captures(model):
@@ -40,28 +43,40 @@ def captures(model):
         yield
 
 
-def test_every_choice_of_a_request_is_reported_once(model, monkeypatch):
+def test_every_choice_for_a_request_is_reported_once(model, events, monkeypatch):
     assert (model.ready.experts, model.ready.experts_used) == (COUNT, USED)
     monkeypatch.setattr(choice_reporter, "INTERVAL_S", 0.0)
     monkeypatch.setattr(profile, "ROUNDS_S", 0.0)
     for fresh, tokens in ((True, len(PROMPT) + 3), (False, 4)):  # the second prompt is in the cache
-        choices, _ = reported(model, fresh)
-        assert len(choices) >= 4 and {event.request_id for event in choices} == {5}
-        counts = np.sum([event.layers for event in choices], axis=0)
+        events.clear()
+        answer(model, fresh)
+        assert len(events) >= 4
+        counts = np.sum([event.layers for event in events], axis=0)
         assert counts.shape == (LAYERS, COUNT)
         assert (counts.sum(-1) == tokens * USED).all() and (counts <= tokens).all()
-        model.profile(
-            Profile(request_id=1), lambda: False
-        )  # whose choices are nobody's, as those of a warm-up
+        # What a profile and a warm-up choose is nobody's.
+        model.profile(Profile(request_id=1), lambda: False)
         model._cached.clear()
         model._captures = captures(model)
         model.warm_up(lambda: False)
         model._cached[:] = PROMPT[:-1]
 
 
-def test_they_are_reported_seldom_and_at_the_end(model):
-    choices, others = reported(model)
-    assert len(choices) == 1 and isinstance(others[-1], Finished)
+def test_they_are_reported_seldom_and_at_the_end(model, events):
+    events.clear()
+    answer(model)
+    assert [type(event) for event in events] == [ExpertChoices]
+
+
+def test_those_of_several_conversations_are_reported_too(model, events):
+    events.clear()
+    answering, idle = (Slots(slots=(slot,), waiting=0, blocks=()) for slot in (SLOT, None))
+    model._choices.begin()
+    for slots in (answering, idle, idle):
+        model._runner.decode(0, 0)
+        model._report_slots(slots, events.append)
+    assert [type(event) for event in events] == [Slots, Slots, ExpertChoices, Slots, ExpertChoices]
+    assert [sum(event.layers[0]) for event in events[2::2]] == [2 * USED, USED]
 
 
 @pytest.mark.parametrize("step", ["decode", "prefill"])
@@ -83,5 +98,7 @@ def test_bytes_are_those_of_the_chosen_experts(model, monkeypatch, step):
 
 def test_a_model_without_experts_reports_none(tmp_path):
     path = generated_model.write(tmp_path / "m.gguf", layers=1)
-    dense = TextModel(EngineOptions(model_path=str(path), context_length=64), lambda _: None)
-    assert dense.ready.experts == 0 and not reported(dense)[0]
+    events = []
+    dense = TextModel(EngineOptions(model_path=str(path), context_length=64), events.append)
+    answer(dense)
+    assert dense.ready.experts == 0 and not any(isinstance(event, ExpertChoices) for event in events)

@@ -132,7 +132,6 @@ class Scripted:
 
     def __init__(self, runner, script):
         self.max_chunk, self.prefill, self.logits = runner.max_chunk, runner.prefill, runner.logits
-        self.expert_choices = runner.expert_choices
         self._script = iter(script)
 
     def decode(self, token, position, run_ahead=False):
