@@ -181,7 +181,7 @@ class Searchable:
     """The runner protocol; only `search` is called."""
 
     max_chunk, chunk_sizes, decode_depths, precompiled, max_rewind = 64, (64,), (0,), False, None
-    prefill = decode = logits = replay = lambda *_: None
+    prefill = decode = logits = replay = expert_choices = lambda *_: None
 
     def __init__(self):
         self.asked = []
