@@ -163,7 +163,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
         logprobs=args.logprobs or 0,
         ignore_eos=args.ignore_eos,
     )
-    as_text = TextOutput(sys.stdout, sys.stderr, verbose=args.verbose)
+    as_text = TextOutput(sys.stdout, sys.stderr, verbose=args.verbose, sampling=request.sampling)
     output = JsonOutput(sys.stdout) if args.json else as_text
     if not args.compare:
         return asyncio.run(run(_engine(args, configuration), request, output))

@@ -14,6 +14,7 @@ from engine.errors import EXIT_CODES, FailureKind, OrinError, one_line
 
 Role = Literal["system", "user", "assistant", "tool"]
 StopReason = Literal["stop", "length", "cancelled"]
+Effort = Literal["low", "medium", "high"]
 KernelPath = Literal["auto", "fused", "graph"]
 Step = Literal["decode", "prefill"]
 KernelRole = Literal[
@@ -75,7 +76,8 @@ class TokenIds(_Record, frozen=True, kw_only=True):
 
 class Sampling(_Record, frozen=True, kw_only=True):
     """How a token is drawn. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 turn
-    their step off. `seed` None takes a random seed; `Finished` reports it."""
+    their step off. `seed` None takes a random seed; `Finished` reports it. `effort` is for models whose chat template
+    reads how much they should think (`ModelInfo.takes_effort`); None leaves it to the template."""
 
     temperature: float = 0.7
     top_k: int = 40
@@ -84,6 +86,7 @@ class Sampling(_Record, frozen=True, kw_only=True):
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
     seed: int | None = None
+    effort: Effort | None = None
 
 
 class Grammar(_Record, frozen=True, kw_only=True):
@@ -182,7 +185,7 @@ Command = Load | Request | Cancel | Shutdown
 
 class ModelInfo(_Record, frozen=True, kw_only=True):
     """The metadata of a model file. `quantization` is its file type ("Q4_K_M"), else the type that takes most bytes.
-    `trained_context` is in tokens."""
+    `trained_context` is in tokens. `thinks`: the chat template supports thinking. `takes_effort`: it reads how much."""
 
     name: str
     architecture: str
@@ -191,6 +194,7 @@ class ModelInfo(_Record, frozen=True, kw_only=True):
     file_bytes: int
     trained_context: int
     thinks: bool
+    takes_effort: bool = False
 
 
 class Loading(_Record, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ beside this file. The user's presets lie in the configuration folder and replace
     rows_per_thread = 4
     [sampling]
     temperature = 0.7
+    effort = "low"            # how much a model thinks that reads it (gpt-oss): low, medium, high
 """
 
 from __future__ import annotations

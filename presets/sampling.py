@@ -6,6 +6,8 @@ import math
 
 import msgspec
 
+from engine.events import Effort
+
 _INT_MAX = 2**31 - 1
 RANGES: dict[str, tuple[float, float]] = {  # both ends are allowed, but no infinity
     "temperature": (0, math.inf),
@@ -28,6 +30,7 @@ class PresetSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repeat_penalty: float | None = None
     repeat_last_n: int | None = None
     seed: int | None = None
+    effort: Effort | None = None
 
 
 def out_of_range(sampling: msgspec.Struct) -> str:

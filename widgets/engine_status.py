@@ -24,8 +24,8 @@ class EngineStatus:
     the product whose fastest kernel is searched ("": no search).
 
     `model`, `quantization`, `backend` and `device` are "" before the engine is ready, `parameters` (weights) and
-    `context_length` (tokens) are 0. `tokens`, `tokens_per_s` and `first_token_s` are of the reply in progress or the
-    last one. None: not known."""
+    `context_length` (tokens) are 0. `takes_effort`: the chat template reads how much the model should think. `tokens`,
+    `tokens_per_s` and `first_token_s` are of the reply in progress or the last one. None: not known."""
 
     phase: Phase = Phase.STARTING
     model: str = ""
@@ -33,6 +33,7 @@ class EngineStatus:
     backend: str = ""
     device: str = ""
     parameters: int = 0
+    takes_effort: bool = False
     done: int = 0
     total: int = 0
     cached: int = 0

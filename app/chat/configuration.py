@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import asdict, replace
 
 from app.chat.settings import Settings, check_sampling
-from engine.events import EngineOptions, Matvec, Sampling
+from engine.events import EngineOptions, Matvec, Ready, Sampling
 from presets.loader import Preset
 
 
@@ -59,6 +59,13 @@ def configure(
     )
     check_sampling(chosen := Sampling(**sampling))
     return Configuration(EngineOptions(model_path=model_path, **engine), chosen)
+
+
+def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:
+    """Sentences about options that the model does not heed."""
+    if sampling.effort and not ready.model.takes_effort:
+        return (f"The chat template of {ready.model.name} reads no effort: it has no effect.",)
+    return ()
 
 
 def with_other_model(options: EngineOptions, path: Path, trained_context: int = 0) -> EngineOptions:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
 
+from app.chat.configuration import without_effect
 from app.chat.conversation import Conversation
 from app.chat.history import History, HistoryError
 from app.chat.search_summary import SearchSummary
@@ -245,8 +246,8 @@ class Session:
             self.watch(event)
             if isinstance(event, Failed):
                 failure = event
-            elif isinstance(event, Ready) and event.warnings:
-                self.view.notice(" ".join(event.warnings), warning=True)
+            elif isinstance(event, Ready) and (remarks := self._remarks(event)):
+                self.view.notice(" ".join(remarks), warning=bool(event.warnings))
         self._is_starting = False
         if failure is not None:
             advice = self.other_model if is_about_model(failure) else ""
@@ -278,9 +279,12 @@ class Session:
         self.search = candidate.search
         adopted()
         self.watch(end)
-        self.view.notice(". ".join([candidate.welcome, *end.warnings]), warning=bool(end.warnings))
+        self.view.notice(". ".join([candidate.welcome, *self._remarks(end)]), warning=bool(end.warnings))
         await self._next(may_send=True)
         await old_engine.close()
+
+    def _remarks(self, ready: Ready) -> tuple[str, ...]:
+        return *ready.warnings, *without_effect(self.sampling, ready)
 
     async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
         async for event in _events(candidate.engine.start()):

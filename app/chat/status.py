@@ -92,6 +92,7 @@ class StatusObserver:
                     model=model.name,
                     quantization=model.quantization,
                     parameters=model.parameters,
+                    takes_effort=model.takes_effort,
                     backend=event.backend,
                     device=event.device_name,
                     context_length=event.context_length,

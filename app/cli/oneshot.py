@@ -9,10 +9,11 @@ from typing import Any, Protocol, TextIO
 
 import msgspec
 
+from app.chat.configuration import without_effect
 from app.cli.progress import StatusLine, describe, figures, say
 from app.cli.signals import run_until_signal
 from engine.client import Engine
-from engine.events import Event, Failed, Finished, Generate, Ready, Thinking, Token
+from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import clean
 
 
@@ -52,13 +53,17 @@ async def follow(events: AsyncIterator[Event], show: Callable[[Event], None]) ->
 
 
 class TextOutput:
-    """Writes the reply to `out`. Writes failures, progress (on a terminal) and, if `verbose`, figures to `messages`."""
+    """Writes the reply to `out`. Writes failures, progress (on a terminal) and, if `verbose`, figures to `messages`.
+    `sampling` is what was asked for."""
 
-    def __init__(self, out: Writer, messages: TextIO, *, verbose: bool = False) -> None:
+    def __init__(
+        self, out: Writer, messages: TextIO, *, verbose: bool = False, sampling: Sampling | None = None
+    ) -> None:
         self._out = out
         self._messages = messages
         self._status = StatusLine(messages)
         self._verbose = verbose
+        self._sampling = sampling or Sampling()
         self._line_open = False
         self._context_length = 0  # 0: not known
 
@@ -86,7 +91,7 @@ class TextOutput:
             self.say(f"The reply was cut: the context of {self._context_length} tokens is full.")
         if isinstance(event, Ready):
             self._context_length = event.context_length
-            for warning in event.warnings:
+            for warning in (*event.warnings, *without_effect(self._sampling, event)):
                 self.say(warning)
 
     def say(self, *sentences: str) -> None:

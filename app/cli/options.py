@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.events import Chat, RawText, TokenIds
 
 BACKENDS = ("auto", "CPU", "CUDA", "NV")
+EFFORTS = ("low", "medium", "high")
 STDIN_LIMIT_BYTES = 16 << 20
 
 EPILOG = """\
@@ -97,6 +98,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     add = parser.add_argument_group("chat").add_argument
     add("--system", metavar="TEXT", help="the system prompt")
     add("--no-think", action="store_true", help="ask a thinking model not to think")
+    add("--effort", choices=EFFORTS, help="how much gpt-oss should think (medium)")
     add("--once", action="store_true", help="measure the engine, print the dashboard as text, and leave")
     add("--plain", action="store_true", help="chat line by line, without the full screen")
     add("--continue", dest="resume", action="store_true", help="go on with the most recent chat")
@@ -122,7 +124,7 @@ def _parser(commands: dict[str, str]) -> Parser:
 
 def _refuse_contradictions(args: argparse.Namespace) -> None:
     """Raises UsageError for options that exclude each other, or that have no effect."""
-    templated = args.system is not None or args.no_think
+    templated = args.system is not None or args.no_think or args.effort
     by_ids = args.prompt_ids is not None
     resumed = args.resume or args.chat is not None
     asked_of_chat = args.one_shot or resumed
@@ -136,7 +138,8 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
             by_ids and (templated or args.raw or args.prompt),
             "--prompt-ids takes no other prompt, and no chat template.",
         ),
-        (args.raw and templated, "--raw takes no chat template, so no --system or --no-think."),
+        (args.raw and templated, "--raw takes no chat template, so no --system, --no-think or --effort."),
+        (args.no_think and args.effort, "--no-think and --effort exclude each other."),
         (args.logprobs and not args.json, "--logprobs needs --json."),
         (args.resume and args.chat is not None, "--continue and --chat exclude each other."),
         (
@@ -196,10 +199,10 @@ def configuration(args: argparse.Namespace, settings: Settings) -> Configuration
 
 def command_line(args: argparse.Namespace) -> dict[str, Any]:
     """The options of the engine and of sampling, as `configure` takes them; None if an option was not given."""
-    from presets.sampling import RANGES
+    from presets.sampling import PresetSampling
 
     engine = {"backend": args.backend, "context_length": args.context, "search_width": args.beam}
-    return engine | {name: getattr(args, name, None) for name in RANGES}
+    return engine | {name: getattr(args, name, None) for name in PresetSampling.__struct_fields__}
 
 
 def key(args: argparse.Namespace) -> str:

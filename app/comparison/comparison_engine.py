@@ -26,6 +26,7 @@ from engine.errors import OrinError
 from engine.events import (
     Chat,
     Counter,
+    Effort,
     Event,
     Failed,
     Finished,
@@ -62,7 +63,7 @@ class PeerEngine(Engine, Protocol):
         ...
 
 
-Encode = Callable[[Chat | RawText | TokenIds], Prompt]
+Encode = Callable[[Chat | RawText | TokenIds, Effort | None], Prompt]
 
 
 def compare_with_llama_server(
@@ -340,7 +341,7 @@ class ComparisonEngine:
     def _ids(self, request: Generate) -> Prompt:
         if self._encode is None:
             self._encode = self._make_encoder()
-        return self._encode(request.prompt)
+        return self._encode(request.prompt, request.sampling.effort)
 
 
 def _cpu_counters() -> Callable[[], tuple[Counter, ...]]:

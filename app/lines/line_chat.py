@@ -16,6 +16,7 @@ from typing import Annotated, Any, Protocol, TextIO, Unpack
 import msgspec
 from msgspec.structs import replace
 
+from app.chat.configuration import without_effect
 from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_new
 from app.chat.history import History, HistoryError
@@ -358,6 +359,9 @@ class LineChat:
         if argument:
             name, _, value = argument.partition(" ")
             self._set(name.replace("-", "_"), value.strip())
+            if self._ready and name == "effort":
+                for sentence in without_effect(self.session.sampling, self._ready):
+                    self._print(sentence)
         for name in SETTABLE:
             chosen = getattr(self.session if name == "max_tokens" else self.session.sampling, name)
             self._print(f"  {name} {'none' if chosen is None else chosen}")

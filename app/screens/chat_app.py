@@ -34,7 +34,7 @@ from app.screens.engine_setup import EngineSetup
 from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
 from app.screens.palette import Palette
-from app.screens.system_prompt import SystemScreen
+from app.screens.system_prompt import Instructions, SystemScreen
 from engine.client import Engine
 from engine.events import Counter
 from presets import GUIDE
@@ -296,11 +296,17 @@ class ChatApp(EngineActions):
 
     @work(group="system", exclusive=True)
     async def action_system(self) -> None:
-        system = await self.push_screen_wait(SystemScreen(self.session.conversation.system))
-        if system is not None and system != self.session.conversation.system:
-            self.session.set_system(system)
+        session = self.session
+        now = Instructions(session.conversation.system, session.sampling.effort)
+        takes_effort = session.status.snapshot().takes_effort
+        new = await self.push_screen_wait(SystemScreen(now, takes_effort=takes_effort))
+        if new is not None and new.effort != now.effort:
+            self.set_effort(new.effort)
+            self.notice("The new effort holds from the next prompt on")
+        if new is not None and new.system != now.system:
+            session.set_system(new.system)
             changed = "The new system prompt holds from the next prompt on"
-            self.notice(changed if system else "There is no system prompt now")
+            self.notice(changed if new.system else "There is no system prompt now")
 
     def action_export(self) -> None:
         conversation = self.session.conversation

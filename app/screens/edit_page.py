@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from textual.binding import Binding
 from textual.content import Content
 from textual.widgets import Static, TextArea
@@ -9,8 +11,10 @@ from textual.widgets import Static, TextArea
 from app.screens.page import Page
 from widgets.text import one_line
 
+Edited = TypeVar("Edited")
 
-class EditPage(Page[str | None]):
+
+class EditPage(Page[Edited | None], Generic[Edited]):
     """A subclass composes a `Frame` with an `OrderedTextArea` and the `problem_line`, and implements `action_save`. Esc
     dismisses the page with None. A key that would lose something must be pressed twice."""
 

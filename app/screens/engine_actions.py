@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
 from textual import work
 from textual.app import App
 
@@ -20,7 +21,7 @@ from app.screens.engine_setup import EngineSetup
 from app.screens.presets import PresetsScreen
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
-from engine.events import Chat
+from engine.events import Chat, Effort
 from widgets.text import one_line
 
 if TYPE_CHECKING:
@@ -69,6 +70,13 @@ class EngineActions(App[None]):
             self.dashboard.show_preset()
 
         self.session.switch(self._compared_as_now(setup, engine), name, adopt)
+
+    def set_effort(self, effort: Effort | None) -> None:
+        """Sets how much the model should think (None: as its chat template has it), from the next prompt on. It stays
+        with another preset, unless that says otherwise."""
+        self.session.sampling = replace(self.session.sampling, effort=effort)
+        if self.setup is not None:
+            self.setup.command_line = {**self.setup.command_line, "effort": effort}
 
     # --- models -----------------------------------------------------------------------------------------
 

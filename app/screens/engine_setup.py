@@ -60,7 +60,7 @@ class EngineSetup:
         self.options, self.name = options, name
         self.models = settings.names
         self.backend = ""  # as the engine reported it
-        self._settings, self._command_line = settings, command_line
+        self._settings, self.command_line = settings, command_line
         self._llama_server, self._api_key = llama_server, api_key
         self._make, self._unusable_because = make, unusable_because
         self._problems: dict[str, str] = {}  # by backend, once they are checked
@@ -82,7 +82,7 @@ class EngineSetup:
             raise UsageError(f"{name} does not work here: {problem}.")
         model_path = self.options.model_path
         options, sampling = configure(
-            model_path, self._settings, preset, self._command_line, chosen_in_chat=True
+            model_path, self._settings, preset, self.command_line, chosen_in_chat=True
         )
         return self._make(options), options, sampling
 

@@ -14,7 +14,7 @@ from widgets.ordered_input import OrderedInput, OrderedTextArea
 KEYS = ("Ctrl+S saves · Esc closes · Tab to the name", "Ctrl+S saves · Esc closes", "Ctrl+S saves")
 
 
-class PresetEditor(EditPage):
+class PresetEditor(EditPage[str]):
     """Dismissed with the name that the preset is saved under, or None. Only a valid preset is saved. Replacing another
     preset of the user's takes a second Ctrl+S."""
 

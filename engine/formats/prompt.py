@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import TemplateError, UsageError
-from engine.events import Chat, Message, RawText, TokenIds
+from engine.events import Chat, Effort, Message, RawText, TokenIds
 from engine.formats.channels import ChannelSplitter
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate, Prompt
@@ -46,11 +46,11 @@ class PromptEncoder:
             self.template.encode([Message(role="user", content="Hello")])
         return tuple(warning for warning in (self.tokenizer.warning, self.template.warning) if warning)
 
-    def encode(self, prompt: Chat | RawText | TokenIds) -> Prompt:
-        """The ids of `prompt`, at least one. Raises UsageError and TemplateError."""
+    def encode(self, prompt: Chat | RawText | TokenIds, effort: Effort | None = None) -> Prompt:
+        """The ids of `prompt`, at least one. `effort` is for a chat. Raises UsageError and TemplateError."""
         match prompt:
             case Chat(messages=messages, think=think, tools=tools):
-                encoded = self.template.encode(messages, think=think, tools=tools)
+                encoded = self.template.encode(messages, think=think, effort=effort, tools=tools)
             case RawText(text=text):
                 encoded = Prompt(self.tokenizer.encode(text, add_special=True))
             case TokenIds(ids=ids):

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Self
 
 import msgspec
 
 from engine.errors import TemplateError
-from engine.events import Message, ToolCall
+from engine.events import Effort, Message, ToolCall
 from engine.formats.channels import channel_marks
 from engine.formats.fallback_templates import CHATML, fallback_template
 from engine.formats.gguf import GGUF, printable
@@ -60,6 +62,13 @@ class ChatTemplate:
         names = (name.strip() for name in tokenizer.special_tokens)
         self._edges = sorted({edge for name in names if name for edge in (name[0], name[-1])})
 
+    @cached_property
+    def takes_effort(self) -> bool:
+        """Whether the template reads how much the model should think."""
+        with suppress(Broken, TemplateError):  # rendering tells the user
+            return "reasoning_effort" in self._renderer.reads()
+        return False
+
     @classmethod
     def from_gguf(cls, gguf: GGUF, tokenizer: Tokenizer) -> Self:
         """The template of a model file, or that of the model's family if the file has none."""
@@ -71,12 +80,14 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         think: bool = True,
+        effort: Effort | None = None,
         tools: str = "",
         add_generation_prompt: bool = True,
     ) -> Prompt:
         """The conversation as a prompt. With `add_generation_prompt` the prompt ends where the model's reply begins; if
         the last message is the model's, it ends in that message, so that the model continues it. `think` asks a
-        thinking model to think, or not to. `tools` are those of `Chat`.
+        thinking model to think, or not to, and `effort` says how much (None: as the template has it). `tools` are those
+        of `Chat`.
 
         If the template refuses the conversation, it gets a simpler one: the system text in the first user turn, turns
         of the same role joined. If it does not work at all, the template of the model's family is used, unless there
@@ -84,6 +95,8 @@ class ChatTemplate:
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
+        if not think:
+            effort = "low" if self._marks is HARMONY else None  # gpt-oss always thinks
         unfinished = None
         if add_generation_prompt and len(messages) > 1 and _may_go_on(messages[-1]):
             *messages, unfinished = messages
@@ -93,7 +106,7 @@ class ChatTemplate:
             {
                 "enable_thinking": think,
                 "thinking": think,
-                **({"reasoning_effort": "medium" if think else "low"} if self._marks is HARMONY else {}),
+                **({"reasoning_effort": effort} if effort else {}),
                 "can_think": self._can_think,
                 "add_generation_prompt": add_generation_prompt,
                 "bos_token": self._tokenizer.text(self._tokenizer.bos_id),

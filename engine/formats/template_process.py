@@ -4,8 +4,9 @@ A template is a program from an untrusted file. Jinja's sandbox keeps it from Py
 loops or from filling the memory, and nothing within a process can stop these reliably. So it runs here, with limits on
 memory and processor time, and the parent process kills this one when it takes too long.
 
-The parent writes lines of JSON: the template's source, then the variables of each rendering. Each rendering is answered
-by one line: {"text"}, or {"refused"} (the template called raise_exception), {"limit"} or {"broken"} with the reason.
+The parent writes lines of JSON: the template's source, then the variables of each rendering, or null to ask which ones
+the template reads. Each of these is answered by one line: {"text"} or {"reads"}, or {"refused"} (the template called
+raise_exception), {"limit"} or {"broken"} with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, nodes
+from jinja2 import Environment, Template, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -43,15 +44,20 @@ class _GenerationBlock(Extension):
 
 
 @cache
-def compiled(source: str) -> Template:
-    """The template, with the functions and filters that chat templates expect: those of `_compile_jinja_template` in
+def _environment() -> Environment:
+    """The functions and filters that chat templates expect: those of `_compile_jinja_template` in
     transformers/utils/chat_template_utils.py."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    return environment.from_string(source)
+    return environment
+
+
+@cache
+def compiled(source: str) -> Template:
+    return _environment().from_string(source)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -83,10 +89,12 @@ def rendered(template: Template, variables: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
-def answer(source: str, request: str) -> dict[str, str]:
-    """The answer to a line with the variables of a rendering."""
+def answer(source: str, request: str) -> dict[str, str | list[str]]:
+    """The answer to a line."""
     try:
-        return {"text": rendered(compiled(source), json.loads(request))}
+        if (variables := json.loads(request)) is None:
+            return {"reads": sorted(meta.find_undeclared_variables(_environment().parse(source)))}
+        return {"text": rendered(compiled(source), variables)}
     except Refusal as refusal:
         return {"refused": str(refusal)}
     except MemoryError:

@@ -57,20 +57,28 @@ class TemplateRenderer:
     def render(self, variables: dict[str, Any]) -> str:
         """The template's text. `variables` are JSON values and must have "now", the time in ISO format. Raises Refused,
         Broken, and TemplateError if it takes too much time or memory."""
+        text: str = self._answer(variables)
+        return text
+
+    def reads(self) -> frozenset[str]:
+        """The variables that the template reads and does not set before. Raises Broken and TemplateError."""
+        return frozenset(self._answer(None))
+
+    def _answer(self, request: dict[str, Any] | None) -> Any:
         if self._process is None or self._process.poll() is not None:
             self.start()
         if not self._ready and self._read_line(START_S) != "ready\n":
             raise TemplateError(_NO_PROCESS, "Install orin-chat again.")
         self._ready = True
-        self._write(json.dumps(variables))
+        self._write(json.dumps(request))
         line = self._read_line(RENDER_S)
         if not line.endswith("\n"):  # the process was killed, or died
             self._kill()
             self._process = None
             line = json.dumps({"limit": f"it takes longer than {RENDER_S:.0f} s"})
         match json.loads(line):
-            case {"text": str(text)}:
-                return text
+            case {"text": answer} | {"reads": answer}:
+                return answer
             case {"refused": reason}:
                 raise Refused(reason)
             case {"broken": reason}:

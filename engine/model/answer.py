@@ -34,7 +34,7 @@ class Answers:
 
     def begin(self, request: Generate, report: Callable[[Event], None]) -> Answer:
         """The answer to a request, with no token yet. Raises ContextFullError, TemplateError and UsageError."""
-        prompt = self._prompts.encode(request.prompt)
+        prompt = self._prompts.encode(request.prompt, request.sampling.effort)
         limit = _reply_limit(len(prompt.ids), request.max_tokens, self._context_length)
         answer = Answer(request, prompt, self._prompts, limit, report)
         if request.grammar:

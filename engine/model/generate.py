@@ -32,6 +32,7 @@ from engine.events import (
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
+from engine.formats.template import ChatTemplate
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
@@ -98,7 +99,7 @@ class TextModel:
         self._answers = Answers(self.prompts, self.context_length)
         self._choices.skip()
         self.ready = Ready(
-            model=_model_info(file, spec, self.prompts.template.thinks),
+            model=_model_info(file, spec, self.prompts.template),
             backend=str(Device.DEFAULT),
             device_name=device_name(str(Device.DEFAULT)),
             context_length=self.context_length,
@@ -329,7 +330,7 @@ def _context_length(options: EngineOptions, spec: ModelSpec) -> int:
     return options.context_length
 
 
-def _model_info(file: GGUF, spec: ModelSpec, thinks: bool) -> ModelInfo:
+def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate) -> ModelInfo:
     return ModelInfo(
         name=spec.name,
         architecture=spec.architecture,
@@ -337,5 +338,6 @@ def _model_info(file: GGUF, spec: ModelSpec, thinks: bool) -> ModelInfo:
         parameters=file_summary.parameters(file),
         file_bytes=file.file_bytes,
         trained_context=spec.trained_context,
-        thinks=thinks,
+        thinks=template.thinks,
+        takes_effort=template.takes_effort,
     )

@@ -21,6 +21,7 @@ from engine.errors import BackendError, ModelFileError, OrinError, one_line
 from engine.event_stream import AnswerStats
 from engine.events import (
     Chat,
+    Effort,
     EngineOptions,
     Event,
     Generate,
@@ -145,6 +146,7 @@ class LlamaServer(ServerEngine):
                 file_bytes=file.file_bytes,
                 trained_context=meta.n_ctx_train,
                 thinks="think>" in properties.chat_template,
+                takes_effort="reasoning_effort" in properties.chat_template,
             ),
             backend=self.name,
             device_name=one_line(properties.build_info),
@@ -165,17 +167,17 @@ class LlamaServer(ServerEngine):
 
     # --- answering ---
 
-    def _encode(self, prompt: Chat | RawText) -> Prompt:
+    def _encode(self, prompt: Chat | RawText, effort: Effort | None) -> Prompt:
         if self._prompts is None:
             with GGUF(self.options.model_path) as file:
                 self._prompts = PromptEncoder(file)
-        return self._prompts.encode(prompt)
+        return self._prompts.encode(prompt, effort)
 
     async def _answer(self, request: Generate, stats: AnswerStats) -> AsyncGenerator[Event, None]:
         if isinstance(request.prompt, TokenIds):
             prompt = Prompt(list(request.prompt.ids))
         else:
-            prompt = await asyncio.to_thread(self._encode, request.prompt)
+            prompt = await asyncio.to_thread(self._encode, request.prompt, request.sampling.effort)
         splitter = think_splitter(request.prompt, prompt)
         async for event in split_thinking(self._completed(request, prompt.ids, stats), splitter):
             yield event

@@ -82,6 +82,7 @@ class OpenAIEngine(ServerEngine):
                 file_bytes=meta.size,
                 trained_context=meta.n_ctx_train or chosen.max_model_len or 0,
                 thinks=True,  # not known in advance
+                takes_effort=True,
             ),
             backend=NAMES.get(self._owner, "server"),
             device_name=address,
@@ -163,8 +164,13 @@ class OpenAIEngine(ServerEngine):
         match request.prompt:
             case Chat(messages=messages, think=think):
                 body["messages"] = [{"role": m.role, "content": m.content} for m in messages]
-                if not think and self._owner in EXTRA_OPTIONS:
-                    body["chat_template_kwargs"] = {"enable_thinking": False}
+                variables: dict[str, Any] = {}  # of the chat template
+                if not think:
+                    variables["enable_thinking"] = False
+                elif sampling.effort:
+                    variables["reasoning_effort"] = body["reasoning_effort"] = sampling.effort
+                if variables and self._owner in EXTRA_OPTIONS:
+                    body["chat_template_kwargs"] = variables
             case RawText(text=text):
                 body["prompt"] = text
             case TokenIds(ids=ids):

@@ -149,7 +149,7 @@ def beside(peer: FakeEngine) -> Callable[..., ComparisonEngine]:
     """What `EngineSetup.compare` does, with `peer` in llama-server's place."""
 
     def compare(ours: Engine, *, together: bool = False) -> ComparisonEngine:
-        return ComparisonEngine(ours, lambda _: peer, lambda: lambda _: Prompt([1, 2, 3]), together=together)  # type: ignore[arg-type]
+        return ComparisonEngine(ours, lambda _: peer, lambda: lambda *_: Prompt([1, 2, 3]), together=together)  # type: ignore[arg-type]
 
     return compare
 

@@ -114,6 +114,13 @@ def test_options_reach_the_engine(run, model):
     assert (options.backend, options.context_length, options.search_width) == ("CPU", 99, 2)
 
 
+def test_an_effort_that_has_no_effect_is_said(run, model):
+    code, out, err, _ = run("--model", model, "--effort", "high", "why?")
+    assert (code, out) == (0, "You said: why?\n")
+    assert "The chat template of Synthetic 0.5B reads no effort" in err
+    assert "reads no effort" not in run("--model", model, "why?")[2]
+
+
 # --- for programs --------------------------------------------------------------------------------------
 
 
@@ -218,6 +225,9 @@ def test_the_death_of_the_engine_keeps_what_was_said(run, model):
         (["--temp", "0", "why?"], "--temp"),
         (["--raw", "--system", "x", "why?"], "--raw"),
         (["--raw", "--no-think", "why?"], "--raw"),
+        (["--raw", "--effort", "low", "why?"], "--raw"),
+        (["--effort", "huge", "why?"], "--effort"),
+        (["--effort", "low", "--no-think", "why?"], "--no-think"),
         (["--prompt-ids", "1,x"], "--prompt-ids"),
         (["--prompt-ids", "1", "why?"], "--prompt-ids"),
         (["--prompt-ids", "1", "--raw"], "--prompt-ids"),

@@ -205,6 +205,15 @@ def test_a_family_that_thinks_is_asked_not_to(family, name):
     assert "<think></think>" not in text  # Granite's instructions
 
 
+@needs_shared
+@pytest.mark.parametrize("name", TEXTS)
+def test_only_gpt_oss_takes_an_effort(family, name):
+    template, t = family(name)
+    assert template.takes_effort == (name == "gpt-oss")
+    text = b"".join(map(t.piece, template.encode(CHAT, effort="high").ids)).decode()
+    assert ("Reasoning: high" in text) == template.takes_effort
+
+
 REPLIES = {  # as the model writes them: (thinking, answer) is always ("Hm", "Yo")
     "gemma4": "<|channel>thought\nHm\n<channel|>Yo",
     "gpt-oss": "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>Yo",

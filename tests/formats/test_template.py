@@ -219,6 +219,28 @@ def test_bos_comes_once(tmp_path):
         ]
 
 
+EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'as ever' %}{% endif %}"
+EFFORT += "{{ reasoning_effort }}"
+CHANNELS = "<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+def test_how_much_a_model_should_think(template):
+    effort = template(EFFORT)
+    said = [text_of(effort, [user("x")], effort=level) for level in (None, "low", "high")]
+    assert said == ["as ever", "low", "high"] and effort.takes_effort
+    assert text_of(effort, [user("x")], effort="high", think=False) == "as ever"
+    gpt_oss = template(f"{{# {CHANNELS} #}}{EFFORT}")  # it always thinks
+    assert text_of(gpt_oss, [user("x")], effort="high", think=False) == "low"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [ECHO, "{% set reasoning_effort = 1 %}{{ reasoning_effort }}", "{# reasoning_effort #}", "{% if %}"],
+)
+def test_templates_that_read_no_effort(template, source):
+    assert not template(source).takes_effort
+
+
 # --- templates that refuse, break or do not end ---------------------------------------------------------
 
 NO_SYSTEM = (

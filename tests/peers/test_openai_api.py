@@ -148,6 +148,18 @@ async def test_what_is_asked_of_vllm(engines, fake):
     assert (end.reason, end.prompt_n, end.cached_n, end.predicted_n, end.seed) == ("stop", 20, 16, 9, seed)
 
 
+@pytest.mark.parametrize("owner", ["vllm", "somebody"])
+async def test_how_much_a_server_should_think(engines, fake, owner):
+    fake.answer("/v1/models", {"data": [{"id": "gpt", "owned_by": owner}]})
+    fake.answer("/v1/chat/completions", *sse(delta(content="Hi"), END))
+    engine = engines(fake.url + "/v1/")
+    assert (await collect(engine.start()))[-1].model.takes_effort
+    await collect(engine.generate(ask(sampling=Sampling(effort="low"))))
+    body = fake.requests[-1][2]
+    variables = {"reasoning_effort": "low"} if owner == "vllm" else None
+    assert (body["reasoning_effort"], body.get("chat_template_kwargs")) == ("low", variables)
+
+
 async def test_a_server_of_unknown_kind_gets_what_is_in_the_protocol(engines, fake):
     fake.answer("/v1/models", {"data": [{"id": "gpt", "owned_by": "somebody"}]})
     fake.answer("/v1/chat/completions", *sse(delta(content="Hi"), END))

@@ -39,6 +39,14 @@ def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
     assert (engine.context_length, sampling.temperature) == (3000, 3), "which this preset leaves open"
 
 
+def test_an_effort_is_an_option_of_sampling():
+    low = parse('title = "x"\n[sampling]\neffort = "low"\n')
+    assert configure("m", SETTINGS, low).sampling.effort == "low"
+    assert configure("m", SETTINGS, low, {"effort": "high"}).sampling.effort == "high"
+    with pytest.raises(ValueError, match="effort"):
+        parse('title = "x"\n[sampling]\neffort = "much"\n')
+
+
 def test_sampling_out_of_its_range_is_refused():
     with pytest.raises(UsageError, match=r"^min-p must be from 0 to 1, not 2\.$"):
         configure("m", command_line={"min_p": 2})

@@ -178,6 +178,13 @@ async def test_set_changes_the_sampling_within_its_range(chat):
     assert c.err.count("\n") == 5
 
 
+async def test_an_effort_without_effect_is_said(chat):
+    c = await chat("/set effort high", "/set effort much", "/set effort none")
+    assert c.out.count("The chat template of Synthetic 0.5B reads no effort") == 1
+    assert "effort high" in c.out and "'much' is no value for effort" in c.err
+    assert c.session.sampling.effort is None
+
+
 async def test_thinking_is_asked_for_or_not(chat, history):
     await chat("Is it?", "/think off", "Is it?", "/think maybe", thinking=3, tokens=7)
     thoughts = [stored.message.thinking for stored in history.messages(1)]

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from textual.widgets import Input
 
 from app.chat.history import History
 from app.screens.chat_app import ChatApp
 from app.screens.chats import PAGE, ChatsScreen
 from app.screens.help import HelpScreen
-from engine.events import Loading, Message, Prefilling
+from engine.events import Loading, Message, Prefilling, Sampling
 from tests.app.driver import chat, stored
-from tests.app.fake_engine import DIED, READY, STARTED, FakeEngine, reply, tokens
+from tests.app.fake_engine import DIED, MODEL, READY, STARTED, FakeEngine, reply, tokens
 from widgets.entry_list import EntryList
 
 # --- a conversation --------------------------------------------------------------------------------------
@@ -378,6 +379,33 @@ async def test_the_system_prompt_is_seen_and_changed_while_the_prompt_waits(hist
         await user.sees("There is no system prompt now")
         await user.idle()
     assert [role for role, _, _ in stored(history, chat_id)] == ["user", "assistant", "user", "assistant"]
+
+
+async def test_the_effort_is_chosen_beside_the_system_prompt(history):
+    ready = replace(READY, model=replace(MODEL, takes_effort=True))
+    engine = FakeEngine(start=[ready])
+    async with chat(engine, history, size=(60, 20)) as user:
+        await user.sees("ready")
+        await user.press("f12")
+        await user.sees("Effort: default")
+        await user.press("tab", "enter", "down", "enter", "escape")
+        await user.sees("This is not saved.")
+        await user.press("ctrl+s")
+        await user.sees("The new effort holds from the next prompt on")
+        await user.say("Is it?")
+        await user.idle()
+        await user.press("f12")
+        await user.sees("Effort: low")
+        await user.press("escape")
+    assert [request.sampling.effort for request in engine.requests] == ["low"]
+
+
+async def test_a_model_without_effort_shows_none(history):
+    async with chat(FakeEngine(), history, sampling=Sampling(effort="high")) as user:
+        await user.sees("The chat template of Qwen3 0.6B reads no effort")
+        await user.press("f12")
+        await user.sees("None. For example")
+        assert "Effort" not in user.screen()
 
 
 async def test_a_system_prompt_that_is_not_saved_is_left_by_a_second_key(history):
