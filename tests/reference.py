@@ -50,10 +50,11 @@ class Reference:
     def logits(self, tokens: Sequence[int], last: int = 0) -> Floats:
         """The logits after each token, or after the last ones: float32 (n, vocab)."""
         *_, x = self._streams(tokens)
-        y = (
-            self._normed(x[-last:], self.spec.output_norm, self.spec.stream_eps)
-            @ self._matrix(self.spec.head).T
-        )
+        return self.head(x[-last:])
+
+    def head(self, x: Floats) -> Floats:
+        """The logits of the last sublayer's stream: (n, dim) -> (n, vocab)."""
+        y = self._product(self._normed(x, self.spec.output_norm, self.spec.stream_eps), self.spec.head)
         cap = np.float32(self.spec.softcap)
         return np.tanh(y / cap) * cap if cap else y
 
@@ -77,6 +78,19 @@ class Reference:
                     y = self._experts(part, h)
             x = x + self._normed(y, sublayer.post_norm, spec.eps)
             yield x
+
+    def routers(self, streams: Sequence[Floats]) -> list[Floats]:
+        """The log-probabilities of the experts in each mixture of experts, float32 (n, experts), for these residual
+        streams before the sublayers."""
+        return [
+            self._router(x, sublayer.norm, sublayer.mix)
+            for sublayer, x in zip(self.spec.sublayers, streams, strict=True)
+            if isinstance(sublayer.mix, Experts)
+        ]
+
+    def _router(self, x: Floats, norm: Vector | None, part: Experts) -> Floats:
+        logits = self._product(self._normed(x, norm, self.spec.stream_eps), part.router, part.router_bias)
+        return log_softmax(logits).astype(np.float32)
 
     # --- weights, as they lie in the file ----------------------------------------------------------------
 
@@ -181,6 +195,17 @@ def log_softmax(x: ArrayLike) -> NDArray[np.float64]:
     y = np.asarray(x, np.float64)
     y = y - y.max(-1, keepdims=True)
     return np.asarray(y - np.log(np.exp(y).sum(-1, keepdims=True)))
+
+
+def wrong_by(log_probabilities: Floats, chosen: NDArray[Any]) -> Floats:
+    """By how much the likeliest of the experts that a token should have taken instead leads the least likely that it
+    took: at most 0 if `chosen` (n, used) are the likeliest experts. Raises AssertionError if an expert is there
+    twice."""
+    taken = np.zeros(log_probabilities.shape, bool)
+    np.put_along_axis(taken, chosen.astype(np.int64), True, -1)
+    assert (taken.sum(-1) == chosen.shape[-1]).all()
+    left, least = (np.where(taken, -np.inf, log_probabilities), np.where(taken, log_probabilities, np.inf))
+    return np.asarray(left.max(-1) - least.min(-1), np.float32)
 
 
 def divergence(p_logits: ArrayLike, q_logits: ArrayLike) -> Any:

@@ -121,8 +121,9 @@ class Transformer:
                 x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
             yield x, stored
 
-    def _experts(self, mix: Experts, x: Tensor) -> Tensor:
-        """x (n, dim), which is normed -> (n, dim). One expert for each token at a time."""
+    def _choose(self, mix: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The experts that the tokens x (n, dim) take, first each token's most probable one: their numbers and their
+        probabilities, (n,) each."""
         left = self._product(mix.router, x, mix.router_bias).softmax(-1).contiguous()
         numbers = Tensor.arange(mix.count).reshape(1, -1)
         chosen, probabilities = [], []
@@ -131,6 +132,11 @@ class Transformer:
             chosen.append(best.contiguous())
             probabilities.append(left.max(-1))
             left = (numbers == best.unsqueeze(-1)).where(-1.0, left).contiguous()
+        return chosen, probabilities
+
+    def _experts(self, mix: Experts, x: Tensor) -> Tensor:
+        """x (n, dim), which is normed -> (n, dim). One expert for each token at a time."""
+        chosen, probabilities = self._choose(mix, x)
         total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
         y: Tensor | None = None
         for experts, probability in zip(chosen, probabilities, strict=True):

@@ -13,9 +13,10 @@ from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
 from engine.model.fused import FusedRunner
 from engine.model.memory_need import memory_need
+from engine.model.spec import Experts
 from engine.model.weights import Weights
 from tests import generated_model
-from tests.reference import Reference
+from tests.reference import Reference, wrong_by
 
 CONTEXT = 16
 TOKENS = [3, 77, 5, 130, 9, 200, 41]  # more than a window
@@ -51,10 +52,12 @@ def check_layers_with_experts_sinks_and_biases() -> None:
 
 def hold(**shape: Any) -> None:
     """Raises AssertionError if an element of the stream differs from the reference's by more than 4e-3 of the stream's
-    root mean square at that token: keys, values and activations are float16."""
+    root mean square at that token: keys, values and activations are float16. Or if the experts are not those that the
+    reference chooses for the same stream, and no tie."""
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", quant="Q8_0", **shape)
-        file, wanted = GGUF(path), Reference(path, CONTEXT).streams(TOKENS)
+        file, reference = GGUF(path), Reference(path, CONTEXT)
+    wanted = reference.streams(TOKENS)
     runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
     model, need = runner._model, memory_need(read_spec(file), CONTEXT, "CUDA")
     assert need.cache_bytes == sum(t.nbytes() for a in model.attention for t in (a.keys, a.values))
@@ -64,8 +67,14 @@ def hold(**shape: Any) -> None:
     assert len(ends) == len(wanted)
     for position, token in enumerate(TOKENS):
         runner._send_state(token, position)
+        streams, choices = [], []
         for sublayer, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
             realize.run_linear(UOp(Ops.LINEAR, src=tuple(calls[first:end])), jit=True)
             want = wanted[sublayer][position]
-            worst = np.abs(stream.numpy() - want).max() / np.sqrt((want * want).mean())
+            streams.append(stream.numpy().copy())
+            if sublayer and isinstance(mix := reference.spec.sublayers[sublayer - 1].mix, Experts):
+                choices.append(runner._decode._chosen(mix.used)[0].numpy().copy())
+            worst = np.abs(streams[-1] - want).max() / np.sqrt((want * want).mean())
             assert worst < 4e-3, f"at {position}, after sublayer {sublayer}: {worst}"
+        for router, chosen in zip(reference.routers([s[None] for s in streams[:-1]]), choices, strict=True):
+            assert wrong_by(router, chosen[None]).max() < 1e-4, f"at {position}"

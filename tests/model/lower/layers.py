@@ -1,17 +1,16 @@
 """Models of every architecture, and their residual stream held against the reference's after each sublayer."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
 from engine.model.weights import Weights
 from tests import generated_model
-from tests.reference import Reference
+from tests.model.lower.sublayers import Step
+from tests.reference import Reference, wrong_by
 
 # Every architecture, tied and untied heads, with and without rope frequency factors, floats and blocks. Every
 # quantization type by itself is proven in tests/kernels.
@@ -31,10 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 CONTEXT = 256
 
-Streams = list[NDArray[np.float32]]
-Step = Callable[[list[int], int], Streams]
-"""Runs tokens at a position: the residual stream of each after each sublayer, (n, dim)."""
-
+TIE = 1e-4  # experts whose log-probabilities differ by less may be taken for one another
 # Chunks of several sizes and single tokens, in the middle of a sequence and beyond the ring of a window.
 STEPS = (
     ("prefill", 32),
@@ -58,21 +54,25 @@ def opened(path: Path) -> Weights:
 
 def hold(path: Path, prefill: Step, decode: Step, max_chunk: int) -> None:
     """Raises AssertionError if an element of the stream differs from the reference's by more than 1e-5 of the stream's
-    root mean square at that token; by 6e-3 if the cache and the activations are rounded."""
+    root mean square at that token; by 6e-3 if the cache and the activations are rounded. Or if the experts are not
+    those that the reference chooses for the same stream, and are no `TIE`."""
     tokens = np.random.default_rng(1).integers(0, 256, sum(n for _, n in STEPS)).tolist()
     reference = Reference(path, CONTEXT)
-    wanted = reference.streams(tokens)[1:]
+    embedding, *wanted = reference.streams(tokens)
     tolerance = 1e-5 if reference.spec.is_float32 else 6e-3
     start = 0
     for kind, n in STEPS:
         size = 1 if kind == "decode" else max_chunk
         for at in range(start, start + n, size):
             chunk = tokens[at : min(at + size, start + n)]
-            streams = (decode if kind == "decode" else prefill)(chunk, at)
+            streams, choices = (decode if kind == "decode" else prefill)(chunk, at)
             assert len(streams) == len(wanted)
+            routers = reference.routers([embedding[at : at + len(chunk)], *streams[:-1]])
+            for router, chosen in zip(routers, choices, strict=True):
+                assert wrong_by(router, chosen).max() < TIE, f"{kind} at {at}"
             for sublayer, (got, want) in enumerate(zip(streams, wanted, strict=True)):
                 want = want[at : at + len(chunk)]
                 size_of = np.sqrt((want * want).mean(-1, keepdims=True))
-                worst = float((np.abs(got[: len(chunk)] - want) / size_of).max())
+                worst = float((np.abs(got - want) / size_of).max())
                 assert worst < tolerance, f"{kind} at {at}, after sublayer {sublayer}: {worst}"
         start += n

@@ -1,0 +1,97 @@
+"""Steps of a model, sublayer by sublayer: the residual stream after each, and the experts that tokens take."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, TinyJit, UOp
+
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
+from engine.model.lower.cpu import CPUModel
+from engine.model.lower.graph import Transformer
+from engine.model.spec import Experts
+
+Array = NDArray[Any]
+
+
+class Sublayers(NamedTuple):
+    """What a step made of n tokens: the residual stream after each sublayer, float32 (n, dim), and the experts that
+    each mixture of experts chose, int32 (n, used)."""
+
+    streams: list[Array]
+    choices: list[Array]
+
+
+Step = Callable[[list[int], int], Sublayers]
+"""Runs tokens at a position."""
+
+
+See = Callable[[Array, Array, Array], None]
+"""Gets what a router has made of n tokens, and may change it: the experts (n, used), their probabilities, and the
+logits (n, experts or more)."""
+
+
+def keep(chosen: Array, probabilities: Array, logits: Array) -> None:
+    """Leaves a choice as it is."""
+
+
+def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
+    """A step of the CPU's kernels, which shows `see` every choice."""
+    sequence, pool = model.step(tile).compile(), model._pool
+    scratch = {buffer: name for (name, of, _), buffer in model._scratch.items() if of == tile}
+    size = 1 if tile == 1 else model.max_chunk
+
+    def run(tokens: list[int], at: int) -> Sublayers:
+        memory.view(model.tokens)[: len(tokens)] = tokens
+        memory.view(model.state)[[POSITION, TILES, TOKENS]] = at, -(-len(tokens) // tile), len(tokens)
+        done, got = 0, Sublayers([], [])
+        for i, (_, buffers) in enumerate(sequence.programs):
+            name = scratch.get(buffers[0])
+            if i == 0 or name not in ("x", "y", "chosen"):  # the first is the embedding
+                continue
+            pool.run(sequence.first + done, i + 1 - done)
+            done = i + 1
+            rows = [memory.view(b) for b in buffers]
+            rows = [r[: len(r) // size * size].reshape(size, -1)[: len(tokens)] for r in rows]
+            if name == "chosen":
+                see(rows[0], rows[1], rows[-1])
+            (got.choices if name == "chosen" else got.streams).append(rows[0].copy())
+        if done < len(sequence.programs):
+            pool.run(sequence.first + done, len(sequence.programs) - done)
+        return got
+
+    return run
+
+
+class WatchedTransformer(Transformer):
+    """Tensor graphs that remember the experts that they chose."""
+
+    choices: list[Tensor]
+
+    def _choose(self, mix: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        chosen, probabilities = super()._choose(mix, x)
+        self.choices.append(Tensor.stack(*chosen, dim=-1))
+        return chosen, probabilities
+
+
+def graph_step(transformer: WatchedTransformer, size: int) -> Step:
+    """A step of up to `size` tokens as tensor graphs."""
+    position = UOp.variable("position", 0, transformer.length - size)
+
+    @TinyJit
+    def captured(tokens: Tensor, position: UOp) -> list[Tensor]:
+        transformer.choices = []
+        streams = [x for x, _ in transformer.sublayers(tokens, position)]
+        return [t.contiguous().realize() for t in (Tensor.stack(*streams), *transformer.choices)]
+
+    captured.cnt = 1  # capture at the first call, not at the second
+
+    def run(tokens: list[int], at: int) -> Sublayers:
+        padded = Tensor(np.array([*tokens, *[0] * (size - len(tokens))], np.int32)).realize()
+        streams, *choices = (t.numpy() for t in captured(padded, position.bind(at)))
+        n = len(tokens)
+        return Sublayers([x[:n] for x in streams], [chosen[:n] for chosen in choices])
+
+    return run

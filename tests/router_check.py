@@ -1,0 +1,146 @@
+"""Which experts the engine chooses, held against the float32 reference: every small model with experts beside the
+checkout (`tests.oracles`), over llama.cpp's prompts and the tokens that it chose after them.
+
+    python -m tests.router_check cpu|graph [--model NAME]
+
+For each prompt it prints how many choices there are, and
+- alone: how many differ from what the reference chooses for the same residual stream, by more than a tie of 1e-4.
+- run: how many differ from those of the reference's own run, and by how much the expert that was left out led there, in
+  log-probability: at most where no earlier layer of this token or of those before it chose differently, and at most in
+  all. Activations and the cache are rounded, so near ties fall differently, and what follows differs more.
+- difference, wrong: how far the engine is from llama.cpp's answers (`oracles.Agreement`).
+- given: the same if the engine is given the reference's choices (CPU only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from engine.model.spec import MIN_PROBABILITY, ModelSpec
+from tests import oracles
+from tests.model.lower.layers import TIE, opened
+from tests.model.lower.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep
+from tests.paths import SHARED
+from tests.reference import Reference, softmax, wrong_by
+
+Steps = Callable[[See], tuple[Step, int, Step]]
+"""Makes steps: prefill, its largest number of tokens, and decode."""
+
+
+def check(backend: str, models: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name in oracles.NAMES:
+            path = Path(folder) / f"{name}.gguf"
+            if models and not any(model in name for model in models):
+                continue
+            oracles.make(SHARED, name, path)
+            if opened(path).spec.experts:
+                for prompt in oracles.prompts(SHARED, name):
+                    print(f"{name:22} {_line(backend, path, prompt)}", flush=True)
+
+
+def _line(backend: str, path: Path, prompt: oracles.Prompt) -> str:
+    tokens, reference = prompt.tokens + prompt.greedy[:-1], Reference(path, prompt.context)
+    streams = reference.streams(tokens)
+    wanted = reference.routers(streams[:-1])
+    make = _cpu if backend == "cpu" else _graph
+    own, chosen = _run(make(path, prompt.context), prompt, keep)
+    alone = [
+        wrong_by(router, c)
+        for router, c in zip(reference.routers([streams[0], *own[:-1]]), chosen, strict=True)
+    ]
+    leads = np.stack([wrong_by(router, c) for router, c in zip(wanted, chosen, strict=True)])
+    differs = leads > 0
+    in_earlier_layers = differs.cumsum(0) - differs
+    is_first = differs & (in_earlier_layers.cumsum(1) == 0)  # no attention has read the effects of another
+    first, largest = (leads.max(where=where, initial=0) for where in (is_first, differs))
+    line = (
+        f"{leads.size:5} choices | alone {np.sum(np.stack(alone) > TIE)} | "
+        f"run {differs.sum()}, first {first:.1e}, any {largest:.1e} | {_agreement(reference, prompt, own[-1])}"
+    )
+    if backend == "graph":
+        return line
+    given, _ = _run(make(path, prompt.context), prompt, _Given(reference.spec, wanted))
+    return f"{line} | given {_agreement(reference, prompt, given[-1])}"
+
+
+def _cpu(path: Path, context: int) -> Steps:
+    from engine.kernels.cpu.kernel_builder import register_lanes
+    from engine.kernels.cpu.thread_pool import default_pool
+    from engine.model.lower.cpu import CPUModel
+
+    lanes = register_lanes()
+    model = CPUModel(opened(path), context, default_pool(), lanes, keep_packed=False)
+    return lambda see: (cpu_step(model, lanes, see), model.max_chunk, cpu_step(model, 1, see))
+
+
+def _graph(path: Path, context: int) -> Steps:
+    from engine.fixes import matvec_heuristic
+
+    matvec_heuristic.apply()
+    chunk = 32
+    transformer = WatchedTransformer(opened(path), context + chunk, context)
+    return lambda _: (graph_step(transformer, chunk), chunk, graph_step(transformer, 1))
+
+
+def _run(steps: Steps, prompt: oracles.Prompt, see: See) -> tuple[list[Array], list[Array]]:
+    """Prefill of the prompt and decode of the tokens after it: the streams and the choices of all of them."""
+    prefill, size, decode = steps(see)
+    parts = [prefill(prompt.tokens[at : at + size], at) for at in range(0, len(prompt.tokens), size)] + [
+        decode([token], len(prompt.tokens) + i) for i, token in enumerate(prompt.greedy[:-1])
+    ]
+    joined = [
+        [np.concatenate(arrays) for arrays in zip(*each, strict=True)]
+        for each in ((part.streams for part in parts), (part.choices for part in parts))
+    ]
+    return joined[0], joined[1]
+
+
+class _Given:
+    """Gives a run of tokens these choices instead of its own: the likeliest by `wanted`, (tokens, experts) for each
+    mixture of experts."""
+
+    def __init__(self, spec: ModelSpec, wanted: Sequence[Array]) -> None:
+        self._mixes, self._wanted = spec.experts, wanted
+        self._at, self._mix = 0, 0
+
+    def __call__(self, chosen: Array, probabilities: Array, logits: Array) -> None:
+        n, mix = len(chosen), self._mixes[self._mix]
+        wanted = self._wanted[self._mix][self._at : self._at + n]
+        chosen[:] = np.argsort(-wanted, axis=-1, kind="stable")[:, : mix.used]
+        p = np.take_along_axis(softmax(logits[:, : mix.count]), chosen.astype(np.int64), -1)
+        probabilities[:] = (
+            p / np.maximum(p.sum(-1, keepdims=True), MIN_PROBABILITY) if mix.renormalised else p
+        )
+        self._mix = (self._mix + 1) % len(self._mixes)
+        self._at += n if self._mix == 0 else 0
+
+
+def _agreement(reference: Reference, prompt: oracles.Prompt, stream: Array) -> str:
+    logits = reference.head(stream)
+    greedy = logits[len(prompt.tokens) - 1 :].argmax(-1).tolist()
+    found = oracles.agreement(prompt, oracles.Answers(logits[prompt.positions], greedy))
+    return f"difference {found.difference:.1e}, wrong {found.wrong}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("backend", choices=("cpu", "graph"))
+    parser.add_argument("--model", action="append", default=[], help="only models with this in their names")
+    options = parser.parse_args()
+    from engine.backends import install, prepare
+    from engine.events import EngineOptions
+
+    install(prepare(EngineOptions(model_path="", backend="CPU")))
+    check(options.backend, options.model)
+
+
+if __name__ == "__main__":
+    main()
