@@ -472,6 +472,8 @@ class _Step:
         read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
         span = span_of(matrix.cols) if tile > 1 else 1
         kernel = expert_product(matrix.layout, tile, span, shared and tile == 1)
-        parts = threads * ceil(memory.view(matrix.stream).nbytes / threads / PART_BYTES)
+        expert = matrix.layout.size(matrix.rows, matrix.cols) * matrix.layout.dtype.itemsize
+        n_bytes = min(expert * tiles.tokens, memory.view(matrix.stream).nbytes)
+        parts = threads * ceil(n_bytes / threads / PART_BYTES)
         buffers = matrix.shape, tiles.state, tiles.experts, *read, bias, matrix.stream
         self._sequence.add(kernel, out, *buffers, parts=parts, concurrent=concurrent)
