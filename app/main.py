@@ -272,6 +272,10 @@ def _command(name: str, arguments: Sequence[str]) -> int:
             from app.cli.doctor import run as doctor
 
             return doctor(arguments, settings)
+        case "serve":
+            from app.serve.serve_command import run as serve
+
+            return serve(arguments, settings)
         case "tokenize":
             from app.cli.tokenize import run as tokenize
 
@@ -294,6 +298,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "models": "the models on this machine, and those known by name",
         "pull": "download a model, or verify and update it",
         "rm": "delete a downloaded model",
+        "serve": "answer other programs, with OpenAI's protocol over HTTP",
         "show": "what a model's file says, and how fast it could be here",
         "tokenize": "what a model's tokenizer makes of a text",
         "tune": "find the fastest way to run a model on this GPU, and keep it",

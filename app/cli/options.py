@@ -79,15 +79,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--verbose", action="store_true", help="show on standard error what the engine did")
 
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--model",
-        metavar="NAME",
-        help="qwen3:0.6b, hf.co/user/repository, a GGUF file (the last one, or orin-guide)",
-    )
-    add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
-    add_backend(add)
-    add("--context", type=positive, metavar="N", help="context in tokens (the model's, within bounds)")
-    add("--beam", type=count, metavar="N", help="width of the search for faster kernels (0)")
+    add_engine(add)
 
     add = parser.add_argument_group("other engines").add_argument
     add("--engine", metavar="URL", help="a server with OpenAI's protocol, http://host:8000/v1, answers")
@@ -105,11 +97,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--chat", type=count, metavar="ID", help="go on with this past chat (--plain lists them: /chats)")
 
     add = parser.add_argument_group("sampling (settings.toml may change these defaults)").add_argument
-    add("--temperature", type=float, metavar="T", help="0 always takes the most probable token (0.7)")
-    add("--top-k", type=int, metavar="K", help="only the K most probable tokens; 0 is all (40)")
-    add("--top-p", type=float, metavar="P", help="only the first that add up to probability P (0.95)")
-    add("--min-p", type=float, metavar="P", help="only those P times as probable as the first (0.05)")
-    add("--repeat-penalty", type=float, metavar="R", help="above 1, repetition is less probable (1.0)")
+    add_sampling(add)
     add("--seed", type=int, metavar="N", help="the same seed gives the same text (another each time)")
     add("--max-tokens", type=positive, metavar="N", help="the longest reply (what the context holds)")
 
@@ -241,6 +229,28 @@ def _read_stdin() -> str:
 
 
 # --- values --------------------------------------------------------------------------------------------
+
+
+def add_engine(add: Callable[..., Any]) -> None:
+    """Adds the model, and how its engine is set up."""
+    add(
+        "--model",
+        metavar="NAME",
+        help="qwen3:0.6b, hf.co/user/repository, a GGUF file (the last one, or orin-guide)",
+    )
+    add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
+    add_backend(add)
+    add("--context", type=positive, metavar="N", help="context in tokens (the model's, within bounds)")
+    add("--beam", type=count, metavar="N", help="width of the search for faster kernels (0)")
+
+
+def add_sampling(add: Callable[..., Any]) -> None:
+    """Adds how tokens are drawn, without the seed."""
+    add("--temperature", type=float, metavar="T", help="0 always takes the most probable token (0.7)")
+    add("--top-k", type=int, metavar="K", help="only the K most probable tokens; 0 is all (40)")
+    add("--top-p", type=float, metavar="P", help="only the first that add up to probability P (0.95)")
+    add("--min-p", type=float, metavar="P", help="only those P times as probable as the first (0.05)")
+    add("--repeat-penalty", type=float, metavar="R", help="above 1, repetition is less probable (1.0)")
 
 
 def add_backend(

@@ -30,15 +30,13 @@ from engine.formats.thinking import ThinkSplitter, split_thinking
 from engine.peers import http
 from engine.peers.server_engine import ServerEngine, chosen_seed
 
-NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM"}  # by `owned_by`, which /models lists with a model
+# By `owned_by`, which /models lists with a model.
+NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM", "orin-chat": "orin-chat"}
 # Sampling options beyond OpenAI's: our name, and the name that the server uses.
+_OURS = {name: name for name in ("top_k", "min_p", "repeat_penalty", "repeat_last_n")}
 EXTRA_OPTIONS = {
-    "llamacpp": {
-        "top_k": "top_k",
-        "min_p": "min_p",
-        "repeat_penalty": "repeat_penalty",
-        "repeat_last_n": "repeat_last_n",
-    },
+    "orin-chat": _OURS,
+    "llamacpp": _OURS,
     "vllm": {"top_k": "top_k", "min_p": "min_p", "repeat_penalty": "repetition_penalty"},
 }
 
@@ -181,7 +179,7 @@ class OpenAIEngine(ServerEngine):
             body["top_k"] = -1
         if self._owner in EXTRA_OPTIONS and request.ignore_eos:
             body["ignore_eos"] = True
-        if self._owner == "llamacpp" and request.fresh:
+        if self._owner in ("llamacpp", "orin-chat") and request.fresh:
             body["cache_prompt"] = False
         return body
 

@@ -1,0 +1,97 @@
+"""Who may ask: the key, and web pages.
+
+A server without a key listens on loopback only, and answers only requests that name it so. A web page whose name was
+made to point to 127.0.0.1 (DNS rebinding) sends its own name as Host; a page of another site sends its Origin. With a
+key, both are harmless, because the page does not have it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.serve.errors import ApiError
+from app.serve.http import error_response
+
+OPEN_PATHS = ("/health", "/v1/health")  # need no key, as in llama-server
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address without a port, is this machine by its own word."""
+    host = host.strip("[]").rstrip(".").lower()
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Access:
+    """ASGI middleware that refuses with 401 or 403."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        """`key` "": none is needed."""
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+
+        async def send_with_origin(message: Message) -> None:
+            if message["type"] == "http.response.start" and origin:
+                sent = MutableHeaders(scope=message)
+                sent["Access-Control-Allow-Origin"] = origin
+                sent.add_vary_header("Origin")
+                if scope["method"] == "OPTIONS":
+                    sent["Access-Control-Allow-Methods"] = "GET, POST"
+                    sent["Access-Control-Allow-Headers"] = "Authorization, Content-Type, X-Api-Key"
+            await send(message)
+
+        try:
+            self._check_page(headers)
+        except ApiError as error:
+            return await error_response(error)(scope, receive, send)
+        if scope["method"] == "OPTIONS":  # what a browser asks before a page may
+            return await Response(status_code=204)(scope, receive, send_with_origin)
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                self._check_key(headers)
+        except ApiError as error:
+            return await error_response(error)(scope, receive, send_with_origin)
+        await self._app(scope, receive, send_with_origin)
+
+    def _check_page(self, headers: Headers) -> None:
+        if self._key:
+            return
+        if not is_loopback(_host(f"//{headers.get('host', '')}")):
+            raise ApiError(403, "Without a key, this server answers only to localhost.", code="wrong_host")
+        if (origin := headers.get("origin")) is not None and not is_loopback(_host(origin)):
+            raise ApiError(
+                403, "Without a key, this server answers no pages of other sites.", code="wrong_origin"
+            )
+
+    def _check_key(self, headers: Headers) -> None:
+        if not self._key:
+            return
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), self._key):
+            what = "The API key is wrong." if given else "This server needs an API key."
+            bearer = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, what, "authentication_error", code="invalid_api_key", headers=bearer)
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,123 @@
+"""An answer as a client sees it, made from the events of the engine: text, thinking, calls of tools, and its end."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from app.serve.errors import of_failure, unavailable
+from app.serve.stop_texts import StopTexts
+from engine.event_stream import AnswerStats
+from engine.events import Event, Failed, Finished, Generate, Prefilling, Thinking, Token, ToolCall
+from engine.formats.tool_calls import FunctionCall, ToolCallParser
+
+_ID = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The engine has begun with the request: it is valid."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new. `tokens` are those of the answer since the last delta, for log-probabilities."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: ToolCall | None = None
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """`reasoning_n` tokens of the answer were thinking."""
+
+    finish_reason: str
+    finished: Finished
+    reasoning_n: int
+
+
+Part = Begun | Delta | End
+
+
+@dataclass
+class Answer:
+    """Follows one answer. `stopped` was asked for by the client's stop texts."""
+
+    request: Generate
+    stop: StopTexts
+    parser: ToolCallParser | None = None
+    _stats: AnswerStats = field(init=False)
+    _tokens: list[Token] = field(default_factory=list)
+    _called: bool = False
+    _reasoning_n: int = 0
+
+    async def parts(self, events: AsyncIterator[Event]) -> AsyncGenerator[Part, None]:
+        """`Begun`, the deltas, and `End`. Raises ApiError if the engine does not answer."""
+        self._stats = AnswerStats(self.request, reason="stop")
+        begun, end = False, None
+        async for event in events:
+            match event:
+                case Failed():
+                    raise of_failure(event)
+                case Prefilling():
+                    if not begun:
+                        begun, self._stats = True, AnswerStats(self.request, reason="stop")
+                        yield Begun()
+                    self._stats.prompt_n, self._stats.cached_n = event.total, event.cached
+                case Thinking():
+                    self._stats.count_token()
+                    self._reasoning_n += 1
+                    if event.text:
+                        yield Delta(reasoning=event.text)
+                case Token():
+                    self._stats.count_token()
+                    self._tokens.append(event)
+                    for delta in self._deltas(self.stop.feed(event.text)):
+                        yield delta
+                    if self.stop.found:
+                        break
+                case Finished(reason="cancelled"):
+                    raise unavailable("The server is stopping.")
+                case Finished():
+                    end = event
+                    for delta in self._deltas(self.stop.flush()):
+                        yield delta
+        for delta in self._flushed():
+            yield delta
+        finished = end or self._stats.finished()
+        reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
+        yield End(reason, finished, self._reasoning_n)
+
+    def _deltas(self, text: str) -> Iterable[Delta]:
+        return (
+            map(self._delta, self.parser.feed(text)) if self.parser else [self._delta(text)] if text else []
+        )
+
+    def _flushed(self) -> Iterable[Delta]:
+        yield from map(self._delta, self.parser.flush() if self.parser else ())
+        if self.request.logprobs and self._tokens:
+            yield self._delta("")
+
+    def _delta(self, part: str | FunctionCall) -> Delta:
+        if isinstance(part, FunctionCall):
+            self._called = True
+            return Delta(call=ToolCall(id=_call_id(), name=part.name, arguments=part.arguments))
+        tokens, self._tokens = tuple(self._tokens), []
+        return Delta(content=part, tokens=tokens)
+
+
+def _call_id() -> str:
+    """Nine letters and digits: Mistral's templates refuse others."""
+    return "".join(secrets.choice(_ID) for _ in range(9))
+
+
+async def answer_parts(answer: Answer, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Part, None]:
+    """The parts of `answer`. Closing them early cancels the request."""
+    async with aclosing(events), aclosing(answer.parts(events)) as parts:
+        async for part in parts:
+            yield part

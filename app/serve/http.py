@@ -1,0 +1,94 @@
+"""HTTP: bodies with a limit, JSON, server-sent events, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.serve.errors import ApiError
+
+MAX_BODY_BYTES = 16 << 20
+BODY_S = 60.0  # for the whole body to arrive
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body, error.status, error.headers)
+
+
+async def read_body(request: Request) -> bytes:
+    """Raises ApiError for a body that is too long or does not arrive, ClientGoneError if the client goes."""
+    too_long = ApiError(413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB.")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_long
+                if not message.get("more_body"):
+                    return bytes(body)
+    except TimeoutError:
+        raise ApiError(408, "The request did not arrive in time.") from None
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work`, and cancels it when the client goes. Raises ClientGoneError then."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). When the client goes,
+    `events` is closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[Any, None]) -> None:
+        """`events` yields JSON values."""
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            with suppress(ClientGoneError):
+                await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            data = b"data: %s\n\n" % msgspec.json.encode(event)
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -1,0 +1,181 @@
+"""What clients get: the JSON of OpenAI's protocol, with llama-server's timings and models."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from app.serve.answer import Delta, End
+from engine.events import Finished, Ready, Token, ToolCall, decode_rate, prefill_rate
+from engine.formats.tokenizer import Tokenizer
+
+OWNER = "orin-chat"
+Json = dict[str, Any]
+
+
+@dataclass
+class Reply:
+    """Writes one answer, in chunks (`chunk`, `ending`) or as a whole (`whole`). `logprobs`: how many
+    of the most probable tokens the client wants to see; None if it did not ask for log-probabilities."""
+
+    kind: Literal["chat", "text"]
+    model: str
+    tokenizer: Tokenizer
+    logprobs: int | None
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+    _calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{secrets.token_urlsafe(18)}"
+
+    # --- in chunks ---
+
+    def first(self) -> Json | None:
+        return self._chunk({"role": "assistant", "content": ""}) if self.kind == "chat" else None
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """None if there is nothing to say."""
+        logprobs = self._logprobs(delta.tokens)
+        if self.kind == "text":
+            return self._text_chunk(delta.content, logprobs) if delta.content or logprobs else None
+        new: Json = {}
+        if delta.content or logprobs:
+            new["content"] = delta.content
+        if delta.reasoning:
+            new["reasoning_content"] = delta.reasoning
+        if delta.call:
+            new["tool_calls"] = [{"index": self._calls} | _call(delta.call)]
+            self._calls += 1
+        return self._chunk(new, logprobs=logprobs) if new else None
+
+    def ending(self, end: End, include_usage: bool) -> list[Json]:
+        """The last chunks. As llama-server has it, timings come with the usage if the client asks for that."""
+        last = (
+            self._chunk({}, end.finish_reason)
+            if self.kind == "chat"
+            else self._text_chunk("", None, end.finish_reason)
+        )
+        timed = {"timings": timings(end.finished)}
+        if not include_usage:
+            return [last | timed]
+        return [last, self._head("chunk") | {"choices": [], "usage": usage(end)} | timed]
+
+    # --- as a whole ---
+
+    def whole(self, deltas: Sequence[Delta], end: End) -> Json:
+        content = "".join(delta.content for delta in deltas)
+        logprobs = self._logprobs([token for delta in deltas for token in delta.tokens])
+        choice: Json = {"index": 0, "finish_reason": end.finish_reason, "logprobs": logprobs}
+        if self.kind == "text":
+            choice["text"] = content
+        else:
+            calls = [_call(delta.call) for delta in deltas if delta.call]
+            message: Json = {"role": "assistant", "content": content}
+            if calls:
+                message |= {"content": content.strip() or None, "tool_calls": calls}
+            if reasoning := "".join(delta.reasoning for delta in deltas):
+                message["reasoning_content"] = reasoning
+            choice["message"] = message
+        return self._head("") | {
+            "choices": [choice],
+            "usage": usage(end),
+            "timings": timings(end.finished),
+        }
+
+    # --- parts ---
+
+    def _head(self, part: str) -> Json:
+        kind = "text_completion"
+        if self.kind == "chat":
+            kind = "chat.completion.chunk" if part else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, delta: Json, finish_reason: str | None = None, logprobs: Json | None = None) -> Json:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head("chunk") | {"choices": [choice]}
+
+    def _text_chunk(self, text: str, logprobs: Json | None, finish_reason: str | None = None) -> Json:
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head("chunk") | {"choices": [choice]}
+
+    def _logprobs(self, tokens: Iterable[Token]) -> Json | None:
+        """Without the token that ends the answer."""
+        shown = [t for t in tokens if t.logprob is not None and t.id not in self.tokenizer.eos_ids]
+        if self.logprobs is None or not shown:
+            return None
+        n = self.logprobs
+        if self.kind == "chat":
+            content = [
+                self._token(t.id, t.logprob)
+                | {"top_logprobs": [self._token(top.id, top.logprob) for top in t.top[:n]]}
+                for t in shown
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self._spelled(t.id) for t in shown]
+        return {
+            "tokens": texts,
+            "token_logprobs": [t.logprob for t in shown],
+            "top_logprobs": [{self._spelled(top.id): top.logprob for top in t.top[:n]} for t in shown],
+        }
+
+    def _token(self, id: int, logprob: float | None) -> Json:
+        return {"token": self._spelled(id), "logprob": logprob, "bytes": [*self.tokenizer.piece(id)]}
+
+    def _spelled(self, id: int) -> str:
+        return self.tokenizer.piece(id).decode("utf-8", "replace")
+
+
+def usage(end: End) -> Json:
+    finished = end.finished
+    return {
+        "prompt_tokens": finished.prompt_n,
+        "completion_tokens": finished.predicted_n,
+        "total_tokens": finished.prompt_n + finished.predicted_n,
+        "prompt_tokens_details": {"cached_tokens": finished.cached_n},
+        "completion_tokens_details": {"reasoning_tokens": end.reasoning_n},
+    }
+
+
+def timings(end: Finished) -> Json:
+    """As llama-server gives them. `prompt_n` counts the tokens that were computed; the rates are those of
+    `engine.events`."""
+    prompt_n = end.prompt_n - end.cached_n
+    return {
+        "cache_n": end.cached_n,
+        "prompt_n": prompt_n,
+        "prompt_ms": end.prompt_ms,
+        "prompt_per_token_ms": end.prompt_ms / max(prompt_n, 1),
+        "prompt_per_second": prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms),
+        "predicted_n": end.predicted_n,
+        "predicted_ms": end.predicted_ms,
+        "predicted_per_token_ms": end.predicted_ms / max(end.predicted_n - 1, 1),
+        "predicted_per_second": decode_rate(end.predicted_n, end.predicted_ms),
+    }
+
+
+def models(id: str, created: int, ready: Ready | None, vocab_size: int) -> Json:
+    """The list of the one model, with llama-server's `meta`."""
+    model: Json = {"id": id, "object": "model", "created": created, "owned_by": OWNER}
+    if ready:
+        info = ready.model
+        model["meta"] = {
+            "n_ctx": ready.context_length,
+            "n_ctx_train": info.trained_context,
+            "n_vocab": vocab_size,
+            "n_params": info.parameters,
+            "size": info.file_bytes,
+            "ftype": info.quantization,
+        }
+    return {"object": "list", "data": [model]}
+
+
+def _call(call: ToolCall) -> Json:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

@@ -1,0 +1,297 @@
+"""What clients send: the fields of OpenAI's protocol, and those that llama-server and vLLM add to it.
+
+https://platform.openai.com/docs/api-reference/chat/create, and llama.cpp's tools/server/README.md. Unknown
+fields are ignored. null is the same as a field that is absent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from app.serve.errors import ApiError, wrong
+from app.serve.messages import ChatMessage, conversation
+from engine.events import Chat, Generate, Grammar, RawText, Sampling, TokenIds
+from engine.formats.tool_calls import ToolForm, demand
+from presets.sampling import out_of_range
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_DEPTH = 64  # of JSON in JSON
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    schema: dict[str, Any] | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class ToolChoice(msgspec.Struct):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """The fields of both kinds of completions."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    response_format: ResponseFormat | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    repetition_penalty: float | None = None  # vLLM's name
+    repeat_last_n: int | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    # What orin-chat lacks: only the values that mean nothing are taken.
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(Body, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class TextBody(Body, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class TokenizeBody(msgspec.Struct):
+    content: str
+    add_special: bool | None = None
+    parse_special: bool | None = True
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+
+
+B = TypeVar("B")
+_PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+
+def decoded(data: bytes, kind: type[B]) -> B:
+    """The JSON object `data`. Raises ApiError, which names the field that has a wrong type."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The request is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise ApiError(400, "The request is nested too deeply.") from None
+
+
+def _wrong_type(error: msgspec.ValidationError, within: str = "") -> ApiError:
+    """`within`: the field that was converted."""
+    message = str(error)
+    place, missing = _PLACE.search(message), re.search(r"missing required field `(\w+)`", message)
+    names = [f"{within}{place[1] if place else ''}", missing[1] if missing else ""]
+    param, what = ".".join(filter(None, names)), _PLACE.sub("", message)
+    return ApiError(400, f"{param}: {what}." if param else f"{what}.", param=param or None)
+
+
+def chat_request(body: ChatBody, sampling: Sampling, form: ToolForm | None, thinks: bool) -> Generate:
+    """The engine's request. `sampling` is what holds without the client's fields; `form` is how the model writes calls
+    of tools, None if it has none. Raises ApiError."""
+    if not body.messages:
+        raise wrong("There are no messages.", "messages")
+    asked = body.top_logprobs or 0
+    if not 0 <= asked <= MAX_LOGPROBS:
+        raise wrong(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {asked}.", "top_logprobs")
+    if asked and not body.logprobs:
+        raise wrong("top_logprobs needs logprobs: true.", "top_logprobs")
+    tools = tools_of(body, form)
+    grammar = _grammar(body)
+    if tools and form:
+        forced = body.tool_choice
+        name = forced.function.name if isinstance(forced, ToolChoice) else ""
+        if name and name not in {tool["function"]["name"] for tool in json.loads(tools)}:
+            raise wrong(f"There is no tool {name!r}.", "tool_choice")
+        if grammar:
+            raise wrong("response_format cannot be combined with tools.", "response_format")
+        if forced == "required" or name:
+            if not (source := demand(form, tools, name)):
+                raise wrong("This model's calls cannot be demanded: let tool_choice be auto.", "tool_choice")
+            grammar = Grammar(kind="lark", source=source)
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    prompt = Chat(messages=conversation(body.messages), think=_thinks(body, thinks), tools=tools)
+    logprobs = max(asked, 1) if body.logprobs else 0
+    return _generate(body, prompt, sampling, limit, logprobs, grammar)
+
+
+def text_request(body: TextBody, sampling: Sampling) -> Generate:
+    """The engine's request. Raises ApiError."""
+    for name in ("echo", "suffix"):
+        if getattr(body, name):
+            raise wrong(f"{name} is not supported.", name)
+    if (body.best_of or 1) != 1:
+        raise wrong("best_of must be 1.", "best_of")
+    asked = body.logprobs
+    if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
+        raise wrong(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {asked}.", "logprobs")
+    logprobs = 0 if asked is None else max(asked, 1)
+    return _generate(body, _prompt(body.prompt), sampling, body.max_tokens, logprobs, _grammar(body))
+
+
+def tools_of(body: ChatBody, form: ToolForm | None) -> str:
+    """The tools as `Chat.tools`; "" if the model is not to use any. Raises ApiError."""
+    if not body.tools or body.tool_choice == "none":
+        return ""
+    if form is None:
+        raise wrong("This model's chat template takes no tools, or in a form that is not known.", "tools")
+    try:
+        tools = msgspec.convert(body.tools, list[Tool])
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error, "tools") from None
+    names = [tool.function.name for tool in tools]
+    if not all(re.fullmatch(r"[\w.-]{1,64}", name) for name in names) or len({*names}) < len(names):
+        raise wrong("Tools need different names of letters, digits, _, - and dots.", "tools")
+    _check_depth(body.tools, "tools")
+    return json.dumps(body.tools, ensure_ascii=False)
+
+
+def _generate(
+    body: Body,
+    prompt: Chat | RawText | TokenIds,
+    sampling: Sampling,
+    limit: int | None,
+    logprobs: int,
+    grammar: Grammar | None,
+) -> Generate:
+    _refuse_unsupported(body)
+    if limit is not None and limit < 0:
+        limit = None  # llama-server's -1
+    if limit == 0:
+        raise wrong("max_tokens must be 1 or more.", "max_tokens")
+    if len(body.stops) > MAX_STOPS:
+        raise wrong(f"stop takes at most {MAX_STOPS} texts.", "stop")
+    return Generate(
+        request_id=0,
+        prompt=prompt,
+        sampling=_sampling(body, sampling),
+        max_tokens=limit,
+        logprobs=logprobs,
+        ignore_eos=bool(body.ignore_eos),
+        fresh=body.cache_prompt is False,
+        grammar=grammar,
+    )
+
+
+def _refuse_unsupported(body: Body) -> None:
+    if (body.n or 1) != 1:
+        raise wrong("n must be 1: one request gets one answer.", "n")
+    for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
+        if getattr(body, name):
+            raise wrong(f"{name} is not supported; repeat_penalty is.", name)
+
+
+def _sampling(body: Body, defaults: Sampling) -> Sampling:
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if body.repetition_penalty is not None:
+        given.setdefault("repeat_penalty", body.repetition_penalty)
+    if "seed" in given:
+        given["seed"] = None if given["seed"] < 0 else given["seed"] % 2**32
+    for name in ("top_k", "repeat_last_n"):
+        given[name] = max(given.get(name, getattr(defaults, name)), 0)  # -1: off
+    sampling = replace(defaults, **given)
+    if problem := out_of_range(sampling):
+        raise wrong(f"{problem}.", problem.partition(" ")[0].replace("-", "_"))
+    return sampling
+
+
+def _grammar(body: Body) -> Grammar | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    schema: dict[str, Any] = {"type": "object"}
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None or wanted.json_schema.schema is None:
+            raise wrong("response_format.json_schema.schema is missing.", "response_format")
+        schema = wanted.json_schema.schema
+        _check_depth(schema, "response_format")
+    return Grammar(kind="json_schema", source=json.dumps(schema))
+
+
+def _thinks(body: ChatBody, default: bool) -> bool:
+    """Whether a thinking model is to think: as vLLM and llama-server ask for it, or as OpenAI."""
+    wanted = (body.chat_template_kwargs or {}).get("enable_thinking")
+    if isinstance(wanted, bool):
+        return wanted
+    return default and body.reasoning_effort not in ("none", "minimal")
+
+
+def _prompt(prompt: str | list[str | int | list[int]]) -> RawText | TokenIds:
+    match prompt:
+        case str(text) | [str(text)]:
+            return RawText(text=text)
+        case [[*ids]]:
+            return TokenIds(ids=tuple(ids))
+    ids = [id for id in prompt if isinstance(id, int)]
+    if ids and len(ids) == len(prompt):
+        return TokenIds(ids=tuple(ids))
+    raise wrong("prompt is one text, or one list of token ids.", "prompt")
+
+
+def _check_depth(value: Any, param: str, depth: int = 0) -> None:
+    """Raises ApiError for JSON that is nested more deeply than anything that is meant."""
+    if depth > MAX_DEPTH:
+        raise wrong(f"{param} is nested too deeply.", param)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_depth(item, param, depth + 1)

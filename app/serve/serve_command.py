@@ -1,0 +1,116 @@
+"""`orin-chat serve`: the model answers other programs, with OpenAI's protocol over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from app.chat.settings import Settings
+from app.cli import options
+from app.cli.model_file import model_path
+from engine.client import LocalEngine
+from engine.errors import UsageError
+from engine.events import EngineOptions, Sampling
+from widgets.text import one_line
+
+MAX_WAITING = 32
+EPILOG = """\
+A client takes the address that is printed, such as http://127.0.0.1:8080/v1:
+  orin-chat --engine http://127.0.0.1:8080/v1
+The sampling options hold where a request does not say otherwise. Ctrl+C ends the
+server; answers in progress have 5 seconds.
+"""
+
+
+def run(arguments: Sequence[str], settings: Settings) -> int:
+    """Serves until it is interrupted, and returns the exit code. Raises OrinError.
+
+    Requests go to standard output, a line each when it has ended; all else goes to standard error."""
+    args = _parse(arguments)
+    _check_libraries()
+    key = options.key(args)
+    configuration = options.configuration(args, settings)
+    path = model_path(args.model, settings)
+    engine = replace(configuration.engine, model_path=str(path), parallel=args.parallel)
+    name = path.stem if not args.model or args.model.endswith(path.name) else args.model
+    return _serve(args, engine, configuration.sampling, name, key)
+
+
+def _parse(arguments: Sequence[str]) -> Namespace:
+    parser = options.Parser(
+        prog="orin-chat serve",
+        description="Answer other programs, with OpenAI's protocol over HTTP.",
+        epilog=EPILOG,
+    )
+    parser.set_defaults(engine=None)
+    options.add_engine(parser.add_argument_group("model").add_argument)
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", metavar="NAME", help="the address to listen on (127.0.0.1)")
+    add("--port", type=_port, default=8080, metavar="N", help="the port; 0 takes a free one (8080)")
+    add("--api-key-env", metavar="NAME", help="the environment variable that holds the key for clients")
+    add("--parallel", type=options.positive, default=1, metavar="N", help="answers at the same time (1)")
+    add(
+        "--queue",
+        type=options.count,
+        default=MAX_WAITING,
+        metavar="N",
+        help=f"requests that may wait; more are refused ({MAX_WAITING})",
+    )
+    add = parser.add_argument_group("sampling").add_argument
+    options.add_sampling(add)
+    add("--no-think", action="store_true", help="ask a thinking model not to think")
+    return parser.parse_args(arguments)
+
+
+def _port(text: str) -> int:
+    port = options.count(text)
+    if port > 65535:
+        raise UsageError(f"There is no port {port}.", "The highest is 65535.")
+    return port
+
+
+def _check_libraries() -> None:
+    """Raises UsageError if the extra `serve` is not installed."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"orin-chat serve needs the library {error.name}, which is not installed.",
+            "Install it: pip install 'orin-chat[serve]'",
+        ) from None
+
+
+def _serve(args: Namespace, engine_options: EngineOptions, sampling: Sampling, name: str, key: str) -> int:
+    from app.serve.access import is_loopback
+    from app.serve.lines import Lines
+    from app.serve.routes import application
+    from app.serve.server import Server, listen
+    from app.serve.service import ModelFile, Service
+
+    file = ModelFile.read(Path(engine_options.model_path))
+    sock = listen(args.host, args.port)
+    with sock:
+        host, port = sock.getsockname()[:2]
+        if not key and not is_loopback(host):
+            raise UsageError(
+                f"Everyone who reaches {args.host} could use this server.",
+                "Put a key into an environment variable and name it: --api-key-env NAME.",
+            )
+        engine = LocalEngine(engine_options)
+        service = Service(
+            engine,
+            model=one_line(name),
+            file=file,
+            sampling=sampling,
+            think=not args.no_think,
+            parallel=args.parallel,
+            max_waiting=args.queue,
+        )
+        lines = Lines(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        service.on_handled = lines.handled
+        return asyncio.run(Server(service, engine, application(service, key), sock, lines.show).run())

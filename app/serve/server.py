@@ -1,0 +1,112 @@
+"""Runs the server: the socket, the start of the engine beside it, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from app.cli.signals import run_until_signal
+from app.serve.service import Service
+from engine.client import Engine
+from engine.errors import UsageError
+from engine.events import Event, Failed, Ready
+
+DRAIN_S = 5.0  # for answers in progress, after the first signal
+_BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises UsageError if that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+        except OSError:
+            sock.close()
+            raise
+    except (OSError, UnicodeError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(
+            f"The server cannot listen on {host} port {port}: {reason}.", "Choose another --host or --port."
+        ) from None
+    return sock
+
+
+class Server:
+    """One run of the server. `show` gets the events of the engine's start."""
+
+    def __init__(
+        self,
+        service: Service,
+        engine: Engine,
+        app: ASGIApp,
+        sock: socket.socket,
+        show: Callable[[Event], object],
+    ) -> None:
+        self._service, self._engine, self._show, self._sock = service, engine, show, sock
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=round(2 * DRAIN_S),
+        )
+        self._http = _HttpServer(config)
+        self._loading: asyncio.Task[int] | None = None
+
+    async def run(self) -> int:
+        """Serves until SIGINT or SIGTERM, and returns the exit code: that of the failure if the engine does not start.
+
+        The first signal lets answers end for DRAIN_S; then, or at the second signal, they are ended."""
+        try:
+            return await run_until_signal(self._serve(), signal.SIGINT, signal.SIGTERM, stop=self._stop)
+        finally:
+            await self._engine.close()
+
+    async def _serve(self) -> int:
+        self._loading = asyncio.create_task(self._load())
+        serving = asyncio.create_task(self._http.serve(sockets=[self._sock]))
+        with suppress(asyncio.CancelledError):
+            if code := await self._loading:
+                self._http.should_exit = True
+                await serving
+                return code
+        await serving
+        return 0
+
+    async def _load(self) -> int:
+        async for event in self._engine.start():
+            if isinstance(event, Ready):
+                self._service.ready = event
+            self._show(event)
+            if isinstance(event, Failed):
+                return event.exit_code
+        return 0
+
+    async def _stop(self) -> None:
+        is_first, self._service.stopping = not self._service.stopping, True
+        self._http.should_exit = True
+        if self._loading:
+            self._loading.cancel()
+        end = asyncio.get_running_loop().time() + (DRAIN_S if is_first else 0)
+        while self._service.open and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.05)
+        await self._engine.stop()
+
+
+class _HttpServer(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to `Server.run`."""
+        yield

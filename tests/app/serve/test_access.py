@@ -1,0 +1,96 @@
+"""Who may ask."""
+
+import pytest
+
+from app.serve.access import is_loopback
+from tests.app.serve.conftest import HELLO, error
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8080", 200),
+        ("localhost", 200),
+        ("LOCALHOST.:1", 200),
+        ("[::1]:8080", 200),
+        ("127.9.9.9", 200),
+        ("evil.example:8080", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("192.168.0.9:8080", 403),
+        ("[::1", 403),
+        ("", 403),
+    ],
+)
+async def test_a_page_with_another_name_is_refused(served, host, status):
+    """DNS rebinding: the page's own name leads to this machine."""
+    client, service = served()
+    for path, ask in (
+        ("/v1/models", client.get),
+        (CHAT, lambda path, **k: client.post(path, json=HELLO, **k)),
+    ):
+        response = await ask(path, headers={"Host": host})
+        assert response.status_code == status
+    if status == 403:
+        assert error(response)["code"] == "wrong_host" and not service.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [("http://localhost:3000", 200), ("http://[::1]", 200), ("https://evil.example", 403), ("null", 403)],
+)
+async def test_a_page_of_another_site_is_refused(served, origin, status):
+    client, _ = served()
+    response = await client.post(CHAT, json=HELLO, headers={"Origin": origin})
+    assert response.status_code == status
+    assert response.headers.get("access-control-allow-origin") == (origin if status == 200 else None)
+    asked_before = await client.options(CHAT, headers={"Origin": origin})
+    assert asked_before.status_code == (204 if status == 200 else 403)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Basic s3cret"}, 401),
+        ({"Authorization": "Bearer s3cre"}, 401),
+        ({"Authorization": "bearer s3cret"}, 200),
+        ({"X-Api-Key": "s3cret"}, 200),
+        ({"X-Api-Key": "caf\u00e9".encode()}, 401),
+    ],
+)
+async def test_a_key(served, headers, status):
+    client, service = served(key="s3cret")
+    for path in ("/v1/models", "/metrics", CHAT):
+        request = (
+            client.post(path, json=HELLO, headers=headers)
+            if path == CHAT
+            else client.get(path, headers=headers)
+        )
+        response = await request
+        assert response.status_code == status and "s3cret" not in response.text
+    assert len(service.engine.requests) == (status == 200)
+    if status == 401:
+        assert (
+            error(response)["code"] == "invalid_api_key" and response.headers["www-authenticate"] == "Bearer"
+        )
+
+
+async def test_with_a_key_any_name_and_page_will_do(served):
+    client, _ = served(key="s3cret")
+    headers = {"Host": "chat.example", "Origin": "https://app.example"}
+    assert (await client.get("/health", headers=headers)).status_code == 200
+    refused = await client.get("/v1/models", headers=headers)
+    assert (
+        refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://app.example"
+    )
+    asked_before = await client.options(CHAT, headers=headers)
+    assert "Authorization" in asked_before.headers["access-control-allow-headers"]
+
+
+def test_loopback():
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and not is_loopback("0.0.0.0")
+    assert not is_loopback("::") and not is_loopback("")

@@ -1,0 +1,451 @@
+"""What the server answers, over an engine that follows a script."""
+
+import asyncio
+import json
+
+import pytest
+
+from app.serve.http import MAX_BODY_BYTES
+from app.serve.routes import application
+from engine.events import Failed, RawText, Sampling, Token, TokenIds, TopToken
+from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
+from tests.app.serve.conftest import HELLO, WEATHER, error, events
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+async def test_a_whole_answer(served):
+    client, service = served(FakeEngine(reply("Good day.", "Let me see.", cached_n=6)))
+    body = (await client.post(CHAT, json=HELLO)).json()
+    [choice] = body["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Good day.",
+        "reasoning_content": "Let me see.",
+    }
+    assert (
+        choice["finish_reason"] == "stop" and body["object"] == "chat.completion" and body["model"] == "tiny"
+    )
+    assert body["usage"] == {
+        "prompt_tokens": 96,
+        "completion_tokens": 7,
+        "total_tokens": 103,
+        "prompt_tokens_details": {"cached_tokens": 6},
+        "completion_tokens_details": {"reasoning_tokens": 3},
+    }
+    timings = body["timings"]
+    assert (timings["prompt_n"], timings["cache_n"], timings["predicted_n"]) == (90, 6, 7)
+    assert timings["predicted_per_second"] == pytest.approx(6 / 60 * 1e3)
+    [handled] = service.handled
+    assert (handled.status, handled.path, handled.client) == (200, CHAT, "127.0.0.1")
+    assert handled.finished.prompt_n == 96 and "Good" not in repr(handled)
+
+
+async def test_a_streamed_answer(served):
+    client, service = served(FakeEngine(reply("Good day.", "Let me see.")))
+    first, *middle, last = await events(client, CHAT, HELLO)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    deltas = [chunk["choices"][0]["delta"] for chunk in middle]
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == "Let me see."
+    assert "".join(d.get("content", "") for d in deltas) == "Good day."
+    assert last["choices"][0]["finish_reason"] == "stop" and last["timings"]["predicted_n"] == 7
+    assert len({chunk["id"] for chunk in (first, *middle, last)}) == 1
+    assert service.handled[0].status == 200 and service.open == service.processing == 0
+
+
+async def test_usage_of_a_stream(served):
+    client, _ = served()
+    *_, ended, usage = await events(client, CHAT, {**HELLO, "stream_options": {"include_usage": True}})
+    assert "timings" not in ended and ended["choices"][0]["finish_reason"] == "stop"
+    assert usage["choices"] == [] and usage["usage"]["prompt_tokens"] == 96 and "timings" in usage
+
+
+async def test_text_completions(served):
+    engine = FakeEngine(reply("once", reason="length"))
+    client, _ = served(engine)
+    body = (await client.post(TEXT, json={"prompt": "a", "max_tokens": 3})).json()
+    assert body["choices"][0]["text"] == "once" and body["choices"][0]["finish_reason"] == "length"
+    assert body["object"] == "text_completion"
+    chunks = await events(client, TEXT, {"prompt": [1, 2]})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "once"
+    await client.post(TEXT, json={"prompt": [[3]]})
+    await client.post(TEXT, json={"prompt": ["b"]})
+    wanted = RawText(text="a"), TokenIds(ids=(1, 2)), TokenIds(ids=(3,)), RawText(text="b")
+    assert tuple(request.prompt for request in engine.requests) == wanted
+    assert engine.requests[0].max_tokens == 3
+
+
+async def test_fields_reach_the_engine(served):
+    engine = FakeEngine()
+    client, _ = served(engine, sampling=Sampling(top_k=7, seed=1))
+    body = {
+        "temperature": 0.5,
+        "top_p": 0.8,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "seed": -1,
+        "unknown": {},
+    }
+    await client.post(CHAT, json={**HELLO, **body, "max_completion_tokens": 9, "max_tokens": 5, "user": None})
+    await client.post(
+        CHAT, json={**HELLO, "max_tokens": -1, "seed": 2**40 + 3, "top_k": -1, "cache_prompt": False}
+    )
+    first, second = engine.requests
+    assert first.sampling == Sampling(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1, repeat_penalty=1.2)
+    assert first.max_tokens == 9 and not first.fresh and first.client == "127.0.0.1"
+    assert (
+        second.max_tokens is None
+        and second.sampling.seed == 3
+        and second.sampling.top_k == 0
+        and second.fresh
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [({}, True), ({"reasoning_effort": "none"}, False), ({"reasoning_effort": "low"}, True),
+     ({"chat_template_kwargs": {"enable_thinking": False}}, False)],
+)  # fmt: skip
+async def test_thinking_is_asked_for(served, fields, thinks):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    await client.post(CHAT, json={**HELLO, **fields})
+    assert engine.requests[0].prompt.think is thinks
+    client, _ = served(engine, think=False)
+    await client.post(CHAT, json=HELLO)
+    assert not engine.requests[1].prompt.think
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_texts(served, stream):
+    """The text before it is the answer, and the rest is not computed."""
+    engine = FakeEngine([*reply("one, two, three")[:2], *tokens("one, two, three"), None])
+    client, service = served(engine)
+    asked = {**HELLO, "stop": ["three", " tw"]}
+    if stream:
+        *chunks, last = await events(client, CHAT, asked)
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    else:
+        last = (await client.post(CHAT, json=asked)).json()
+        text = last["choices"][0]["message"]["content"]
+    assert text == "one," and last["choices"][0]["finish_reason"] == "stop"
+    assert last["timings"]["predicted_n"] == 2 and service.open == 0
+
+
+async def test_log_probabilities(served, model_file):
+    ids = model_file.tokenizer.encode("so what")
+    end = min(model_file.tokenizer.eos_ids)
+    made = [
+        Token(
+            request_id=0, id=id, text=model_file.tokenizer.piece(id).decode() if id != end else "",
+            logprob=-0.5, top=(TopToken(id=id, logprob=-0.5), TopToken(id=ids[0], logprob=-1.0)),
+        )
+        for id in (*ids, end)
+    ]  # fmt: skip
+    engine = FakeEngine([*reply("")[:2], *made, reply("")[-1]])
+    client, _ = served(engine)
+    body = (await client.post(CHAT, json={**HELLO, "logprobs": True, "top_logprobs": 1})).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == "so what" and len(content) == len(ids)
+    assert bytes(content[0]["bytes"]).decode() == content[0]["token"] and content[0]["logprob"] == -0.5
+    assert [len(entry["top_logprobs"]) for entry in content] == [1] * len(ids)
+    chunks = await events(client, CHAT, {**HELLO, "logprobs": True})
+    streamed = [
+        e for chunk in chunks for e in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in content]
+    assert streamed[0]["top_logprobs"] == []
+    body = (await client.post(TEXT, json={"prompt": "x", "logprobs": 2})).json()
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [entry["token"] for entry in content] and len(
+        logprobs["top_logprobs"]
+    ) == len(ids)
+    assert [request.logprobs for request in engine.requests] == [1, 1, 2]
+
+
+async def test_calls_of_tools(served):
+    engine = FakeEngine(reply(f"I look.\n{CALL}\n{CALL}", "Hm."))
+    client, _ = served(engine)
+    asked = {**HELLO, "tools": [WEATHER]}
+    choice = (await client.post(CHAT, json=asked)).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
+    first, second = choice["message"]["tool_calls"]
+    assert first["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+    assert first["id"] != second["id"] and len(first["id"]) == 9 and first["type"] == "function"
+    *chunks, last = await events(client, CHAT, asked)
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0, 1] and calls[1]["function"] == first["function"]
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    assert json.loads(engine.requests[0].prompt.tools) == [WEATHER]
+    await client.post(CHAT, json={**asked, "tool_choice": "none"})
+    assert engine.requests[2].prompt.tools == ""
+
+
+async def test_a_conversation_with_tools(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    call = {
+        "id": "a1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+    }
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        },
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1", "content": "Sunny"},
+    ]
+    await client.post(CHAT, json={"messages": messages})
+    system, _, assistant, tool = engine.requests[0].prompt.messages
+    assert (system.role, system.content) == ("system", "Be brief.")
+    assert (assistant.thinking, assistant.tool_calls[0].arguments) == ("Hm.", '{"city": "Rome"}')
+    assert (tool.name, tool.tool_call_id, tool.content) == ("get_weather", "a1", "Sunny")
+
+
+async def test_grammars(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    for format in (
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    ):
+        assert (await client.post(CHAT, json={**HELLO, "response_format": format})).status_code == 200
+    await client.post(CHAT, json={**HELLO, "tools": [WEATHER], "tool_choice": "required"})
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    await client.post(CHAT, json={**HELLO, "tools": [WEATHER], "tool_choice": named})
+    grammars = [request.grammar for request in engine.requests]
+    assert grammars[0] is None and json.loads(grammars[1].source) == {"type": "object"}
+    assert grammars[2].source == json.dumps(schema)
+    assert grammars[3].kind == "lark" and grammars[3] == grammars[4] and "get_weather" in grammars[3].source
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": "x"}, "messages"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {**HELLO, "max_tokens": "9"}, "max_tokens"),
+        (CHAT, {**HELLO, "max_tokens": 0}, "max_tokens"),
+        (CHAT, {**HELLO, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+        (CHAT, {**HELLO, "temperature": -1}, "temperature"),
+        (CHAT, {**HELLO, "top_p": 2}, "top_p"),
+        (CHAT, {**HELLO, "n": 2}, "n"),
+        (CHAT, {**HELLO, "presence_penalty": 1}, "presence_penalty"),
+        (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {**HELLO, "stop": [str(i) for i in range(17)]}, "stop"),
+        (CHAT, {**HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
+        (CHAT, {**HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
+        (CHAT, {**HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
+        (CHAT, {**HELLO, "tools": [WEATHER, WEATHER]}, "tools"),
+        (CHAT, {**HELLO, "tools": [WEATHER], "tool_choice": {"function": {"name": "f"}}}, "tool_choice"),
+        (CHAT, {**HELLO, "tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (TEXT, {"prompt": ["a", "b"]}, "prompt"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": "a", "echo": True}, "echo"),
+        (TEXT, {"prompt": "a", "best_of": 2}, "best_of"),
+        (TEXT, {"prompt": "a", "logprobs": 99}, "logprobs"),
+        (CHAT, [], None),
+    ],
+)
+async def test_what_is_wrong_is_named(served, path, body, param):
+    engine = FakeEngine()
+    client, service = served(engine)
+    response = await client.post(path, json=body)
+    assert response.status_code == 400 and not engine.requests
+    assert error(response)["param"] == param and error(response)["message"].endswith(".")
+    assert service.handled[0].status == 400
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b'{"messages": ' + b"[" * 100_000])
+async def test_what_is_not_json(served, data):
+    client, _ = served()
+    response = await client.post(CHAT, content=data)
+    assert response.status_code == 400 and error(response)["type"] == "invalid_request_error"
+
+
+async def test_a_schema_that_is_nested_too_deeply(served):
+    schema: dict = {}
+    for _ in range(200):
+        schema = {"properties": schema}
+    client, _ = served()
+    format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    response = await client.post(CHAT, json={**HELLO, "response_format": format})
+    assert response.status_code == 400 and error(response)["param"] == "response_format"
+
+
+async def test_a_body_that_is_too_long(served):
+    client, _ = served()
+    response = await client.post(CHAT, content=b" " * (MAX_BODY_BYTES + 1))
+    assert response.status_code == 413
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("failed", "status", "code"),
+    [
+        (TOO_LONG, 400, "context_length_exceeded"),
+        (Failed(kind="usage", message="The prompt is empty.", request_id=0), 400, None),
+        (Failed(kind="model", message="The template refuses.", request_id=0), 400, None),
+        (Failed(kind="backend", message="The engine died."), 500, None),
+    ],
+)
+async def test_failures_before_the_first_token_have_a_status(served, stream, failed, status, code):
+    client, service = served(FakeEngine([failed]))
+    response = await client.post(CHAT, json={**HELLO, "stream": stream})
+    assert response.status_code == status and error(response)["code"] == code
+    assert failed.message in error(response)["message"] and service.handled[0].status == status
+
+
+async def test_a_failure_in_the_middle_of_a_stream(served):
+    died = Failed(kind="backend", message="The engine died.")
+    client, service = served(FakeEngine([*reply("")[:2], *tokens("Well"), died]))
+    *_, last = await events(client, CHAT, HELLO)
+    assert last["error"]["message"] == "The engine died." and service.handled[0].error == "server_error"
+
+
+async def test_requests_wait_up_to_a_limit(served):
+    engine = FakeEngine([*reply("")[:2], None, *reply("done")[2:]])
+    client, service = served(engine, parallel=1, max_waiting=1)
+    service.metrics.answers.add(7.0)
+    first, second = (asyncio.ensure_future(client.post(CHAT, json=HELLO)) for _ in range(2))
+    while service.processing < 2:  # a FakeEngine begins with all
+        await asyncio.sleep(0)
+    third = await client.post(CHAT, json=HELLO)
+    assert third.status_code == 429 and third.headers["retry-after"] == "7"
+    assert error(third)["code"] == "too_many_requests" and len(engine.requests) == 2
+    await engine.stop()
+    assert [(await answer).status_code for answer in (first, second)] == [503, 503]
+    assert service.open == 0 and service.metrics.requests == {429: 1, 503: 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("before", [[], [*reply("")[:2], *tokens("Well, ")]], ids=["waiting", "answering"])
+async def test_a_client_that_goes_cancels_its_request(served, stream, before):
+    closed = asyncio.Event()
+
+    class Watched(FakeEngine):
+        async def generate(self, request):
+            try:
+                async for event in super().generate(request):
+                    yield event
+            finally:
+                closed.set()
+
+    engine = Watched([*before, None])
+    _, service = served(engine)
+    gone, sent = asyncio.Event(), []
+    body = json.dumps({**HELLO, "stream": stream}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": CHAT, "headers": [(b"host", b"localhost")], "query_string": b"",
+        "client": ("127.0.0.1", 1), "scheme": "http", "server": ("127.0.0.1", 80), "root_path": "",
+    }  # fmt: skip
+    call = asyncio.ensure_future(application(service)(scope, receive, send))
+    while not engine.requests or (stream and before and len(sent) < 3):
+        await asyncio.sleep(0)
+    gone.set()
+    await asyncio.wait_for(call, 5)
+    assert closed.is_set() and service.open == service.processing == 0
+    assert [handled.status for handled in service.handled] == [499]
+
+
+async def test_while_it_loads_and_when_it_stops(served):
+    client, service = served(ready=None)
+    loading = await client.get("/health")
+    assert loading.status_code == 503 and error(loading)["message"] == "Loading model"
+    assert (await client.post(CHAT, json=HELLO)).status_code == 503
+    assert "meta" not in (await client.get("/v1/models")).json()["data"][0]
+    service.ready = READY
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    service.stopping = True
+    assert (await client.post(CHAT, json=HELLO)).status_code == 503
+
+
+async def test_the_model_is_listed_as_llama_server_does(served):
+    client, _ = served()
+    [model] = (await client.get("/v1/models")).json()["data"]
+    assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "orin-chat")
+    assert model["meta"]["n_ctx"] == 8192 and model["meta"]["n_ctx_train"] == 40960
+
+
+async def test_metrics(served):
+    client, _ = served(FakeEngine(reply("Hello", cached_n=6)))
+    await client.post(CHAT, json=HELLO)
+    await client.post(CHAT, json={})
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
+    assert (
+        samples['orin_chat_requests_total{status="200"}']
+        == samples['orin_chat_requests_total{status="400"}']
+        == "1"
+    )
+    assert (
+        samples["orin_chat_prompt_tokens_total"] == "96"
+        and samples["orin_chat_prompt_tokens_cached_total"] == "6"
+    )
+    assert samples['orin_chat_first_token_seconds_bucket{le="+Inf"}'] == "1"
+    assert samples["orin_chat_requests_processing"] == samples["orin_chat_requests_waiting"] == "0"
+
+
+async def test_tokenize_and_back(served, model_file):
+    client, _ = served()
+    ids = (await client.post("/tokenize", json={"content": "Rome<|im_end|>"})).json()["tokens"]
+    assert ids == model_file.tokenizer.encode("Rome<|im_end|>", special=True)
+    plain = (
+        await client.post("/tokenize", json={"content": "Rome<|im_end|>", "parse_special": False})
+    ).json()
+    assert plain["tokens"] == model_file.tokenizer.encode("Rome<|im_end|>")
+    assert (await client.post("/detokenize", json={"tokens": ids})).json() == {"content": "Rome<|im_end|>"}
+    pieces = (await client.post("/tokenize", json={"content": "é", "with_pieces": True})).json()["tokens"]
+    assert [piece["piece"] for piece in pieces] == [[195], [169]]
+    assert (await client.post("/tokenize", json={"content": 3})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/embeddings", 501),
+        ("GET", "/v1/nothing", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/health", 405),
+    ],
+)
+async def test_what_there_is_not(served, method, path, status):
+    client, _ = served()
+    response = await client.request(method, path)
+    assert response.status_code == status and error(response)["message"]
+
+
+async def test_a_bug_shows_nothing_of_the_request(served, capsys):
+    class Broken(FakeEngine):
+        def generate(self, request):
+            raise RuntimeError(request.prompt.messages[0].content)
+
+    client, service = served(Broken())
+    response = await client.post(CHAT, json={"messages": [{"role": "user", "content": "a secret"}]})
+    assert response.status_code == 500 and error(response)["type"] == "server_error"
+    shown = capsys.readouterr()
+    assert "RuntimeError" in shown.err and "secret" not in shown.err + shown.out + response.text
+    assert service.handled[0].status == 500 and service.open == 0

@@ -1,0 +1,243 @@
+"""The server on a real socket: other programs' clients, our own, signals, and the command."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+
+from app.serve import server as server_module
+from app.serve.routes import application
+from app.serve.server import Server, listen
+from app.serve.service import Service
+from engine.errors import UsageError
+from engine.events import Chat, Failed, Finished, Generate, Message, Ready, Token
+from engine.peers.openai_api import OpenAIEngine
+from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens
+from tests.app.serve.conftest import HELLO, WEATHER
+from tests.app.serve.model_engine import ModelEngine
+from tests.paths import ROOT
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "maximum": 99}},
+    "required": ["age"],
+    "additionalProperties": False,
+}
+
+
+@contextlib.asynccontextmanager
+async def running(engine, model_file, *, loads=True):
+    """(address, Service, the run of the server, events of its start), once the model has loaded or begun to."""
+    shown = []
+    with listen("127.0.0.1", 0) as sock:
+        address = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        service = Service(engine, model="tiny", file=model_file)
+        server = Server(service, engine, application(service), sock, shown.append)
+        run = asyncio.create_task(server.run())
+        try:
+            while not run.done() and not (service.ready if loads else shown):
+                await asyncio.sleep(0.005)
+            yield address, service, run, shown
+        finally:
+            if not run.done():
+                await server._stop()
+                await run
+
+
+async def test_openais_client(model_path, model_file):
+    async with running(ModelEngine(model_path), model_file) as (address, _, _, _):
+        client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="any")
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        ask = client.chat.completions.create
+        options = {"model": "tiny", "seed": 4, "temperature": 1.0}
+
+        stream = await ask(
+            **options,
+            **HELLO,
+            stream=True,
+            max_tokens=8,
+            stream_options={"include_usage": True},
+            logprobs=True,
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert chunks[-1].usage.completion_tokens == 8 and chunks[-2].choices[0].finish_reason == "length"
+        again = await ask(**options, **HELLO, max_tokens=8)
+        assert again.choices[0].message.content == text  # the same seed, in one piece
+
+        schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+        person = await ask(**options, **HELLO, response_format=schema, reasoning_effort="none")
+        assert person.choices[0].finish_reason == "stop"
+        assert json.loads(person.choices[0].message.content)["age"] <= 99
+
+        messages = [{"role": "user", "content": "Rome?"}]
+        asked = await ask(
+            **options, messages=messages, tools=[WEATHER], tool_choice="required", reasoning_effort="none"
+        )
+        [choice] = asked.choices
+        [call] = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and call.function.name == "get_weather"
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "Sunny"}]
+        told = await ask(**options, messages=messages, tools=[WEATHER], max_tokens=1)
+        assert told.usage.prompt_tokens > asked.usage.prompt_tokens
+
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(**options, messages=[{"role": "user", "content": "far too long " * 999}])
+        assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await ask(model="tiny", **HELLO, temperature=-1)
+        await client.close()
+
+
+async def test_our_own_client_finds_model_and_context(model_file):
+    engine = FakeEngine(reply("Good day.", "Hm."), start=STARTED)
+    async with running(engine, model_file) as (address, _, _, shown):
+        client = OpenAIEngine(address)  # without /v1
+        [ready] = [event async for event in client.start()]
+        assert isinstance(ready, Ready) and ready.backend == "orin-chat" and not ready.warnings
+        assert (ready.model.name, ready.context_length, ready.model.trained_context) == ("tiny", 8192, 40960)
+        prompt = Chat(messages=(Message(role="user", content="Hi"),), think=False)
+        events = [event async for event in client.generate(Generate(request_id=1, prompt=prompt, fresh=True))]
+        assert "".join(e.text for e in events if type(e) is Token) == "Good day."
+        assert isinstance(events[-1], Finished) and events[-1].prompt_n == 96
+        [asked] = engine.requests
+        assert asked.fresh and not asked.prompt.think and asked.sampling.top_k == 40
+        assert shown == list(STARTED)
+        await client.close()
+
+
+async def test_a_client_that_hangs_up(model_file):
+    engine = FakeEngine([*reply("")[:2], *tokens("Well, "), None])
+    async with running(engine, model_file) as (address, service, _, _):
+        async with (
+            httpx.AsyncClient() as client,
+            client.stream(
+                "POST", f"{address}/v1/chat/completions", json={**HELLO, "stream": True}
+            ) as response,
+        ):
+            await anext(response.aiter_lines())
+            assert service.open == 1
+        async with asyncio.timeout(5):
+            while service.open:
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["in time", "not in time"])
+async def test_a_signal_lets_answers_end(model_file, monkeypatch, ends):
+    monkeypatch.setattr(server_module, "DRAIN_S", 20.0 if ends else 0.1)
+    engine = FakeEngine([*reply("Well, ")[:-1], None, *reply("good day.")[2:]])
+    async with running(engine, model_file) as (address, service, run, _):
+        async with (
+            httpx.AsyncClient() as client,
+            client.stream(
+                "POST", f"{address}/v1/chat/completions", json={**HELLO, "stream": True}
+            ) as response,
+        ):
+            lines = response.aiter_lines()
+            await anext(lines)
+            os.kill(os.getpid(), signal.SIGINT)
+            while not service.stopping:
+                await asyncio.sleep(0.005)
+            if ends:
+                engine.release()
+            text = "".join([line async for line in lines])
+        assert (
+            ("The server is stopping." in text) is not ends and (" day" in text) is ends and "[DONE]" in text
+        )
+        assert await run == 130 and engine.closed
+
+
+async def test_a_second_signal_does_not_wait(model_file):
+    engine = FakeEngine([*reply("")[:2], None])
+    async with running(engine, model_file) as (address, service, run, _), httpx.AsyncClient() as client:
+        asked = asyncio.create_task(client.post(f"{address}/v1/chat/completions", json=HELLO))
+        while not service.processing:
+            await asyncio.sleep(0.005)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.02)
+        assert (await asked).status_code == 503
+        assert await asyncio.wait_for(run, 4) == 143
+
+
+async def test_an_engine_that_does_not_start(model_file):
+    failed = Failed(kind="model", message="There is no such file.")
+    async with running(FakeEngine(start=[failed]), model_file) as (_, _, run, shown):
+        assert await run == 3 and shown == [failed]
+
+
+async def test_a_signal_while_it_loads(model_file):
+    engine = FakeEngine(start=[*STARTED[:1], None])
+    async with running(engine, model_file, loads=False) as (_, _, run, shown):
+        pass
+    assert await run == 0 and shown == [STARTED[0]] and engine.closed
+
+
+def test_a_port_that_is_taken():
+    with listen("127.0.0.1", 0) as sock, pytest.raises(UsageError, match="in use"):
+        listen("127.0.0.1", sock.getsockname()[1])
+    with pytest.raises(UsageError, match="cannot listen on no"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_the_command(model_path):
+    command = [
+        sys.executable,
+        "-m",
+        "tests.app.synthetic_cli",
+        json.dumps({"rate": 0, "tokens": 5, "load_s": 0.0}),
+        "serve",
+    ]
+    command += ["--port", "0", "--model", str(model_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        address = ""
+        while not address:
+            address = process.stderr.readline().partition("listening on ")[2].strip()
+        answer = httpx.post(
+            f"{address}/chat/completions", json={"messages": [{"role": "user", "content": "secret"}]}
+        )
+        assert answer.json()["model"] == "tiny" and answer.json()["usage"]["completion_tokens"] == 5
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and err == ""
+    assert (
+        "127.0.0.1 /v1/chat/completions 200: prompt" in out
+        and "reply 5 tokens" in out
+        and "secret" not in out
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (["--host", "0.0.0.0"], {}, "Everyone who reaches 0.0.0.0"),
+        (["--api-key-env", "ORIN_KEY"], {}, "ORIN_KEY is not set"),
+        (["--port", "70000"], {}, "no port 70000"),
+    ],
+)
+def test_what_the_command_refuses(model_path, monkeypatch, arguments, environment, says):
+    from app.chat.settings import Settings
+    from app.serve.serve_command import run
+
+    monkeypatch.delenv("ORIN_KEY", raising=False)
+    with pytest.raises(UsageError, match=says):
+        run(["--port", "0", "--model", str(model_path), *arguments], Settings())
+
+
+def test_a_missing_extra(monkeypatch):
+    from app.chat.settings import Settings
+    from app.serve.serve_command import run
+
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(UsageError, match="needs the library uvicorn") as refused:
+        run([], Settings())
+    assert "orin-chat[serve]" in refused.value.hint
