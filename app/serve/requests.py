@@ -99,7 +99,7 @@ class ChatBody(Body, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class TextBody(Body, kw_only=True):
@@ -170,6 +170,8 @@ def chat_request(body: ChatBody, sampling: Sampling, form: ToolForm | None, thin
                 raise wrong("This model's calls cannot be demanded: let tool_choice be auto.", "tool_choice")
             grammar = Grammar(kind="lark", source=source)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.reasoning_effort in ("low", "medium", "high"):
+        sampling = replace(sampling, effort=body.reasoning_effort)
     prompt = Chat(messages=conversation(body.messages), think=_thinks(body, thinks), tools=tools)
     logprobs = max(asked, 1) if body.logprobs else 0
     return _generate(body, prompt, sampling, limit, logprobs, grammar)

@@ -112,6 +112,7 @@ async def test_thinking_is_asked_for(served, fields, thinks):
     client, _ = served(engine)
     await client.post(CHAT, json={**HELLO, **fields})
     assert engine.requests[0].prompt.think is thinks
+    assert engine.requests[0].sampling.effort == (fields.get("reasoning_effort") if thinks else None)
     client, _ = served(engine, think=False)
     await client.post(CHAT, json=HELLO)
     assert not engine.requests[1].prompt.think
@@ -236,6 +237,7 @@ async def test_grammars(served):
         (CHAT, {**HELLO, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
         (CHAT, {**HELLO, "temperature": -1}, "temperature"),
         (CHAT, {**HELLO, "top_p": 2}, "top_p"),
+        (CHAT, {**HELLO, "reasoning_effort": "vast"}, "reasoning_effort"),
         (CHAT, {**HELLO, "n": 2}, "n"),
         (CHAT, {**HELLO, "presence_penalty": 1}, "presence_penalty"),
         (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
