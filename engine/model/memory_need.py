@@ -31,19 +31,21 @@ _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9, 
 class _Path:
     """How a way to run models differs from others in memory. `chunk`: the most tokens of a prompt at once; `slack`:
     tokens of a cache beyond its context, which is a multiple of `step`; `repacking`: copies of a piece of the file
-    while it loads. `extra`: bytes by which a block of 256 weights is larger than in the file, by type."""
+    while it loads; `compilers_bytes`: of processes that compile kernels after that. `extra`: bytes by which a block of
+    256 weights is larger than in the file, by type."""
 
     chunk: int
     slack: int
     step: int
     repacking: int
+    compilers_bytes: int
     extra: dict[str, int]
 
 
 _EXTRA = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}  # their 6-bit scales become bytes
-_CPU = _Path(128, 128, 16, 1, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8})
-_GPU = _Path(512, 1024, 1024, 4, _EXTRA | {"IQ4_XS": 2})
-_GRAPH = _Path(32, 32, 1, 3, _EXTRA | {"IQ4_XS": 2})
+_CPU = _Path(128, 128, 16, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8})
+_GPU = _Path(512, 1024, 1024, 4, 0, _EXTRA | {"IQ4_XS": 2})
+_GRAPH = _Path(32, 32, 1, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2})
 
 
 def runs_as_graph(spec: ModelSpec, device: str, kernels: KernelPath) -> bool:
@@ -61,7 +63,7 @@ class MemoryNeed:
     weights_bytes: int
     cache_bytes: int
     kernels_bytes: int
-    """What kernels leave to each other, tables, and the copies of pieces of the file while it loads. Roughly."""
+    """What kernels leave to each other, tables, copies of pieces of the file while it loads, and compilers. Roughly."""
 
     @property
     def total_bytes(self) -> int:
@@ -97,7 +99,7 @@ def memory_need(
         context=context,
         weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in spec.weights()),
         cache_bytes=_cache_bytes(spec, path, context),
-        kernels_bytes=path.repacking * piece + _scratch_bytes(spec, path, context),
+        kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
     )
 
 
