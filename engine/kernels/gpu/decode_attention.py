@@ -22,7 +22,9 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.decode_block import DecodeBlock
+from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.matmul import as_half
 from engine.kernels.gpu.uops import (
     F16,
     F32,
@@ -84,8 +86,9 @@ def split_for(heads: Heads, limit: int, short: int, multiprocessors: int) -> Spl
 
 
 @functools.cache
-def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = False) -> Kernel:
-    """Attention of one new token without tensor cores. Buffers: see `DecodeBlock`."""
+def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = False, tokens: int = 0) -> Kernel:
+    """Attention of one new token without tensor cores, or of those of `tokens` sequences. Buffers: see
+    `DecodeBlock`."""
     h, n_threads, group = heads, split.threads, split.group
     dim = h.dim
     cuts, slices = split.cuts, 1 << ((n_threads // dim).bit_length() - 1)
@@ -96,7 +99,7 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
 
     def kernel(*buffers: UOp) -> UOp:
         thread = UOp.special(n_threads, "lidx0")
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens)
         kv, start, count, is_first = block.kv, block.start, block.count, block.is_first_part
 
         # the first loads from the cache
@@ -107,14 +110,15 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
 
         def key_tile(tile: UOp | int) -> list[UOp]:
             token = tile * tile_tokens + lane
-            first = h.key_index(kv, start + token, cut * run)
+            first = h.key_index(kv, start + token, cut * run, block.pages)
             return [
                 load(block.keys, first + (j // 4 * h.slots * 4 + j % 4), token < count) for j in range(run)
             ]
 
         def value_step(step: UOp | int) -> list[UOp]:
             quads = [step * step_quads + j * slices + slice_ for j in range(ahead)]
-            firsts = [(h.run(kv, start // 4, quad, size=4) * dim + column) * 4 for quad in quads]
+            places = (h.run(kv, start // 4, quad, size=4, pages=block.pages) for quad in quads)
+            firsts = [(place * dim + column) * 4 for place in places]
             runs = (
                 load_run(block.values, first, 4, quad * 4 < count)
                 for first, quad in zip(firsts, quads, strict=True)
@@ -130,7 +134,7 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
         stores = [store(new_rows, e, x) for e, x in elements]
         results = [store(block.keys, index, x, ok & block.stores_token) for index, ok, x in key_elements]
         new_value = load(block.rows, block.value_row(column)).cast(F16)
-        value_index = h.value_index(kv, block.position, column)
+        value_index = block.value_place(column)
         results.append(store(block.values, value_index, new_value, block.stores_token & (thread < dim)))
         new_rows = new_rows.after(UOp.group(*stores, *first_loads))
         next_keys, next_values = next_keys.after(new_rows), next_values.after(new_rows)
@@ -230,7 +234,8 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
                 element, head, (e % dim).eq(0), sums_of_head, block.prescale, inside
             )
         shape = f"{split.limit}_{split.splits}_{group}_{n_threads}_{cuts}_{ahead}"
-        return finish(f"attention_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}", results)
+        name = f"attention_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
+        return finish(name + f"_{tokens}" * (tokens > 0), results)
 
     return kernel
 
@@ -248,25 +253,30 @@ def _pick(values: Sequence[UOp], index: UOp) -> UOp:
 
 
 @functools.cache
-def combine(heads: Heads, splits: int, sinks: bool = False) -> Kernel:
+def combine(heads: Heads, splits: int, sinks: bool = False, tokens: int = 0) -> Kernel:
     """Combines the splits of decode attention. Buffers: the output, float32, permuted and prescaled; the weighted sums;
-    the largest scores and sums of weights (see `DecodeBlock`); the output's prescale, float32 (UNIT,);
-    with `sinks`, these, float32 (query,)."""
+    the largest scores and sums of weights (see `DecodeBlock`); the output's prescale, float32 (UNIT,), if the step is
+    not of several `tokens`; with `sinks`, these, float32 (query,)."""
+    n, several = heads.query * heads.dim, max(tokens, 1)
 
-    def kernel(out: UOp, sums: UOp, tops: UOp, prescale: UOp, *sink: UOp) -> UOp:
+    def kernel(out: UOp, sums: UOp, tops: UOp, *rest: UOp) -> UOp:
+        sink = rest if tokens else rest[1:]
         d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
-        top = [load(tops, (s * heads.query + head) * 2) for s in range(splits)]
-        weight = [load(tops, (s * heads.query + head) * 2 + 1) for s in range(splits)]
+        token = UOp.special(tokens, "gidx1") if tokens else UOp.const(0)
+        top = [load(tops, ((s * several + token) * heads.query + head) * 2) for s in range(splits)]
+        weight = [load(tops, ((s * several + token) * heads.query + head) * 2 + 1) for s in range(splits)]
         largest = maximum(top)
         factor = [(t - largest).exp2() for t in top]
         element = head * heads.dim + d
-        total = tree([load(sums, s * (heads.query * heads.dim) + element) * f for s, f in enumerate(factor)])
+        total = tree([load(sums, (s * several + token) * n + element) * f for s, f in enumerate(factor)])
         weights = tree([w * f for w, f in zip(weight, factor, strict=True)])
         if sinks:
             weights = weights + (load(sink[0], head) * f32(LOG2_E) - largest).exp2()
         value = total / weights
-        index = permuted(element, heads.query * heads.dim)
-        stores = [store(out, index, value * load(prescale, element % UNIT))]
-        return finish(f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * sinks}", stores)
+        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * sinks}"
+        if tokens:
+            return finish(f"{name}_{tokens}", [store(out, column_index(token, element, n), as_half(value))])
+        stores = [store(out, permuted(element, n), value * load(rest[0], element % UNIT))]
+        return finish(name, stores)
 
     return kernel

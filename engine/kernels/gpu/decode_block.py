@@ -3,14 +3,17 @@ key, and the result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tinygrad import UOp
 
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.few_columns import column_index
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, Pages
+from engine.kernels.gpu.matmul import as_half
 from engine.kernels.gpu.uops import (
     F16,
     F32,
+    INDEX,
     LOG2_E,
     chain,
     f32,
@@ -40,6 +43,13 @@ class DecodeBlock:
 
     A sink is a score of each query head that is not scaled and weighs no value.
 
+    With `tokens`, a step of so many sequences, whose cache is a pool. The rows are of all tokens, one after the other;
+    in place of the angles are the tables of cos and of sin, float32 (context, dim / 2), and the tables of blocks, int32
+    (sequences, `Heads.table_size`). The state is int32 (3, tokens): tokens, positions and sequences; a token whose
+    sequence is negative is not stored. Outputs have the results of all tokens: with one split, the activations of the
+    next product, float16 (`engine.kernels.gpu.few_columns`), and no prescale; with several, sums (splits, tokens, query
+    * dim), and scores and sums of weights (splits, tokens, query, 2).
+
     The outputs with one split: the result, float32, permuted and prescaled for the next product. With several, for
     `engine.kernels.gpu.decode_attention.combine`: the weighted sums of values, float32 (splits, query * dim), and for
     each split and query head the largest score and the sum of weights, float32 (splits, query, 2).
@@ -47,23 +57,35 @@ class DecodeBlock:
 
     def __init__(
         self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Sequence[UOp],
-        sinks: bool = False, wide: bool = False,
+        sinks: bool = False, wide: bool = False, tokens: int = 0,
     ) -> None:  # fmt: skip
         n_outs = 1 if splits == 1 else 2
-        self.outs, (self.keys, self.values, self.rows, self.angles, state, *rest) = (
-            buffers[:n_outs],
-            buffers[n_outs:],
-        )
+        self.outs, (self.keys, self.values, self.rows, *rest) = buffers[:n_outs], buffers[n_outs:]
+        self.tokens, self.is_whole = tokens, splits == 1
+        angles = [rest.pop(0) for _ in range(2 if tokens else 1)]
+        table = rest.pop(0) if tokens else None
+        state = rest.pop(0)
         self.norms = rest.pop(0) if heads.norm_eps is not None else None
         temperature = rest.pop(0) if heads.temperature else None
         self.sinks = rest.pop(0) if sinks and splits == 1 else None
         self._wide = wide
-        self.prescale = rest[0] if splits == 1 else None
+        self.prescale = rest[0] if splits == 1 and not tokens else None
         self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
-        self.number, blocks_of_kv = UOp.special(heads.query // group, "gidx0"), heads.shared_by // group
+        blocks, blocks_of_kv = heads.query // group, heads.shared_by // group
+        self.number = UOp.special(blocks * max(tokens, 1), "gidx0")
+        self.token = UOp.const(0)
+        if tokens:
+            self.token, self.number = self.number // blocks, self.number % blocks
+        self._first_row = self.token * ((heads.query + 2 * heads.kv) * heads.dim)
         self.first_head, self.kv = self.number * group, self.number // blocks_of_kv
         self.part = UOp.special(splits, "gidx1") if splits > 1 else UOp.const(0)
-        self.position = load_index(state, 1, heads.length - CACHE_SLACK)
+        place = self.token + tokens if tokens else 1
+        self.position = load_index(state, place, heads.length - CACHE_SLACK)
+        self.pages: Pages | None = None
+        if table is not None:
+            sequence = load(state, self.token + 2 * tokens)
+            self.pages = Pages(table, sequence.maximum(0).cast(INDEX) * heads.table_size)
+        self._angles = self._angle_loads(angles)
         self.query_factor = f32(heads.query_scale)
         if temperature is not None:
             self.query_factor = self.query_factor * load(temperature, self.position)
@@ -77,9 +99,21 @@ class DecodeBlock:
             self.start = self.start + self.part * each if heads.window else self.part * each
             self.count = (self.position - self.start).maximum(0).minimum(each)
         self.is_first_part = self.part.eq(0)
-        self.stores_token = self.is_first_part & (self.number % blocks_of_kv).eq(
-            0
-        )  # one block for each key head
+        is_first_of_kv = (self.number % blocks_of_kv).eq(0)
+        self.stores_token = self.is_first_part & is_first_of_kv
+        if tokens:
+            self.stores_token = self.stores_token & (sequence >= 0)
+
+    def _angle_loads(self, buffers: Sequence[UOp]) -> Callable[[UOp], tuple[UOp, UOp]]:
+        """A function that loads cos and sin of the angle of a pair."""
+        half = self.heads.dim // 2
+        if self.tokens:
+            cos, sin = buffers
+            return lambda pair: (
+                load(cos, self.position * half + pair),
+                load(sin, self.position * half + pair),
+            )
+        return lambda pair: (load(buffers[0], pair), load(buffers[0], pair + half))
 
     def sees(self, token: UOp) -> UOp:
         """Whether the new token sees a token of the part."""
@@ -102,14 +136,17 @@ class DecodeBlock:
         n = (self.group + 1) * dim
 
         def first_row(head: UOp) -> UOp:
-            """The first of a head's rows; head `group` is the key."""
+            """The first of a head's rows, of those of the token; head `group` is the key."""
             return head.eq(self.group).where((h.query + self.kv) * dim, (self.first_head + head) * dim)
 
         indices = [self.thread + i * self.n_threads for i in range(self.n_rotated // self.n_threads)]
         heads = [(e // dim).minimum(self.group) for e in indices]
         partners = [(e % dim < half).where(e % dim + half, e % dim - half) for e in indices]
-        xs = [load(self.rows, first_row(head) + e % dim) for head, e in zip(heads, indices, strict=True)]
-        others = [load(self.rows, first_row(head) + p) for head, p in zip(heads, partners, strict=True)]
+        own = self._first_row
+        xs = [
+            load(self.rows, own + first_row(head) + e % dim) for head, e in zip(heads, indices, strict=True)
+        ]
+        others = [load(self.rows, own + first_row(head) + p) for head, p in zip(heads, partners, strict=True)]
         if self.norms is not None and self._wide:
             totals = self._sums_over_heads(before)
             half_threads = self.n_threads // 2
@@ -124,7 +161,7 @@ class DecodeBlock:
             few = next(k for k in (16, 8) if dim % k == 0)
             assert n // few <= self.n_threads
             sums, has_sum = shared(n // few, slot=4), self.thread < n // few
-            first = first_row(self.thread // (dim // few)) + self.thread % (dim // few) * few
+            first = own + first_row(self.thread // (dim // few)) + self.thread % (dim // few) * few
             squares = chain(x * x for x in load_run(self.rows, first, few, has_sum))
             sums = sums.after(UOp.group(store(sums, self.thread, squares, has_sum), *before))
             for i, (head, e) in enumerate(zip(heads, indices, strict=True)):
@@ -136,11 +173,12 @@ class DecodeBlock:
         elements, key_elements = [], []
         for e, x, other in zip(indices, xs, others, strict=True):
             d = e % dim
-            cos, sin = load(self.angles, d % half), load(self.angles, d % half + half)
-            z = rotated(x, other, d < half, cos, sin)
+            z = rotated(x, other, d < half, *self._angles(d % half))
             is_key, as_key = e >= self.group * dim, z.cast(F16)
             elements.append((e, is_key.where(as_key.cast(F32), z * self.query_factor)))
-            key_elements.append((h.key_index(self.kv, self.position, d), is_key & (e < n), as_key))
+            key_elements.append(
+                (h.key_index(self.kv, self.position, d, self.pages), is_key & (e < n), as_key)
+            )
         return elements, key_elements
 
     def _sums_over_heads(self, before: Sequence[UOp]) -> UOp:
@@ -150,7 +188,7 @@ class DecodeBlock:
         is_query = self.thread < n
         start, size = is_query.where(UOp.const(0), n_queries), is_query.where(UOp.const(n_queries), n_keys)
         places = [(self.thread % n + i * n) * 4 for i in range(-(-max(n_queries, n_keys) // (4 * n)))]
-        runs = [load_run(self.rows, start + place, 4, place < size) for place in places]
+        runs = [load_run(self.rows, self._first_row + start + place, 4, place < size) for place in places]
         squares = chain(x * x for run in runs for x in run)
         sums = shared(self.n_threads, slot=4)
         return sums.after(UOp.group(store(sums, self.thread, squares), *before))
@@ -165,7 +203,11 @@ class DecodeBlock:
 
     def value_row(self, column: UOp) -> UOp:
         """The index of an element of the new token's value in `rows`."""
-        return (self.heads.query + self.heads.kv + self.kv) * self.heads.dim + column
+        return self._first_row + (self.heads.query + self.heads.kv + self.kv) * self.heads.dim + column
+
+    def value_place(self, column: UOp) -> UOp:
+        """The index of an element of the new token's value in the cache."""
+        return self.heads.value_index(self.kv, self.position, column, self.pages)
 
     def store_result(
         self,
@@ -186,13 +228,17 @@ class DecodeBlock:
             sink = load(self.sinks, self.first_head + head, valid) if sink is None else sink
             sink = sink * f32(LOG2_E)
             weights = weights + (sink - top).exp2()  # if infinite, the result is zero
+        if self.is_whole and self.tokens:
+            result = as_half(values / weights)
+            return [store(self.outs[0], column_index(self.token, element, n), result, valid)]
         if prescale is not None:
             result = values / weights * load(prescale, element % UNIT)
             return [store(self.outs[0], permuted(element, n), result, valid)]
-        index = (self.part * self.heads.query + self.first_head + head) * 2
+        part = self.part * self.tokens + self.token if self.tokens else self.part
+        index = (part * self.heads.query + self.first_head + head) * 2
         is_one = is_first if valid is None else valid & is_first
         return [
-            store(self.outs[0], self.part * n + element, values, valid),
+            store(self.outs[0], part * n + element, values, valid),
             store(self.outs[1], index, top, is_one),
             store(self.outs[1], index + 1, weights, is_one),
         ]

@@ -98,8 +98,10 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
 
 
 @functools.cache
-def flash_attention(heads: Heads, split: FlashSplit, sinks: bool = False, wide: bool = False) -> Kernel:
-    """Attention of one new token on tensor cores. Buffers: see `DecodeBlock`."""
+def flash_attention(
+    heads: Heads, split: FlashSplit, sinks: bool = False, wide: bool = False, tokens: int = 0
+) -> Kernel:
+    """Attention of one new token on tensor cores, or of those of `tokens` sequences. Buffers: see `DecodeBlock`."""
     h, group, warps, n_threads = heads, split.group, split.warps, split.warps * 32
     dim, eighths, width = h.dim, h.dim // 8, h.dim // split.across
     chunks, lists = dim // 16, warps * 4
@@ -111,7 +113,7 @@ def flash_attention(heads: Heads, split: FlashSplit, sinks: bool = False, wide: 
     def kernel(*buffers: UOp) -> UOp:
         lane, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
         thread, g, t = warp * 32 + lane, lane // 4, lane % 4
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         kv, start, count, is_first = block.kv, block.start, block.count, block.is_first_part
 
@@ -124,7 +126,7 @@ def flash_attention(heads: Heads, split: FlashSplit, sinks: bool = False, wide: 
             for step in steps_of(round_):
                 for side in (0, 1):
                     key = step * _STEP + g // 2 * 4 + g % 2 + 2 * side
-                    first = h.run(kv * (dim // 4) + t, start, key) * 4
+                    first = h.run(kv * (dim // 4) + t, start, key, pages=block.pages) * 4
                     for c in range(chunks):
                         index = first + c * (16 * h.slots)
                         loads += load_run(block.keys, index, 4, key < count)
@@ -134,7 +136,8 @@ def flash_attention(heads: Heads, split: FlashSplit, sinks: bool = False, wide: 
             loads = []
             for step in steps_of(round_):
                 quad = step * 4 + t
-                first = (h.run(kv, start // 4, quad, size=4) * dim + run * width + g) * 4
+                place = h.run(kv, start // 4, quad, size=4, pages=block.pages)
+                first = (place * dim + run * width + g) * 4
                 for j in range(width // 8):
                     loads += load_run(block.values, first + j * 32, 4, quad * 4 < count)
             return loads
@@ -163,7 +166,7 @@ def flash_attention(heads: Heads, split: FlashSplit, sinks: bool = False, wide: 
         column = run * width + thread
         new_value = load(block.rows, block.value_row(column), has_column).cast(F16)
         stores.append(store(new_values, thread, new_value.cast(F32), has_column))
-        value_index = h.value_index(kv, block.position, column)
+        value_index = block.value_place(column)
         cache_stores.append(store(block.values, value_index, new_value, block.stores_token & has_column))
         prescale = shared(UNIT, slot=9)
         if block.prescale is not None:
@@ -271,10 +274,8 @@ def flash_attention(heads: Heads, split: FlashSplit, sinks: bool = False, wide: 
         sink_of_head = None if block.sinks is None else load(own_sinks.after(ready, all_stores), head)
         results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink=sink_of_head)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}"
-        return finish(
-            f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}",
-            [UOp.group(*results).end(loop)],
-        )
+        name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
+        return finish(name + f"_{tokens}" * (tokens > 0), [UOp.group(*results).end(loop)])
 
     return kernel
 

@@ -6,6 +6,9 @@ load neighbouring 8 bytes. The same groups of four are the operands of tensor co
 
 The cache of a layer with a sliding window is a ring, and "token" above is a slot of the ring: token t is in slot t %
 ring. A chunk of a prompt is stored before its attention, so the ring has room for a window and a chunk.
+
+The cache for several sequences is a pool of blocks, and "token" above is a place in the pool. A table holds the block
+of each `block` tokens of a sequence (`Pages`): token t is at place table[t // block] * block + t % block.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from engine.kernels.gpu.uops import LOG2_E, chain
+from engine.kernels.gpu.uops import LOG2_E, chain, load_index
 
 CACHE_SLACK = 1024  # tokens of a cache beyond its context, because loads run ahead and take whole tiles
 _TILES_SLACK = (
@@ -23,12 +26,21 @@ _TILES_SLACK = (
 
 
 @dataclass(frozen=True)
+class Pages:
+    """The blocks of a sequence in a kernel: those of `Heads.pool` in `table`, int32, from index `first` on."""
+
+    table: UOp
+    first: UOp
+
+
+@dataclass(frozen=True)
 class Heads:
     """The attention heads of a layer: `query` heads share `kv` heads of keys and values, of `dim` elements each.
     Positions are below `length` - CACHE_SLACK. `norm_eps` is set if queries and keys are RMS-normed. Scores are
     multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. With a
     `window`, a query sees the last `window` tokens, its own included, and the cache is a ring of `ring` tokens, a
-    multiple of 16 (`ring_for`)."""
+    multiple of 16 (`ring_for`). With a `block`, a multiple of 16, it is a `pool` of so many blocks of so many tokens
+    instead, and places of tokens depend on `Pages`."""
 
     query: int
     kv: int
@@ -39,9 +51,13 @@ class Heads:
     window: int = 0
     ring: int = 0
     temperature: bool = False
+    block: int = 0
+    pool: int = 0
 
     def __post_init__(self) -> None:
-        assert self.ring % 16 == 0 and bool(self.ring) == bool(self.window) and self.ring >= self.window
+        assert self.ring % 16 == 0 and self.block % 16 == 0 and bool(self.block) == bool(self.pool)
+        assert self.block or (bool(self.ring) == bool(self.window) and self.ring >= self.window)
+        assert not (self.block and self.ring)
 
     @property
     def shared_by(self) -> int:
@@ -51,7 +67,12 @@ class Heads:
     @property
     def slots(self) -> int:
         """Tokens for which the cache has room."""
-        return self.ring or self.length
+        return self.block * self.pool or self.ring or self.length
+
+    @property
+    def table_size(self) -> int:
+        """Blocks in the table of a sequence."""
+        return -(-(self.length - CACHE_SLACK) // self.block)
 
     @property
     def cache_size(self) -> int:
@@ -77,7 +98,7 @@ class Heads:
     def name(self) -> str:
         """The part of kernels' names that tells layers of a model apart."""
         window = f"_window_{self.window}_{self.ring}" if self.window else ""
-        return f"{self.query}_{self.kv}_{self.dim}{window}"
+        return f"{self.query}_{self.kv}_{self.dim}{window}{f'_pool_{self.pool}' if self.pool else ''}"
 
     def cached(self, limit: int) -> int:
         """The largest number of cached tokens that a query before position `limit` reads, in whole groups of four."""
@@ -93,19 +114,23 @@ class Heads:
         """The first token that a query sees."""
         return (position - (self.window - 1)).maximum(0) if self.window else UOp.const(0)
 
-    def run(self, row: UOp, *number: UOp, size: int = 1) -> UOp:
+    def run(self, row: UOp, *number: UOp, size: int = 1, pages: Pages | None = None) -> UOp:
         """Where a run of `size` tokens is in a row of the cache, in such runs. Its number is the sum of `number`;
-        `size` divides 16."""
+        `size` divides 16. With a pool, in the blocks of `pages`."""
         n = self.slots // size
+        if pages is not None:
+            run, runs = chain(number), self.block // size
+            index = pages.first + (run // runs).minimum(self.table_size - 1)
+            return row * n + load_index(pages.table, index, self.pool) * runs + run % runs
         return row * n + chain(number) % n if self.ring else chain([row * n, *number])
 
-    def key_index(self, head: UOp, token: UOp, d: UOp | int) -> UOp:
+    def key_index(self, head: UOp, token: UOp, d: UOp | int, pages: Pages | None = None) -> UOp:
         """The index of element d of a token's key."""
-        return self.run(head * (self.dim // 4) + d // 4, token) * 4 + d % 4
+        return self.run(head * (self.dim // 4) + d // 4, token, pages=pages) * 4 + d % 4
 
-    def value_index(self, head: UOp, token: UOp, d: UOp) -> UOp:
+    def value_index(self, head: UOp, token: UOp, d: UOp, pages: Pages | None = None) -> UOp:
         """The index of element d of a token's value."""
-        return (self.run(head, token // 4, size=4) * self.dim + d) * 4 + token % 4
+        return (self.run(head, token // 4, size=4, pages=pages) * self.dim + d) * 4 + token % 4
 
 
 def ring_for(window: int, chunk: int) -> int:

@@ -12,7 +12,7 @@ from tinygrad.uop.ops import AxisType, Ops
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import as_half, fragment_index
-from engine.kernels.gpu.prefill_attention import query_index
+from engine.kernels.gpu.prefill_attention import pages_of, query_index
 from engine.kernels.gpu.uops import (
     F16,
     Activation,
@@ -149,15 +149,19 @@ def rotate_prompt(
     tables of cos and of sin, float32 (context, dim / 2); the prompt, int32 (2,): position and number of tokens; the
     bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or
     if they are `wide`, float32 (query + kv, dim), and the factors of `wide_norms`; the factors of queries by position,
-    float32 (context,), if there is a temperature."""
+    float32 (context,), if there is a temperature. With a pool, the prompt is int32 (3,), and the third is the sequence;
+    before it come the tables of blocks, int32 (sequences, `Heads.table_size`)."""
     h, dim, half = heads, heads.dim, heads.dim // 2
-    assert not h.window or h.window + tokens <= h.ring
+    assert not h.window or h.pool or h.window + tokens <= h.ring
     total = h.query + 2 * h.kv
     per_block = max(1, 256 // dim)  # heads in a block
     blocks, runs = -(-total // per_block), _Runs(tokens, parts, sizes)
 
     def kernel(queries: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
-        sums, (cos, sin, prompt, *rest_) = rest[: len(sizes)], rest[len(sizes) :]
+        sums, (cos, sin, *rest_) = rest[: len(sizes)], rest[len(sizes) :]
+        table = rest_.pop(0) if h.pool else None
+        prompt = rest_.pop(0)
+        pages = pages_of(h, table, prompt)
         biases = rest_.pop(0) if bias else None
         norms = rest_.pop(0) if h.norm_eps is not None else None
         d, head_in_block = UOp.special(dim, "lidx0"), UOp.special(per_block, "lidx1")
@@ -192,10 +196,10 @@ def rotate_prompt(
         query = (z * factor).cast(F16)
         stores = [
             store(queries, query_index(h, tokens, head, token, d), query, live & is_query),
-            store(keys, h.key_index(head - h.query, position, d), z.cast(F16), live & is_key),
+            store(keys, h.key_index(head - h.query, position, d, pages), z.cast(F16), live & is_key),
             store(
                 values,
-                h.value_index(head - (h.query + h.kv), position, d),
+                h.value_index(head - (h.query + h.kv), position, d, pages),
                 own.cast(F16),
                 live & (head >= h.query + h.kv),
             ),

@@ -10,10 +10,11 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, Pages
 from engine.kernels.gpu.matmul import fragment_index, wmma
 from engine.kernels.gpu.uops import (
     F16,
+    INDEX,
     LOG2_E,
     LOWEST,
     chain,
@@ -64,10 +65,12 @@ def tile_prompt(heads: Heads, blocks: int) -> Kernel:
     own, and the time of a load depends on the number of lines. Buffers: tiles of keys, float16 (key heads, tiled / 16,
     dim / 16, thread, 8); tiles of values, float16 (the same); the cached keys and values, float16; the prompt, int32
     (2,): position and number of tokens. Each block copies every `blocks`-th tile of sixteen tokens. With a window, the
-    tiles begin with the one of the first token that the chunk sees (`first_tile`)."""
+    tiles begin with the one of the first token that the chunk sees (`first_tile`). With a pool, the tables of blocks,
+    int32 (sequences, `Heads.table_size`), come before the prompt, int32 (3,): also its sequence."""
     h, chunks = heads, heads.dim // 16
 
-    def kernel(key_tiles: UOp, value_tiles: UOp, keys: UOp, values: UOp, prompt: UOp) -> UOp:
+    def kernel(key_tiles: UOp, value_tiles: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
+        prompt, pages = rest[-1], pages_of(h, rest[0], rest[-1])
         thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
         g, t = thread // 4, thread % 4
@@ -76,14 +79,23 @@ def tile_prompt(heads: Heads, blocks: int) -> Kernel:
         steps = (seen + 15) // 16 - first
         loop = UOp.range((steps - block + (blocks - 1)) // blocks, 0, AxisType.LOOP)
         step = loop * blocks + block
-        key = (h.run(kv * (h.dim // 4) + c * 4 + t, first, step, size=16) * 16 + 2 * g) * 4
-        value = ((h.run(kv, first, step, size=16) * 4 + t) * h.dim + c * 16 + 2 * g) * 4
+        place = h.run(kv * (h.dim // 4) + c * 4 + t, first, step, size=16, pages=pages)
+        key = (place * 16 + 2 * g) * 4
+        value = ((h.run(kv, first, step, size=16, pages=pages) * 4 + t) * h.dim + c * 16 + 2 * g) * 4
         index = tile_index(h, kv, step, c, thread)
         stores = store_run(key_tiles, index, load_run(keys, key, 8))
         stores += store_run(value_tiles, index, load_run(values, value, 8))
         return finish(f"prefill_tile_{h.name}_{blocks}", [UOp.group(*stores).end(loop)])
 
     return kernel
+
+
+def pages_of(heads: Heads, table: UOp | None, prompt: UOp) -> Pages | None:
+    """The blocks of the prompt's sequence, if the cache is a pool."""
+    if not heads.pool:
+        return None
+    assert table is not None
+    return Pages(table, load(prompt, 2).maximum(0).cast(INDEX) * heads.table_size)
 
 
 def first_tile(heads: Heads, position: UOp) -> UOp:

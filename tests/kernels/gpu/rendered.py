@@ -139,6 +139,25 @@ def render_wide_norms_and_sinks() -> None:
     render(attend, queries, queries, *tiles, ints, (h.query, F))
 
 
+def render_rows_in_blocks() -> None:
+    """Attention over a cache in blocks: decode of several sequences, and a prompt."""
+    h, tokens = Heads(4, 2, 64, CONTEXT + CACHE_SLACK, 1e-6, 0.1, 100, block=32, pool=40), 3
+    size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
+    cache, tiles, x = [(h.cache_size, H)] * 2, [(h.tiles_size, H)] * 2, (few.columns_size(tokens, size), H)
+    angles, tables = [(CONTEXT * h.dim // 2, F)] * 2, (8 * h.table_size, dtypes.int32)
+    ins = *cache, (tokens * rows, F), *angles, tables, (3 * tokens, dtypes.int32), (2 * h.dim, F)
+    for attend, split in (
+        (flash_attention, flash_split(h, CONTEXT, 64, 16)), (attention, split_for(h, CONTEXT, 64, 16))
+    ):  # fmt: skip
+        parts = (split.splits * tokens * size, F), (split.splits * tokens * h.query * 2, F)
+        render(attend(h, split, tokens=tokens), *parts, *ins)
+        render(combine(h, split.splits, tokens=tokens), x, *parts)
+        render(attend(h, replace(split, limit=64, splits=1), tokens=tokens), x, *ins)
+    rotate, prompt = rotate_prompt(h, 64, (1,), (rows,), False), (3, dtypes.int32)
+    render(rotate, (64 * size, H), *cache, (64 * rows, F), *angles, tables, prompt, (2 * h.dim, F))
+    render(tile_prompt(h, 16), *tiles, *cache, tables, prompt)
+
+
 def render_experts() -> None:
     """What a mixture of experts takes in prefill."""
     tokens, n, used, width, cols, p = 64, 40, 4, 512, 2048, WeightLayout(12)
@@ -248,6 +267,7 @@ def main(path: str, folder: str, *quants: str) -> None:
             render_experts()
             render_chosen_experts()
             render_few_columns()
+            render_rows_in_blocks()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]
         Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined(sources))

@@ -26,7 +26,7 @@ FAMILIES = (
     "prefill_embed", "prefill_norm", "prefill_qkv", "prefill_rotate", "prefill_tile", "prefill_attend", "prefill_o",
     "prefill_gate_up", "prefill_down", "prefill_activate", "add_normed", "96_window",
     "prefill_router", "prefill_choose", "prefill_count", "prefill_sort", "prefill_experts_gate_up",
-    "prefill_experts_down", "prefill_wide_norms", "_4_of_32", "few_t",
+    "prefill_experts_down", "prefill_wide_norms", "_4_of_32", "few_t", "_pool_40_",
 )  # fmt: skip
 nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="CUDA's compiler is not installed")
 

@@ -1,0 +1,150 @@
+"""Attention over a KV cache in blocks: decode of several sequences at once, and a prompt of one of them."""
+
+import numpy as np
+from tinygrad import dtypes
+
+from engine.kernels.gpu.decode_attention import Split, attention, combine
+from engine.kernels.gpu.few_columns import column_index, columns_size
+from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.matmul import fragment_index, fragments_size
+from engine.kernels.gpu.prefill import rotate_prompt
+from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
+from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
+from tests.kernels.gpu.check_attention import temperatures, turned
+
+BLOCK, POOL, CONTEXT = 32, 40, 512
+
+
+def pooled(dim=16, query=4, kv=2, norm_eps=None, **options):
+    """Heads of a layer whose cache is a pool."""
+    options = {"scale": dim**-0.5, "block": BLOCK, "pool": POOL} | options
+    return Heads(query, kv, dim, CACHE_SLACK + CONTEXT, norm_eps, **options)
+
+
+class Pool:
+    """The keys and values of sequences with so many tokens each, in blocks in any order; blocks behind a window are
+    given back. Places without a token hold numbers that would be noticed."""
+
+    def __init__(self, heads, lengths, n_new=1):
+        self.heads, h = heads, heads
+        self.k, self.v = np.full((2, h.kv, h.slots, h.dim), 100, np.float16)
+        free = list(rng.permutation(POOL))
+        self.tables = np.full((len(lengths), h.table_size), -1, np.int32)
+        self.past = []
+        for table, n in zip(self.tables, lengths, strict=True):
+            first = max(0, n - h.window + 1) if h.window else 0
+            for i in range(first // BLOCK, -(-(n + n_new) // BLOCK)):
+                table[i] = free.pop()
+            k, v = (rng.standard_normal((h.kv, n, h.dim)).astype(np.float16) for _ in range(2))
+            self.past.append((k, v))
+            kept = np.arange(first, n)
+            self.k[:, self.places(table, kept)], self.v[:, self.places(table, kept)] = k[:, kept], v[:, kept]
+        self.keys = buffer(self.k.reshape(h.kv, h.slots, h.dim // 4, 4).transpose(0, 2, 1, 3))
+        self.values = buffer(self.v.reshape(h.kv, h.slots // 4, 4, h.dim).transpose(0, 1, 3, 2))
+
+    def places(self, table, tokens):
+        return table[tokens // BLOCK] * BLOCK + tokens % BLOCK
+
+    def attended(self, q, k, v, sinks=None):
+        """float64 (query * dim): `q` (query, dim) of the last of the tokens with keys and values (kv, n, dim)."""
+        h, outs = self.heads, []
+        k, v = (x[:, -h.window :].astype(np.float64) if h.window else x.astype(np.float64) for x in (k, v))
+        for i, query in enumerate(q.astype(np.float64)):
+            s = k[i // h.shared_by] @ query * h.scale
+            p = np.exp(s - s.max())
+            sink = 0 if sinks is None else np.exp(float(sinks[i]) - s.max())
+            outs.append(p @ v[i // h.shared_by] / (p.sum() + sink))
+        return np.concatenate(outs)
+
+    def check_stored(self, new):
+        """The cache is what it was, and `new`: for places the keys and values, (kv, dim) each."""
+        h = self.heads
+        for place, (k, v) in new.items():
+            self.k[:, place], self.v[:, place] = k, v
+        keys = self.keys.numpy().reshape(h.kv, h.dim // 4, h.slots, 4).transpose(0, 2, 1, 3)
+        close(keys.reshape(self.k.shape), self.k.astype(np.float64), 1e-3)
+        values = self.values.numpy().reshape(h.kv, h.slots // 4, h.dim, 4).transpose(0, 1, 3, 2)
+        assert np.array_equal(values.reshape(self.v.shape), self.v)
+
+
+def decode(split, h, lengths, sequences, sinks=False, wide=False):
+    """A step of the tokens of `sequences`, after `lengths` tokens each; -1 is a row without a token."""
+    pool, tokens = Pool(h, lengths), len(sequences)
+    n = h.query * h.dim
+    rows = rng.standard_normal((tokens, h.query + 2 * h.kv, h.dim)).astype(np.float32)
+    cos, sin = rng.standard_normal((2, CONTEXT, h.dim // 2)).astype(np.float32)
+    shapes = [(m, h.dim) for m in ((h.query, h.kv) if wide else (1, 1))]
+    norms = [rng.standard_normal(shape).astype(np.float32) for shape in shapes] if h.norm_eps else []
+    sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
+    factors, temperature = temperatures(h)
+    positions = [lengths[s] if s >= 0 else 0 for s in sequences]
+    state = buffer(np.array([[7] * tokens, positions, sequences], np.int32))
+    norm, sink_buffer = [buffer(np.concatenate(norms))] if norms else [], [buffer(s) for s in sink]
+    ins = [pool.keys, pool.values, buffer(rows), buffer(cos), buffer(sin), buffer(pool.tables), state]
+    ins += [*norm, *temperature]
+    out = zeros(columns_size(tokens, n), dtypes.float16)
+    kernel = (flash_attention if isinstance(split, FlashSplit) else attention)(h, split, sinks, wide, tokens)
+    if split.splits == 1:
+        run(kernel, out, *ins, *sink_buffer)
+    else:
+        parts = zeros(split.splits * tokens * n), zeros(split.splits * tokens * h.query * 2)
+        run(kernel, *parts, *ins)
+        run(combine(h, split.splits, sinks, tokens), out, *parts, *sink_buffer)
+    got = out.numpy()[prompt_index(lambda m, e: column_index(m, e, n), tokens, n)]
+    new = {}
+    for i, (s, position) in enumerate(zip(sequences, positions, strict=True)):
+        if s < 0:
+            continue
+        of = [x if wide else x[0] for x in norms] or [None, None]
+        q = turned(rows[i, : h.query], cos[position], sin[position], of[0]) * factors[position]
+        k = turned(rows[i, h.query : h.query + h.kv], cos[position], sin[position], of[1])
+        v = rows[i, -h.kv :].astype(np.float16)
+        past_k, past_v = pool.past[s]
+        k_all = np.concatenate([past_k, k[:, None].astype(np.float16)], 1)
+        wanted = pool.attended(q, k_all, np.concatenate([past_v, v[:, None]], 1), *sink)
+        close(got[i], wanted, 2e-3)
+        new[pool.places(pool.tables[s], position)] = k, v
+    pool.check_stored(new)
+
+
+def check_rows_of_several_sequences() -> None:
+    """Without tensor cores: sequences of any lengths and order, a row without a token; a window; norms and sinks."""
+    decode(Split(128, 1, 1, 64, 2, 4), pooled(norm_eps=1e-6), (70, 0, 33), (2, -1, 0, 1))
+    decode(Split(256, 3, 2, 64, 2, 4), pooled(), (130, 5), (1, 0), sinks=True)
+    decode(Split(256, 2, 2, 64, 2, 4), pooled(window=40, temperature=True), (130, 5), (0, 1))
+
+
+def check_rows_on_tensor_cores() -> None:
+    """The same on tensor cores."""
+    decode(FlashSplit(64, 1, 2, 2, 2, 2), pooled(norm_eps=1e-6), (50, 0, 33), (2, -1, 0, 1), sinks=True)
+    decode(FlashSplit(256, 3, 2, 2, 1), pooled(norm_eps=1e-6), (130, 5), (1, 0), wide=True)
+    decode(FlashSplit(256, 2, 2, 2, 1), pooled(window=40, temperature=True), (130, 5), (0, 1))
+
+
+def check_prompt_in_blocks() -> None:
+    """A prompt's chunk of one of several sequences."""
+    tokens, live = 16, 11
+    for h, lengths, sequence in ((pooled(), (40, 70), 1), (pooled(window=40), (130, 3), 0)):
+        pool, position, n = Pool(h, lengths, live), lengths[sequence], h.query * h.dim
+        rows = rng.standard_normal((tokens, h.query + 2 * h.kv, h.dim)).astype(np.float32)
+        cos, sin = rng.standard_normal((2, CONTEXT, h.dim // 2)).astype(np.float32)
+        prompt = buffer(np.array([position, live, sequence], np.int32))
+        queries, out = zeros(tokens * n, dtypes.float16), zeros(fragments_size(tokens, n), dtypes.float16)
+        width, table = rows.shape[1] * h.dim, buffer(pool.tables)
+        rotate = rotate_prompt(h, tokens, (1,), (width,), False)
+        run(rotate, queries, pool.keys, pool.values, *map(buffer, (rows, cos, sin)), table, prompt)
+        tiles = [zeros(h.tiles_size, dtypes.float16) for _ in range(2)]
+        run(tile_prompt(h, 2), *tiles, pool.keys, pool.values, table, prompt)
+        run(attend_prompt(h, tokens, prompt_tiling(h, tokens)), out, queries, *tiles, prompt)
+        got = out.numpy()[prompt_index(lambda m, e, n=n: fragment_index(m, e, n), live, n)]
+        new, (past_k, past_v) = {}, pool.past[sequence]
+        for i in range(live):
+            at = position + i
+            q, k = (turned(x, cos[at], sin[at]) for x in (rows[i, : h.query], rows[i, h.query : -h.kv]))
+            v = rows[i, -h.kv :].astype(np.float16)
+            past_k = np.concatenate([past_k, k[:, None].astype(np.float16)], 1)
+            past_v = np.concatenate([past_v, v[:, None]], 1)
+            close(got[i], pool.attended(q, past_k, past_v), 3e-3)
+            new[pool.places(pool.tables[sequence], at)] = k, v
+        pool.check_stored(new)
