@@ -23,8 +23,8 @@ def open_runner(
 ) -> ModelRunner:
     """Loads the weights into the runner for tinygrad's default device: the one with its own quantized kernels where
     there is one that has all parts of the model, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is
-    for the CPU runner. If `parallel` is more than 1, it is a `BatchRunner` where the device has one. Raises UsageError
-    if `kernels` is "fused" and the device has no such kernels, ModelFileError for damaged weights."""
+    for the CPU runner. If `parallel` is more than 1, it is a `BatchRunner` where the device has one for the model.
+    Raises UsageError if `kernels` is "fused" and the device has no such kernels, ModelFileError for damaged weights."""
     device = Device.DEFAULT.split(":")[0]
     if kernels == "fused" and (why := runs_as_graph_because(weights.spec, device)):
         raise UsageError(why, 'Choose a preset with kernels = "graph" or "auto".')
@@ -37,8 +37,10 @@ def open_runner(
 
         return CPURunner(weights, context_length, keep_packed)
     if device in ("CUDA", "NV"):
-        from engine.model.fused import FusedRunner
+        from engine.model.fused import FusedBatchRunner, FusedRunner, runs_batches
 
+        if parallel > 1 and runs_batches(weights.spec):
+            return FusedBatchRunner(weights, context_length, parallel)
         return FusedRunner(weights, context_length)
     raise UsageError(
         f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'

@@ -45,8 +45,8 @@ class DecodeBlock:
 
     With `tokens`, a step of so many sequences, whose cache is a pool. The rows are of all tokens, one after the other;
     in place of the angles are the tables of cos and of sin, float32 (context, dim / 2), and the tables of blocks, int32
-    (sequences, `Heads.table_size`). The state is int32 (3, tokens): tokens, positions and sequences; a token whose
-    sequence is negative is not stored. Outputs have the results of all tokens: with one split, the activations of the
+    (sequences, `Heads.table_size`). The state is int32 (4, tokens): tokens, positions, sequences, and whether there
+    is a token, else it is not stored. Outputs have the results of all tokens: with one split, the activations of the
     next product, float16 (`engine.kernels.gpu.few_columns`), and no prescale; with several, sums (splits, tokens, query
     * dim), and scores and sums of weights (splits, tokens, query, 2).
 
@@ -83,8 +83,8 @@ class DecodeBlock:
         self.position = load_index(state, place, heads.length - CACHE_SLACK)
         self.pages: Pages | None = None
         if table is not None:
-            sequence = load(state, self.token + 2 * tokens)
-            self.pages = Pages(table, sequence.maximum(0).cast(INDEX) * heads.table_size)
+            sequence = load(state, self.token + 2 * tokens).cast(INDEX)
+            self.pages = Pages(table, sequence * heads.table_size)
         self._angles = self._angle_loads(angles)
         self.query_factor = f32(heads.query_scale)
         if temperature is not None:
@@ -102,7 +102,7 @@ class DecodeBlock:
         is_first_of_kv = (self.number % blocks_of_kv).eq(0)
         self.stores_token = self.is_first_part & is_first_of_kv
         if tokens:
-            self.stores_token = self.stores_token & (sequence >= 0)
+            self.stores_token = self.stores_token & load(state, self.token + 3 * tokens).ne(0)
 
     def _angle_loads(self, buffers: Sequence[UOp]) -> Callable[[UOp], tuple[UOp, UOp]]:
         """A function that loads cos and sin of the angle of a pair."""

@@ -13,11 +13,13 @@ of each `block` tokens of a sequence (`Pages`): token t is at place table[t // b
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from engine.kernels.gpu.uops import LOG2_E, chain, load_index
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.uops import LOG2_E, chain, finish, load_index, load_run, store_run
 
 CACHE_SLACK = 1024  # tokens of a cache beyond its context, because loads run ahead and take whole tiles
 _TILES_SLACK = (
@@ -136,3 +138,28 @@ class Heads:
 def ring_for(window: int, chunk: int) -> int:
     """The ring for a window, if a prompt comes in chunks of up to `chunk` tokens."""
     return -(-(window + chunk) // 64) * 64
+
+
+@functools.cache
+def copy_block(heads: Heads) -> Kernel:
+    """Copies a block of a layer's pool to another. Buffers: the cached keys and values, float16 (`Heads`); the blocks,
+    int32 (2,): source and target."""
+    h, quads = heads, heads.dim // 4
+    run = (
+        h.block * 4
+    )  # neighbouring elements: four dimensions of keys, or a dimension of values of four tokens
+
+    def kernel(keys: UOp, values: UOp, blocks: UOp) -> UOp:
+        thread = UOp.special(run // 4, "lidx0")
+        quad, kv = UOp.special(quads, "gidx0"), UOp.special(h.kv, "gidx1")
+        source, target = (load_index(blocks, i, h.pool) for i in (0, 1))
+        row, column = (kv * quads + quad) * h.pool, thread * 4
+        stores = store_run(
+            keys, (row + target) * run + column, load_run(keys, (row + source) * run + column, 4)
+        )
+        row = kv * h.pool
+        from_, to = (((row + block) * quads + quad) * run + column for block in (source, target))
+        stores += store_run(values, to, load_run(values, from_, 4))
+        return finish(f"copy_block_{h.name}", stores)
+
+    return kernel

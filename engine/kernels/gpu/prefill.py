@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import as_half, fragment_index
 from engine.kernels.gpu.prefill_attention import pages_of, query_index
@@ -32,17 +34,27 @@ from engine.kernels.gpu.uops import (
 )
 from engine.kernels.gpu.weight_layout import UNIT, units_of
 
+Order = Literal["fragments", "rows", "columns"]
+"""The order of activations (tokens, cols): fragments of `engine.kernels.gpu.matmul`; rows of units_of(cols) * UNIT
+elements, for products with experts; columns of `engine.kernels.gpu.few_columns`."""
+
+
+def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:
+    return token * (units_of(cols) * UNIT) + column
+
+
+_PLACES = {"fragments": fragment_index, "rows": _place_in_rows, "columns": column_index}
+
 
 @functools.cache
 def norm_prompt(
     tokens: int, cols: int, parts: int, eps: float, post_norm: bool = False, bias: bool = False,
-    by_rows: bool = False,
+    order: Order = "fragments",
 ) -> Kernel:  # fmt: skip
     """Adds a product to the residual stream, and RMS-norms the stream for the next product. Buffers: the normed
-    activations, float16 fragments (see `engine.kernels.gpu.matmul`), or `by_rows`, float16 (tokens, units_of(cols) *
-    UNIT), for products with experts; the stream, float32 (tokens, cols); the product, as partial sums, float32 (parts,
-    tokens, cols), unless `parts` is 0; its bias, float32 (cols,), if there is a `bias`; with `post_norm` the weight of
-    the norm of the product before it is added, float32 (cols,); the norm's weight, float32 (cols,)."""
+    activations, float16 in an `Order`; the stream, float32 (tokens, cols); the product, as partial sums, float32
+    (parts, tokens, cols), unless `parts` is 0; its bias, float32 (cols,), if there is a `bias`; with `post_norm` the
+    weight of the norm of the product before it is added, float32 (cols,); the norm's weight, float32 (cols,)."""
     assert parts or not (post_norm or bias)
     threads = max(32, min(256, -(-cols // 4 // 32) * 32))
     quads = -(-cols // 4 // threads)
@@ -79,8 +91,7 @@ def norm_prompt(
         factor = norm(values, 0)
         for (column, ok), value in zip(places, values, strict=True):
             normed = (value * factor * load(weight, column, ok)).cast(F16)
-            row = token * (units_of(cols) * UNIT) + column
-            stores.append(store(x, row if by_rows else fragment_index(token, column, cols), normed, ok))
+            stores.append(store(x, _PLACES[order](token, column, cols), normed, ok))
         return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
 
     return kernel
@@ -210,8 +221,10 @@ def rotate_prompt(
 
 
 @functools.cache
-def activate_prompt(tokens: int, n: int, parts: tuple[int, int], activation: Activation = "silu") -> Kernel:
-    """activation(gate) * up, if the two are separate products. Buffers: the result, float16 fragments (tokens, n); the
+def activate_prompt(
+    tokens: int, n: int, parts: tuple[int, int], activation: Activation = "silu", order: Order = "fragments"
+) -> Kernel:
+    """activation(gate) * up, if the two are separate products. Buffers: the result, float16 in an `Order`; the
     partial sums of gate, float32 (parts[0], tokens, n), and of up, float32 (parts[1], tokens, n)."""
 
     def kernel(out: UOp, gate: UOp, up: UOp) -> UOp:
@@ -222,7 +235,7 @@ def activate_prompt(tokens: int, n: int, parts: tuple[int, int], activation: Act
             chain(load(sums, (p * tokens + token) * n + column, ok) for p in range(count))
             for sums, count in zip((gate, up), parts, strict=True)
         )
-        result = store(out, fragment_index(token, column, n), as_half(gated(a, b, activation)), ok)
+        result = store(out, _PLACES[order](token, column, n), as_half(gated(a, b, activation)), ok)
         return finish(f"prefill_activate_{tokens}_{n}", [result])
 
     return kernel

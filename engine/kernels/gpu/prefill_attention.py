@@ -95,7 +95,7 @@ def pages_of(heads: Heads, table: UOp | None, prompt: UOp) -> Pages | None:
     if not heads.pool:
         return None
     assert table is not None
-    return Pages(table, load(prompt, 2).maximum(0).cast(INDEX) * heads.table_size)
+    return Pages(table, load(prompt, 2).cast(INDEX) * heads.table_size)
 
 
 def first_tile(heads: Heads, position: UOp) -> UOp:

@@ -15,6 +15,7 @@ level are single tokens, which end up sorted. Of equal logits the lower token co
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,31 +54,10 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
     """The most probable token, from the outs of `engine.kernels.gpu.matvec.ARGMAX`. Buffers: the state, int32 (2,):
     token and position, which advances by one; the token after each position, int32 (context,); the largest logit of
     each block, float32 (n_blocks,), and its row, int32 (n_blocks,)."""
-    each = -(-n_blocks // threads)
-    warps = threads // 32
 
     def kernel(state: UOp, history: UOp, block_max: UOp, block_row: UOp) -> UOp:
         thread = UOp.special(threads, "lidx0")
-        pairs = []
-        for j in range(each):
-            k = thread * each + j
-            ok = k < n_blocks
-            pairs.append((ok.where(load(block_max, k, ok), f32(LOWEST_LOGIT)), load(block_row, k, ok)))
-        value, row = argmax(pairs)
-        for slot, width in ((0, threads), (2, 32)):
-            values, rows = shared(width, slot), shared(width, slot + 1, I32)
-            ok = thread < width
-            stores = UOp.group(store(values, thread, value, ok), store(rows, thread, row, ok))
-            values, rows = values.after(stores), rows.after(stores)
-            if slot == 0:
-                ok = thread < 32
-                pairs = [
-                    (load(values, thread * warps + k, ok), load(rows, thread * warps + k, ok))
-                    for k in range(warps)
-                ]
-            else:
-                pairs = [(load(values, k), load(rows, k)) for k in range(32)]
-            value, row = argmax(pairs)
+        row = _most_probable(block_max, block_row, n_blocks, thread, threads, lambda block: block)
         first = thread.eq(0)
         position = load(state, 1)
         stores = [store(state, 0, row, first), store(state, 1, position + UOp.const(1, I32), first)]
@@ -85,6 +65,50 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
         return finish("next_token", stores)
 
     return kernel
+
+
+@functools.cache
+def next_tokens(n_blocks: int, tokens: int, threads: int = 256) -> Kernel:
+    """As `next_token`, for a step of several sequences, from the outs of `engine.kernels.gpu.few_columns.ARGMAX`.
+    Buffers: the most probable tokens, int32 (tokens,); the largest logit of each block and token, float32 (n_blocks,
+    tokens), and its row, int32 (n_blocks, tokens)."""
+
+    def kernel(out: UOp, block_max: UOp, block_row: UOp) -> UOp:
+        thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
+        place = lambda block: block * tokens + token
+        row = _most_probable(block_max, block_row, n_blocks, thread, threads, place)
+        return finish(f"next_tokens_{tokens}", [store(out, token, row, thread.eq(0))])
+
+    return kernel
+
+
+def _most_probable(
+    block_max: UOp, block_row: UOp, n_blocks: int, thread: UOp, threads: int, place: Callable[[UOp], UOp]
+) -> UOp:
+    """The row of the largest logit, int32, from that of each block, which is at a `place` in two arrays. `thread`: the
+    number of the current one of `threads`, which all find it."""
+    each, warps, pairs = -(-n_blocks // threads), threads // 32, []
+    for j in range(each):
+        k = thread * each + j
+        ok = k < n_blocks
+        largest = ok.where(load(block_max, place(k), ok), f32(LOWEST_LOGIT))
+        pairs.append((largest, load(block_row, place(k), ok)))
+    value, row = argmax(pairs)
+    for slot, width in ((0, threads), (2, 32)):
+        values, rows = shared(width, slot), shared(width, slot + 1, I32)
+        ok = thread < width
+        stores = UOp.group(store(values, thread, value, ok), store(rows, thread, row, ok))
+        values, rows = values.after(stores), rows.after(stores)
+        if slot == 0:
+            ok = thread < 32
+            pairs = [
+                (load(values, thread * warps + k, ok), load(rows, thread * warps + k, ok))
+                for k in range(warps)
+            ]
+        else:
+            pairs = [(load(values, k), load(rows, k)) for k in range(32)]
+        value, row = argmax(pairs)
+    return row
 
 
 @dataclass(frozen=True)

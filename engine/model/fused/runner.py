@@ -23,21 +23,21 @@ from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.sampling import Shortlist
 from engine.kernels.gpu.weight_repacking import repacking_kernels
-from engine.measure.kernel_roles import BufferUse
 from engine.measure.profile import Replay
 from engine.model.buffer_uses import BufferUses
 from engine.model.fused.schedule_search import SearchTarget, search
+from engine.model.fused.uses import uses_of
 from engine.model.lower import REWIND
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_decode import DecodeKernels
 from engine.model.lower.gpu_prefill import PrefillKernels
-from engine.model.lower.gpu_weights import Attention, FeedForward, Mixture, allocate
+from engine.model.lower.gpu_weights import allocate
 from engine.model.lower.prescales import Prescales
 from engine.model.model_runner import SearchReport, varied_tokens
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
-_CHUNK_SIZES = (64, 512)
+CHUNK_SIZES = (64, 512)
 _DECODE_AT_MOST = 8  # so few tokens of a prompt are faster one by one
 _UNKNOWN = (-1, -1)
 _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
@@ -48,7 +48,7 @@ class FusedRunner:
     """Implements `SamplingRunner` and `TunableRunner`."""
 
     precompiled = True
-    max_chunk = _CHUNK_SIZES[-1]
+    max_chunk = CHUNK_SIZES[-1]
 
     def __init__(self, weights: Weights, context_length: int) -> None:
         launch_bounds.apply()
@@ -79,7 +79,7 @@ class FusedRunner:
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        return tuple(size for size in _CHUNK_SIZES if size <= self._context)
+        return tuple(size for size in CHUNK_SIZES if size <= self._context)
 
     @property
     def decode_depths(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class FusedRunner:
                 self.decode(token, position + i)
             return
         self._cancel_run_ahead()
-        size = next(size for size in _CHUNK_SIZES if len(tokens) <= size)
+        size = next(size for size in CHUNK_SIZES if len(tokens) <= size)
         self._send_chunk(tokens, position)
         self._launch_prefill(size)
 
@@ -233,33 +233,6 @@ class FusedRunner:
             self._prefill_steps[size] = self._prefill.step(size).capture()
         self._prefill_steps[size]()
 
-    # ---- profiling ----
-
     def _uses(self) -> BufferUses:
-        """The uses of the weights, the cache and the scratch buffers."""
-        uses, model = BufferUses(), self._model
-        uses.add(BufferUse("output head"), *model.head.planes)
-        uses.add(BufferUse("embedding", "token", model.spec.vocab), *model.embedding.planes)
-        tables = [table for tables in model.ropes for table in tables]
-        uses.add(BufferUse("attention", "token", self._context), *tables, *model.temperatures)
-        uses.add(BufferUse("attention"), *self._decode.attention_parts)
-        uses.add(BufferUse("norm"), *self._prescales.norms.values())
-        for layer in model.layers:
-            uses.add(BufferUse("norm"), layer.post_norm)
-            match layer.mix:
-                case Attention() as a:
-                    uses.add(BufferUse("QKV projection"), a.bias, *a.qkv.planes)
-                    cache = BufferUse("attention", "context", a.heads.slots, a.heads.window)
-                    uses.add(cache, a.keys, a.values)
-                    uses.add(BufferUse("attention output"), *a.o.planes)
-                    if self._decode.uses_tensor_cores:
-                        past = self._prefill.past(a.heads)
-                        uses.add(BufferUse("attention", "past", a.heads.tiled, a.heads.window), *past)
-                case FeedForward() as f:
-                    uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)
-                    uses.add(BufferUse("FFN down"), *f.down.planes)
-                case Mixture() as m:
-                    uses.add(BufferUse("router"), m.router_rows, m.router_bias, m.choices, *m.router.planes)
-                    gate_up, down = [m.gate_up_bias, *m.gate_up.planes], [m.down_bias, *m.down.planes]
-                    uses.add_experts(m.part, m.part.used, gate_up, down)
-        return uses
+        past = self._prefill.past if self._decode.uses_tensor_cores else lambda heads: []
+        return uses_of(self._model, self._prescales, self._context, past, self._decode.attention_parts)

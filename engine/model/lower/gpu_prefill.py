@@ -19,7 +19,7 @@ from engine.kernels.gpu.embedding import embed_prompt
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.matmul import expert_tiles, fragments_size, matmul, tiles_for
-from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
+from engine.kernels.gpu.prefill import Order, activate_prompt, norm_prompt, rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
 from engine.kernels.gpu.prefill_experts import (
     choose_experts,
@@ -33,17 +33,18 @@ from engine.model.lower.prescales import Prescales
 
 class PrefillKernels:
     """Builds the kernels of prefill steps. A step reads its chunk of the prompt from `prompt`, int32 (position, number
-    of tokens), and `ids`, int32 (chunk,)."""
+    of tokens), with a cache in blocks also its sequence, and `ids`, int32 (chunk,)."""
 
     def __init__(self, model: GPUModel, prescales: Prescales, chunk: int) -> None:
         self._model, self._prescales = model, prescales
-        self.prompt, self.ids = device_zeros(2, dtypes.int32), device_zeros(chunk, dtypes.int32)
+        size = 2 if model.attention[0].tables is None else 3
+        self.prompt, self.ids = device_zeros(size, dtypes.int32), device_zeros(chunk, dtypes.int32)
         self._scratch: dict[tuple[str, int], Tensor] = {}
 
     def step(self, tokens: int) -> KernelSequence:
         """The kernels for up to `tokens` tokens. Of the last attention they compute only keys and values, and nothing
         after it."""
-        return _Step(self, self._model, self._prescales, tokens).kernels()
+        return PromptStep(self, self._model, self._prescales, tokens).kernels()
 
     def past(self, heads: Heads) -> list[Tensor]:
         """A layer's keys and values in the tiles that attention reads: float16 (`tile_prompt`)."""
@@ -57,7 +58,7 @@ class PrefillKernels:
 
 
 @dataclass(frozen=True)
-class _Pending:
+class Pending:
     """A product that the next norm adds to the residual stream: `parts` partial sums, with a bias, or normed first."""
 
     sums: Tensor
@@ -66,24 +67,22 @@ class _Pending:
     post_norm: Tensor | None
 
 
-class _Step:
+class PromptStep:
     """Builds the kernels of one step."""
 
     def __init__(self, owner: PrefillKernels, model: GPUModel, prescales: Prescales, tokens: int) -> None:
         self._owner, self._model, self._prescales, self._tokens = owner, model, prescales, tokens
         self._sequence, self._prompt = KernelSequence(), owner.prompt
-        dim = model.spec.dim
-        self._h, self._x = owner.buffer("h", tokens * dim), self._fragments("x", dim)
-        self._pending: _Pending | None = None
+        self._h = owner.buffer("h", tokens * model.spec.dim)
+        self._x = self._fragments("x", model.spec.dim)
+        self._pending: Pending | None = None
 
     def kernels(self) -> KernelSequence:
-        model, spec = self._model, self._model.spec
-        layout = model.embedding.single_matrix.layout
-        kernel = embed_prompt(layout, self._tokens, spec.vocab, spec.dim, spec.embedding_scale)
-        self._sequence.add(kernel, self._h, self._owner.ids, *model.embedding.planes)
+        model = self._model
+        self._embed(self._owner.ids)
         last = model.attention[-1]
         for layer in model.layers:
-            self._norm(layer.norm, by_rows=isinstance(layer.mix, Mixture))
+            self._norm(layer.norm, "rows" if isinstance(layer.mix, Mixture) else "fragments")
             match layer.mix:
                 case Attention() as a:
                     queries = self._store_tokens(a)
@@ -96,14 +95,21 @@ class _Step:
                     self._experts(layer, m)
         return self._sequence
 
-    def _norm(self, weight: NDArray[np.float32], by_rows: bool) -> None:
+    def _embed(self, ids: Tensor) -> None:
+        """Starts the residual stream with the rows of `ids`."""
+        model, spec = self._model, self._model.spec
+        layout = model.embedding.single_matrix.layout
+        kernel = embed_prompt(layout, self._tokens, spec.vocab, spec.dim, spec.embedding_scale)
+        self._sequence.add(kernel, self._h, ids, *model.embedding.planes)
+
+    def _norm(self, weight: NDArray[np.float32], order: Order) -> None:
         """Adds the pending product to the residual stream, and norms the stream."""
         spec, pending = self._model.spec, self._pending
         extra = given(pending.sums, pending.bias, pending.post_norm) if pending else []
         kernel = norm_prompt(
             self._tokens, spec.dim, pending.parts if pending else 0, spec.stream_eps,
             post_norm=pending is not None and pending.post_norm is not None,
-            bias=pending is not None and pending.bias is not None, by_rows=by_rows,
+            bias=pending is not None and pending.bias is not None, order=order,
         )  # fmt: skip
         self._sequence.add(kernel, self._x, self._h, *extra, self._prescales.norm_weight(weight, 0))
         self._pending = None
@@ -125,21 +131,20 @@ class _Step:
             self._sequence.add(kernel, *factors, *sums[:n], *bias)
         extra = [*bias, *given(a.norms), *factors, *self._model.temperatures]
         kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), wide=a.wide)
-        self._sequence.add(
-            kernel, queries, a.keys, a.values, *sums, *self._model.ropes[a.rope], self._prompt, *extra
-        )
+        ropes, tables = self._model.ropes[a.rope], given(a.tables)
+        self._sequence.add(kernel, queries, a.keys, a.values, *sums, *ropes, *tables, self._prompt, *extra)
         return queries
 
     def _attend(self, layer: Layer, a: Attention, queries: Tensor) -> None:
         heads, past = a.heads, self._owner.past(a.heads)
         attended = self._fragments("attended", heads.query * heads.dim)
         tile = tile_prompt(heads, multiprocessors())
-        self._sequence.add(tile, *past, a.keys, a.values, self._prompt)
+        self._sequence.add(tile, *past, a.keys, a.values, *given(a.tables), self._prompt)
         sinks = given(a.sinks)
         kernel = attend_prompt(heads, self._tokens, prompt_tiling(heads, self._tokens), bool(sinks))
         self._sequence.add(kernel, attended, queries, *past, self._prompt, *sinks)
         sums, parts = self._product(a.o.single_matrix, attended, "o")
-        self._pending = _Pending(sums, parts, a.o_bias, layer.post_norm)
+        self._pending = Pending(sums, parts, a.o_bias, layer.post_norm)
 
     def _feed_forward(self, layer: Layer, f: FeedForward) -> None:
         activated = self._fragments("activated", f.width)
@@ -157,7 +162,7 @@ class _Step:
                 activate_prompt(self._tokens, f.width, (a, b), f.activation), activated, gate, up
             )
         sums, parts = self._product(f.down.single_matrix, activated, "down")
-        self._pending = _Pending(sums, parts, None, layer.post_norm)
+        self._pending = Pending(sums, parts, None, layer.post_norm)
 
     def _experts(self, layer: Layer, m: Mixture) -> None:
         """The tokens are sorted by expert, and each tile of them is multiplied by its expert's matrices. The products
@@ -192,7 +197,7 @@ class _Step:
             bias=bias is not None,
         )  # fmt: skip
         add(kernel, sums, activated, assignments, tile_experts, probabilities, *given(bias), *matrix.planes)
-        self._pending = _Pending(sums, used, None, layer.post_norm)
+        self._pending = Pending(sums, used, None, layer.post_norm)
 
     def _product(self, part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
         """Adds a product; returns its partial sums, and their number."""

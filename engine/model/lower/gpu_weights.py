@@ -4,7 +4,7 @@ input in one product."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -18,6 +18,7 @@ from engine.kernels.gpu.matvec import StackedMatrices
 from engine.kernels.gpu.schedules import best_schedule
 from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
+from engine.model.kv_blocks import BLOCK
 from engine.model.lower import REWIND
 from engine.model.spec import (
     Activation,
@@ -113,7 +114,8 @@ class Product:
 @dataclass
 class Attention:
     """The weights and the cache of a layer's attention. `norms`: those of queries and of keys, one after the other;
-    `wide`: they are over all heads together."""
+    `wide`: they are over all heads together. `tables`: those of blocks, int32 (sequences, `Heads.table_size`), which
+    all layers of a window share, if there are several sequences."""
 
     heads: Heads
     rope: int
@@ -126,6 +128,7 @@ class Attention:
     o_bias: Tensor | None
     keys: Tensor
     values: Tensor
+    tables: Tensor | None
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -238,10 +241,27 @@ def given(*tensors: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def allocate(weights: Weights, context: int, chunk: int) -> GPUModel:
-    """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for a context of `context`
-    tokens, of which prefill takes up to `chunk` at once. Raises ModelFileError."""
-    spec = weights.spec
+@dataclass(frozen=True)
+class CacheRoom:
+    """What a KV cache has room for: `parallel` sequences of a `context` each, of which prefill takes up to `chunk`
+    tokens at once. Several share pools of blocks, and `tables` are those of their blocks by window, made as layers
+    need them."""
+
+    context: int
+    chunk: int
+    parallel: int = 1
+    tables: dict[int, Tensor] = field(default_factory=dict)
+
+    def pool(self, window: int) -> int:
+        """Blocks of a layer's pool: those of all sequences, and one for each that is a copy."""
+        kept = min(window + REWIND + self.chunk + BLOCK, self.context) if window else self.context
+        return self.parallel * (-(-kept // BLOCK) + 1)
+
+
+def allocate(weights: Weights, context: int, chunk: int, parallel: int = 1) -> GPUModel:
+    """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for `parallel` sequences of a
+    context of `context` tokens, of which prefill takes up to `chunk` at once. Raises ModelFileError."""
+    spec, room = weights.spec, CacheRoom(context, chunk, parallel)
     choices = DeviceCounts([mix.count for mix in spec.experts])
     left = iter(choices.arrays)
     embedding = head = _product([spec.embedding])
@@ -250,7 +270,7 @@ def allocate(weights: Weights, context: int, chunk: int) -> GPUModel:
     tables = [rope.tables(context, context) for rope in spec.ropes]
     return GPUModel(
         spec=spec,
-        layers=[_layer(weights, sublayer, context, chunk, left) for sublayer in spec.sublayers],
+        layers=[_layer(weights, sublayer, room, left) for sublayer in spec.sublayers],
         embedding=embedding,
         head=head,
         output_norm=weights.vector(spec.output_norm),
@@ -260,14 +280,12 @@ def allocate(weights: Weights, context: int, chunk: int) -> GPUModel:
     )
 
 
-def _layer(
-    weights: Weights, sublayer: Sublayer, context: int, chunk: int, choices: Iterator[Tensor]
-) -> Layer:
+def _layer(weights: Weights, sublayer: Sublayer, room: CacheRoom, choices: Iterator[Tensor]) -> Layer:
     assert sublayer.norm
     mix: Attention | FeedForward | Mixture
     match sublayer.mix:
         case Attend() as part:
-            mix = _attention(weights, part, context, chunk)
+            mix = _attention(weights, part, room)
         case Dense() as part:
             mix = _feed_forward(part)
         case Experts() as part:
@@ -279,8 +297,8 @@ def _vector(weights: Weights, vector: Vector | None) -> Tensor | None:
     return None if vector is None else to_device(weights.vector(vector))
 
 
-def _attention(weights: Weights, part: Attend, context: int, chunk: int) -> Attention:
-    window = part.window if part.window < context else 0
+def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
+    window, is_pool = part.window if part.window < room.context else 0, room.parallel > 1
     sizes = (part.query_size, part.kv_size) if part.has_wide_norms else (part.head_dim, part.head_dim)
     norms = weights.joined_vectors(list(zip((part.q_norm, part.k_norm), sizes, strict=True)), 1.0)
     biases = (part.q_bias, part.query_size), (part.k_bias, part.kv_size), (part.v_bias, part.kv_size)
@@ -289,13 +307,17 @@ def _attention(weights: Weights, part: Attend, context: int, chunk: int) -> Atte
         query=part.heads,
         kv=part.kv_heads,
         dim=part.head_dim,
-        length=-(-context // CACHE_SLACK) * CACHE_SLACK + CACHE_SLACK,
+        length=-(-room.context // CACHE_SLACK) * CACHE_SLACK + CACHE_SLACK,
         norm_eps=None if norms is None else weights.spec.eps,
         scale=part.scale,
         window=window,
-        ring=ring_for(window, chunk + REWIND) if window else 0,
+        ring=ring_for(window, room.chunk + REWIND) if window and not is_pool else 0,
         temperature=weights.spec.temperature is not None,
+        block=BLOCK if is_pool else 0,
+        pool=room.pool(window) if is_pool else 0,
     )
+    if is_pool and window not in room.tables:
+        room.tables[window] = device_zeros(room.parallel * heads.table_size, dtypes.int32)
     keys, values = (device_zeros(heads.cache_size, dtypes.float16) for _ in range(2))
     return Attention(
         heads=heads,
@@ -309,6 +331,7 @@ def _attention(weights: Weights, part: Attend, context: int, chunk: int) -> Atte
         o_bias=_vector(weights, part.o_bias),
         keys=keys,
         values=values,
+        tables=room.tables.get(window),
     )
 
 

@@ -6,6 +6,7 @@ from tinygrad import dtypes
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.decode_attention import attention, split_for
 from engine.kernels.gpu.embedding import embed, embed_prompt
+from engine.kernels.gpu.few_columns import column_index, columns_size
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
@@ -139,6 +140,9 @@ def check_activations() -> None:
         run(activate_prompt(tokens, n, (2, 2), activation), out, *halves)
         place = prompt_index(lambda m, e: fragment_index(m, e, n), tokens, n)
         close(out.numpy()[place], wanted, 1e-3)
+    out = zeros(columns_size(tokens, n), dtypes.float16)
+    run(activate_prompt(tokens, n, (2, 2), activation, "columns"), out, *halves)
+    close(out.numpy()[prompt_index(lambda m, e: column_index(m, e, n), tokens, n)], wanted, 1e-3)
 
 
 def normed(x, weight, eps):
@@ -182,7 +186,7 @@ def check_post_norms() -> None:
             place = prompt_index(lambda m, e, n=n: fragment_index(m, e, n), tokens, n)
             close(x.numpy()[place], normed(wanted, weight, eps), 1e-3)
         x, width = zeros(tokens * units_of(n) * UNIT, dtypes.float16), units_of(n) * UNIT
-        run(norm_prompt(tokens, n, 0, eps, by_rows=True), x, h, buffer(weight))
+        run(norm_prompt(tokens, n, 0, eps, order="rows"), x, h, buffer(weight))
         rows = x.numpy().reshape(tokens, width)
         close(rows[:, :n], normed(wanted, weight, eps), 1e-3)
         assert not rows[:, n:].any()

@@ -155,7 +155,7 @@ def check_whole_mixture() -> None:
     rows, x = zeros(tokens * dim, dtypes.float16), zeros(fragments_size(tokens, dim), dtypes.float16)
     activated, sums = zeros(fragments_size(experts.size, width), dtypes.float16), zeros(used * tokens * dim)
     layout, tiles = WeightLayout(8), experts.tiles
-    run(norm_prompt(tokens, dim, 0, eps, by_rows=True), rows, stream, buffer(weight))
+    run(norm_prompt(tokens, dim, 0, eps, order="rows"), rows, stream, buffer(weight))
     run(router_logits(tokens, dim, n, eps, False), logits, stream, buffer(weight), prompt, buffer(router))
     run(choose_experts(tokens, used, n, 6.1e-5), chosen, probabilities, logits)
     run(count_assignments(experts), counts, choices, chosen, prompt)

@@ -79,7 +79,8 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
     factors, temperature = temperatures(h)
     positions = [lengths[s] if s >= 0 else 0 for s in sequences]
-    state = buffer(np.array([[7] * tokens, positions, sequences], np.int32))
+    columns = [(7, p, max(s, 0), s >= 0) for p, s in zip(positions, sequences, strict=True)]
+    state = buffer(np.array(columns, np.int32).T)
     norm, sink_buffer = [buffer(np.concatenate(norms))] if norms else [], [buffer(s) for s in sink]
     ins = [pool.keys, pool.values, buffer(rows), buffer(cos), buffer(sin), buffer(pool.tables), state]
     ins += [*norm, *temperature]

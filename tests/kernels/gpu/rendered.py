@@ -145,7 +145,7 @@ def render_rows_in_blocks() -> None:
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
     cache, tiles, x = [(h.cache_size, H)] * 2, [(h.tiles_size, H)] * 2, (few.columns_size(tokens, size), H)
     angles, tables = [(CONTEXT * h.dim // 2, F)] * 2, (8 * h.table_size, dtypes.int32)
-    ins = *cache, (tokens * rows, F), *angles, tables, (3 * tokens, dtypes.int32), (2 * h.dim, F)
+    ins = *cache, (tokens * rows, F), *angles, tables, (4 * tokens, dtypes.int32), (2 * h.dim, F)
     for attend, split in (
         (flash_attention, flash_split(h, CONTEXT, 64, 16)), (attention, split_for(h, CONTEXT, 64, 16))
     ):  # fmt: skip
@@ -163,7 +163,7 @@ def render_experts() -> None:
     tokens, n, used, width, cols, p = 64, 40, 4, 512, 2048, WeightLayout(12)
     experts, ints, each = expert_tiles(tokens, used, n), (2, dtypes.int32), (tokens * used, dtypes.int32)
     stream, vector, rows = (tokens * cols, F), (cols, F), (tokens * cols, H)
-    norm = norm_prompt(tokens, cols, used, 1e-6, bias=True, by_rows=True)
+    norm = norm_prompt(tokens, cols, used, 1e-6, bias=True, order="rows")
     render(norm, rows, stream, (used * tokens * cols, F), vector, vector)
     logits, counts = (tokens * n, F), (n, dtypes.int32)
     router = router_logits(tokens, cols, n, 1e-6, True)

@@ -1,0 +1,211 @@
+"""Prefill and decode of several sequences on an NVIDIA GPU, each step one graph launch. The KV cache is in blocks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Device, dtypes
+
+from engine.events import Step
+from engine.fixes import launch_bounds
+from engine.kernels.compilation import compile_all
+from engine.kernels.gpu.device import has_tensor_cores
+from engine.kernels.gpu.device_memory import device_zeros, overwrite
+from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.kv_cache import copy_block
+from engine.kernels.gpu.mailbox import Mailbox
+from engine.kernels.gpu.weight_repacking import repacking_kernels
+from engine.measure.profile import Replay
+from engine.model.fused.runner import CHUNK_SIZES
+from engine.model.fused.uses import uses_of
+from engine.model.kv_blocks import KVGroup
+from engine.model.lower import REWIND
+from engine.model.lower.gpu_batch import ROW_COUNTS, BatchKernels
+from engine.model.lower.gpu_prefill import PrefillKernels
+from engine.model.lower.gpu_weights import allocate
+from engine.model.lower.prescales import Prescales
+from engine.model.model_runner import Row, varied_tokens
+from engine.model.sampling import Logits
+from engine.model.spec import ModelSpec
+from engine.model.weights import Weights
+
+
+def runs_batches(spec: ModelSpec) -> bool:
+    """Whether the default GPU has the kernels for several sequences at once: all but its decode of one have tensor
+    cores."""
+    return has_tensor_cores() and all(a.head_dim % 16 == 0 for a in spec.attention)
+
+
+class FusedBatchRunner:
+    """Implements `BatchRunner`."""
+
+    precompiled = True
+    max_chunk = CHUNK_SIZES[-1]
+
+    def __init__(self, weights: Weights, context_length: int, parallel: int) -> None:
+        assert parallel > 1
+        launch_bounds.apply()
+        os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
+        self.parallel, self._context = parallel, context_length
+        self._model = model = allocate(weights, context_length, self.max_chunk, parallel)
+        self._prescales = Prescales()
+        self._batch = BatchKernels(model, self._prescales, context_length, self.row_counts)
+        self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
+        self._mailbox = Mailbox(self.row_counts[-1])
+        by_window = {a.heads.window: a for a in model.attention}
+        self._tables = [a.tables for a in by_window.values()]
+        self._host_tables = [
+            np.full((parallel, a.heads.table_size), -1, np.int32) for a in by_window.values()
+        ]
+        self.kv_groups = tuple(KVGroup(w or None, a.heads.pool) for w, a in by_window.items())
+        self._copied = device_zeros(2, dtypes.int32)
+        self._copies = [self._copy_sequence(window) for window in by_window]
+        self._captured: dict[tuple[str, int, int], Callable[[], None]] = {}
+        self._last = 0, 0  # the rows of the last step: for how many it was captured, and how many are used
+        self._earlier: list[Logits] = []  # of the steps before it of one `decode_rows`
+        self._compile()
+        model.fill(weights)
+
+    def _compile(self) -> None:
+        """Compiles all kernels at once, so that several compilers share them."""
+        specs = {matrix.spec: None for matrix in self._model.matrices}
+        rows = [self._rows_step(n, limit) for n in self.row_counts for limit in self._batch.context_limits]
+        prefill = [self._prefill.step(size) for size in self.chunk_sizes]
+        steps = (*rows, *prefill, *self._copies)
+        compile_all([*map(repacking_kernels, specs), *(step.linear for step in steps)])
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        fewer = sum(n < self.parallel for n in ROW_COUNTS)
+        return ROW_COUNTS[: fewer + 1]
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        return tuple(size for size in CHUNK_SIZES if size <= self._context) or CHUNK_SIZES[:1]
+
+    @property
+    def decode_depths(self) -> tuple[int, ...]:
+        return (0, *(limit for limit in self._batch.context_limits if limit < self._context))
+
+    @property
+    def max_rewind(self) -> int | None:
+        return REWIND if any(group.window for group in self.kv_groups) else None
+
+    # ---- the cache ----
+
+    def assign(self, sequence: int, tables: Sequence[Sequence[int]]) -> None:
+        for host, device, table in zip(self._host_tables, self._tables, tables, strict=True):
+            row = np.full(host.shape[1], -1, np.int32)
+            row[: len(table)] = table
+            if not np.array_equal(row, host[sequence]):
+                host[sequence] = row
+                overwrite(device, host.reshape(-1))
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        overwrite(self._copied, np.asarray([source, target], np.int32))
+        self._launch(("copy", group, 0), lambda: self._copies[group])
+
+    def _copy_sequence(self, window: int) -> KernelSequence:
+        """Copies a block in all layers of a window."""
+        sequence = KernelSequence()
+        for a in self._model.attention:
+            if a.heads.window == window:
+                sequence.add(copy_block(a.heads), a.keys, a.values, self._copied)
+        return sequence
+
+    # ---- steps ----
+
+    def prefill(self, tokens: Sequence[int], position: int, sequence: int = 0) -> None:
+        size = next(size for size in CHUNK_SIZES if len(tokens) <= size)
+        self._send_chunk(tokens, position, sequence)
+        self._launch_prefill(size)
+
+    def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
+        """As `ModelRunner.decode`, of sequence 0. There is nothing to run ahead of."""
+        return int(self.decode_rows([Row(token, position, 0)])[0])
+
+    def decode_rows(self, rows: Sequence[Row]) -> NDArray[np.int32]:
+        most = self.row_counts[-1]
+        chosen: list[int] = []
+        self._earlier = []
+        for first in range(0, len(rows), most):
+            if first:  # the next step overwrites them
+                self._earlier.append(self._step_logits())
+            step = rows[first : first + most]
+            self._last = self._send_rows(step), len(step)
+            chosen += self._launch_rows(self._last[0], max(row.position for row in step))[: len(step)]
+        return np.asarray(chosen, np.int32)
+
+    def row_logits(self) -> Logits:
+        return np.concatenate([*self._earlier, self._step_logits()])
+
+    def _step_logits(self) -> Logits:
+        """Those of the last step."""
+        count, n = self._last
+        return np.asarray(self._batch.logits[count].numpy().reshape(count, -1)[:n], np.float32)
+
+    def logits(self) -> Logits:
+        return np.asarray(self.row_logits()[0], np.float32)
+
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        return self._model.choices.read()
+
+    def replay(self, step: Step, position: int) -> Replay:
+        uses = uses_of(self._model, self._prescales, self._context, self._prefill.past)
+        if step == "prefill":
+            size, count = self.chunk_sizes[-1], min(self.chunk_sizes[-1], self._context - position)
+            tokens = varied_tokens(count, self._model.spec.vocab)
+            send: Callable[[], None] = lambda: self._send_chunk(tokens, position, 0)
+            calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)
+        else:
+            count, rows = 1, self.row_counts[0]
+            send = lambda: self._batch.send(rows, [0], [position], [0])
+            calls = self._rows_step(rows, self._limit(position)).compile().src
+            run = lambda: self._launch_step(rows, self._limit(position))
+
+        def reset() -> None:
+            Device[Device.DEFAULT].synchronize()
+            send()
+
+        return Replay(calls, uses, count, run, reset=reset)
+
+    def _send_chunk(self, tokens: Sequence[int], position: int, sequence: int) -> None:
+        overwrite(self._prefill.prompt, np.asarray([position, len(tokens), sequence], np.int32))
+        overwrite(self._prefill.ids, np.asarray([*tokens, *[0] * (self.max_chunk - len(tokens))], np.int32))
+
+    def _send_rows(self, rows: Sequence[Row]) -> int:
+        """Returns the number of rows of the step."""
+        count = next(n for n in self.row_counts if len(rows) <= n)
+        tokens, positions, sequences = zip(*((r.token, r.position, r.sequence) for r in rows), strict=True)
+        self._batch.send(count, tokens, positions, sequences)
+        return count
+
+    def _limit(self, position: int) -> int:
+        """The number of tokens that the attention of a step up to `position` is split for."""
+        return next(limit for limit in self._batch.context_limits if position < limit)
+
+    def _launch_rows(self, count: int, position: int) -> list[int]:
+        """Launches a step and waits for the next tokens of all its rows, used or not, so that none comes later."""
+        limit = self._limit(position)
+        for i in range(count):
+            self._mailbox.expect(i)
+        self._launch_step(count, limit)
+        return [self._mailbox.take(i) for i in range(count)]
+
+    def _launch_step(self, count: int, limit: int) -> None:
+        self._launch(("rows", count, limit), lambda: self._rows_step(count, limit))
+
+    def _rows_step(self, count: int, limit: int) -> KernelSequence:
+        return self._batch.rows_step(count, limit, self._mailbox.tensor)
+
+    def _launch_prefill(self, size: int) -> None:
+        self._launch(("prefill", size, 0), lambda: self._prefill.step(size))
+
+    def _launch(self, key: tuple[str, int, int], sequence: Callable[[], KernelSequence]) -> None:
+        """Launches the captured graph of a sequence, which is captured when it is first used."""
+        if key not in self._captured:
+            self._captured[key] = sequence().capture()
+        self._captured[key]()

@@ -1,0 +1,179 @@
+"""The kernels of a decode step of several sequences at once on a GPU:
+
+    embed . for attention: norm . qkv . attention . o
+            for a feed-forward layer: norm . gate+up . down
+            for experts: as in prefill     . norm . head . next tokens
+
+Its rows are the tokens of different sequences, a small prompt whose products are bound by memory as in decode
+(`engine.kernels.gpu.few_columns`). Attention is decode's, of each row over the blocks of its own sequence. What lies
+between is prefill's: a product leaves its sums, and the norm before the next one adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from engine.kernels.gpu.decode_attention import combine
+from engine.kernels.gpu.device import multiprocessors
+from engine.kernels.gpu.device_memory import device_zeros, overwrite
+from engine.kernels.gpu.few_columns import (
+    ARGMAX,
+    Epilogue,
+    activated,
+    columns_size,
+    few_columns,
+    few_tiles,
+    n_blocks,
+    stored,
+)
+from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
+from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.prefill import activate_prompt
+from engine.kernels.gpu.sampling import next_tokens
+from engine.model.lower.gpu_decode import SHORT, context_limits
+from engine.model.lower.gpu_prefill import Pending, PrefillKernels, PromptStep
+from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture, given
+from engine.model.lower.prescales import Prescales
+
+ROW_COUNTS = (4, 8, 16)
+"""Rows of the steps that are captured. One of 4 rows takes as long as one of 2."""
+
+
+class BatchKernels(PrefillKernels):
+    """Builds the kernels of steps of so many `rows`. A step reads its state, int32 (4, rows): tokens, positions,
+    sequences, and whether a row is used. It writes the most probable next tokens, and `logits`."""
+
+    def __init__(self, model: GPUModel, prescales: Prescales, context: int, rows: Sequence[int]) -> None:
+        super().__init__(model, prescales, max(rows))
+        self.context_limits = context_limits(context)
+        self._states = {n: device_zeros(4 * n, dtypes.int32) for n in rows}
+        self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
+
+    def rows_step(self, rows: int, limit: int, next_ids: Tensor) -> KernelSequence:
+        """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
+        the next tokens to `next_ids`, int32."""
+        return _RowsStep(self, self._model, self._prescales, rows, limit, next_ids).kernels()
+
+    def state(self, rows: int) -> Tensor:
+        """What a step of `rows` rows reads."""
+        return self._states[rows]
+
+    def send(
+        self, rows: int, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
+    ) -> None:
+        """Writes the state of a step of `rows` rows, of which the first are used."""
+        state = np.zeros((4, rows), np.int32)
+        state[:, : len(tokens)] = tokens, positions, sequences, [1] * len(tokens)
+        overwrite(self._states[rows], state.reshape(-1))
+        overwrite(self.prompt, np.asarray([0, len(tokens), 0], np.int32))
+
+
+class _RowsStep(PromptStep):
+    """Builds the kernels of one step."""
+
+    _owner: BatchKernels
+
+    def __init__(
+        self, owner: BatchKernels, model: GPUModel, prescales: Prescales, rows: int, limit: int, next_ids: Tensor
+    ) -> None:  # fmt: skip
+        super().__init__(owner, model, prescales, rows)
+        self._state, self._limit, self._next_ids = owner.state(rows), limit, next_ids
+        self._by_rows, self._by_columns = self._x, self._columns("x", model.spec.dim)
+
+    def kernels(self) -> KernelSequence:
+        model = self._model
+        self._embed(self._state)
+        for layer in model.layers:
+            is_mixture = isinstance(layer.mix, Mixture)
+            self._x = self._by_rows if is_mixture else self._by_columns
+            self._norm(layer.norm, "rows" if is_mixture else "columns")
+            match layer.mix:
+                case Attention() as a:
+                    self._attend_rows(layer, a)
+                case FeedForward() as f:
+                    self._gate(layer, f)
+                case Mixture() as m:
+                    self._experts(layer, m)
+        self._x = self._by_columns
+        self._norm(model.output_norm, "columns")
+        part = model.head.single_matrix
+        blocks = n_blocks(part.rows, few_tiles(part.rows, part.cols, multiprocessors()))
+        best = [
+            self._owner.buffer(name, blocks * self._tokens, dtype)
+            for name, dtype in (("largest", dtypes.float32), ("largest rows", dtypes.int32))
+        ]
+        self._multiply(part, self._x, ARGMAX, "head", [self._owner.logits[self._tokens], *best])
+        self._sequence.add(next_tokens(blocks, self._tokens), self._next_ids, *best)
+        return self._sequence
+
+    def _attend_rows(self, layer: Layer, a: Attention) -> None:
+        """Adds attention, whose last product is pending."""
+        heads, tokens, total = a.heads, self._tokens, a.qkv.stack.rows
+        rows, attended = self._owner.buffer("qkv", tokens * total), self._columns("attended", a.o.stack.cols)
+        first, bias = 0, given(a.bias)
+        for i, part in enumerate(a.qkv.matrices):
+            epilogue = stored(total, first, bool(bias))
+            self._multiply(part, self._x, epilogue, f"qkv{i}", [rows], bias)
+            first += part.rows
+        split = self._split(heads)
+        sinks, tables, ropes = given(a.sinks), given(a.tables), self._model.ropes[a.rope]
+        kernel = flash_attention(heads, split, bool(sinks), a.wide, tokens)
+        ins = [
+            a.keys,
+            a.values,
+            rows,
+            *ropes,
+            *tables,
+            self._state,
+            *given(a.norms),
+            *self._model.temperatures,
+        ]
+        if split.splits == 1:
+            self._sequence.add(kernel, attended, *ins, *sinks)
+        else:
+            parts = [
+                self._owner.buffer(name, split.splits * tokens * n)
+                for name, n in (("sums", heads.query * heads.dim), ("tops", heads.query * 2))
+            ]
+            self._sequence.add(kernel, *parts, *ins)
+            self._sequence.add(combine(heads, split.splits, bool(sinks), tokens), attended, *parts, *sinks)
+        self._pending = self._last(layer, a.o.single_matrix, attended, "o", a.o_bias)
+
+    def _gate(self, layer: Layer, f: FeedForward) -> None:
+        """Adds a feed-forward layer, whose last product is pending."""
+        out = self._columns("activated", f.width)
+        if len(f.gate_up.matrices) == 1:
+            epilogue = activated(f.activation)
+            self._multiply(f.gate_up.single_matrix, self._x, epilogue, "gate_up", [out])
+        else:
+            halves = [self._owner.buffer(name, self._tokens * f.width) for name in ("gate", "up")]
+            for part, half in zip(f.gate_up.matrices, halves, strict=True):
+                self._multiply(part, self._x, stored(part.rows), "gate_up", [half])
+            kernel = activate_prompt(self._tokens, f.width, (1, 1), f.activation, "columns")
+            self._sequence.add(kernel, out, *halves)
+        self._pending = self._last(layer, f.down.single_matrix, out, "down", None)
+
+    def _last(self, layer: Layer, part: Matrix, x: Tensor, name: str, bias: Tensor | None) -> Pending:
+        """Adds the last product of a sublayer."""
+        out = self._owner.buffer(name, self._tokens * part.rows)
+        self._multiply(part, x, stored(part.rows), name, [out])
+        return Pending(out, 1, bias, layer.post_norm)
+
+    def _multiply(
+        self, part: Matrix, x: Tensor, epilogue: Epilogue, name: str, outs: list[Tensor], ins: Sequence[Tensor] = ()
+    ) -> None:  # fmt: skip
+        tiles = few_tiles(part.rows, part.cols, multiprocessors())
+        kernel = few_columns(part.layout, self._tokens, part.rows, part.cols, tiles, epilogue, name)
+        self._sequence.add(kernel, *outs, x, *ins, *part.planes)
+
+    def _split(self, heads: Heads) -> FlashSplit:
+        """How attention is split into thread blocks: those of all rows fill the GPU."""
+        return flash_split(heads, self._limit, SHORT, max(1, multiprocessors() // self._tokens))
+
+    def _columns(self, name: str, cols: int) -> Tensor:
+        """Scratch activations, float16 (see `engine.kernels.gpu.few_columns`), zeros where there are none."""
+        return self._owner.buffer(f"{name} in columns", columns_size(self._tokens, cols), dtypes.float16)

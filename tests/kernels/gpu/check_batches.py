@@ -1,0 +1,77 @@
+"""Steps of several sequences: each row's results are those of its sequence alone."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.formats.gguf import GGUF
+from engine.measure.kernel_roles import roles_of
+from engine.model.architectures import read_spec
+from engine.model.fused import FusedBatchRunner
+from engine.model.kv_blocks import BLOCK, KVBlocks
+from engine.model.model_runner import BatchRunner, Row
+from engine.model.weights import Weights
+from tests import generated_model
+from tests.reference import Reference, divergence
+
+CONTEXT = 96
+SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 1}
+
+
+def check_rows_with_windows_and_norms_after() -> None:
+    keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
+    hold(architecture="gemma3", keys=keys, **SMALL | {"layers": 2})
+
+
+def check_rows_with_experts_sinks_and_biases() -> None:
+    keys = {"attention.sliding_window": 4}
+    hold(architecture="gpt-oss", keys=keys, **SMALL | {"layers": 2, "dim": 160})
+
+
+def hold(**shape: Any) -> None:
+    """Two sequences in turns, one of which a third forks; raises AssertionError where logits differ from those of each
+    alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
+        file, reference = GGUF(path), Reference(path, CONTEXT)
+        runner = FusedBatchRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
+    assert isinstance(runner, BatchRunner)
+    draw = np.random.default_rng(0)
+    texts = [list(map(int, draw.integers(0, 100, n))) for n in (BLOCK + 3, 5, 0)]
+    blocks = KVBlocks(runner)
+
+    def prefill(sequence: int, tokens: list[int]) -> None:
+        blocks.reserve(sequence, len(tokens))
+        runner.prefill(tokens, blocks.length(sequence), sequence)
+        blocks.commit(sequence, tokens)
+
+    def decode(*sequences: int) -> None:
+        rows = []
+        for s in sequences:
+            blocks.reserve(s, 1)
+            rows.append(Row(texts[s][-1], len(texts[s]) - 1, s))
+        best = runner.decode_rows(rows)
+        logits = runner.row_logits()
+        for i, s in enumerate(sequences):
+            blocks.commit(s, texts[s][-1:])
+            wanted = reference.logits(texts[s])[-1]
+            assert divergence(wanted, logits[i]) < 2e-5, (s, divergence(wanted, logits[i]))
+            assert best[i] == logits[i].argmax()
+            texts[s].append(int(best[i]))
+
+    for s in (0, 1):
+        prefill(s, texts[s][:-1])
+    decode(0)
+    decode(1, 0)
+    blocks.fork(0, 2, blocks.length(0))
+    texts[2] = [*texts[0][:-1], 7]
+    decode(2, 0, 1)
+    decode(0, 2)
+    for step, kernels in (
+        ("decode", {"QKV projection", "output head", "sampling"}),
+        ("prefill", {"QKV projection"}),
+    ):
+        replay = runner.replay(step, 1)
+        assert kernels | {"embedding", "attention", "norm"} <= set(roles_of(replay.calls, replay.uses))
