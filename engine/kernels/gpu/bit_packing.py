@@ -35,6 +35,7 @@ from engine.kernels.gpu.uops import F32, bitwise_or, mask, shift, shift_right, u
 CENTER = 100
 DENORMAL_EXPONENT = 149  # float32's smallest denormal is 2**-149
 _MANTISSA = 24  # bits of a float32's significand
+_STORED, _BIAS = 23, 127  # of these, the stored ones; the bias of its exponent
 _FRACTION_TOP = 15  # the lowest of the upper eight stored bits of the significand
 _BASE = 0x43800000  # 256.0 as a float32, whose upper eight stored bits of the significand are whole numbers
 E2M1_EXPONENT, E2M1_HALF_EXPONENT = 127, 15  # `from_e2m1` gives a doubled number times 2**-127 or 2**-15
@@ -105,6 +106,24 @@ class BitPacking:
         """256 + q as a float32, where q is integer j of the period in `words`. q goes to the upper bits of the
         significand, so no conversion is needed."""
         return bitwise_or([*self._moved(words, j, _FRACTION_TOP), u32(_BASE)]).bitcast(F32)
+
+    def unpack_above_base(self, words: Sequence[UOp], j: int) -> tuple[UOp, float]:
+        """(base + q as a float32, base): as `unpack_above_256`, with fewer shifts. Fields that lie within a significand
+        stay where they are, and the others of a word are shifted together, so the base is another power of two for
+        each place: up to 2**(23 - least), of which float32 still resolves 1 / 1000."""
+        (word, low, n, _), *others = self.fields(j)
+        if others:
+            return self.unpack_above_256(words, j), 256.0
+        least, most = min(14 - self.bits, 11), _STORED - self.bits
+        by = 0
+        if low < least:
+            by = -least
+        elif low > most:
+            by = (most // self.bits + 1) * self.bits - least
+        at = low - by
+        base = u32((_BIAS + _STORED - at) << _STORED)
+        field = mask(shift(words[word], by), ((1 << n) - 1) << at)
+        return bitwise_or([field, base]).bitcast(F32), 2.0 ** (_STORED - at)
 
     def _moved(self, words: Sequence[UOp], j: int, to: int) -> list[UOp]:
         """The fields of integer j, moved to bit `to` and masked."""

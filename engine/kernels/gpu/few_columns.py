@@ -51,11 +51,13 @@ _RUN = 8  # halves that a thread loads at once
 @dataclass(frozen=True)
 class FewTiles:
     """How a product is divided: a warp has 16 * `rows` rows of the matrix; a block has `across` times as many, and
-    `parts` warps share the columns of each."""
+    `parts` warps share the columns of each. A thread has `chains` sums of each element, which it adds in the end: an
+    instruction waits only for the last one of its own chain, but sums take registers."""
 
     rows: int
     across: int
     parts: int
+    chains: int = 1
 
     @property
     def width(self) -> int:
@@ -68,13 +70,12 @@ class FewTiles:
 
 
 def few_tiles(rows: int, cols: int, multiprocessors: int) -> FewTiles:
-    """Tiles for a matrix of any shape: blocks of eight warps that share its columns, or as many as have two steps each
-    if the blocks do not fill the GPU; several rows for a warp if there are many, since each of them uses the loaded
-    activations again."""
-    steps = steps_of(cols)
-    blocks = -(-rows // _ROWS)
-    parts = max(1, min(16 if blocks <= multiprocessors else 8, -(-steps // 2)))
-    return FewTiles(2 if blocks >= 8 * multiprocessors else 1, max(1, 4 // parts), parts)
+    """Tiles for a matrix of any shape: a block for every 16 rows, whose columns are divided among the more warps the
+    fewer blocks there are, evenly if possible (measured on an H200)."""
+    steps, blocks = steps_of(cols), -(-rows // _ROWS)
+    most = min(steps, 16 if blocks <= 2 * multiprocessors else 8 if blocks <= 16 * multiprocessors else 4)
+    parts = next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
+    return FewTiles(1, max(1, 4 // parts), parts)
 
 
 def steps_of(cols: int) -> int:
@@ -199,7 +200,7 @@ def few_columns(
     (columns_size(tokens, cols),); the epilogue's ins; the matrix's planes."""
     units, steps, columns = units_of(cols), steps_of(cols), -(-tokens // _TILE)
     assert 0 < tokens <= MAX_TOKENS and tiles.threads <= 1024 and tiles.parts <= steps
-    n_acc, padded = tiles.rows * columns * 4, columns * _TILE + 1
+    n_acc, padded = tiles.rows * columns * tiles.chains * 4, columns * _TILE + 1
 
     def kernel(*buffers: UOp) -> UOp:
         outs, x = buffers[: epilogue.n_outs], buffers[epilogue.n_outs]
@@ -236,7 +237,7 @@ def few_columns(
             for k in range(0, UNIT, 4):
                 left = [side[k + i + e] for i in (0, 2) for side in (upper, lower) for e in (0, 1)]
                 for c in range(columns):
-                    i = (r * columns + c) * 4
+                    i = ((r * columns + c) * tiles.chains + k // 4 % tiles.chains) * 4
                     sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
         stores = UOp.group(*store_run(acc, 0, sums))
         acc = acc.after(stores.end(loop) if loops else stores)
@@ -244,7 +245,9 @@ def few_columns(
         results = []
         for r in range(tiles.rows):
             for c in range(columns):
-                for i, value in enumerate(load_run(acc, (r * columns + c) * 4, 4)):
+                chains = load_run(acc, (r * columns + c) * tiles.chains * 4, tiles.chains * 4)
+                for i in range(4):
+                    value = tree(chains[i::4])
                     row = (across * tiles.rows + r) * _ROWS + i // 2 * 8 + g
                     index = (part * tiles.width + row) * padded + c * _TILE + t * 2 + i % 2
                     results.append(store(partial, index, value))
@@ -255,7 +258,7 @@ def few_columns(
 
         thread = (part * tiles.across + across) * 32 + lane
         block_sums = BlockSums(tiles.width, tokens, rows, tiles.threads, first, block, thread, total)
-        shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}"
+        shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}_{tiles.chains}"
         full_name = f"few_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         n_bytes = layout.n_bytes(rows, cols) + 2 * tokens * cols
         return finish(full_name, epilogue.stores(outs, ins, block_sums), n_bytes, 2 * tokens * rows * cols)

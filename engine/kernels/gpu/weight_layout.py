@@ -347,19 +347,22 @@ class Unit:
             if self.small_scales is not None:
                 d = d * layout._small_scale(self.small_scales, g, "scale")
                 m = None if m is None else m * layout._small_scale(self.small_scales, g, "minimum")
-            offset = d * f32(-256.0 - layout.offset)
-            offset = offset if m is None else offset - m
+            offsets: dict[float, UOp] = {}
             for j in range(g * n, (g + 1) * n):
                 k, place = j // packing.period * packing.words, j % packing.period
                 if layout._is_e2m1:
                     values.append(
                         from_e2m1(self.words[k], place, is_half=True) * (d * f32(2.0**E2M1_HALF_EXPONENT))
                     )
-                elif format.codebook:
-                    values.append(looked_up_above_256(self.words[k], place, format.codes) * d + offset)
+                    continue
+                if format.codebook:
+                    value, base = looked_up_above_256(self.words[k], place, format.codes), 256.0
                 else:
-                    value = packing.unpack_above_256(self.words[k : k + packing.words], place)
-                    values.append(value * d + offset)
+                    value, base = packing.unpack_above_base(self.words[k : k + packing.words], place)
+                if base not in offsets:
+                    offset = d * f32(-base - layout.offset)
+                    offsets[base] = offset if m is None else offset - m
+                values.append(value * d + offsets[base])
         return values
 
 

@@ -48,7 +48,7 @@ def check_few_columns_of_every_type() -> None:
 
 def check_few_columns_divided() -> None:
     """One tile of tokens and two, warps side by side and in turn, several steps for a warp."""
-    for tokens, tiles in ((8, FewTiles(2, 2, 2)), (11, FewTiles(1, 2, 3)), (16, FewTiles(2, 1, 1))):
+    for tokens, tiles in ((8, FewTiles(2, 2, 2)), (11, FewTiles(1, 2, 3, 4)), (16, FewTiles(2, 1, 1))):
         rows, cols = 64, 1280
         layout, planes, x, wanted = given(12, tokens, rows, cols)
         out = zeros(tokens * rows)
