@@ -10,6 +10,7 @@ from collections.abc import Callable
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
+from textual.events import Resize
 from textual.widget import Widget
 
 from app.chat.session import Session
@@ -29,6 +30,8 @@ from widgets.throughput_graph import ThroughputGraph
 
 FRAME_S = 0.5 if "SSH_CONNECTION" in os.environ else 0.25
 COUNTERS_S = 1.0
+LOW_HEIGHT = 32
+"""With fewer rows, the experts are left out (F9 shows them): the kernels would not fit."""
 
 
 class Dashboard(Vertical):
@@ -39,7 +42,7 @@ class Dashboard(Vertical):
     Dashboard ThroughputGraph { height: 2fr; min-height: 6; }
     Dashboard KernelTable { height: 1fr; min-height: 11; }
     Dashboard ExpertStrip { height: auto; max-height: 7; }
-    Dashboard ExpertStrip.-absent { display: none; }
+    Dashboard ExpertStrip.-absent, Dashboard.-low ExpertStrip { display: none; }
     Dashboard MachinePanel { height: auto; max-height: 13; }
     Dashboard.-zoomed > * { display: none; }
     Dashboard.-zoomed > .-whole { display: block; height: 1fr; max-height: 100%; }
@@ -73,6 +76,9 @@ class Dashboard(Vertical):
         self.set_interval(COUNTERS_S, self._sample_counters)
         self.call_after_refresh(self._sample_counters)
         self.run_worker(self._check_backends())
+
+    def on_resize(self, event: Resize) -> None:
+        self.set_class(event.size.height < LOW_HEIGHT, "-low")
 
     # --- events -----------------------------------------------------------------------------------------
 

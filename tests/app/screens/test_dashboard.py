@@ -73,13 +73,15 @@ async def test_an_idle_engine_is_measured_once_and_after_each_reply():
 
 
 async def test_the_pane_of_experts_is_there_for_models_that_have_some():
-    for start, panes in ((STARTED, 3), ([WITH_EXPERTS], 4)):
-        async with dashboard(FakeEngine(start=start)) as (app, pilot, _):
+    for start, panes, rows in ((STARTED, 3, 44), ([WITH_EXPERTS], 4, 44), ([WITH_EXPERTS], 4, 24)):
+        async with dashboard(FakeEngine(start=start), size=(140, rows)) as (app, pilot, _):
             strip = app.dashboard.experts
-            assert strip.display == (panes == 4)
+            await until(lambda: app.dashboard.table.size.height >= 9)  # whatever else there is
+            assert strip.display == (panes == 4 and rows == 44)
             seen = []
             for _ in range(panes + 1):
                 await pilot.press("f9")
+                assert app.dashboard.whole is None or app.dashboard.whole.display
                 seen.append(app.dashboard.whole)
             assert seen == [pane for pane in app.dashboard.panes if pane is not strip or panes == 4] + [None]
 
