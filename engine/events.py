@@ -75,9 +75,10 @@ class TokenIds(_Record, frozen=True, kw_only=True):
 
 
 class Sampling(_Record, frozen=True, kw_only=True):
-    """How a token is drawn. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 turn
-    their step off. `seed` None takes a random seed; `Finished` reports it. `effort` is for models whose chat template
-    reads how much they should think (`ModelInfo.takes_effort`); None leaves it to the template."""
+    """How a token is drawn. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and 0 for
+    the other penalties turn their step off. `seed` None takes a random seed; `Finished` reports it. `effort` is for
+    models whose chat template reads how much they should think (`ModelInfo.takes_effort`); None leaves it to the
+    template."""
 
     temperature: float = 0.7
     top_k: int = 40
@@ -85,6 +86,8 @@ class Sampling(_Record, frozen=True, kw_only=True):
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     effort: Effort | None = None
 

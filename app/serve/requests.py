@@ -75,10 +75,10 @@ class Body(msgspec.Struct, kw_only=True):
     seed: int | None = None
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
-    # What orin-chat lacks: only the values that mean nothing are taken.
-    n: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    # What orin-chat lacks: only the values that mean nothing are taken.
+    n: int | None = None
     logit_bias: dict[str, float] | None = None
 
     @property
@@ -238,13 +238,13 @@ def _generate(
 def _refuse_unsupported(body: Body) -> None:
     if (body.n or 1) != 1:
         raise wrong("n must be 1: one request gets one answer.", "n")
-    for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
-        if getattr(body, name):
-            raise wrong(f"{name} is not supported; repeat_penalty is.", name)
+    if body.logit_bias:
+        raise wrong("logit_bias is not supported.", "logit_bias")
 
 
 def _sampling(body: Body, defaults: Sampling) -> Sampling:
-    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed")
+    additive = ("presence_penalty", "frequency_penalty")
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "seed", *additive)
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
     if body.repetition_penalty is not None:
         given.setdefault("repeat_penalty", body.repetition_penalty)
@@ -253,6 +253,9 @@ def _sampling(body: Body, defaults: Sampling) -> Sampling:
     for name in ("top_k", "repeat_last_n"):
         given[name] = max(given.get(name, getattr(defaults, name)), 0)  # -1: off
     sampling = replace(defaults, **given)
+    for name in additive:
+        if not -2 <= getattr(sampling, name) <= 2:
+            raise wrong(f"{name} must be from -2 to 2, not {getattr(sampling, name)}.", name)
     if problem := out_of_range(sampling):
         raise wrong(f"{problem}.", problem.partition(" ")[0].replace("-", "_"))
     return sampling

@@ -45,6 +45,7 @@ from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.memory_need import check_fits, default_context, memory_need
 from engine.model.model_runner import BatchRunner, ModelRunner, Row, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
+from engine.model.sampling import has_additive_penalty
 from engine.model.scheduler import Scheduler
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
@@ -216,8 +217,11 @@ class TextModel:
 
     def _prepare_sampling(self, answer: Answer) -> bool:
         """Whether the device samples the reply's tokens. It does not when log-probabilities are asked for: they are
-        those of the logits before penalties, which it overwrites. Nor does it know grammars."""
+        those of the logits before penalties, which it overwrites. Nor does it know grammars and
+        additive penalties."""
         if answer.is_best_token or answer.request.logprobs or answer.constraint:
+            return False
+        if has_additive_penalty(answer.request.sampling):
             return False
         if not isinstance(self._runner, SamplingRunner):
             return False

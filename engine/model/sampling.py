@@ -1,7 +1,7 @@
 """Sampling a token from logits on the host.
 
-The steps and their order are those of llama.cpp's default chain (common/sampling.cpp): repetition penalty, top-k,
-top-p, min-p, temperature, then a random choice. `engine.kernels.gpu.sampling` does the same on NVIDIA GPUs.
+The steps and their order are those of llama.cpp's default chain (common/sampling.cpp): penalties for repetition,
+top-k, top-p, min-p, temperature, then a random choice. `engine.kernels.gpu.sampling` does the same on NVIDIA GPUs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken, so the host does not need the logits."""
-        return self._sampling.temperature == 0 and self._sampling.repeat_penalty == 1
+        return self._sampling.temperature == 0 and not self._penalizes
+
+    @property
+    def _penalizes(self) -> bool:
+        s = self._sampling
+        return s.repeat_last_n > 0 and (s.repeat_penalty != 1 or has_additive_penalty(s))
 
     def sample(self, logits: Logits, previous: Sequence[int]) -> int:
         """A token id. `logits`: float32 (vocab,); `previous`: all tokens so far, oldest first."""
@@ -69,13 +74,20 @@ class Sampler:
 
     def _penalized(self, logits: Logits, previous: Sequence[int]) -> Logits:
         s = self._sampling
-        if s.repeat_penalty == 1 or not s.repeat_last_n:
+        if not self._penalizes:
             return logits
         logits = logits.copy()
-        recent = np.unique(np.asarray(previous[-s.repeat_last_n :], np.int64))
+        last = np.asarray(previous[-s.repeat_last_n :], np.int64)
+        recent, counts = np.unique(last, return_counts=True)
         x = logits[recent]
-        logits[recent] = np.where(x > 0, x / s.repeat_penalty, x * s.repeat_penalty)
+        x = np.where(x > 0, x / s.repeat_penalty, x * s.repeat_penalty)
+        logits[recent] = x - counts * s.frequency_penalty - s.presence_penalty
         return logits
+
+
+def has_additive_penalty(sampling: Sampling) -> bool:
+    """Whether the settings have a penalty that is subtracted from logits. Only the host knows these."""
+    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
 def _top_k(logits: Logits, k: int) -> NDArray[np.intp]:

@@ -191,7 +191,7 @@ def test_sampling_on_the_device_gives_the_text_of_sampling_on_the_host(model):
         assert [t.id for t in answer(model, "once", sampling=hot)[1]] == wanted
         assert model._runner.asked == [True] * 11 + [False]  # none runs ahead of the last
         assert [t.id for t in answer(model, "once", sampling=hot, logprobs=2)[1]] == wanted
-        for other in (GREEDY, Sampling(top_k=0, seed=1)):
+        for other in (GREEDY, Sampling(top_k=0, seed=1), Sampling(presence_penalty=0.5)):
             answer(model, "once", sampling=other)
         assert len(model._runner.asked) == 12  # these were the host's business
     finally:

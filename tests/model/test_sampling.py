@@ -91,3 +91,16 @@ def test_top_k_of_a_large_vocabulary(size):
     logits[-3:] = size + np.arange(3)  # in the last block, which may not be whole
     p = drawn(logits / 1e4, top_k=5, temperature=50.0, n=200)
     assert set(np.flatnonzero(p)) == set(np.argsort(-logits)[:5])
+
+
+def test_additive_penalties():
+    """llama.cpp's: one for having been said, and one for each time."""
+    logits, said = [3.0, 2.0, 1.0], [0, 0, 1]
+    draw = lambda previous, **penalties: Sampler(
+        Sampling(temperature=0, repeat_last_n=3, **penalties)
+    ).sample(np.array(logits, np.float32), previous)
+    assert draw(said, presence_penalty=0.9) == 0 and draw(said, presence_penalty=1.5) == 0
+    assert draw(said, frequency_penalty=0.7) == 0 and draw(said, frequency_penalty=1.1) == 2
+    assert draw([0, 2, 2, 2], presence_penalty=-1.5) == 0 and draw([2, 1, 1], presence_penalty=-1.5) == 1
+    assert draw([0, 2, 2, 2], frequency_penalty=-1.0) == 2  # the first one is too long ago
+    assert not Sampler(Sampling(temperature=0, frequency_penalty=0.1)).greedy

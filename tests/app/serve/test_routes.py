@@ -4,8 +4,11 @@ import asyncio
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from app.serve.http import MAX_BODY_BYTES
+from app.serve.requests import ChatBody, TextBody
 from app.serve.routes import application
 from engine.events import Failed, RawText, Sampling, Token, TokenIds, TopToken
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
@@ -238,8 +241,9 @@ async def test_grammars(served):
         (CHAT, {**HELLO, "temperature": -1}, "temperature"),
         (CHAT, {**HELLO, "top_p": 2}, "top_p"),
         (CHAT, {**HELLO, "reasoning_effort": "vast"}, "reasoning_effort"),
+        (CHAT, {**HELLO, "logit_bias": {"5": 1}}, "logit_bias"),
         (CHAT, {**HELLO, "n": 2}, "n"),
-        (CHAT, {**HELLO, "presence_penalty": 1}, "presence_penalty"),
+        (CHAT, {**HELLO, "presence_penalty": 3}, "presence_penalty"),
         (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {**HELLO, "stop": [str(i) for i in range(17)]}, "stop"),
@@ -274,6 +278,27 @@ async def test_what_is_not_json(served, data):
     client, _ = served()
     response = await client.post(CHAT, content=data)
     assert response.status_code == 400 and error(response)["type"] == "invalid_request_error"
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.sampled_from(["user", "tool"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["role", "content"]), inner),
+    max_leaves=4,
+)
+FIELDS = sorted({*ChatBody.__struct_fields__, *TextBody.__struct_fields__} - {"stream"})
+
+
+@given(st.sampled_from([CHAT, TEXT]), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_no_request_is_the_servers_fault(served, path, fields):
+    client, service = served()
+    response = await client.post(path, content=json.dumps({**HELLO, "prompt": "x", **fields}))
+    assert response.status_code in (200, 400) and service.open == 0
 
 
 async def test_a_schema_that_is_nested_too_deeply(served):
