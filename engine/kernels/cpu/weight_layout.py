@@ -24,7 +24,8 @@ columns (Q3_K, Q6_K; for Q2_K with their minima, 4 bits each), or one scale (IQ4
 Q3_K, Q4_K and Q5_K take 4 bytes more a block of 256, 3.6 %, 2.8 % and 2.3 %; IQ4_XS 10 more, 7.4 %; MXFP4 one more a
 block of 32, 5.9 %. A float matrix is a stream of `lanes` values for each column.
 
-Integers with a codebook stay indices of 4 bits in memory (`decoded`).
+Integers with a codebook stay indices of 4 bits in memory, of its numbers in ascending order (`WeightLayout.codebook`):
+a line with few bends is quick to compute (`bent_line`).
 """
 
 from __future__ import annotations
@@ -106,6 +107,17 @@ class WeightLayout:
         assert self.format
         return (6,) if self.format.bits == (4, 2) else self.format.bits
 
+    @property
+    def codebook(self) -> tuple[int, ...]:
+        """The numbers that the stored indices stand for; empty if the type has none."""
+        return tuple(sorted(set(self.format.codebook))) if self.format else ()
+
+    def stored(self, q: UOp) -> UOp:
+        """The integers that are stored for a file's, uint16."""
+        if self.format is None or not self.format.codebook:
+            return q
+        return bent_line(q.cast(I16), [self.codebook.index(n) for n in self.format.codebook]).cast(U16)
+
     def row_words(self, cols: int) -> int:
         """Elements of the stream in a group of `lanes` rows."""
         return cols // self.block * self.block_words
@@ -181,7 +193,7 @@ class WeightLayout:
                     values[i * fields + f] = value if lower is None else lower | shift_left(value, low)
             at, low = at + self.lanes * 2 * bits, low + bits
         integers = [v.cast(I16) for v in values if v is not None]
-        return [decoded(v, self.format.codebook) for v in integers] if self.format.codebook else integers
+        return [bent_line(v, self.codebook) for v in integers] if self.codebook else integers
 
     def _pairs_of_six(self, k: KernelBuilder, stream: UOp, at: UOp, start: Index, n: int) -> list[UOp]:
         values = []
@@ -255,19 +267,19 @@ class WeightLayout:
                 values[c] = value if lower is None else lower | shift_left(value, low_bit)
             words, low_bit = words + self.lanes * 2 * bits, low_bit + bits
         integers = [v for v in values if v is not None]
-        if self.format.codebook:
-            integers = [decoded(v.cast(I16), self.format.codebook) for v in integers]
+        if self.codebook:
+            integers = [bent_line(v.cast(I16), self.codebook) for v in integers]
         weights = [
             (v.cast(F32) - float(self.format.offset)) * scales[c * 2 // UNIT] for c, v in enumerate(integers)
         ]
         return weights if minima is None else [w - minima[c * 2 // UNIT] for c, w in enumerate(weights)]
 
 
-def decoded(q: UOp, codebook: Sequence[int]) -> UOp:
-    """The codebook's numbers for indices, int16: the line through its first two numbers, and for each place where the
-    line bends a multiple of maximum(q, place), because processors have no instruction that looks up 16-bit numbers."""
-    steps = [b - a for a, b in itertools.pairwise(codebook)]
-    value, constant = q * steps[0] if steps[0] != 1 else q, codebook[0]
+def bent_line(q: UOp, numbers: Sequence[int]) -> UOp:
+    """The numbers at indices, int16: the line through the first two numbers, and for each place where the line bends a
+    multiple of maximum(q, place), because most processors have no instruction that looks up 16-bit numbers."""
+    steps = [b - a for a, b in itertools.pairwise(numbers)]
+    value, constant = q * steps[0] if steps[0] != 1 else q, numbers[0]
     for place, (a, b) in enumerate(itertools.pairwise(steps), 1):
         if bend := b - a:
             hinge = q.maximum(UOp.const(place, I16))

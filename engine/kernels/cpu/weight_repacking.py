@@ -121,8 +121,11 @@ def _block(
         at = units + u * layout.unit_words
         stored = [format.q] if layout.planes == (6,) else [(plane,) for plane in format.q]
         for planes, bits in zip(stored, layout.planes, strict=True):
-            values = functools.partial(number, planes, n=format.block)
-            _plane(k, lanes, out, at, bits, values, u * UNIT)
+
+            def value(i: Index, planes: Planes = planes) -> UOp:
+                return layout.stored(number(planes, i, format.block))
+
+            _plane(k, lanes, out, at, bits, value, u * UNIT)
             at = at + 2 * bits * lanes
 
 
