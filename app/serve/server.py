@@ -60,6 +60,7 @@ class Server:
             lifespan="off",
             ws="none",
             server_header=False,
+            proxy_headers=False,  # or a client could give itself any address
             timeout_graceful_shutdown=round(2 * DRAIN_S),
         )
         self._http = _HttpServer(config)
