@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.device import Buffer
+from tinygrad.device import Buffer, LRUAllocator
 from tinygrad.dtype import DType
 
 _SMALL_BYTES = 1 << 20
@@ -59,6 +59,13 @@ class DeviceCounts:
             return []
         numbers = self._all.uop.base.buffer.numpy()
         return [numbers[first : first + n] for first, n in zip(self._firsts, self._sizes, strict=True)]
+
+
+def free_cached_memory() -> None:
+    """Gives back the memory that tinygrad keeps for later buffers of the same size."""
+    allocator = Device[Device.DEFAULT].allocator
+    if isinstance(allocator, LRUAllocator):
+        allocator.free_cache()
 
 
 def overwrite(tensor: Tensor, values: NDArray[np.int32] | NDArray[np.float32]) -> None:

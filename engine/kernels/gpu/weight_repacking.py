@@ -21,6 +21,7 @@ from tinygrad.uop.ops import Ops
 from engine.disk_cache import disk_cache, source_digest
 from engine.formats.rope_order import HeadOrder
 from engine.kernels.compilation import call_of, compile_calls, fingerprint, program_or_graph
+from engine.kernels.gpu.device_memory import free_cached_memory
 from engine.kernels.gpu.weight_layout import WeightLayout
 
 
@@ -89,7 +90,7 @@ def free_repacking_memory() -> None:
     """Frees the memory of `repack`, on the device and on the host."""
     for plan in _plans.values():
         plan.free()
-    Device[Device.DEFAULT].allocator.free_cache()
+    free_cached_memory()
 
 
 @dataclass(frozen=True)

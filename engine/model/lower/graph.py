@@ -10,6 +10,7 @@ from typing import cast
 
 from tinygrad import Device, Tensor, UOp, dtypes
 
+from engine.kernels.gpu.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses, role_of
@@ -38,7 +39,7 @@ class Transformer:
         spec = self.spec = weights.spec
         self.length = length
         self._matrices = {weight: _load_matrix(weights, weight) for weight in spec.weights()}
-        Device[Device.DEFAULT].allocator.free_cache()  # copies of pieces of the file
+        free_cached_memory()  # copies of pieces of the file
         self._vectors = {vector: Tensor(weights.vector(vector)).realize() for vector in spec.vectors()}
         tables = [rope.tables(length, context) for rope in spec.ropes]
         self._ropes = [(Tensor(cos).realize(), Tensor(sin).realize()) for cos, sin in tables]
