@@ -1,5 +1,7 @@
 """A loaded model answering requests: what the worker serves, without the process around it."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from engine.events import (
     EngineOptions,
     Finished,
     Generate,
+    Grammar,
     Message,
     Prefilling,
     RawText,
@@ -69,6 +72,15 @@ def test_the_common_prefix_is_not_computed_again(model):
     restarted, repeated, _ = answer(model, TokenIds(ids=more))
     assert restarted.cached_n == 0
     assert [t.id for t in repeated] == [t.id for t in tokens]
+
+
+def test_a_grammar(model):
+    """`test_grammar` has more."""
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 2}
+    grammar = Grammar(kind="json_schema", source=json.dumps(schema))
+    for sampling in (GREEDY, Sampling(seed=3, temperature=1.5)):
+        end, tokens, _ = answer(model, "x", sampling=sampling, max_tokens=90, grammar=grammar)
+        assert end.reason == "stop" and set(json.loads("".join(t.text for t in tokens))) <= {"a", "b"}
 
 
 def test_a_seed_gives_the_same_text(model):

@@ -10,7 +10,6 @@ import pytest
 from engine.errors import UsageError
 from engine.events import (
     Chat,
-    EngineOptions,
     Generate,
     Grammar,
     Message,
@@ -20,9 +19,9 @@ from engine.events import (
     Token,
 )
 from engine.formats.thinking import THINK, ThinkSplitter
-from engine.model.generate import TextModel
 from engine.model.grammar import Grammars
 from tests import generated_model
+from tests.reference_model import ReferenceModel
 
 SCHEMA = {
     "type": "object",
@@ -36,7 +35,7 @@ PERSON = Grammar(kind="json_schema", source=json.dumps(SCHEMA))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = generated_model.write(tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3")
-    return TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
+    return ReferenceModel(path, 256)
 
 
 def answer(model, prompt, **request):

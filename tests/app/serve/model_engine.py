@@ -6,20 +6,21 @@ import asyncio
 import threading
 from pathlib import Path
 
-from engine.events import EngineOptions, Failed, Finished, Generate
-from engine.model.generate import TextModel
+from engine.events import Failed, Finished, Generate
+from tests.app.fake_engine import READY
+from tests.reference_model import ReferenceModel
 
 
 class ModelEngine:
     name = "model"
 
     def __init__(self, path: Path) -> None:
-        self._model = TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
+        self._model = ReferenceModel(path, 256)
         self._busy = threading.Lock()
         self._stop = threading.Event()
 
     async def start(self):
-        yield self._model.ready
+        yield READY
 
     async def generate(self, request: Generate):
         loop, events, stop = asyncio.get_running_loop(), asyncio.Queue(), threading.Event()

@@ -294,7 +294,7 @@ FIELDS = sorted({*ChatBody.__struct_fields__, *TextBody.__struct_fields__} - {"s
 
 
 @given(st.sampled_from([CHAT, TEXT]), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_no_request_is_the_servers_fault(served, path, fields):
     client, service = served()
     response = await client.post(path, content=json.dumps({**HELLO, "prompt": "x", **fields}))
