@@ -3,7 +3,7 @@ together.
 
 The weights are read once for all tokens, and their bytes are what the time goes to. The matrix is the left operand of
 mma.m16n8k16 (see `engine.kernels.gpu.matmul`), and the tokens are the eight columns of the right one: so 2 to 8 tokens
-cost no more than one tile, and 9 to 16 take two.
+cost no more than one tile, 9 to 16 take two, and 17 to 32 four.
 
 A warp works on 16 rows and four units at a time. Thread 4g + t has unit t of rows g and g + 8, so that the threads of a
 row load neighbouring 16 bytes, and the scales of a thread's weights are those of one unit. Sixteen instructions take
@@ -43,7 +43,7 @@ from engine.kernels.gpu.uops import (
 )
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, units_of
 
-MAX_TOKENS = 16
+MAX_TOKENS = 32
 _TILE, _ROWS, _ABREAST = 8, 16, 4  # tokens and rows of a tile; units that a warp works on at a time
 _RUN = 8  # halves that a thread loads at once
 
@@ -176,15 +176,16 @@ def _argmax(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UO
         kept.append(store(values, token * stride + i, masked))
     values, token = values.after(UOp.group(*kept)), sums.thread.minimum(sums.tokens - 1)
     best, row = argmax([(load(values, token * stride + i), UOp.const(i, I32)) for i in range(sums.width)])
-    index, ok = sums.block * sums.tokens + token, sums.thread < sums.tokens
+    blocks = -(-sums.rows // sums.width)
+    index, ok = token * blocks + sums.block, sums.thread < sums.tokens
     results.append(store(largest, index, best, ok))
     results.append(store(largest_row, index, row + sums.first.cast(I32), ok))
     return results
 
 
 ARGMAX = Epilogue(3, 0, _argmax)
-"""Stores logits, and the largest of each block and token with its row. outs: the logits, float32 (tokens, rows); the
-largest, float32 (blocks, tokens); their rows, int32 (blocks, tokens)."""
+"""Stores logits, and the largest of each token and block with its row. outs: the logits, float32 (tokens, rows); the
+largest, float32 (tokens, blocks); their rows, int32 (tokens, blocks)."""
 
 
 def n_blocks(rows: int, tiles: FewTiles) -> int:

@@ -82,19 +82,34 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
     dimensions (measured: reading all keys four times costs less than combining splits). For more, there are at least
     two blocks for each multiprocessor, with as many tokens as fit shared memory."""
     limit = heads.cached(limit)
-    max_group = min(_MAX_HEADS, heads.shared_by, 1024 // heads.dim)
-    group = next(n for n in range(max_group, 0, -1) if heads.shared_by % n == 0)
-    warps = max(4, -(-heads.dim // 32))
-    runs = [n for n in (4, 2, 1) if heads.dim % (8 * n) == 0]
+    group, warps, across, most_across = _blocks(heads)
     if limit <= short:
-        return FlashSplit(limit, 1, group, max(8, warps), 2, runs[0])
-    across = runs[-1] if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES else runs[0]
+        return FlashSplit(limit, 1, group, max(8, warps), 2, most_across)
     splits = max(2, 2 * multiprocessors // (heads.query // group), -(-limit // _MAX_PART))
     split = FlashSplit(limit, splits, group, warps, 1, across)
     if heads.window:  # The few tokens by which `limit` exceeds it are to cost no round.
         fewer = min(splits, max(2, -(-limit // _MIN_PART)))
         split = min((replace(split, splits=n) for n in (fewer, fewer + 1)), key=lambda s: s.rounds)
     return split
+
+
+def rows_split(heads: Heads, limit: int, tokens: int, multiprocessors: int) -> FlashSplit:
+    """The division for `tokens` tokens of different sequences with up to `limit` tokens each. All of them together are
+    to give two blocks for each multiprocessor."""
+    limit = heads.cached(limit)
+    group, warps, across, _ = _blocks(heads)
+    wanted = 2 * multiprocessors // (tokens * (heads.query // group))
+    splits = max(1, min(wanted, -(-limit // _MIN_PART)), -(-limit // _MAX_PART))
+    return FlashSplit(limit, splits, group, warps, 1, across)
+
+
+def _blocks(heads: Heads) -> tuple[int, int, int, int]:
+    """The heads and the warps of a block, the blocks that share the values' dimensions, and the most that may."""
+    max_group = min(_MAX_HEADS, heads.shared_by, 1024 // heads.dim)
+    group = next(n for n in range(max_group, 0, -1) if heads.shared_by % n == 0)
+    warps = max(4, -(-heads.dim // 32))
+    runs = [n for n in (4, 2, 1) if heads.dim % (8 * n) == 0]
+    return group, warps, runs[-1] if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES else runs[0], runs[0]
 
 
 @functools.cache

@@ -68,16 +68,24 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
 
 
 @functools.cache
-def next_tokens(n_blocks: int, tokens: int, threads: int = 256) -> Kernel:
+def next_tokens(n_blocks: int, tokens: int, threads: int = 1024) -> Kernel:
     """As `next_token`, for a step of several sequences, from the outs of `engine.kernels.gpu.few_columns.ARGMAX`.
-    Buffers: the most probable tokens, int32 (tokens,); the largest logit of each block and token, float32 (n_blocks,
-    tokens), and its row, int32 (n_blocks, tokens)."""
+    Buffers: the state, int32 (4, tokens), in which tokens that are used become the next ones and positions advance
+    (`engine.kernels.gpu.decode_block`); the most probable tokens, int32 (tokens,); the largest logit of each token and
+    block, float32 (tokens, n_blocks), and its row, int32 (tokens, n_blocks)."""
 
-    def kernel(out: UOp, block_max: UOp, block_row: UOp) -> UOp:
+    def kernel(state: UOp, out: UOp, block_max: UOp, block_row: UOp) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
-        place = lambda block: block * tokens + token
+        place = lambda block: token * n_blocks + block
         row = _most_probable(block_max, block_row, n_blocks, thread, threads, place)
-        return finish(f"next_tokens_{tokens}", [store(out, token, row, thread.eq(0))])
+        used = load(state, token + 3 * tokens).ne(0) & thread.eq(0)
+        position = load(state, token + tokens)
+        stores = [
+            store(out, token, row, thread.eq(0)),
+            store(state, token, row, used),
+            store(state, token + tokens, position + UOp.const(1, I32), used),
+        ]
+        return finish(f"next_tokens_{tokens}", stores)
 
     return kernel
 

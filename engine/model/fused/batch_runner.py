@@ -57,6 +57,7 @@ class FusedBatchRunner:
         self._mailbox = Mailbox(self.row_counts[-1])
         by_window = {a.heads.window: a for a in model.attention}
         self._tables = [a.tables for a in by_window.values()]
+        self._stale_tables: set[int] = set()
         self._host_tables = [
             np.full((parallel, a.heads.table_size), -1, np.int32) for a in by_window.values()
         ]
@@ -64,6 +65,7 @@ class FusedBatchRunner:
         self._copied = device_zeros(2, dtypes.int32)
         self._copies = [self._copy_sequence(window) for window in by_window]
         self._captured: dict[tuple[str, int, int], Callable[[], None]] = {}
+        self._on_device: list[Row] = []  # the rows that follow those of the last step
         self._last = 0, 0  # the rows of the last step: for how many it was captured, and how many are used
         self._earlier: list[Logits] = []  # of the steps before it of one `decode_rows`
         self._compile()
@@ -97,12 +99,12 @@ class FusedBatchRunner:
     # ---- the cache ----
 
     def assign(self, sequence: int, tables: Sequence[Sequence[int]]) -> None:
-        for host, device, table in zip(self._host_tables, self._tables, tables, strict=True):
+        for group, (host, table) in enumerate(zip(self._host_tables, tables, strict=True)):
             row = np.full(host.shape[1], -1, np.int32)
             row[: len(table)] = table
             if not np.array_equal(row, host[sequence]):
                 host[sequence] = row
-                overwrite(device, host.reshape(-1))
+                self._stale_tables.add(group)
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         overwrite(self._copied, np.asarray([source, target], np.int32))
@@ -136,7 +138,10 @@ class FusedBatchRunner:
                 self._earlier.append(self._step_logits())
             step = rows[first : first + most]
             self._last = self._send_rows(step), len(step)
-            chosen += self._launch_rows(self._last[0], max(row.position for row in step))[: len(step)]
+            next_ids = self._launch_rows(self._last[0], max(row.position for row in step))[: len(step)]
+            next_rows = (Row(i, r.position + 1, r.sequence) for i, r in zip(next_ids, step, strict=True))
+            self._on_device = list(next_rows)
+            chosen += next_ids
         return np.asarray(chosen, np.int32)
 
     def row_logits(self) -> Logits:
@@ -162,6 +167,7 @@ class FusedBatchRunner:
             calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)
         else:
             count, rows = 1, self.row_counts[0]
+            self._on_device = []
             send = lambda: self._batch.send(rows, [0], [position], [0])
             calls = self._rows_step(rows, self._limit(position)).compile().src
             run = lambda: self._launch_step(rows, self._limit(position))
@@ -177,10 +183,13 @@ class FusedBatchRunner:
         overwrite(self._prefill.ids, np.asarray([*tokens, *[0] * (self.max_chunk - len(tokens))], np.int32))
 
     def _send_rows(self, rows: Sequence[Row]) -> int:
-        """Returns the number of rows of the step."""
+        """Sends rows to the device, unless they continue its own; returns the number of rows of the step."""
         count = next(n for n in self.row_counts if len(rows) <= n)
-        tokens, positions, sequences = zip(*((r.token, r.position, r.sequence) for r in rows), strict=True)
-        self._batch.send(count, tokens, positions, sequences)
+        if self._on_device != list(rows):
+            tokens, positions, sequences = zip(
+                *((r.token, r.position, r.sequence) for r in rows), strict=True
+            )
+            self._batch.send(count, tokens, positions, sequences)
         return count
 
     def _limit(self, position: int) -> int:
@@ -206,6 +215,9 @@ class FusedBatchRunner:
 
     def _launch(self, key: tuple[str, int, int], sequence: Callable[[], KernelSequence]) -> None:
         """Launches the captured graph of a sequence, which is captured when it is first used."""
+        for group in self._stale_tables:
+            overwrite(self._tables[group], self._host_tables[group].reshape(-1))
+        self._stale_tables.clear()
         if key not in self._captured:
             self._captured[key] = sequence().capture()
         self._captured[key]()

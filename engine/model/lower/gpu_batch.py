@@ -29,27 +29,33 @@ from engine.kernels.gpu.few_columns import (
     n_blocks,
     stored,
 )
-from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
+from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, rows_split
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.prefill import activate_prompt
 from engine.kernels.gpu.sampling import next_tokens
-from engine.model.lower.gpu_decode import SHORT, context_limits
 from engine.model.lower.gpu_prefill import Pending, PrefillKernels, PromptStep
 from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture, given
 from engine.model.lower.prescales import Prescales
 
-ROW_COUNTS = (4, 8, 16)
+ROW_COUNTS = (4, 8, 16, 32)
 """Rows of the steps that are captured. One of 4 rows takes as long as one of 2."""
+
+_SHORT = (
+    256  # tokens of the shortest context for which a step is captured; the others are four times as long each
+)
 
 
 class BatchKernels(PrefillKernels):
     """Builds the kernels of steps of so many `rows`. A step reads its state, int32 (4, rows): tokens, positions,
-    sequences, and whether a row is used. It writes the most probable next tokens, and `logits`."""
+    sequences, and whether a row is used. It writes the most probable next tokens, also to its state, whose positions
+    advance, and `logits`."""
 
     def __init__(self, model: GPUModel, prescales: Prescales, context: int, rows: Sequence[int]) -> None:
         super().__init__(model, prescales, max(rows))
-        self.context_limits = context_limits(context)
+        self.context_limits = [_SHORT]
+        while self.context_limits[-1] < context:
+            self.context_limits.append(4 * self.context_limits[-1])
         self._states = {n: device_zeros(4 * n, dtypes.int32) for n in rows}
         self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
 
@@ -69,7 +75,8 @@ class BatchKernels(PrefillKernels):
         state = np.zeros((4, rows), np.int32)
         state[:, : len(tokens)] = tokens, positions, sequences, [1] * len(tokens)
         overwrite(self._states[rows], state.reshape(-1))
-        overwrite(self.prompt, np.asarray([0, len(tokens), 0], np.int32))
+        if any(isinstance(layer.mix, Mixture) for layer in self._model.layers):
+            overwrite(self.prompt, np.asarray([0, len(tokens), 0], np.int32))
 
 
 class _RowsStep(PromptStep):
@@ -107,7 +114,7 @@ class _RowsStep(PromptStep):
             for name, dtype in (("largest", dtypes.float32), ("largest rows", dtypes.int32))
         ]
         self._multiply(part, self._x, ARGMAX, "head", [self._owner.logits[self._tokens], *best])
-        self._sequence.add(next_tokens(blocks, self._tokens), self._next_ids, *best)
+        self._sequence.add(next_tokens(blocks, self._tokens), self._state, self._next_ids, *best)
         return self._sequence
 
     def _attend_rows(self, layer: Layer, a: Attention) -> None:
@@ -171,8 +178,8 @@ class _RowsStep(PromptStep):
         self._sequence.add(kernel, *outs, x, *ins, *part.planes)
 
     def _split(self, heads: Heads) -> FlashSplit:
-        """How attention is split into thread blocks: those of all rows fill the GPU."""
-        return flash_split(heads, self._limit, SHORT, max(1, multiprocessors() // self._tokens))
+        """How attention is split into thread blocks."""
+        return rows_split(heads, self._limit, self._tokens, multiprocessors())
 
     def _columns(self, name: str, cols: int) -> Tensor:
         """Scratch activations, float16 (see `engine.kernels.gpu.few_columns`), zeros where there are none."""

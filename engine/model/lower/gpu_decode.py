@@ -44,15 +44,7 @@ from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Lay
 from engine.model.lower.prescales import Prescales
 
 # Tokens: up to the first number one thread block does the attention of a head; to the second, one captured step serves.
-SHORT, _MEDIUM = 256, 8192
-
-
-def context_limits(context: int) -> list[int]:
-    """The numbers of tokens for which steps are captured."""
-    limits = [SHORT]
-    while limits[-1] < context:
-        limits.append(max(_MEDIUM, limits[-1] * 4))
-    return limits
+_SHORT, _MEDIUM = 256, 8192
 
 
 @dataclass
@@ -81,7 +73,9 @@ class DecodeKernels:
         self._inputs: dict[int, Tensor] = {}
         self._scratch: dict[tuple[str, int], Tensor] = {}
         self._experts: dict[int, tuple[Tensor, Tensor]] = {}
-        self.context_limits = context_limits(context)
+        self.context_limits = [_SHORT]
+        while (limit := self.context_limits[-1]) < context:
+            self.context_limits.append(max(_MEDIUM, limit * 4))
         splits = max(
             self._split(a.heads, limit).splits for a in model.attention for limit in self.context_limits
         )
@@ -248,7 +242,7 @@ class DecodeKernels:
     def _split(self, heads: Heads, limit: int) -> Split | FlashSplit:
         """How attention over up to `limit` tokens is split into thread blocks."""
         choose = flash_split if self.uses_tensor_cores else split_for
-        return choose(heads, limit, SHORT, multiprocessors())
+        return choose(heads, limit, _SHORT, multiprocessors())
 
     def _buffer(self, name: str, n: int) -> Tensor:
         """Scratch memory that all layers share, float32 (n,)."""

@@ -69,6 +69,7 @@ def hold(**shape: Any) -> None:
     texts[2] = [*texts[0][:-1], 7]
     decode(2, 0, 1)
     decode(0, 2)
+    decode(0, 2)  # what the device has already
     for step, kernels in (
         ("decode", {"QKV projection", "output head", "sampling"}),
         ("prefill", {"QKV projection"}),
