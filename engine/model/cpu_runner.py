@@ -41,7 +41,7 @@ class CPURunner:
 
     @property
     def max_rewind(self) -> int | None:
-        return self._model.max_rewind
+        return self._model.cache.max_rewind
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         self._tokens[: len(tokens)] = tokens

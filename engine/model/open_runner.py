@@ -33,8 +33,11 @@ def open_runner(
     if runs_as_graph(weights.spec, device, kernels):
         return GraphRunner(weights, context_length)
     if device == "CPU":
+        from engine.model.cpu_batch_runner import CPUBatchRunner
         from engine.model.cpu_runner import CPURunner
 
+        if parallel > 1:
+            return CPUBatchRunner(weights, context_length, parallel, keep_packed)
         return CPURunner(weights, context_length, keep_packed)
     if device in ("CUDA", "NV"):
         from engine.model.fused import FusedBatchRunner, FusedRunner, runs_batches

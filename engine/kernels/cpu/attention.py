@@ -4,6 +4,9 @@ A task is one key head and the query rows that share it: the query heads of its 
 registers. It has three passes: the scores of the cached tokens, `lanes` tokens side by side; their exponentials; and
 the weighted sum of the values, `lanes` elements side by side. With a window, a task reads only the blocks of `lanes`
 tokens that hold keys of its windows.
+
+With tables (`Heads.table`), a slot is looked up in the table of the token's sequence. The tokens of a step are those of
+a prompt, or `rows` of different sequences, of which each is a task of its own.
 """
 
 from __future__ import annotations
@@ -24,36 +27,38 @@ _MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in register
 _MASKED = -1e30
 
 
-def task_shape(heads: Heads, threads: int, tile: int) -> tuple[int, int]:
+def task_shape(heads: Heads, threads: int, tile: int, rows: int = 0) -> tuple[int, int]:
     """(query heads, tokens) of a task: the query heads of a group, or fewer if there are more threads than groups, and
     as many tokens as keep the registers busy."""
     shared_by = heads.query // heads.kv
     task_heads = shared_by
-    while tile == 1 and task_heads > 1 and heads.query // task_heads < threads:
+    while tile == 1 and task_heads > 1 and heads.query // task_heads * max(rows, 1) < threads:
         task_heads = max(d for d in range(1, task_heads) if shared_by % d == 0)
     tokens = 1
-    while tokens < tile and 2 * tokens * task_heads <= _MAX_SUMS and tile % (2 * tokens) == 0:
+    while not rows and tokens < tile and 2 * tokens * task_heads <= _MAX_SUMS and tile % (2 * tokens) == 0:
         tokens *= 2
     return task_heads, tokens
 
 
-def n_parts(heads: Heads, threads: int, tile: int) -> int:
-    """The largest number of parts for the kernel; each part needs scratch of its own."""
-    task_heads, tokens = task_shape(heads, threads, tile)
+def n_parts(heads: Heads, threads: int, tile: int, rows: int = 0) -> int:
+    """The largest number of parts for the kernel, with `rows` the only one; each part needs scratch of its own."""
+    task_heads, tokens = task_shape(heads, threads, tile, rows)
+    if rows:  # a loop's length must not depend on an outer loop, so each row is in parts of its own
+        return heads.query // task_heads * rows
     return min(heads.query // task_heads * (tile // tokens), 4 * threads)
 
 
 def max_blocks(heads: Heads, tokens: int) -> int:
     """The largest number of blocks of `lanes` tokens that a task with `tokens` tokens reads."""
     if not heads.window:
-        return heads.length // heads.lanes
+        return (heads.table * heads.block if heads.table else heads.length) // heads.lanes
     return (heads.window + tokens - 2) // heads.lanes + 2
 
 
-def scratch_size(heads: Heads, threads: int, tile: int) -> int:
+def scratch_size(heads: Heads, threads: int, tile: int, rows: int = 0) -> int:
     """Elements of the scratch buffer."""
-    task_heads, tokens = task_shape(heads, threads, tile)
-    return n_parts(heads, threads, tile) * task_heads * tokens * max_blocks(heads, tokens) * heads.lanes
+    task_heads, tokens = task_shape(heads, threads, tile, rows)
+    return n_parts(heads, threads, tile, rows) * task_heads * tokens * max_blocks(heads, tokens) * heads.lanes
 
 
 def mask(lanes: int) -> NDArray[np.float32]:
@@ -64,12 +69,13 @@ def mask(lanes: int) -> NDArray[np.float32]:
 
 
 @functools.cache
-def attention(heads: Heads, threads: int, tile: int) -> Kernel:
+def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the cached keys and values,
-    `heads.dtype`; the state; the queries of `engine.kernels.cpu.rope.rotate`; `mask`; the sinks, float32 (query,), if
-    there are any."""
+    `heads.dtype`; the state, unless there are `rows`; with tables these, int32 (sequences, heads.table), and the
+    positions and sequences of the tokens, int32 (tokens,) each; the queries of `engine.kernels.cpu.rope.rotate`;
+    `mask`; the sinks, float32 (query,), if there are any."""
     h, lanes = heads, heads.lanes
-    task_heads, tokens = task_shape(heads, threads, tile)
+    task_heads, tokens = task_shape(heads, threads, tile, rows)
     n = task_heads * tokens
     task_blocks = max_blocks(heads, tokens)
     vectors = h.dim // lanes
@@ -77,28 +83,36 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
     width = h.query * h.dim
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        out, scores, keys, values, state, queries, score_mask, *sinks = buffers
+        out, scores, keys, values, *rest = buffers
+        state = None if rows else rest.pop(0)
+        tables, positions, sequences = (rest.pop(0) if h.table else None for _ in range(3))
+        queries, score_mask, *sinks = rest
         assert len(sinks) == h.sinks
         k = KernelBuilder(lanes)
         k.scratch(scores)
-        start = k.index(state, POSITION)
+        row: Index = part // (h.query // task_heads) if rows else 0
+        start = (
+            k.index(state, POSITION) if state is not None and positions is None else k.index(positions, row)
+        )
+        table = k.index(sequences, row) * h.table if sequences is not None else None
         step_tokens = n_tokens(k, state, tile)
         # A loop's length must not depend on an outer loop, so all tasks read the keys up to the last token's.
         end = start + step_tokens
         all_blocks = (end + (lanes - 1)) // lanes
         blocks = all_blocks.minimum(task_blocks) if h.window else all_blocks
-        tasks = step_tokens // tokens * (h.query // task_heads)
-        part_tasks = (tasks + parts - 1 - part) // parts
         base = part * (n * task_blocks * lanes)
+        tasks = (rows or step_tokens // tokens) * (h.query // task_heads)
+        part_tasks = (tasks + parts - 1 - part) // parts  # with rows, one
         with k.loop(part_tasks) as i:
-            task = i * parts + part
+            task = part if rows else i * parts + part
             block, head_block = task // (h.query // task_heads), task % (h.query // task_heads)
             kv = head_block // (h.query // h.kv // task_heads)
             token = block * tokens  # the task's first token
+            seen_from = start if rows else start + token
             first: Index = 0  # the first block that is read
             if h.window:
-                first = ((start + token - (h.window - 1)).maximum(0) // lanes).minimum(all_blocks - blocks)
-            rows = [
+                first = ((seen_from - (h.window - 1)).maximum(0) // lanes).minimum(all_blocks - blocks)
+            query_at = [
                 (token + t) * width + (head_block * task_heads + q) * h.dim
                 for t in range(tokens)
                 for q in range(task_heads)
@@ -110,21 +124,27 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
             def score_index(b: Index, q: Index) -> Index:
                 return base + (b * n + q) * lanes
 
+            def slot_of(first_token: Index) -> Index:
+                """The slot of the first of `lanes` tokens."""
+                if tables is None or table is None:
+                    return h.slot(first_token)
+                return k.index(tables, table + first_token // h.block) * h.block + first_token % h.block
+
             # scores
             largest = [k.registers(lanes) for _ in range(n)]
             for m in largest:
                 k.fill(m, 0, UOp.const(_MASKED, F32))
             with k.loop(blocks) as b:
                 first_token = (first + b) * lanes
-                slot = h.slot(first_token)
+                slot = slot_of(first_token)
                 sums = [k.zeros() for _ in range(n)]
                 with k.loop(h.dim) as d:
                     key = k.vector(keys, h.key_index(kv, slot // lanes, d)).cast(F32)
                     for q, s in enumerate(sums):
-                        k.store(s, 0, k.vector(s, 0) + key * k.load(queries, rows[q] + d))
+                        k.store(s, 0, k.vector(s, 0) + key * k.load(queries, query_at[q] + d))
                 for q, s in enumerate(sums):
                     # a query attends to the tokens up to its own
-                    seen = start + token + q // task_heads + 1 - first_token
+                    seen = seen_from + q // task_heads + 1 - first_token
                     score = k.vector(s, 0) + k.vector(score_mask, lanes - seen.maximum(0).minimum(lanes))
                     if h.window:
                         before = (seen - h.window).maximum(0).minimum(lanes)
@@ -152,10 +172,10 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
             # the weighted sum of values
             with k.loop(vectors // at_once) as j:
                 sums = [k.zeros() for _ in range(n * at_once)]
-                # in a ring, a block of slots at a time
-                outer, inner = (blocks, lanes) if h.window else (1, end)
+                # in a ring, or with tables, a block of slots at a time
+                outer, inner = (blocks, lanes) if h.window or h.table else (1, end)
                 with k.loop(outer) as b, k.loop(inner) as t:
-                    slot = h.slot((first + b) * lanes) + t
+                    slot = slot_of((first + b) * lanes) + t
                     for v in range(at_once):
                         value = k.vector(values, h.value_index(kv, slot, (j * at_once + v) * lanes)).cast(F32)
                         for q in range(n):
@@ -165,7 +185,7 @@ def attention(heads: Heads, threads: int, tile: int) -> Kernel:
                 for v in range(at_once):
                     for q in range(n):
                         result = k.vector(sums[v * n + q], 0) * k.load(inverses, q)
-                        k.store(out, rows[q] + (j * at_once + v) * lanes, result)
+                        k.store(out, query_at[q] + (j * at_once + v) * lanes, result)
         return k.finish(f"attention_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel

@@ -26,7 +26,8 @@ class Heads:
     has `length` slots, a multiple of `lanes`, of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv,
     length, dim). Without a window token t lies in slot t. With one it lies in slot t % length, and length is at least
     the window and the tokens of a step together, since a step stores its tokens before it reads the first one's
-    window."""
+    window. With a `table`, the cache has blocks of `block` slots for several sequences: a table of so many entries
+    says which block holds each `block` tokens of a sequence."""
 
     query: int
     kv: int
@@ -42,6 +43,8 @@ class Heads:
     dtype: DType = F16
     wide_norms: bool = False
     sinks: bool = False
+    table: int = 0
+    block: int = 0
 
     @property
     def rows(self) -> int:
@@ -68,7 +71,8 @@ class Heads:
 @functools.cache
 def rotate(heads: Heads, tile: int) -> Kernel:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
-    (tokens, query * dim), multiplied by `scale`; the cached keys and values; the state; the products' rows, float32
+    (tokens, query * dim), multiplied by `scale`; the cached keys and values; the state, unless tile is 1 and there are
+    tables; with tables the position and the slot of each token, int32 (tokens,) each; the products' rows, float32
     (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each; of the
     queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one; the temperatures,
     float32 (positions,), if there are any."""
@@ -76,13 +80,16 @@ def rotate(heads: Heads, tile: int) -> Kernel:
     n = gcd(half, h.lanes)
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        queries, keys, values, state, rows, cos, sin, *rest = buffers
+        queries, keys, values, *rest = buffers
+        state = rest.pop(0) if tile > 1 or not h.table else None
+        positions, slots = (rest.pop(0) if h.table else None for _ in range(2))
+        rows, cos, sin, *rest = rest
         query_norm, key_norm = (rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm))
         k = KernelBuilder(h.lanes)
-        start = k.index(state, POSITION)
+        start = k.index(state, POSITION) if positions is None and state is not None else 0
 
         def rotated(
-            at: Index, token: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
+            at: Index, position: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
         ) -> tuple[UOp, UOp]:
             """n elements of a rotated head from j on, and n from j + half on."""
             first = head * h.dim if h.wide_norms else 0  # of the head's weights
@@ -92,7 +99,7 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                     v * k.load(factor, 0) * k.vector(weight, first + (offset + j), n)
                     for v, offset in ((a, 0), (b, half))
                 )
-            c, s = (k.vector(table, (start + token) * half + j, n) for table in (cos, sin))
+            c, s = (k.vector(table, position * half + j, n) for table in (cos, sin))
             return a * c - b * s, b * c + a * s
 
         def norm_factor(at: Index, weight: UOp | None, size: int) -> UOp | None:
@@ -104,9 +111,11 @@ def rotate(heads: Heads, tile: int) -> Kernel:
             return factor
 
         with k.loop(n_tokens(k, state, tile)) as t:
+            position = start + t if positions is None else k.index(positions, t)
+            slot = h.slot(position) if slots is None else k.index(slots, t)
             scale: float | UOp = h.scale
             if h.temperature:
-                scale = k.load(rest[0], start + t) * h.scale
+                scale = k.load(rest[0], position) * h.scale
             first, count = even_share(h.query, part, parts)
             factor = norm_factor(t * h.rows, query_norm, h.query * h.dim) if h.wide_norms else None
             with k.loop(count) as i:
@@ -115,7 +124,7 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                 if not h.wide_norms:
                     factor = norm_factor(at, query_norm, h.dim)
                 with k.loop(half // n) as j:
-                    a, b = rotated(at, t, j * n, query_norm, factor, head)
+                    a, b = rotated(at, position, j * n, query_norm, factor, head)
                     to = t * (h.query * h.dim) + head * h.dim + j * n
                     k.store(queries, to, a * scale)
                     k.store(queries, to + half, b * scale)
@@ -124,13 +133,12 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                 factor = norm_factor(t * h.rows + h.query * h.dim, key_norm, h.kv * h.dim)
             with k.loop(count) as i:
                 head = first + i
-                slot = h.slot(start + t)
                 at = t * h.rows + (h.query + head) * h.dim
                 if not h.wide_norms:
                     factor = norm_factor(at, key_norm, h.dim)
                 with k.loop(half // n) as j:
                     for v, offset in zip(
-                        rotated(at, t, j * n, key_norm, factor, head), (0, half), strict=True
+                        rotated(at, position, j * n, key_norm, factor, head), (0, half), strict=True
                     ):
                         to = h.key_index(head, slot // h.lanes, j * n + offset) + slot % h.lanes
                         k.store_elements(keys, to, h.lanes, v.cast(h.dtype))

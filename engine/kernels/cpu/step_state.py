@@ -13,6 +13,6 @@ TOKENS = 3  # the number of tokens in the step, without those that fill its last
 SIZE = 4
 
 
-def n_tokens(k: KernelBuilder, state: UOp, tile: int) -> Index:
-    """The tokens of a step, in whole tiles of `tile` tokens: 1 in decode, whose tile is 1."""
-    return 1 if tile == 1 else k.index(state, TILES) * tile
+def n_tokens(k: KernelBuilder, state: UOp | None, tile: int) -> Index:
+    """The tokens of a step, in whole tiles of `tile` tokens: 1 in decode, whose tile is 1 and which needs no state."""
+    return 1 if tile == 1 or state is None else k.index(state, TILES) * tile

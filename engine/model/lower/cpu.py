@@ -44,7 +44,8 @@ from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import UNIT
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
-from engine.model.lower import REWIND
+from engine.model.kv_blocks import BLOCK
+from engine.model.lower.cpu_cache import BlockCache, ContiguousCache
 from engine.model.lower.cpu_weights import CPUWeights, Matrix
 from engine.model.spec import Activation, Attend, Dense, Experts, Sublayer
 from engine.model.weights import Weights
@@ -116,15 +117,27 @@ class Layer:
 
 class CPUModel:
     """A model's weights and KV cache, and the kernels of its steps. A step reads `state` (see `step_state`) and
-    `tokens`, int32 (max_chunk,), and decode writes `logits`, float32 (vocab or a little more,)."""
+    `tokens`, int32 (max_chunk,), and decode writes `logits`, float32 (rows, vocab or a little more), of one row or of
+    as many as there are conversations."""
 
     def __init__(
-        self, weights: Weights, context: int, pool: ThreadPool, lanes: int, keep_packed: bool
+        self,
+        weights: Weights,
+        context: int,
+        pool: ThreadPool,
+        lanes: int,
+        keep_packed: bool,
+        parallel: int = 1,
     ) -> None:
-        """Raises ModelFileError."""
+        """With `parallel` above 1, the cache is a `BlockCache` for as many conversations. Raises ModelFileError."""
         spec = self.spec = weights.spec
         self._pool, self._lanes, self.max_chunk = pool, lanes, MAX_TILES * lanes
-        length = self._length = self._whole(context + self.max_chunk)
+        self.state, self.tokens = (memory.zeros(n, dtypes.int32) for n in (SIZE, self.max_chunk))
+        self.cache: ContiguousCache | BlockCache
+        if parallel == 1:
+            self.cache = ContiguousCache(context, self.max_chunk, lanes, self.state)
+        else:
+            self.cache = BlockCache(spec, context, self.max_chunk, lanes, parallel, self.state)
         loader = CPUWeights(weights, pool, lanes, keep_packed)
         self._sizes = loader.sizes
         # The largest matrices first, because repacking needs memory for both forms.
@@ -134,18 +147,17 @@ class CPUModel:
         self._output_norm = loader.vector(spec.output_norm)
         loader.finish()
         self._ropes = [
-            [memory.array(table, dtypes.float32) for table in rope.tables(length, context)]
+            [memory.array(table, dtypes.float32) for table in rope.tables(self.cache.positions, context)]
             for rope in spec.ropes
         ]
         self._temperatures = []
         if spec.temperature:
-            self._temperatures = [memory.array(spec.temperature.factors(length), dtypes.float32)]
+            self._temperatures = [
+                memory.array(spec.temperature.factors(self.cache.positions), dtypes.float32)
+            ]
         self._mask = memory.array(mask(lanes), dtypes.float32)
-        self.state, self.tokens = (
-            memory.zeros(SIZE, dtypes.int32),
-            memory.zeros(self.max_chunk, dtypes.int32),
-        )
-        self.logits = memory.zeros(self._head.layout.groups(spec.vocab) * lanes, dtypes.float32)
+        rows = self.max_rows(parallel)
+        self.logits = memory.zeros(rows * self._head.layout.groups(spec.vocab) * lanes, dtypes.float32)
         widest = max(
             self._head.rows + lanes,
             spec.dim,
@@ -155,10 +167,6 @@ class CPUModel:
         )
         self._zeros = memory.zeros(widest, dtypes.float32)
         self._scratch: dict[tuple[str, int, int], Tensor] = {}
-
-    def _whole(self, tokens: int) -> int:
-        """Tokens of a cache, in whole vectors."""
-        return ceil(tokens / self._lanes) * self._lanes
 
     def _layer(self, loader: CPUWeights, sublayer: Sublayer) -> Layer:
         norm, post_norm = (v and loader.vector(v) for v in (sublayer.norm, sublayer.post_norm))
@@ -204,18 +212,16 @@ class CPUModel:
             (0, part.query_size, part.query_size + part.kv_size),
         )
         qkv = part.q, part.k, part.v
-        length = self._length
-        if part.window:  # a step stores its tokens before it reads the first one's window
-            length = min(length, self._whole(part.window + self.max_chunk + REWIND))
+        length, window, table = self.cache.slots(part.window)
         heads = Heads(
             part.heads, part.kv_heads, part.head_dim, length, self._lanes, part.scale,
             norm_eps=self.spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
             temperature=self.spec.temperature is not None,
-            window=part.window if part.window < self._length else 0,
+            window=window, table=table, block=BLOCK,
             dtype=dtypes.float32 if self.spec.is_float32 else dtypes.float16,
             wide_norms=part.has_wide_norms, sinks=part.sinks is not None,
         )  # fmt: skip
-        keys, values = (memory.zeros(heads.cache_size, heads.dtype, sparse=True) for _ in range(2))
+        keys, values = self.cache.add(heads)
         biases = part.q_bias, part.k_bias, part.v_bias
         return Attention(
             heads=heads,
@@ -230,25 +236,27 @@ class CPUModel:
             values=values,
         )
 
+    def max_rows(self, parallel: int) -> int:
+        """The rows of the largest decode step for `parallel` conversations: of some, in whole tiles."""
+        tile = self.tile_of(parallel)
+        return ceil(parallel / tile) * tile
+
+    def tile_of(self, rows: int) -> int:
+        """The tile for a decode step of so many rows."""
+        return min(1 << (rows - 1).bit_length(), self._lanes)
+
     # --- a step ----------------------------------------------------------------------------------------
 
-    def step(self, tile: int) -> KernelSequence:
+    def step(self, tile: int, rows: int = 0) -> KernelSequence:
         """The kernels of a step: if `tile` is 1, decode of one token, with logits; else prefill of as many tiles of
-        tokens as the state says."""
-        return _Step(self, tile).kernels()
+        tokens as the state says. With `rows`, decode of as many tokens at most, each of another sequence."""
+        return _Step(self, tile, rows).kernels()
 
     def scratch(self, name: str, tile: int, n: int, dtype: DType) -> Tensor:
         """Memory (n,) that all layers share."""
         if (name, tile, n) not in self._scratch:
             self._scratch[name, tile, n] = memory.zeros(n, dtype)
         return self._scratch[name, tile, n]
-
-    @property
-    def max_rewind(self) -> int | None:
-        """See `ModelRunner.max_rewind`."""
-        mixes = (layer.mix for layer in self._layers)
-        has_ring = any(isinstance(mix, Attention) and mix.heads.length < self._length for mix in mixes)
-        return REWIND if has_ring else None
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         """See `ModelRunner.expert_choices`."""
@@ -258,7 +266,7 @@ class CPUModel:
 
     def uses(self) -> BufferUses:
         """The uses of the weights, the cache and the scratch buffers."""
-        uses, length = BufferUses(), self._length
+        uses, length = BufferUses(), self.cache.positions
         uses.add(BufferUse("output head"), self._head.stream)
         uses.add(BufferUse("embedding", "token", self.spec.vocab), self._embedding.stream)
         uses.add(BufferUse("attention", "token", length), *(t for tables in self._ropes for t in tables))
@@ -291,9 +299,9 @@ class CPUModel:
 class _Step:
     """Builds the kernels of one step."""
 
-    def __init__(self, model: CPUModel, tile: int) -> None:
-        self._model, self._tile = model, tile
-        self._tokens = 1 if tile == 1 else model.max_chunk
+    def __init__(self, model: CPUModel, tile: int, rows: int) -> None:
+        self._model, self._tile, self._n_rows = model, tile, rows
+        self._tokens = rows or (1 if tile == 1 else model.max_chunk)
         self._state = [] if tile == 1 else [model.state]
         self._sequence = KernelSequence(model._pool)
 
@@ -328,7 +336,7 @@ class _Step:
             if post_norm is not None:
                 kernel, parts = add_normed(spec.eps, model._lanes, tile), 1 if tile == 1 else 0
                 self._sequence.add(kernel, x, shape, *self._state, mixed, post_norm, parts=parts)
-        if tile == 1:
+        if tile == 1 or self._n_rows:
             head = model._head
             self._multiply(model.logits, head, self._quantize(x, [head], norm=model._output_norm))
         return self._sequence
@@ -343,12 +351,14 @@ class _Step:
         inputs = self._quantize(x, a.qkv, norm=norm)
         for i, matrix in enumerate(a.qkv):
             self._multiply(rows, matrix, inputs, added=a.bias, concurrent=i > 0)
-        cached = [a.keys, a.values, model.state]
+        cached = [a.keys, a.values, *model.cache.rotating(heads, tile)]
         tables = [*model._ropes[a.rope], *a.norms, *model._temperatures]
         self._sequence.add(rotate(heads, tile), queries, *cached, rows, *tables)
-        scores = model.scratch("scores", tile, scratch_size(heads, threads, tile), dtypes.float32)
-        kernel, parts = attention(heads, threads, tile), n_parts(heads, threads, tile)
-        reads = *cached, queries, model._mask, *a.sinks
+        rows_n = self._n_rows
+        scores = model.scratch("scores", tile, scratch_size(heads, threads, tile, rows_n), dtypes.float32)
+        kernel, parts = attention(heads, threads, tile, rows_n), n_parts(heads, threads, tile, rows_n)
+        state = self._state if heads.table and not rows_n else []
+        reads = a.keys, a.values, *state, *model.cache.attending(heads), queries, model._mask, *a.sinks
         self._sequence.add(kernel, attended, scores, *reads, parts=parts)
         return a.o, self._quantize(attended, [a.o])
 
