@@ -56,7 +56,7 @@ _SIGNS = (  # what a template with the form holds; the first one that fits count
 
 def tool_form(template: str) -> ToolForm | None:
     """The form that a chat template describes; None if it takes no tools, or in a form that is not known."""
-    if not re.search(r"tools\b", template):
+    if not re.search(r"\btools\b", template):
         return None
     return next((form for signs, form in _SIGNS if all(sign in template for sign in signs)), None)
 

@@ -464,3 +464,30 @@ def test_tools_that_a_template_cannot_render(template):
     refusing = template("{% if messages[1] %}{{ raise_exception('one at a time') }}{% endif %}" + ECHO)
     with pytest.raises(TemplateError, match="one at a time"):
         refusing.encode(ASKED)
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "call", "result"),
+    [
+        ("llama3.2", '{"name": "get_weather", "parameters": {"city": "Rome"}}', '"Sunny"'),
+        ("qwen3.5", "<function=get_weather>\n<parameter=city>\nRome\n</parameter>", "<tool_response>\nSunny"),
+        ("ministral3", '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}', "[TOOL_RESULTS]Sunny"),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary "
+            'json<|message|>{"city": "Rome"}<|call|>',
+            '<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>"Sunny"',
+        ),
+    ],
+)  # fmt: skip
+def test_a_call_and_its_result_in_the_forms_of_families(template, name, call, result):
+    source = (SHARED / f"models/vocab/{name}.jinja").read_text()
+    asked = ToolCall(id="abc123456", name="get_weather", arguments='{"city": "Rome"}')
+    messages = [
+        user("Rome?"),
+        Message(role="assistant", content="", thinking="Hm", tool_calls=(asked,)),
+        RESULT,
+    ]
+    text = text_of(template(source), messages, tools=json.dumps([WEATHER]))
+    assert call in text and result in text.partition(call)[2] and "get_weather" in text.partition("Rome?")[0]
