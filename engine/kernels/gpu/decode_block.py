@@ -43,12 +43,15 @@ class DecodeBlock:
 
     A sink is a score of each query head that is not scaled and weighs no value.
 
+    With a pool, the tables of blocks, int32 (sequences, `Heads.table_size`), come before the state, which is int32
+    (3,): token, position and sequence.
+
     With `tokens`, a step of so many sequences, whose cache is a pool. The rows are of all tokens, one after the other;
-    in place of the angles are the tables of cos and of sin, float32 (context, dim / 2), and the tables of blocks, int32
-    (sequences, `Heads.table_size`). The state is int32 (4, tokens): tokens, positions, sequences, and whether there
-    is a token, else it is not stored. Outputs have the results of all tokens: with one split, the activations of the
-    next product, float16 (`engine.kernels.gpu.few_columns`), and no prescale; with several, sums (splits, tokens, query
-    * dim), and scores and sums of weights (splits, tokens, query, 2).
+    in place of the angles are the tables of cos and of sin, float32 (context, dim / 2). The state is int32 (4, tokens):
+    tokens, positions, sequences, and whether there is a token, else it is not stored. Outputs have the results of all
+    tokens: with one split, the activations of the next product, float16 (`engine.kernels.gpu.few_columns`), and no
+    prescale; with several, sums (splits, tokens, query * dim), and scores and sums of weights (splits, tokens, query,
+    2).
 
     The outputs with one split: the result, float32, permuted and prescaled for the next product. With several, for
     `engine.kernels.gpu.decode_attention.combine`: the weighted sums of values, float32 (splits, query * dim), and for
@@ -63,7 +66,7 @@ class DecodeBlock:
         self.outs, (self.keys, self.values, self.rows, *rest) = buffers[:n_outs], buffers[n_outs:]
         self.tokens, self.is_whole = tokens, splits == 1
         angles = [rest.pop(0) for _ in range(2 if tokens else 1)]
-        table = rest.pop(0) if tokens else None
+        table = rest.pop(0) if heads.pool else None
         state = rest.pop(0)
         self.norms = rest.pop(0) if heads.norm_eps is not None else None
         temperature = rest.pop(0) if heads.temperature else None
@@ -83,7 +86,7 @@ class DecodeBlock:
         self.position = load_index(state, place, heads.length - CACHE_SLACK)
         self.pages: Pages | None = None
         if table is not None:
-            sequence = load(state, self.token + 2 * tokens).cast(INDEX)
+            sequence = load(state, self.token + 2 * tokens if tokens else 2).cast(INDEX)
             self.pages = Pages(table, sequence * heads.table_size)
         self._angles = self._angle_loads(angles)
         self.query_factor = f32(heads.query_scale)

@@ -24,6 +24,7 @@ from engine.model.fused.uses import uses_of
 from engine.model.kv_blocks import KVGroup
 from engine.model.lower import REWIND
 from engine.model.lower.gpu_batch import ROW_COUNTS, BatchKernels
+from engine.model.lower.gpu_decode import DecodeKernels
 from engine.model.lower.gpu_prefill import PrefillKernels
 from engine.model.lower.gpu_weights import allocate
 from engine.model.lower.prescales import Prescales
@@ -52,9 +53,10 @@ class FusedBatchRunner:
         self.parallel, self._context = parallel, context_length
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel)
         self._prescales = Prescales()
-        self._batch = BatchKernels(model, self._prescales, context_length, self.row_counts)
+        self._one = DecodeKernels(model, self._prescales, context_length)
+        self._batch = BatchKernels(model, self._prescales, context_length, self.row_counts[1:])
         self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
-        self._mailbox = Mailbox(self.row_counts[-1])
+        self._one_mailbox, self._mailbox = Mailbox(context_length), Mailbox(self.row_counts[-1])
         by_window = {a.heads.window: a for a in model.attention}
         self._tables = [a.tables for a in by_window.values()]
         self._stale_tables: set[int] = set()
@@ -74,7 +76,7 @@ class FusedBatchRunner:
     def _compile(self) -> None:
         """Compiles all kernels at once, so that several compilers share them."""
         specs = {matrix.spec: None for matrix in self._model.matrices}
-        rows = [self._rows_step(n, limit) for n in self.row_counts for limit in self._batch.context_limits]
+        rows = [self._rows_step(n, limit) for n in self.row_counts for limit in self._limits(n)]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes]
         steps = (*rows, *prefill, *self._copies)
         compile_all([*map(repacking_kernels, specs), *(step.linear for step in steps)])
@@ -82,7 +84,7 @@ class FusedBatchRunner:
     @property
     def row_counts(self) -> tuple[int, ...]:
         fewer = sum(n < self.parallel for n in ROW_COUNTS)
-        return ROW_COUNTS[: fewer + 1]
+        return (1, *ROW_COUNTS[: fewer + 1])
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ class FusedBatchRunner:
 
     @property
     def decode_depths(self) -> tuple[int, ...]:
-        return (0, *(limit for limit in self._batch.context_limits if limit < self._context))
+        return (0, *(limit for limit in self._limits(1) if limit < self._context))
 
     @property
     def max_rewind(self) -> int | None:
@@ -150,6 +152,8 @@ class FusedBatchRunner:
     def _step_logits(self) -> Logits:
         """Those of the last step."""
         count, n = self._last
+        if count == 1:
+            return np.asarray(self._one.logits.numpy(), np.float32).reshape(1, -1)
         return np.asarray(self._batch.logits[count].numpy().reshape(count, -1)[:n], np.float32)
 
     def logits(self) -> Logits:
@@ -159,18 +163,18 @@ class FusedBatchRunner:
         return self._model.choices.read()
 
     def replay(self, step: Step, position: int) -> Replay:
-        uses = uses_of(self._model, self._prescales, self._context, self._prefill.past)
+        parts = self._one.attention_parts
+        uses = uses_of(self._model, self._prescales, self._context, self._prefill.past, parts)
         if step == "prefill":
             size, count = self.chunk_sizes[-1], min(self.chunk_sizes[-1], self._context - position)
             tokens = varied_tokens(count, self._model.spec.vocab)
             send: Callable[[], None] = lambda: self._send_chunk(tokens, position, 0)
             calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)
         else:
-            count, rows = 1, self.row_counts[0]
+            count, limit = 1, self._limit(1, position)
             self._on_device = []
-            send = lambda: self._batch.send(rows, [0], [position], [0])
-            calls = self._rows_step(rows, self._limit(position)).compile().src
-            run = lambda: self._launch_step(rows, self._limit(position))
+            send = lambda: overwrite(self._one.state, np.asarray([0, position, 0], np.int32))
+            calls, run = self._rows_step(1, limit).compile().src, lambda: self._launch_step(1, limit)
 
         def reset() -> None:
             Device[Device.DEFAULT].synchronize()
@@ -185,29 +189,42 @@ class FusedBatchRunner:
     def _send_rows(self, rows: Sequence[Row]) -> int:
         """Sends rows to the device, unless they continue its own; returns the number of rows of the step."""
         count = next(n for n in self.row_counts if len(rows) <= n)
-        if self._on_device != list(rows):
+        if self._on_device == list(rows):
+            return count
+        if count == 1:
+            (row,) = rows
+            overwrite(self._one.state, np.asarray([row.token, row.position, row.sequence], np.int32))
+        else:
             tokens, positions, sequences = zip(
                 *((r.token, r.position, r.sequence) for r in rows), strict=True
             )
             self._batch.send(count, tokens, positions, sequences)
         return count
 
-    def _limit(self, position: int) -> int:
-        """The number of tokens that the attention of a step up to `position` is split for."""
-        return next(limit for limit in self._batch.context_limits if position < limit)
+    def _limits(self, count: int) -> list[int]:
+        """The numbers of tokens that the attention of a step of `count` rows is split for."""
+        return (self._one if count == 1 else self._batch).context_limits
+
+    def _limit(self, count: int, position: int) -> int:
+        """That of a step up to `position`."""
+        return next(limit for limit in self._limits(count) if position < limit)
 
     def _launch_rows(self, count: int, position: int) -> list[int]:
         """Launches a step and waits for the next tokens of all its rows, used or not, so that none comes later."""
-        limit = self._limit(position)
-        for i in range(count):
-            self._mailbox.expect(i)
-        self._launch_step(count, limit)
-        return [self._mailbox.take(i) for i in range(count)]
+        box, places = self._mailbox, range(count)
+        if count == 1:
+            box, places = self._one_mailbox, range(position, position + 1)
+        for i in places:
+            box.expect(i)
+        self._launch_step(count, self._limit(count, position))
+        return [box.take(i) for i in places]
 
     def _launch_step(self, count: int, limit: int) -> None:
         self._launch(("rows", count, limit), lambda: self._rows_step(count, limit))
 
     def _rows_step(self, count: int, limit: int) -> KernelSequence:
+        if count == 1:
+            return self._one.step(limit, self._one_mailbox.tensor)
         return self._batch.rows_step(count, limit, self._mailbox.tensor)
 
     def _launch_prefill(self, size: int) -> None:

@@ -59,13 +59,14 @@ class ResidualStream:
 
 
 class DecodeKernels:
-    """Builds the kernels of decode steps. A step reads `state`, int32 (token, position), and writes `logits`."""
+    """Builds the kernels of decode steps. A step reads `state`, int32 (token, position), with a cache in blocks
+    also the sequence, and writes `logits`."""
 
     def __init__(self, model: GPUModel, prescales: Prescales, context: int) -> None:
         spec = model.spec
         self._model, self._prescales, self._context = model, prescales, context
         self.uses_tensor_cores = has_tensor_cores() and all(a.head_dim % 16 == 0 for a in spec.attention)
-        self.state = device_zeros(2, dtypes.int32)
+        self.state = device_zeros(2 if model.attention[0].tables is None else 3, dtypes.int32)
         self.logits = device_zeros(spec.vocab)
         self._h = device_zeros(spec.dim)
         self._angles = [device_zeros(2 * rope.pairs) for rope in spec.ropes]
@@ -136,7 +137,8 @@ class DecodeKernels:
         self._multiply_normed(step, a.qkv, stream, STORE_BIASED if bias else STORE, [qkv], bias, "qkv")
         norms = given(a.norms)
         prescale = self._prescales.of(a.o.single_matrix.layout)
-        ins = [a.keys, a.values, qkv, self._angles[a.rope], self.state, *norms, *self._model.temperatures]
+        ins = [a.keys, a.values, qkv, self._angles[a.rope], *given(a.tables), self.state]
+        ins += [*norms, *self._model.temperatures]
         flash = isinstance(split, FlashSplit)
         sinks = given(a.sinks)
         options = {"sinks": bool(sinks), "wide": a.wide}
