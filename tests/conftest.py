@@ -1,5 +1,6 @@
 """tinygrad reads its device and compiler from the environment, so they are set before any test imports it."""
 
+import gc
 import os
 import shutil
 import signal
@@ -59,6 +60,7 @@ def pytest_collection_finish() -> None:
         from engine.fixes import program_cache
 
         program_cache.apply()
+    gc.freeze()  # collections of garbage leave out all modules and tests
 
 
 def pytest_unconfigure() -> None:

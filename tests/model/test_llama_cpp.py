@@ -17,7 +17,6 @@ from tests.reference import Reference, divergence, log_softmax
 # Exact answers, of float32 weights. Keys and values of float16, and rounded activations, make the differences.
 DIFFERENCE, ROUNDED_DIFFERENCE = 1e-4, 8e-3
 ON_CPU = ("tiny-gemma3-F32", "tiny-phi3-Q4_K_M")
-AS_GRAPH = ("tiny-gemma3-F32",)
 
 # Answers of llama.cpp as it is, which rounds activations.
 MODELS = (
@@ -29,6 +28,7 @@ MODELS = (
     "tiny-qwen3-Q8_0",
     "tiny-qwen3-Q4_K_M",
 )
+IN_CPU_KERNELS = ("tiny-llama-F32", "tiny-llama-Q8_0", "tiny-qwen3-F32", "tiny-qwen3-Q4_K_M")
 IN_TENSOR_GRAPHS = ("tiny-qwen3-Q8_0",)
 IN_FULL_WIDTH = ("tiny-llama-F32",)  # others with 8 lanes, as there is less to compile
 N_GREEDY = 24
@@ -92,6 +92,7 @@ def test_the_reference_agrees(oracle):
             assert np.abs(top - oracle("top16_logprobs", prompt)).max() < 2e-3
 
 
+@pytest.mark.parametrize("oracle", IN_CPU_KERNELS, indirect=True)
 def test_kernels_of_the_cpu_agree(oracle, monkeypatch):
     if oracle.name not in IN_FULL_WIDTH:
         monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)
@@ -124,11 +125,9 @@ def test_the_reference_is_exact(name, exact):
     exact(name, oracles.of_reference, DIFFERENCE)
 
 
-@pytest.mark.parametrize(
-    ("name", "runner"), [*((name, CPURunner) for name in ON_CPU), *((name, GraphRunner) for name in AS_GRAPH)]
-)
-def test_the_engine_is_exact(name, runner, exact, monkeypatch):
+@pytest.mark.parametrize("name", ON_CPU)
+def test_kernels_of_the_cpu_are_exact(name, exact, monkeypatch):
     monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)  # there is less to compile
     is_float = name.endswith("F32")
-    answers = functools.partial(oracles.of_runner, runner)
+    answers = functools.partial(oracles.of_runner, CPURunner)
     exact(name, answers, DIFFERENCE if is_float else ROUNDED_DIFFERENCE, first=1)

@@ -55,61 +55,61 @@ def check_gate_and_up_of_chosen_experts() -> None:
     and without, with fewer experts than threads and with more."""
     cols, eps, used = 256, 1e-5, 3
     squares, x = rng.uniform(0, 9, 5).astype(np.float32), vector(cols)
-    for (ggml_type, schedule), activation in zip(TYPES.items(), ("silu", "swiglu_oai", "gelu"), strict=True):
-        for bias, rows, n in ((False, 16, 4), (True, 10, 6)):
-            least_sum = 6.1e-5 if bias else None
-            layout, experts = WeightLayout(ggml_type), ChosenExperts(used, n, False, bias, least_sum)
-            planes, weights = packed(ggml_type, n * rows, cols)
-            biases = [rng.standard_normal((n, rows)).astype(np.float32) * 3] if bias else []
-            size, scale, logits = permuted_size(rows // 2), prescale(6), vector(n)
-            out, stack = zeros(used * size), StackedMatrices.single(layout, rows, cols, experts)
-            chosen, probabilities, choices = zeros(used, dtypes.int32), zeros(used), DeviceCounts([3, n, 5])
-            kernel = matvec(stack, schedule, activated(activation), "t", 5, eps)
-            ins = laid_out(x, layout), buffer(squares), buffer(logits), *map(buffer, biases), buffer(scale)
-            for _ in range(2):
-                run(kernel, out, chosen, probabilities, choices.arrays[1], *ins, *planes)
-            ids = np.argsort(-logits, kind="stable")[:used]
-            assert np.array_equal(chosen.numpy(), ids)
-            before, counts, after = choices.read()
-            assert np.array_equal(counts, 2 * np.isin(np.arange(n), ids))
-            assert not before.any() and not after.any()
-            p = np.exp(logits[ids].astype(np.float64))
-            close(probabilities.numpy(), p / (p.sum() if bias else np.exp(logits).sum()))
-            y = weights.reshape(n, rows, cols)[ids].astype(np.float64) @ x
-            y = y / np.sqrt(squares.sum() / cols + eps) + sum(b[ids] for b in biases)
-            got = out.numpy().reshape(used, size)[:, places(rows // 2)] / scale[: rows // 2]
-            close(got, gated(y[:, 0::2], y[:, 1::2], activation), 4e-6)
+    cases = ("silu", False, 16, 4), ("swiglu_oai", True, 10, 6), ("gelu", False, 10, 6)
+    for (ggml_type, schedule), (activation, bias, rows, n) in zip(TYPES.items(), cases, strict=True):
+        least_sum = 6.1e-5 if bias else None
+        layout, experts = WeightLayout(ggml_type), ChosenExperts(used, n, False, bias, least_sum)
+        planes, weights = packed(ggml_type, n * rows, cols)
+        biases = [rng.standard_normal((n, rows)).astype(np.float32) * 3] if bias else []
+        size, scale, logits = permuted_size(rows // 2), prescale(6), vector(n)
+        out, stack = zeros(used * size), StackedMatrices.single(layout, rows, cols, experts)
+        chosen, probabilities, choices = zeros(used, dtypes.int32), zeros(used), DeviceCounts([3, n, 5])
+        kernel = matvec(stack, schedule, activated(activation), "t", 5, eps)
+        ins = laid_out(x, layout), buffer(squares), buffer(logits), *map(buffer, biases), buffer(scale)
+        for _ in range(2):
+            run(kernel, out, chosen, probabilities, choices.arrays[1], *ins, *planes)
+        ids = np.argsort(-logits, kind="stable")[:used]
+        assert np.array_equal(chosen.numpy(), ids)
+        before, counts, after = choices.read()
+        assert np.array_equal(counts, 2 * np.isin(np.arange(n), ids))
+        assert not before.any() and not after.any()
+        p = np.exp(logits[ids].astype(np.float64))
+        close(probabilities.numpy(), p / (p.sum() if bias else np.exp(logits).sum()))
+        y = weights.reshape(n, rows, cols)[ids].astype(np.float64) @ x
+        y = y / np.sqrt(squares.sum() / cols + eps) + sum(b[ids] for b in biases)
+        got = out.numpy().reshape(used, size)[:, places(rows // 2)] / scale[: rows // 2]
+        close(got, gated(y[:, 0::2], y[:, 1::2], activation), 4e-6)
 
 
 def check_down_of_chosen_experts() -> None:
     """The weighted sum of the chosen experts' results joins the stream: one step and several, idle threads, biases."""
     cols, n, ids = 256, 4, np.array([3, 0, 2], np.int32)
-    for ggml_type, schedule in TYPES.items():
-        for bias, rows in ((False, 16), (True, 10)):
-            layout, experts = WeightLayout(ggml_type), ChosenExperts(len(ids), n, True, bias)
-            planes, weights = packed(ggml_type, n * rows, cols)
-            biases = [rng.standard_normal((n, rows)).astype(np.float32) * 3] if bias else []
-            xs, p, stream, norm = (
-                vector((len(ids), cols)),
-                rng.uniform(0.1, 1, len(ids)),
-                vector(rows),
-                vector(rows),
-            )
-            p = p.astype(np.float32)
-            stack = StackedMatrices.single(layout, rows, cols, experts)
-            vectors = buffer(np.concatenate([laid_out(x, layout).numpy() for x in xs]))
-            ins = buffer(ids), buffer(p), vectors, *map(buffer, biases)
-            y = np.einsum("erc,ec->er", weights.reshape(n, rows, cols)[ids].astype(np.float64), xs)
-            y = p @ (y + sum(b[ids] for b in biases))
-            blocks = stack.n_blocks(schedule)
-            h, sums, following = buffer(stream), zeros(blocks), zeros(permuted_size(rows))
-            run(matvec(stack, schedule, add_residual(), "t"), h, sums, following, *ins, buffer(norm), *planes)
-            close(h.numpy(), stream + y, 4e-6)
-            close(sums.numpy().sum(), ((stream + y) ** 2).sum(), 4e-6)
-            close(following.numpy()[places(rows)], (stream + y) * norm, 4e-6)
-            product, sums = zeros(rows), zeros(blocks)
-            run(matvec(stack, schedule, STORE_SQUARES, "t"), product, sums, *ins, *planes)
-            close(product.numpy(), y, 4e-6)
+    cases = (False, 16), (True, 10), (True, 16)
+    for (ggml_type, schedule), (bias, rows) in zip(TYPES.items(), cases, strict=True):
+        layout, experts = WeightLayout(ggml_type), ChosenExperts(len(ids), n, True, bias)
+        planes, weights = packed(ggml_type, n * rows, cols)
+        biases = [rng.standard_normal((n, rows)).astype(np.float32) * 3] if bias else []
+        xs, p, stream, norm = (
+            vector((len(ids), cols)),
+            rng.uniform(0.1, 1, len(ids)),
+            vector(rows),
+            vector(rows),
+        )
+        p = p.astype(np.float32)
+        stack = StackedMatrices.single(layout, rows, cols, experts)
+        vectors = buffer(np.concatenate([laid_out(x, layout).numpy() for x in xs]))
+        ins = buffer(ids), buffer(p), vectors, *map(buffer, biases)
+        y = np.einsum("erc,ec->er", weights.reshape(n, rows, cols)[ids].astype(np.float64), xs)
+        y = p @ (y + sum(b[ids] for b in biases))
+        blocks = stack.n_blocks(schedule)
+        h, sums, following = buffer(stream), zeros(blocks), zeros(permuted_size(rows))
+        run(matvec(stack, schedule, add_residual(), "t"), h, sums, following, *ins, buffer(norm), *planes)
+        close(h.numpy(), stream + y, 4e-6)
+        close(sums.numpy().sum(), ((stream + y) ** 2).sum(), 4e-6)
+        close(following.numpy()[places(rows)], (stream + y) * norm, 4e-6)
+        product, sums = zeros(rows), zeros(blocks)
+        run(matvec(stack, schedule, STORE_SQUARES, "t"), product, sums, *ins, *planes)
+        close(product.numpy(), y, 4e-6)
 
 
 def check_residual_with_bias() -> None:
