@@ -21,6 +21,7 @@ from engine.kernels.cpu.kernel_builder import F32, I32, Index, KernelBuilder, ad
 from engine.kernels.cpu.product import (
     GroupOfRows,
     products_of_a_token,
+    products_of_few,
     products_of_floats,
     products_of_tiles,
 )
@@ -170,6 +171,9 @@ def expert_product(layout: WeightLayout, tile: int, span: int = 1, shared: bool 
                         k.store(out, to + t * rows, total + added)
                 elif tile == 1:
                     k.store(out, to, products_of_a_token(a, of_x) + added)
+                elif tile < layout.lanes:
+                    for t, total in enumerate(products_of_few(a, of_x)):
+                        k.store(out, to + t * rows, total + added)
                 else:
                     totals = products_of_tiles(a, 1, span, of_x)
                     with k.loop(tile) as t:

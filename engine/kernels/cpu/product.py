@@ -5,7 +5,8 @@ scales once a group. Float matrices take float32 activations.
 
 With one token, the time goes to memory and to unpacking weights. So integers are multiplied as they are stored, and
 offsets are applied to sums of activations. With tiles of tokens, weights are unpacked once for all tokens, a span of
-columns at a time that stays in the L1 cache.
+columns at a time that stays in the L1 cache. With tiles of fewer tokens than lanes (decode of several conversations),
+they stay in registers.
 
 A kernel is compiled for a type of matrices, not for a shape: it reads the sizes from a buffer.
 """
@@ -75,6 +76,10 @@ def product(layout: WeightLayout, tile: int, span: int = 1, biased: bool = False
                         finish(tile_number * tile + t, total)
             elif tile == 1:
                 finish(0, products_of_a_token(rows))
+            elif tile < layout.lanes:
+                with k.loop(tiles) as tile_number:
+                    for t, total in enumerate(products_of_few(rows, tile_number)):
+                        finish(tile_number * tile + t, total)
             else:
                 totals = products_of_tiles(rows, tiles, span)
                 with k.loop(tiles) as tile_number, k.loop(tile) as t:
@@ -154,6 +159,51 @@ def products_of_a_token(rows: GroupOfRows, tile_number: Index = 0) -> UOp:
                 result = result - minimum * x.scaled_sum(k, tile_number, unit, 0)
         k.store(total, 0, k.vector(total, 0) + result)
     return k.vector(total, 0)
+
+
+def products_of_few(rows: GroupOfRows, tile_number: Index) -> list[UOp]:
+    """The products with each token of a tile of fewer tokens than lanes, float32 (lanes,)."""
+    k, layout, stream, group, blocks, x = rows
+    lanes, tile, format = k.lanes, x.tile, layout.format
+    assert format
+    units, runs = layout.block // UNIT, UNIT // format.group
+    n = format.group // 2  # pairs in a group of columns
+    together = min(n, max(4, layout.pairs_together))
+    totals = [k.zeros() for _ in range(tile)]
+    sums = [k.registers(2 * lanes, I32) for _ in range(tile)]
+    with k.loop(blocks) as block, k.loop(units) as u, k.loop(runs) as run:
+        at = (group * blocks + block) * layout.block_words
+        unit, words = block * units + u, at + layout.header_words + u * layout.unit_words
+        for s in sums:
+            k.fill(s, 0, UOp.const(0, I32), 2 * lanes)
+        with k.loop(n // together) as step:
+            first = run * n + step * together
+            values = [k.vector(s, 0, 2 * lanes) for s in sums]
+            pairs = layout.pairs(k, stream, words, first, together)
+            if format.offset:
+                pairs = [pair - format.offset for pair in pairs]
+            for i in range(0, together, 2):
+                for t in range(tile):
+                    dots = (
+                        k.multiply_pairs(
+                            pairs[i + j],
+                            k.repeat_pair(x.pair(k, tile_number, unit * PAIRS + first + i + j, t)),
+                        )
+                        for j in range(2)
+                    )
+                    values[t] = values[t] + k.concat(*dots)
+            for s, value in zip(sums, values, strict=True):
+                k.store(s, 0, value)
+        scale, minimum = layout.scales(k, stream, at, words, run)
+        for t in range(tile):
+            dot = k.vector(sums[t], 0) + k.vector(sums[t], lanes)
+            result = dot.cast(F32) * (scale * x.scale(k, tile_number, unit, t))
+            if minimum is not None and format.has_nibble_scales:
+                result = result - minimum * x.run_sum(k, tile_number, unit * runs + run, t)
+            elif minimum is not None:
+                result = result - minimum * x.scaled_sum(k, tile_number, unit, t)
+            k.store(totals[t], 0, k.vector(totals[t], 0) + result)
+    return [k.vector(total, 0) for total in totals]
 
 
 def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: Index = 0) -> UOp:
