@@ -32,18 +32,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 
 # Files that take longest, in the order in which they start: then all processes end at about the same time.
 LONGEST = (
-    "model/lower/test_graph.py",
-    "kernels/gpu/test_rendered.py",
     "kernels/gpu/test_numbers.py",
-    "model/test_cpu_runner.py",
-    "app/bench/test_board.py",
-    "driver/test_decode.py",
-    "kernels/test_quantized_matrix.py",
+    "kernels/gpu/test_rendered.py",
     "model/test_llama_cpp.py",
-    "fixes/test_search_trials.py",
-    "kernels/cpu/test_arm.py",
     "kernels/cpu/test_attention.py",
+    "model/lower/test_graph.py",
+    "driver/test_decode.py",
+    "app/bench/test_board.py",
     "kernels/cpu/test_product.py",
+    "kernels/test_quantized_matrix.py",
+    "app/screens/test_dashboard.py",
+    "model/lower/test_cpu.py",
+    "kernels/cpu/test_experts.py",
+    "kernels/cpu/test_arm.py",
+    "app/screens/test_quick_keys.py",
+    "model/test_cpu_runner.py",
+    "fixes/test_search_trials.py",
 )
 
 

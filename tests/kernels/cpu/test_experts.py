@@ -209,10 +209,9 @@ class Layer:
         return out
 
 
-@pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize(
-    ("kind", "biased", "activation"),
-    [(Type.Q4_K, False, "silu"), (Type.Q8_0, True, "swiglu_oai"), (Type.F32, True, "silu")],
+    ("kind", "biased", "activation", "lanes"),
+    [(Type.Q4_K, False, "silu", 16), (Type.Q8_0, True, "swiglu_oai", 8), (Type.F32, True, "silu", 8)],
     ids=lambda v: v.name if isinstance(v, Type) else "",
 )
 def test_layers(pool: ThreadPool, kind: Type, biased: bool, activation: str, lanes: int) -> None:
