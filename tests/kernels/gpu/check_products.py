@@ -1,5 +1,7 @@
 """Products with matrices of every type, for one token and for a prompt, and what is fused with them."""
 
+from dataclasses import replace
+
 import numpy as np
 from tinygrad import dtypes
 
@@ -7,7 +9,7 @@ from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.decode_attention import attention, split_for
 from engine.kernels.gpu.embedding import embed, embed_prompt
 from engine.kernels.gpu.few_columns import column_index, columns_size
-from engine.kernels.gpu.flash_attention import flash_attention, flash_split
+from engine.kernels.gpu.flash_attention import flash_attention, flash_split, rows_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
 from engine.kernels.gpu.matvec import (
@@ -307,6 +309,11 @@ def check_any_shape_has_a_schedule() -> None:
             assert split.shared_bytes(dim) < 46 << 10 and heads.shared_by % split.group == 0, (heads, split)
             flash_attention(heads, split)
             attention(heads, split_for(heads, limit, 256, sms))
+            pooled = replace(heads, ring=0, block=32, pool=4)
+            for rows in (4, 32):
+                split = rows_split(pooled, limit, rows, sms)
+                assert split.shared_bytes(dim) < 46 << 10, (pooled, split)
+                flash_attention(pooled, split, tokens=rows)
     for rows, cols in (
         (1, 32),
         (3, 64),

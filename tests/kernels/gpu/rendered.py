@@ -154,6 +154,8 @@ def render_rows_in_blocks() -> None:
         render(attend(h, split, tokens=tokens), *parts, *ins)
         render(combine(h, split.splits, tokens=tokens), x, *parts)
         render(attend(h, replace(split, limit=64, splits=1), tokens=tokens), x, *ins)
+        alone = *cache, (rows, F), (h.dim, F), tables, (3, dtypes.int32), (2 * h.dim, F)
+        render(attend(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *alone)
     rotate, prompt = rotate_prompt(h, 64, (1,), (rows,), False), (3, dtypes.int32)
     render(rotate, (64 * size, H), *cache, (64 * rows, F), *angles, tables, prompt, (2 * h.dim, F))
     render(tile_prompt(h, 16), *tiles, *cache, tables, prompt)
