@@ -8,7 +8,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -40,6 +40,10 @@ EPILOG = """\
 pp512 is a prompt of 512 tokens: tokens a second up to the first token. tg128 is the
 generation of 128 tokens after the first. Both are measured at each depth: after so
 many tokens of context. The tokens are random, the same for all engines.
+
+8 x tg64 @ d512 (--parallel 8): eight prompts of 512 tokens come at once; the times to
+the first token and between tokens are of this. Then the same prompts come again. They
+are in the KV cache now, and the total rate is of 64 tokens each, while all decode.
 
 exit codes: 0 done, 1 slower than --against beyond the noise, others as of orin-chat
 """
@@ -78,9 +82,10 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
     options.add_backend(add, "the device")
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
-    add("-p", "--prompt", type=counts, metavar="N,…", default=(32, 128, 256, 512), help="(32,128,256,512)")
-    add("-n", "--gen", type=counts, metavar="N,…", default=(128,), help="tokens of generation (128)")
-    add("-d", "--depth", type=counts, metavar="N,…", default=(0, 1024, 4096), help="(0,1024,4096)")
+    add("-p", "--prompt", type=counts, metavar="N,…", help="(32,128,256,512)")
+    add("-n", "--gen", type=counts, metavar="N,…", help="tokens of generation (128)")
+    add("-d", "--depth", type=counts, metavar="N,…", help="(0,1024,4096)")
+    add("--parallel", type=counts, metavar="N,…", help="so many conversations at once (with -p 512 -n 64)")
     add("-r", "--repetitions", type=options.count, metavar="N", default=5, help="after a warm-up (5)")
     add("--compare", choices=(PEER,), help="measure llama.cpp's llama-server in between")
     add("--llama-server", metavar="PATH", help="the program (the one on PATH, or as LLAMA_SERVER says)")
@@ -94,6 +99,13 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         raise UsageError("At least one repetition is needed.", "Five or more say something about the noise.")
     if args.llama_server and not args.compare:
         raise UsageError("--llama-server is for --compare llama.cpp.")
+    if args.parallel and args.depth:
+        raise UsageError("--parallel has no --depth.", "Its conversations are as long as --prompt says.")
+    args.prompt = args.prompt or ((512,) if args.parallel else (32, 128, 256, 512))
+    args.gen = args.gen or ((64,) if args.parallel else (128,))
+    args.depth = args.depth or (0, 1024, 4096)
+    if args.parallel and not all((*args.parallel, *args.prompt, *args.gen)):
+        raise UsageError("With --parallel, all numbers are 1 or more.")
     if not any((*args.prompt, *args.gen)):
         raise UsageError("There is nothing to measure.", "Give lengths with --prompt or --gen.")
     return args
@@ -136,7 +148,9 @@ def _measure(
     )
     task = progress.add_task("", total=None)
     benchmark = Benchmark(
-        replace(engine_options, context_length=context),
+        replace(
+            engine_options, context_length=context, parallel=max(1, *(case.n_parallel for case in cases))
+        ),
         cases,
         vocab_size=vocab_size,
         repetitions=args.repetitions,
@@ -152,6 +166,8 @@ def _measure(
         measured += benchmark.results()
         if preset in (args.preset or ()):
             _record_speeds(benchmark.results())
+    for sentence in benchmark.left_out:
+        say(sys.stderr, sentence)
     if code:
         sys.exit(code)
     return [engine.failed for engine in benchmark.engines if engine.failed]
@@ -169,6 +185,8 @@ def _cases(args: Namespace, model: Path, earlier: Sequence[Result]) -> tuple[lis
         for depth in args.depth
         for n_prompt, n_gen in (*((p, 0) for p in args.prompt if p), *((0, g) for g in args.gen if g))
     ]
+    if args.parallel:
+        wanted = [Case(0, *lengths) for lengths in product(args.gen, args.prompt, args.parallel)]
     cases = [case for case in wanted if case.context <= trained_context]
     if too_long := [case.name for case in wanted if case not in cases]:
         context = f"{model.name} has a context of {trained_context} tokens"

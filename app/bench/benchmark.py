@@ -1,21 +1,24 @@
-"""Measures engines: prompts (pp) and generation (tg) at depths of context. Each test has a warm-up and is repeated,
-and the engines take turns. A measurement uses the same engines and events as a chat."""
+"""Measures engines: prompts (pp) and generation (tg) at depths of context, of one conversation or several at once. Each
+test has a warm-up and is repeated, and the engines take turns. A measurement uses the same engines and events as a
+chat."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby, pairwise
 
 import numpy as np
 from msgspec.structs import replace
 
 from app.bench.results import OURS, PEER, Result, sample_fields
+from app.bench.samples import Sample, Together, shared_decode
 from app.cli.progress import describe
 from engine.client import LocalEngine, Measurable
 from engine.devices.device_name import device_name
@@ -41,37 +44,27 @@ GREEDY = Sampling(temperature=0)
 
 @dataclass(frozen=True)
 class Case:
-    """`n_prompt` tokens of prompt, or `n_gen` tokens of generation, after `n_depth` tokens of context."""
+    """`n_prompt` tokens of prompt, or `n_gen` tokens of generation, after `n_depth` tokens of context. With
+    `n_parallel`, generation of so many conversations at once, each after a prompt of its own of `n_depth` tokens."""
 
     n_prompt: int
     n_gen: int
     n_depth: int
+    n_parallel: int = 0
 
     @property
     def context(self) -> int:
         """Tokens that the context must hold."""
-        return self.n_depth + self.n_prompt + self.n_gen + 1
+        return self.n_depth + self.n_prompt + self.max_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of an answer: one belongs to the prompt. Conversations may begin a token apart from each other."""
+        return self.n_gen + max(1, self.n_parallel)
 
     @property
     def name(self) -> str:
-        return Result(n_prompt=self.n_prompt, n_gen=self.n_gen, n_depth=self.n_depth).test
-
-
-@dataclass
-class Sample:
-    """One answer: its end, and when each token came, in milliseconds after the request (None: not known)."""
-
-    end: Finished
-    times_ms: list[float | None]
-
-    @property
-    def intervals_ms(self) -> list[float]:
-        """From each token to the next. llama-server reports the tokens of one character at once; these share the time
-        since the token before them."""
-        groups = [(time, len(list(group))) for time, group in groupby(self.times_ms) if time is not None]
-        return [
-            (time - before) / count for (before, _), (time, count) in pairwise(groups) for _ in range(count)
-        ]
+        return Result(**asdict(self)).test
 
 
 @dataclass
@@ -87,6 +80,7 @@ class MeasuredEngine:
     peak_resident_bytes: int | None = None
     failed: Failed | None = None
     samples: dict[Case, list[Sample]] = field(default_factory=dict)
+    together: dict[Case, list[Together]] = field(default_factory=dict)
 
     async def start(self) -> AsyncIterator[Event]:
         """Starts the engine and yields its events."""
@@ -119,14 +113,32 @@ class MeasuredEngine:
             fresh=fresh,
         )
         times_ms: list[float | None] = []
+        sent_s, began_s = time.perf_counter(), math.inf
         async for event in self.engine.generate(request):
             if isinstance(event, Token):
                 times_ms.append(event.at_ms)
+                if (
+                    event.at_ms is not None
+                ):  # events come late at times; the quickest one tells when the clock began
+                    began_s = min(began_s, time.perf_counter() - event.at_ms / 1e3)
             elif isinstance(event, Finished):
-                return Sample(event, times_ms)
+                return Sample(event, times_ms, sent_s, began_s)
             elif isinstance(event, Failed):
                 return event
         raise AssertionError("an engine's stream ends with Finished or Failed")
+
+    async def answer_together(
+        self, prompts: Sequence[tuple[int, ...]], max_tokens: int
+    ) -> Together | Failed | None:
+        """Answers all prompts at once, and then again. None if there was no time in which all answers decoded."""
+        rounds: list[list[Sample]] = []
+        for _ in range(2):
+            answers = await asyncio.gather(*(self.answer(ids, max_tokens, fresh=False) for ids in prompts))
+            rounds.append([answer for answer in answers if isinstance(answer, Sample)])
+            if failed := next((answer for answer in answers if isinstance(answer, Failed)), None):
+                return failed
+        decode = shared_decode([sample.common_times_ms for sample in rounds[1]])
+        return Together(rounds[0], decode) if decode else None
 
 
 class Benchmark:
@@ -146,7 +158,10 @@ class Benchmark:
         seed: int = 0,
     ) -> None:
         self.options = options
-        self.cases = sorted(cases, key=lambda case: case.n_depth)  # the tokens of a depth stay cached
+        # The tokens of a depth stay cached.
+        self.cases = sorted(cases, key=lambda case: (case.n_depth, case.n_parallel))
+        self.left_out: list[str] = []
+        """Sentences about what was not measured."""
         self.repetitions = repetitions
         self.preset = preset
         self.engines = [MeasuredEngine(LocalEngine(options), OURS)]
@@ -189,27 +204,53 @@ class Benchmark:
         async for event in engine.start():
             if words := describe(event):
                 self._on_step(f"{engine.name}: {words}", 0)
+        can = engine.ready.parallel if engine.ready else 1
+        widths = dict.fromkeys(case.n_parallel for case in self.cases)
+        if engine.ready and (left_out := [str(width) for width in widths if width > can]):
+            at_once = "one conversation after another" if can == 1 else f"{can} conversations at a time"
+            message = f"{engine.name} answers {at_once} here: {', '.join(left_out)} at once are left out."
+            if len(left_out) == len(widths):
+                engine.failed = Failed(kind="backend", message=message)
+            else:
+                self._leave_out(message)
+
+    def _leave_out(self, sentence: str) -> None:
+        if sentence not in self.left_out:
+            self.left_out.append(sentence)
+
+    def _can_run(self, engine: MeasuredEngine, case: Case) -> bool:
+        return not engine.failed and engine.ready is not None and case.n_parallel <= engine.ready.parallel
 
     async def _repeat(self, case: Case, repetition: int) -> None:
-        prompt = self._prompt(case)
+        prompts = [self._prompt(case) for _ in range(max(1, case.n_parallel))]
         for engine in self.engines if repetition % 2 else self.engines[::-1]:
-            if engine.failed:
+            if not self._can_run(engine, case):
                 continue
             number = f"{repetition} of {self.repetitions}" if repetition else "warm-up"
             self._on_step(f"{case.name}, {number}: {engine.name}", self._done)
             self._done += 1
-            sample = await engine.answer(prompt, case.n_gen + 1, fresh=not case.n_depth)
-            if isinstance(sample, Failed):
-                engine.failed = sample
-            elif repetition:
-                engine.samples.setdefault(case, []).append(sample)
+            measured: Sample | Together | Failed | None
+            if case.n_parallel:
+                measured = await engine.answer_together(prompts, case.max_tokens)
+            else:
+                measured = await engine.answer(prompts[0], case.max_tokens, fresh=not case.n_depth)
+            if isinstance(measured, Failed):
+                engine.failed = measured
+            elif measured is None:
+                self._leave_out(f"{case.name}: {engine.name} did not decode all of them at the same time.")
+            elif repetition and isinstance(measured, Together):
+                engine.together.setdefault(case, []).append(measured)
+            elif repetition and isinstance(measured, Sample):
+                engine.samples.setdefault(case, []).append(measured)
 
     def _ids(self, n: int) -> tuple[int, ...]:
         return tuple(self._random.integers(0, self._vocab_size, n).tolist())
 
     def _prompt(self, case: Case) -> tuple[int, ...]:
         """The tokens of the depth, which stay cached, and new ones for a prompt. Generation starts from the tokens of
-        the depth, or from one token."""
+        the depth, or from one token. Several conversations share nothing."""
+        if case.n_parallel:
+            return self._ids(case.n_depth)
         if case.n_gen:
             return self._depths[case.n_depth] or self._ids(1)
         return (*self._depths[case.n_depth], *self._ids(case.n_prompt))
@@ -218,25 +259,27 @@ class Benchmark:
 
     def results(self) -> list[Result]:
         """One for each case and engine that was repeated at least once."""
-        return [
-            self._result(engine, engine.ready, case, samples)
-            for case in self.cases
-            for engine in self.engines
-            if (samples := engine.samples.get(case)) and engine.ready
-        ]
+        found = []
+        for case in self.cases:
+            for engine in self.engines:
+                if engine.ready and (together := engine.together.get(case)):
+                    found.append(self._result_together(engine, engine.ready, case, together))
+                if engine.ready and (samples := engine.samples.get(case)):
+                    found.append(self._result_alone(engine, engine.ready, case, samples))
+        return found
 
-    def _result(self, engine: MeasuredEngine, ready: Ready, case: Case, samples: Sequence[Sample]) -> Result:
+    def _result(
+        self,
+        engine: MeasuredEngine,
+        ready: Ready,
+        case: Case,
+        times_ms: Sequence[float],
+        rates: Sequence[float],
+    ) -> Result:
+        """What all results have: what was measured, and `rates` in tokens/s."""
         ours = self.engines[0]
         model = ours.ready or ready
-        ends = [sample.end for sample in samples]
-        if case.n_gen:
-            times_ms = [end.predicted_ms for end in ends]
-            rates = [decode_rate(end.predicted_n, end.predicted_ms) for end in ends]
-        else:
-            times_ms = [end.prompt_ms for end in ends]
-            rates = [prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms) for end in ends]
-        copy_gbps = ours.measured.copy_gbps if ours.measured else None
-        result = Result(
+        return Result(
             build_commit=_build(engine),
             cpu_info=device_name("CPU"),
             gpu_info="" if model.is_on_cpu else model.device_name,
@@ -245,9 +288,6 @@ class Benchmark:
             model_type=f"{model.model.architecture} {model.model.quantization}",
             model_size=model.model.file_bytes,
             model_n_params=model.model.parameters,
-            n_prompt=case.n_prompt,
-            n_gen=case.n_gen,
-            n_depth=case.n_depth,
             test_time=self._began,
             engine=engine.name,
             preset=self.preset,
@@ -256,16 +296,51 @@ class Benchmark:
             kernels_per_token=engine.measured.kernels_per_token if engine.measured else None,
             peak_resident_bytes=engine.peak_resident_bytes,
             device_bytes=engine.device_bytes,
-            copy_gbps=copy_gbps,
+            copy_gbps=ours.measured.copy_gbps if ours.measured else None,
+            **asdict(case),
             **sample_fields([round(ms * 1e6) for ms in times_ms], rates),
         )
+
+    def _result_together(
+        self, engine: MeasuredEngine, ready: Ready, case: Case, samples: Sequence[Together]
+    ) -> Result:
+        decodes = [sample.decode for sample in samples]
+        fresh = [answer for sample in samples for answer in sample.fresh]
+        first_p50, _, first_p99 = _percentiles([ms for answer in fresh if (ms := answer.first_token_ms)])
+        p50, p90, p99 = _percentiles([ms for answer in fresh for ms in answer.intervals_ms])
+        return replace(
+            self._result(
+                engine,
+                ready,
+                case,
+                [decode.ms for decode in decodes],
+                [sum(decode.rates) for decode in decodes],
+            ),
+            stream_ts=statistics.median(rate for decode in decodes for rate in decode.rates),
+            first_token_ms=first_p50,
+            first_token_p99_ms=first_p99,
+            latency_p50_ms=p50,
+            latency_p90_ms=p90,
+            latency_p99_ms=p99,
+        )
+
+    def _result_alone(
+        self, engine: MeasuredEngine, ready: Ready, case: Case, samples: Sequence[Sample]
+    ) -> Result:
+        ends = [sample.end for sample in samples]
+        if case.n_gen:
+            times_ms = [end.predicted_ms for end in ends]
+            rates = [decode_rate(end.predicted_n, end.predicted_ms) for end in ends]
+        else:
+            times_ms = [end.prompt_ms for end in ends]
+            rates = [prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms) for end in ends]
+        result = self._result(engine, ready, case, times_ms, rates)
         if not case.n_gen:
             return replace(result, first_token_ms=statistics.median(times_ms))
         # Both engines read the same file, and a KV cache of 16 bits a number.
-        n_bytes = round(model.bytes_per_token(case.n_depth + case.n_gen / 2))
+        n_bytes = round((self.engines[0].ready or ready).bytes_per_token(case.n_depth + case.n_gen / 2))
         gbps = n_bytes * result.median_ts / 1e9
-        intervals_ms = [ms for sample in samples for ms in sample.intervals_ms]
-        p50, p90, p99 = np.percentile(intervals_ms, (50, 90, 99)).tolist() if intervals_ms else (None,) * 3
+        p50, p90, p99 = _percentiles([ms for sample in samples for ms in sample.intervals_ms])
         return replace(
             result,
             latency_p50_ms=p50,
@@ -273,8 +348,16 @@ class Benchmark:
             latency_p99_ms=p99,
             bytes_per_token=n_bytes,
             gbps=gbps,
-            roofline_share=gbps / copy_gbps if copy_gbps else None,
+            roofline_share=gbps / result.copy_gbps if result.copy_gbps else None,
         )
+
+
+def _percentiles(times_ms: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """The 50th, 90th and 99th."""
+    if not times_ms:
+        return None, None, None
+    p50, p90, p99 = np.percentile(times_ms, (50, 90, 99)).tolist()
+    return p50, p90, p99
 
 
 def _build(engine: MeasuredEngine) -> str:

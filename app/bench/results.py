@@ -22,6 +22,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     tokens a second, sizes in bytes. One meaning differs: a prompt's time ends with the first token. `n_gen` counts
     the tokens that are timed; the token before them belongs to the prompt. A latency is the time from one token to
     the next. `bytes_per_token`, `gbps` and `roofline_share` are modelled: from the bytes that a decode step must read.
+
+    With `n_parallel` above 0, so many conversations were answered at once, each after a prompt of `n_depth` tokens.
+    Then `ts` is their total decode rate, and `stream_ts` the median rate of one: both while all of them decode and no
+    prompt is read (`app.bench.samples.shared_decode`). The times to the first token (median, and 99th percentile) and
+    from token to token are those of prompts that all come at the same moment.
     """
 
     build_commit: str = ""
@@ -45,11 +50,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     samples_ns: list[int] = []
     samples_ts: list[float] = []
     # fields that llama-bench does not have
+    n_parallel: int = 0
     engine: str = PEER
     preset: str = ""
     n_ctx: int = 0
     median_ts: float = 0.0
+    stream_ts: float | None = None
     first_token_ms: float | None = None
+    first_token_p99_ms: float | None = None
     latency_p50_ms: float | None = None
     latency_p90_ms: float | None = None
     latency_p99_ms: float | None = None
@@ -64,8 +72,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def test(self) -> str:
-        """The name in llama-bench's tables: pp512, tg128 @ d1024."""
+        """The name in llama-bench's tables: pp512, tg128 @ d1024. Of several conversations: 8 x tg64 @ d512."""
         name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
+        name = f"{self.n_parallel} x {name}" if self.n_parallel else name
         return f"{name} @ d{self.n_depth}" if self.n_depth else name
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +25,15 @@ TITLES: Row = (
 WIDE_ONLY = ("median", "of memory")
 """A terminal narrower than WIDE columns does not show these. JSON and Markdown have everything."""
 WIDE = 104
+TITLES_TOGETHER: Row = (
+    "test",
+    "engine",
+    "total tok/s",
+    "each",
+    "first p50/p99 ms",
+    "between p50/p99 ms",
+    "ratio",
+)
 SETUP_TITLES: Row = ("engine", "build", "load s", "kernels/token", "bytes/token", "resident", "on device")
 WORD_COLUMNS = 2  # the first ones, aligned left
 
@@ -34,7 +43,7 @@ def to_tables(results: Sequence[Result], width: int = WIDE) -> list[Text | Table
     parts: list[Text | Table] = []
     for group in _groups(results):
         parts.append(Text(_heading(group[0]), style="bold"))
-        for titles, rows in (_tests(group, () if width >= WIDE else WIDE_ONLY), _engines(group)):
+        for titles, rows in _tables(group, () if width >= WIDE else WIDE_ONLY):
             table = Table(box=None, pad_edge=False, header_style="dim")
             for i, title in enumerate(titles):
                 table.add_column(title, justify="left" if i < WORD_COLUMNS else "right", no_wrap=True)
@@ -48,7 +57,7 @@ def to_markdown(results: Sequence[Result]) -> str:
     parts = []
     for group in _groups(results):
         parts.append(f"**{_escaped(_heading(group[0]))}**")
-        for titles, rows in (_tests(group), _engines(group)):
+        for titles, rows in _tables(group):
             dashes = tuple("---" if i < WORD_COLUMNS else "---:" for i in range(len(titles)))
             lines = (f"| {' | '.join(map(_escaped, cells))} |" for cells in (titles, dashes, *rows))
             parts.append("\n".join(lines))
@@ -59,13 +68,21 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+def _tables(group: Sequence[Result], hidden: Sequence[str] = ()) -> Iterator[tuple[Row, list[Row]]]:
+    """Titles and rows of the tables for one model and setup."""
+    alone = [result for result in group if not result.n_parallel]
+    together = [result for result in group if result.n_parallel]
+    if alone:
+        yield _tests(alone, hidden)
+    if together:
+        yield _tests_together(together)
+    yield _engines(group)
+
+
 def _tests(results: Sequence[Result], hidden: Sequence[str] = ()) -> tuple[Row, list[Row]]:
     """Titles and rows for the tests of one model and setup; a ratio if both engines were measured."""
     rows = []
     for result in results:
-        ratio = ""
-        if result.engine == OURS and (peer := _same_test_of_peer(result, results)):
-            ratio = f"{result.median_ts / peer.median_ts:.2f}x"
         latencies = (result.latency_p50_ms, result.latency_p90_ms, result.latency_p99_ms)
         rows.append(
             (
@@ -77,10 +94,37 @@ def _tests(results: Sequence[Result], hidden: Sequence[str] = ()) -> tuple[Row, 
                 "/".join(number(ms) for ms in latencies if ms is not None),
                 "" if result.gbps is None else f"{result.gbps:.1f}",
                 "" if result.roofline_share is None else f"{result.roofline_share:.0%}",
-                ratio,
+                _ratio(result, results),
             )
         )
     return _without_empty_columns(TITLES, rows, hidden)
+
+
+def _tests_together(results: Sequence[Result]) -> tuple[Row, list[Row]]:
+    """The same for tests of several conversations at once."""
+    rows = [
+        (
+            result.test,
+            result.engine,
+            f"{number(result.median_ts)} ± {number(result.stddev_ts)}",
+            "" if result.stream_ts is None else number(result.stream_ts),
+            _pair(result.first_token_ms, result.first_token_p99_ms),
+            _pair(result.latency_p50_ms, result.latency_p99_ms),
+            _ratio(result, results),
+        )
+        for result in results
+    ]
+    return _without_empty_columns(TITLES_TOGETHER, rows)
+
+
+def _pair(p50: float | None, p99: float | None) -> str:
+    return "/".join(number(ms) for ms in (p50, p99) if ms is not None)
+
+
+def _ratio(result: Result, results: Sequence[Result]) -> str:
+    """Of our rate to that of the other engine, if both were measured."""
+    peer = _same_test_of_peer(result, results) if result.engine == OURS else None
+    return f"{result.median_ts / peer.median_ts:.2f}x" if peer else ""
 
 
 def _engines(results: Sequence[Result]) -> tuple[Row, list[Row]]:

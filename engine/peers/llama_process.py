@@ -90,7 +90,9 @@ class LlamaProcess:
             port = _free_port()
             self.socket, self.base_url = None, f"http://127.0.0.1:{port}"
             address = ["--host", "127.0.0.1", "--port", str(port)]
-        context = ["-c", str(options.context_length)] if options.context_length else []
+        slots = ["-np", str(options.parallel)]
+        if options.context_length:  # which the slots share
+            slots += ["-c", str(options.parallel * options.context_length)]
         wanted = _WANTED_OPTIONS + (_CPU_OPTIONS if options.backend.upper() == "CPU" else ())
         supported = {
             name: [name, *_value(values, name, help_text)]
@@ -100,7 +102,7 @@ class LlamaProcess:
         if "--no-ui" in supported:
             supported.pop("--no-webui", None)  # its old name
         extra = [argument for option in supported.values() for argument in option]
-        return ["-m", options.model_path, *address, "-np", "1", *context, *extra]
+        return ["-m", options.model_path, *address, *slots, *extra]
 
     async def _spawn(self, command: list[str]) -> None:
         self.key = secrets.token_urlsafe(24)

@@ -152,6 +152,7 @@ class LlamaServer(ServerEngine):
             device_name=one_line(properties.build_info),
             context_length=properties.default_generation_settings.n_ctx,
             load_ms=(time.perf_counter() - started) * 1e3,
+            parallel=properties.total_slots,
         )
 
     async def _disconnect(self) -> None:
@@ -293,6 +294,7 @@ class _Settings(msgspec.Struct):
 
 
 class _Properties(http.Reply):
+    total_slots: int = 1
     default_generation_settings: _Settings = msgspec.field(default_factory=_Settings)
     model_alias: str = "another model"
     model_ftype: str = ""

@@ -15,8 +15,10 @@ async def peers(model):
     """Makes LlamaServers for the model, and closes them afterwards: `peers(binary, url=…)`."""
     made = []
 
-    def make(binary=None, *, model=model, context_length=256, **arguments):
-        options = EngineOptions(model_path=model, backend="CPU", context_length=context_length)
+    def make(binary=None, *, model=model, context_length=256, parallel=1, **arguments):
+        options = EngineOptions(
+            model_path=model, backend="CPU", context_length=context_length, parallel=parallel
+        )
         made.append(LlamaServer(options, binary, **arguments))
         return made[-1]
 

@@ -185,7 +185,10 @@ async def test_only_options_that_it_knows_are_asked_for(peers, program, tmp_path
     assert "--flash-attn on" in arguments and "--fit off" in arguments and "--no-ui" in arguments
     assert "llama.sock" in arguments and "--port" not in arguments
     assert "--cache-ram" not in arguments and "--offline" not in arguments
-    assert "-c 256" in arguments and "-np 1" in arguments
+    assert "-np 1 -c 256" in arguments
+
+    await collect(peers(program(keep), parallel=4).start())
+    assert "-np 4 -c 1024" in log.read_text()
 
     await collect(
         peers(program(keep, help="--ctx-size N\n-fa, --flash-attn  use it\n--n-gpu-layers N")).start()
