@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.events import KernelProfile, KernelRole, KernelTime
@@ -48,6 +48,11 @@ class KernelProfiles:
     copy_gbps: float | None = None
     answer_us: float | None = None
     note: str = ""
+
+    def with_profile(self, profile: KernelProfile) -> KernelProfiles:
+        if profile.step == "decode":
+            return replace(self, note="", decode=profile)
+        return replace(self, note="", prefill=profile)
 
 
 @dataclass(frozen=True)

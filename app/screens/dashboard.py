@@ -9,22 +9,21 @@ from collections.abc import Callable
 
 from textual import on
 from textual.app import ComposeResult
-from textual.containers import Vertical
 from textual.events import Resize
-from textual.widget import Widget
 
+from app.chat.idle_profiler import IdleProfiler
 from app.chat.session import Session
 from app.chat.slowdown import is_quiet
 from app.comparison.engine_pair import answered_together
 from app.screens.engine_setup import EngineSetup
-from app.screens.idle_profiler import IdleProfiler
-from app.screens.kernel_source import KernelScreen
 from app.screens.performance import PerformanceObserver
 from engine.events import MIN_TOKENS, Counter, Event, Finished, Ready, decode_rate, shown_prefill_rate
 from engine.measure.counters import Counters
 from widgets.expert_strip import ExpertStrip
+from widgets.kernel_source import KernelScreen
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState
+from widgets.pane_stack import PaneStack
 from widgets.preset_bar import PresetBar
 from widgets.throughput_graph import ThroughputGraph
 
@@ -34,7 +33,7 @@ LOW_HEIGHT = 32
 """With fewer rows, the experts are left out (F9 shows them): the kernels would not fit."""
 
 
-class Dashboard(Vertical):
+class Dashboard(PaneStack):
     """While it is not visible, it draws nothing, reads no counters and has nothing measured."""
 
     DEFAULT_CSS = """
@@ -44,8 +43,7 @@ class Dashboard(Vertical):
     Dashboard ExpertStrip { height: auto; max-height: 7; }
     Dashboard ExpertStrip.-absent, Dashboard.-low ExpertStrip { display: none; }
     Dashboard MachinePanel { height: auto; max-height: 13; }
-    Dashboard.-zoomed > * { display: none; }
-    Dashboard.-zoomed > .-whole { display: block; height: 1fr; max-height: 100%; }
+    Dashboard.-zoomed > .-whole { max-height: 100%; }
     """
 
     def __init__(
@@ -57,10 +55,10 @@ class Dashboard(Vertical):
         super().__init__(id="dashboard")
         self.session, self.setup = session, setup
         self.performance = PerformanceObserver(session.clock)
-        self.profiler = IdleProfiler(session, self.performance)
+        self.profiler = IdleProfiler(lambda: session.engine, self._is_idle, self.performance)
         self.preset_bar, self.graph = PresetBar("F6", "F7", "F8"), ThroughputGraph()
         self.table, self.experts, self.machine = KernelTable(), ExpertStrip(classes="-absent"), MachinePanel()
-        self.panes: tuple[Widget, ...] = (self.graph, self.table, self.experts, self.machine)
+        self.panes = (self.graph, self.table, self.experts, self.machine)
         self._read_counters = read_counters or Counters().read
         self._counters: tuple[Counter, ...] = ()
         self._drawn_at = 0.0
@@ -130,6 +128,10 @@ class Dashboard(Vertical):
     def _source_requested(self, message: KernelTable.SourceRequested) -> None:
         self.app.push_screen(KernelScreen(message.kernel))
 
+    def _is_idle(self) -> bool:
+        session = self.session
+        return session.status.is_ready and not session.is_busy and session.candidate is None
+
     # --- drawing ----------------------------------------------------------------------------------------
 
     @property
@@ -161,23 +163,3 @@ class Dashboard(Vertical):
             slowdown = self.performance.slowdown(self._counters)
             self.machine.data = MachineState(self._counters, slowdown if self.session.is_answering else "")
             self._drawn_changes = -1  # the graph shows a counter too
-
-    # --- a pane on the whole screen ---------------------------------------------------------------------
-
-    @property
-    def whole(self) -> Widget | None:
-        """The pane that has the whole screen."""
-        return next((pane for pane in self.panes if pane.has_class("-whole")), None)
-
-    @property
-    def next_pane(self) -> Widget | None:
-        """The pane after that one, None after the last."""
-        index = 0 if self.whole is None else self.panes.index(self.whole) + 1
-        return next((pane for pane in self.panes[index:] if not pane.has_class("-absent")), None)
-
-    def zoom(self, pane: Widget | None) -> None:
-        for other in self.panes:
-            other.set_class(other is pane, "-whole")
-        self.set_class(pane is not None, "-zoomed")
-        if pane is not None:
-            pane.focus()

@@ -8,7 +8,7 @@ from textual.binding import Binding
 from textual.content import Content
 from textual.widgets import Static, TextArea
 
-from app.screens.page import Page
+from widgets.page import Page
 from widgets.text import one_line
 
 Edited = TypeVar("Edited")

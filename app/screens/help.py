@@ -8,7 +8,7 @@ from textual.containers import Grid, VerticalScroll
 from textual.widgets import Static
 
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
-from app.screens.page import Frame, Page
+from widgets.page import Frame, Page
 
 
 class HelpScreen(Page[None]):

@@ -12,9 +12,9 @@ from textual.content import Content
 from textual.screen import ScreenResultType
 from textual.widgets import Input, Static
 
-from app.screens.page import Frame, Page
 from widgets.entry_list import EntryList
 from widgets.ordered_input import OrderedInput
+from widgets.page import Frame, Page
 from widgets.text import one_line
 
 Entry = TypeVar("Entry")

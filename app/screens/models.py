@@ -15,13 +15,13 @@ from textual.widgets import Static
 from app.chat.download import Download, progress_text
 from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry
 from app.screens.list_page import ListPage, show_line
-from app.screens.page import Frame
 from engine.catalog import cache
 from engine.catalog.downloads import find_on_hub
 from engine.catalog.memory_fit import fits, memory_bytes
 from engine.catalog.names import HubModel, Source, parse
 from engine.errors import ModelFileError, OrinError
 from widgets.entry_list import EntryList
+from widgets.page import Frame
 from widgets.text import as_bytes, one_line
 
 SIZE_DELAY_S = 0.4

@@ -85,10 +85,8 @@ class PerformanceObserver:
                 self._engine_ready(event)
             case Measured(copy_gbps=copy_gbps):
                 self._bandwidth_measured(copy_gbps)
-            case KernelProfile(step="decode"):
-                self._set_kernels(replace(self.kernels, note="", decode=event))
             case KernelProfile():
-                self._set_kernels(replace(self.kernels, note="", prefill=event))
+                self._set_kernels(self.kernels.with_profile(event))
             case ExpertChoices() if self._experts:
                 self._experts.add(event, self._clock())
                 self.changes += 1

@@ -6,10 +6,10 @@ from textual.app import ComposeResult
 from textual.widgets import Input, TextArea
 
 from app.screens.edit_page import EditPage
-from app.screens.page import Frame
 from engine.errors import UsageError
 from presets.loader import preset_files, save
 from widgets.ordered_input import OrderedInput, OrderedTextArea
+from widgets.page import Frame
 
 KEYS = ("Ctrl+S saves · Esc closes · Tab to the name", "Ctrl+S saves · Esc closes", "Ctrl+S saves")
 

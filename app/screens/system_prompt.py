@@ -9,9 +9,9 @@ from textual.content import Content
 from textual.widgets import Select, TextArea
 
 from app.screens.edit_page import EditPage
-from app.screens.page import Frame
 from engine.events import Effort
 from widgets.ordered_input import OrderedTextArea
+from widgets.page import Frame
 from widgets.text import clean
 
 KEYS = ("Ctrl+S saves · Esc closes", "Ctrl+S saves")

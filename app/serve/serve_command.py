@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,14 +24,16 @@ EPILOG = """\
 A client takes the address that is printed, such as http://127.0.0.1:8080/v1:
   orin-chat --engine http://127.0.0.1:8080/v1
 The sampling options hold where a request does not say otherwise. Ctrl+C ends the
-server; answers in progress have 5 seconds.
+server; answers in progress have 5 seconds. On the screen, F9 shows one pane after
+the other.
 """
 
 
 def run(arguments: Sequence[str], settings: Settings) -> int:
     """Serves until it is interrupted, and returns the exit code. Raises OrinError.
 
-    Requests go to standard output, a line each when it has ended; all else goes to standard error."""
+    On a terminal, a screen shows what the engine does. With --plain, or if the output goes elsewhere, requests go to
+    standard output, a line each when it has ended, and all else to standard error."""
     args = _parse(arguments)
     _check_libraries()
     key = options.key(args)
@@ -60,6 +64,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         metavar="N",
         help=f"requests that may wait; more are refused ({MAX_WAITING})",
     )
+    add("--plain", action="store_true", help="a line for each request instead of the screen")
     add = parser.add_argument_group("sampling").add_argument
     options.add_sampling(add)
     add("--no-think", action="store_true", help="ask a thinking model not to think")
@@ -111,6 +116,18 @@ def _serve(args: Namespace, engine_options: EngineOptions, sampling: Sampling, n
             parallel=args.parallel,
             max_waiting=args.queue,
         )
-        lines = Lines(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        http = application(service, key)
+        if not args.plain and _has_screen():
+            from app.serve.serve_app import serve_on_screen
+
+            return asyncio.run(serve_on_screen(service, engine, http, sock, address))
+        lines = Lines(address)
         service.on_handled = lines.handled
-        return asyncio.run(Server(service, engine, application(service, key), sock, lines.show).run())
+        return asyncio.run(Server(service, engine, http, sock, lines.show).run())
+
+
+def _has_screen() -> bool:
+    """Whether a full screen can be shown. It is drawn on standard error."""
+    streams = (sys.stdin, sys.stdout, sys.stderr)
+    return os.environ.get("TERM") != "dumb" and all(stream.isatty() for stream in streams)

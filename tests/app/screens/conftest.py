@@ -11,4 +11,4 @@ def quick_frames(monkeypatch):
     monkeypatch.setattr("app.screens.frame_pacer.TYPING_S", 0.0)
     monkeypatch.setattr("app.screens.dashboard.FRAME_S", 0.02)
     monkeypatch.setattr("app.screens.dashboard.COUNTERS_S", 0.05)
-    monkeypatch.setattr("app.screens.idle_profiler.IDLE_S", 0.05)
+    monkeypatch.setattr("app.chat.idle_profiler.IDLE_S", 0.05)

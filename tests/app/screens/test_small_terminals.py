@@ -7,10 +7,10 @@ import pytest
 from app.chat.history import History
 from app.screens.chats import ChatsScreen
 from app.screens.engine_setup import EngineSetup
-from app.screens.page import Frame
 from engine.events import EngineOptions
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply
+from widgets.page import Frame
 
 SIZES = [(160, 48), (60, 20), (34, 12), (20, 6)]
 

@@ -7,9 +7,9 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from app.screens.page import Frame, Page
 from engine.events import KernelTime
 from widgets.kernel_lines import gbps
+from widgets.page import Frame, Page
 from widgets.text import clean, counted, one_line
 
 

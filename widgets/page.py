@@ -1,4 +1,4 @@
-"""The base of the pages over the chat: a frame with a title and the keys."""
+"""The base of the pages over the screen: a frame with a title and the keys."""
 
 from __future__ import annotations
 

@@ -1,0 +1,223 @@
+"""Turns what the engine and the server do into the figures of the server's screen. Nothing that is asked or said stays
+here: only counts, times and names of clients."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from app.cli.progress import describe
+from app.serve.service import Handled, ServedEngine, Service
+from engine.events import (
+    BlockCounts,
+    Event,
+    Failed,
+    Generate,
+    KernelProfile,
+    Measured,
+    Prefilling,
+    Ready,
+    Slot,
+    Slots,
+    Token,
+    decode_rate,
+)
+from widgets.client_lines import BIN_S, RATE_S, WINDOW_S, Bin, ClientThroughput
+from widgets.kernel_lines import KernelProfiles
+from widgets.request_list import Request
+from widgets.server_head import ServerState
+from widgets.slot_table import SlotState
+
+MAX_REQUESTS = 50
+TOO_MANY = 429  # the status of a request that is refused because too many wait
+
+
+@dataclass
+class _Reply:
+    """A request that the engine has begun with."""
+
+    client: str
+    done: int
+    total: int
+    tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def slot(self) -> Slot:
+        return Slot(
+            request_id=0,
+            client=self.client,
+            phase="decode" if self.tokens else "prefill",
+            prompt_done=self.done,
+            prompt_n=self.total,
+            predicted_n=self.tokens,
+            rate=decode_rate(self.tokens, (self.last_s - self.first_s) * 1e3),
+        )
+
+
+class Activity:
+    """`observe` takes the engine's own events, `handled` the requests that have ended, and `watched` is the engine to
+    answer them with. `changes` grows with each change of a figure, so that nothing is drawn twice."""
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address, self._clock = address, clock
+        self.changes = 0
+        self.kernels = KernelProfiles()
+        self.failed: Failed | None = None
+        self._ready: Ready | None = None
+        self._start = "starting"
+        self._slots: Slots | None = None
+        self._replies: dict[int, _Reply] = {}
+        self._requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
+        self._bins: dict[int, Counter[str]] = {}  # reply tokens by client
+        self._prompt_bins: Counter[int] = Counter()
+
+    # --- what happens -----------------------------------------------------------------------------------
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case Ready():
+                self._ready, self.failed = event, None
+            case Failed(request_id=None):
+                self.failed = event
+                self._slots = None
+            case Slots():
+                self._slots = event
+            case Measured(copy_gbps=copy_gbps):  # the best counts: other programs only make it less
+                best = max(copy_gbps, self.kernels.copy_gbps or 0.0)
+                self.kernels = replace(self.kernels, copy_gbps=best)
+            case KernelProfile():
+                self.kernels = self.kernels.with_profile(event)
+            case _ if text := describe(event) if self._ready is None else "":
+                self._start = text
+            case _:
+                return
+        self.changes += 1
+
+    def note(self, text: str) -> None:
+        """Shows `text` in the kernel table."""
+        self.kernels = replace(self.kernels, note=text)
+        self.changes += 1
+
+    def handled(self, request: Handled) -> None:
+        end = request.finished
+        self._requests.appendleft(
+            Request(
+                time.strftime("%H:%M:%S"),
+                request.client,
+                request.path,
+                request.status,
+                end.predicted_n if end else 0,
+                decode_rate(end.predicted_n, end.predicted_ms) if end else 0.0,
+                "" if end else request.error or "the client has gone",
+            )
+        )
+        self.changes += 1
+
+    def watched(self, engine: ServedEngine) -> ServedEngine:
+        return _Watched(engine, self)
+
+    async def follow(
+        self, request: Generate, events: AsyncGenerator[Event, None]
+    ) -> AsyncGenerator[Event, None]:
+        """`events`, the answer to `request`, counted."""
+        key = id(events)
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    self._count(key, request.client, event)
+                    yield event
+        finally:
+            self._replies.pop(key, None)
+            self.changes += 1
+
+    def _count(self, key: int, client: str, event: Event) -> None:
+        now = self._clock()
+        number = int(now / BIN_S)
+        match event:
+            case Prefilling():
+                reply = self._replies.setdefault(key, _Reply(client, event.cached, event.total))
+                self._prompt_bins[number] += max(0, event.done - reply.done)
+                reply.done, reply.total = event.done, event.total
+            case Token():
+                reply = self._replies.setdefault(key, _Reply(client, 0, 0))
+                reply.tokens, reply.last_s = reply.tokens + 1, now
+                reply.first_s = reply.first_s or now
+                self._bins.setdefault(number, Counter())[client] += 1
+            case _:
+                return
+        self.changes += 1
+
+    # --- figures ----------------------------------------------------------------------------------------
+
+    @property
+    def moves(self) -> bool:
+        """Whether the graph changes though nothing happens: it shows the last minute."""
+        self._forget()
+        return bool(self._bins)
+
+    def throughput(self) -> ClientThroughput:
+        self._forget()
+        last = int(self._clock() / BIN_S) - 1
+        recent = range(last - round(RATE_S / BIN_S) + 1, last + 1)
+        bins = tuple(Bin(number, tuple(counts.items())) for number, counts in sorted(self._bins.items()))
+        return ClientThroughput(bins, last, sum(self._prompt_bins[number] for number in recent) / RATE_S)
+
+    def slots(self, service: Service) -> SlotState:
+        """Of the engine's own account or, if it answers one after another, of the replies that it has begun."""
+        refused = service.metrics.requests[TOO_MANY]
+        if self._slots is not None:
+            return SlotState(self._slots.slots, service.open - _used(self._slots.slots), refused)
+        slots = [reply.slot() for reply in self._replies.values()]
+        idle = [None] * ((self._ready.parallel if self._ready else 1) - len(slots))
+        return SlotState((*slots, *idle), max(0, service.open - len(slots)), refused)
+
+    def blocks(self) -> tuple[BlockCounts, ...]:
+        return self._slots.blocks if self._slots else ()
+
+    def requests(self) -> tuple[Request, ...]:
+        return tuple(self._requests)
+
+    def head(self, service: Service, ending: str = "") -> ServerState:
+        ready, metrics = self._ready, service.metrics
+        engine: tuple[str, ...] = (service.model, self._start)
+        if ready is not None:
+            engine = (
+                service.model,
+                ready.model.quantization,
+                f"{ready.backend} ({ready.device_name})",
+                f"context {ready.context_length:,}",
+                f"{ready.parallel} at a time",
+            )
+        return ServerState(
+            self.address,
+            engine,
+            sum(metrics.requests.values()),
+            metrics.requests[TOO_MANY],
+            metrics.prompt_tokens,
+            metrics.predicted_tokens,
+            (*(ready.warnings if ready else ()), *([self.failed.message] if self.failed else [])),
+            ending,
+        )
+
+    def _forget(self) -> None:
+        """Drops what is too old for the graph."""
+        since = int((self._clock() - WINDOW_S) / BIN_S) - 1
+        for bins in (self._bins, self._prompt_bins):
+            for number in [number for number in bins if number < since]:
+                del bins[number]
+
+
+def _used(slots: tuple[Slot | None, ...]) -> int:
+    return sum(slot is not None for slot in slots)
+
+
+class _Watched:
+    def __init__(self, engine: ServedEngine, activity: Activity) -> None:
+        self._engine, self._activity = engine, activity
+
+    def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+        return self._activity.follow(request, self._engine.generate(request))

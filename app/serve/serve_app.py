@@ -1,0 +1,236 @@
+"""The server's screen: what its engine does, for whom, and how fast. It runs in the event loop of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.types import ASGIApp
+from textual import on
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.events import Print
+from textual.widget import Widget
+
+from app.chat.idle_profiler import IdleProfiler
+from app.chat.slowdown import is_quiet
+from app.cli.progress import say
+from app.serve.activity import Activity
+from app.serve.server import DRAIN_S, Server
+from app.serve.service import Service
+from engine.client import Engine, LocalEngine
+from engine.events import Counter, Event, Finished, Ready
+from engine.measure.counters import Counters
+from widgets.block_bar import BlockBar
+from widgets.client_graph import ClientGraph
+from widgets.kernel_source import KernelScreen
+from widgets.kernel_table import KernelTable
+from widgets.machine_panel import MachinePanel, MachineState
+from widgets.pane_stack import PaneStack, next_pane
+from widgets.request_list import RequestList
+from widgets.server_head import ServerHead
+from widgets.slot_table import SlotTable
+from widgets.text import counted
+
+FRAME_S = 0.5 if "SSH_CONNECTION" in os.environ else 0.25
+COUNTERS_S = 1.0
+WIDE_WIDTH, LOW_HEIGHT, TALL_HEIGHT = 110, 16, 40
+"""A narrower terminal shows the kernels and the machine only with F9, or if it has TALL_HEIGHT rows. One with less than
+LOW_HEIGHT rows leaves out more."""
+
+
+def interrupt() -> None:
+    """What Ctrl+C does in a terminal that shows lines: the screen gets it as a key."""
+    signal.raise_signal(signal.SIGINT)
+
+
+class ServeApp(App[None]):
+    """Shows `activity` and `service`. `stop` is called by Ctrl+C and Ctrl+Q. Exits when whoever runs it says so."""
+
+    TITLE = "orin-chat serve"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #panes { height: 1fr; }
+    ServerHead { height: auto; max-height: 9; }
+    ClientGraph { height: 2fr; min-height: 5; }
+    SlotTable { height: auto; max-height: 50%; }
+    RequestList { height: 1fr; min-height: 4; }
+    BlockBar { height: auto; max-height: 8; }
+    BlockBar.-absent { display: none; }
+    KernelTable { height: 1fr; min-height: 8; }
+    MachinePanel { height: auto; max-height: 13; }
+    #engine { display: none; width: 2fr; }
+    #clients { width: 3fr; }
+    .-wide #engine, .-whole-engine #engine { display: block; }
+    .-narrow.-tall #panes { layout: vertical; }
+    .-narrow.-tall #engine { display: block; width: 1fr; height: 1fr; }
+    .-narrow.-tall #clients { width: 1fr; height: 1fr; }
+    .-low RequestList, .-low ServerHead { display: none; }
+    .-low.-ending ServerHead { display: block; max-height: 4; }
+    .-low ClientGraph { min-height: 3; }
+    .-whole-engine #clients, .-whole-clients #engine { display: none; }
+    .-whole-engine #engine, .-whole-clients #clients { width: 1fr; height: 1fr; }
+    .-whole-engine #engine > .-whole, .-whole-clients #clients > .-whole { display: block; max-height: 100%; }
+    """
+    BINDINGS = [
+        Binding("ctrl+c", "stop", "End the server", show=False, priority=True),
+        Binding("ctrl+q", "stop", "End the server", show=False, priority=True),
+        Binding("f9", "zoom", "The next pane on the whole screen", show=False),
+        Binding("escape", "unzoom", "All panes", show=False),
+    ]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE_WIDTH, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (LOW_HEIGHT, "-medium"), (TALL_HEIGHT, "-tall")]
+
+    def __init__(
+        self,
+        service: Service,
+        engine: Engine,
+        activity: Activity,
+        *,
+        stop: Callable[[], object] = interrupt,
+        read_counters: Callable[[], tuple[Counter, ...]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.service, self.activity, self._stop = service, activity, stop
+        self._read_counters = read_counters or Counters().read
+        self._counters: tuple[Counter, ...] = ()
+        self.profiler = IdleProfiler(lambda: engine, self._is_idle, activity)
+        self.head, self.graph, self.slots = ServerHead(), ClientGraph(), SlotTable()
+        self.requests, self.blocks = RequestList(), BlockBar(classes="-absent")
+        self.table, self.machine = KernelTable(), MachinePanel()
+        self.clients, self.engine_panes = PaneStack(id="clients"), PaneStack(id="engine")
+        self.clients.panes = (self.graph, self.slots, self.requests)
+        self.engine_panes.panes = (self.blocks, self.table, self.machine)
+        self.printed: deque[str] = deque(maxlen=200)
+        """What was written to standard error, such as a traceback: for the terminal after the screen."""
+        self._drawn_changes = -1
+        self._stop_at = 0.0
+        self.animation_level = "none"
+
+    def compose(self) -> ComposeResult:
+        yield self.head
+        with Horizontal(id="panes"):
+            with self.clients:
+                yield from self.clients.panes
+            with self.engine_panes:
+                yield from self.engine_panes.panes
+
+    def on_mount(self) -> None:
+        self.begin_capture_print(self, stdout=False)
+        self.draw()
+        self.set_interval(FRAME_S, self.draw)
+        self.set_interval(COUNTERS_S, self._sample_counters)
+        self.call_after_refresh(self._sample_counters)
+
+    def on_print(self, event: Print) -> None:
+        self.printed.append(event.text)
+
+    # --- events -----------------------------------------------------------------------------------------
+
+    def observe(self, event: Event) -> None:
+        """Takes the engine's own events."""
+        self.activity.observe(event)
+        if isinstance(event, Ready):
+            self.profiler.engine_ready()
+        elif isinstance(event, Finished):
+            self.profiler.reply_finished()
+
+    def _is_idle(self) -> bool:
+        service = self.service
+        return service.ready is not None and not service.open and not service.stopping
+
+    @on(KernelTable.ProfileRequested)
+    def _profile_requested(self, message: KernelTable.ProfileRequested) -> None:
+        self.profiler.request(message.step)
+
+    @on(KernelTable.SourceRequested)
+    def _source_requested(self, message: KernelTable.SourceRequested) -> None:
+        self.push_screen(KernelScreen(message.kernel))
+
+    # --- drawing ----------------------------------------------------------------------------------------
+
+    def draw(self) -> None:
+        """Shows what has changed."""
+        activity, service = self.activity, self.service
+        with_kernels = self.table.size.width > 0 and not self.table.is_paused
+        self.profiler.measure_if_idle(with_kernels=with_kernels, is_quiet=is_quiet(self._counters))
+        if self._drawn_changes == activity.changes and not activity.moves and not service.stopping:
+            return
+        self._drawn_changes = activity.changes
+        with self.batch_update():
+            self.head.data = activity.head(service, self._ending())
+            self.graph.data = activity.throughput()
+            self.slots.data = activity.slots(service)
+            self.requests.data = activity.requests()
+            blocks = activity.blocks()
+            self.blocks.set_class(not blocks, "-absent")
+            self.blocks.data = blocks
+            self.table.data = activity.kernels
+
+    def _ending(self) -> str:
+        if not self.service.stopping:
+            return ""
+        self._stop_at = self._stop_at or time.monotonic() + DRAIN_S
+        self.screen.set_class(True, "-ending")
+        left = max(0.0, self._stop_at - time.monotonic())
+        answers = counted(self.service.open, "answer")
+        return f"The server ends: {answers} in progress, {left:.0f} s left. Ctrl+C ends them now."
+
+    async def _sample_counters(self) -> None:
+        if self.machine.size.width > 0:
+            self._counters = await asyncio.to_thread(self._read_counters)
+            self.machine.data = MachineState(self._counters)
+
+    # --- keys -------------------------------------------------------------------------------------------
+
+    def action_stop(self) -> None:
+        self._stop()
+
+    def action_zoom(self) -> None:
+        panes = (*self.clients.panes, *self.engine_panes.panes)
+        self._zoom(next_pane(panes, self.clients.whole or self.engine_panes.whole))
+
+    def action_unzoom(self) -> None:
+        self._zoom(None)
+
+    def _zoom(self, pane: Widget | None) -> None:
+        for stack in (self.clients, self.engine_panes):
+            mine = pane if pane in stack.panes else None
+            self.screen.set_class(mine is not None, f"-whole-{stack.id}")
+            stack.zoom(mine)
+        if pane is None:
+            self.screen.set_focus(None)
+
+
+async def serve_on_screen(
+    service: Service, engine: LocalEngine, http: ASGIApp, sock: socket.socket, address: str
+) -> int:
+    """Serves as `Server.run` does, with a screen, and returns the exit code."""
+    activity = Activity(address)
+    app = ServeApp(service, engine, activity)
+    engine.on_event, service.on_handled = app.observe, activity.handled
+    service.engine = activity.watched(engine)
+    code = await run_beside(app, Server(service, engine, http, sock, activity.observe).run())
+    sys.stderr.write("".join(app.printed))
+    if activity.failed and service.ready is None:
+        say(sys.stderr, activity.failed.message, activity.failed.hint)
+    return code
+
+
+async def run_beside(app: ServeApp, serving: Coroutine[Any, Any, int]) -> int:
+    """Shows `app` as long as the server `serving` runs, and returns the server's exit code. If the screen fails, the
+    server ends, too."""
+    server = asyncio.ensure_future(serving)
+    server.add_done_callback(lambda _: app.exit())
+    await app.run_async()
+    if not server.done():
+        interrupt()
+    return await server

@@ -1,0 +1,97 @@
+"""The panes of the server's screen, as lines."""
+
+import pytest
+
+from engine.events import BlockCounts, Slot
+from widgets import block_bar, client_lines, request_list, server_head, slot_table
+from widgets.client_lines import Bin, ClientThroughput, client_name
+from widgets.request_list import Request, RequestList
+from widgets.server_head import ServerState
+from widgets.slot_table import SlotState
+
+BINS = tuple(Bin(number, (("10.0.0.1", 30), ("10.0.0.2", 10))) for number in range(100, 110))
+TWO = ClientThroughput(BINS, last=109, prefill=1200.0)
+PREFILL = Slot(
+    request_id=1, client="10.0.0.1", phase="prefill", prompt_done=50, prompt_n=200, predicted_n=0, rate=0
+)
+DECODE = Slot(
+    request_id=2, client="10.0.0.2", phase="decode", prompt_done=96, prompt_n=96, predicted_n=12, rate=43.2
+)
+
+
+def texts(lines):
+    return ["".join(text for text, _ in line) for line in lines]
+
+
+def test_throughput_is_stacked_by_client():
+    head, *graph, axis, legend = texts(client_lines.lines(TWO, 65, 12))
+    assert head == "80 tok/s  prefill 1.2k tok/s"
+    assert legend == "█ 10.0.0.1 60 tok/s  ░ 10.0.0.2 20 tok/s"
+    assert axis.startswith("-60 s ─") and axis.endswith(" now") and len(axis) == 65
+    last = [line[-1] for line in reversed(graph)]  # the newest cell from the bottom
+    assert last == ["█"] * 7 + ["░"] * 2
+    assert graph[0].startswith("  80 ") and all(line[5:60].strip() == "" for line in graph)
+
+
+def test_more_clients_than_patterns_are_others():
+    tokens = tuple((f"10.0.0.{i}", 2) for i in range(9))
+    *_, legend = texts(client_lines.lines(ClientThroughput((Bin(9, tokens),), last=9), 200, 12))
+    assert "╳ others 4.0 tok/s" in legend and "10.0.0.4 1.0" in legend and "10.0.0.5" not in legend
+
+
+def test_names_from_the_network_are_harmless():
+    assert (
+        client_name("\x1b[31m[b]a") == "[31m[b]a"
+        and client_name("日本") == "??"
+        and client_name("") == "unknown"
+    )
+    assert client_name("a" * 99) == "a" * 23 + "…"
+    drawn = slot_table.lines(SlotState((Slot(
+        request_id=1, client="\x1b]0;x\x07", phase="decode", prompt_done=1, prompt_n=1, predicted_n=1, rate=1.0
+    ),)), 60, 9)  # fmt: skip
+    assert not any(ord(c) < 32 for text in texts(drawn) for c in text)
+
+
+def test_slots_and_queue():
+    state = SlotState((PREFILL, None, DECODE), waiting=2, refused=1)
+    assert texts(slot_table.lines(state, 70, 9)) == [
+        "2 waiting · 1 refused",
+        " 1 10.0.0.1        prefill  25% ██▌        50 of 200 tokens",
+        " 2 idle",
+        " 3 10.0.0.2        decode   43 tok/s 12 tokens after 96",
+    ]
+    low = texts(slot_table.lines(state, 70, 3))
+    assert low[1].startswith(" 1 10.0.0.1") and low[2] == "2 more: no room"
+
+
+def test_blocks_in_words_and_a_bar():
+    bar, words = texts(block_bar.lines((BlockCounts(free=50, held=25, cached=25),), 40))
+    assert bar == "█" * 10 + "▒" * 10 + "·" * 20 and words == "█ 25 held · ▒ 25 kept · · 50 free"
+
+
+def test_requests():
+    done = Request("12:00:01", "10.0.0.1", "/v1/chat/completions", 200, 12, 43.0)
+    refused = Request("12:00:00", "10.0.0.1", "/v1/chat/completions", 429, problem="rate_limit_error")
+    assert texts(RequestList().draw((done, refused), 90, 1)) == [
+        "12:00:01 10.0.0.1        /v1/chat/completions 200 12 tokens, 43 tok/s"
+    ]
+    assert "429 rate_limit_error" in texts([request_list._line(refused, 60)])[0]
+
+
+def test_the_head_says_how_the_server_ends_first():
+    state = ServerState(
+        "http://127.0.0.1:8080/v1", ("tiny", "Q6_K"), 1, 0, 96, 1200, ending="The server ends."
+    )
+    assert texts(server_head.lines(state, 80)) == [
+        "The server ends.",
+        "http://127.0.0.1:8080/v1",
+        "tiny · Q6_K",
+        "1 request · 0 refused · 96 prompt tokens · 1,200 reply tokens",
+    ]
+
+
+@pytest.mark.parametrize(("width", "height"), [(16, 2), (1, 1), (30, 5)])
+def test_small_panes(width, height):
+    assert len(client_lines.lines(TWO, width, height)) <= height
+    assert len(slot_table.lines(SlotState((PREFILL, DECODE)), width, height)) <= height
+    assert block_bar.lines((BlockCounts(free=0, held=0, cached=0),), width)

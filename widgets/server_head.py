@@ -1,0 +1,59 @@
+"""The first lines of a server's screen: where it listens, what it serves, and how much it has done."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from textual.geometry import Size
+
+from widgets.pane import Line, Pane
+from widgets.text import counted, one_line
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """`engine` are phrases on the model and its engine, or on its start. `warnings` are sentences. `ending`: how the
+    server ends; "" while it serves."""
+
+    address: str
+    engine: tuple[str, ...] = ()
+    requests: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    reply_tokens: int = 0
+    warnings: tuple[str, ...] = ()
+    ending: str = ""
+
+
+class ServerHead(Pane[ServerState]):
+    BORDER_TITLE = "orin-chat serve"
+
+    def draw(self, data: ServerState, width: int, height: int) -> list[Line]:
+        return lines(data, width)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return 0 if self.data is None else len(lines(self.data, width))
+
+    def watch_data(self, before: ServerState | None, after: ServerState | None) -> None:
+        width = self.size.width
+        if before is None or after is None or len(lines(before, width)) != len(lines(after, width)):
+            self.refresh(layout=True)
+
+
+def lines(state: ServerState, width: int) -> list[Line]:
+    """How the server ends comes first: low terminals show the first lines."""
+    figures = (
+        counted(state.requests, "request"),
+        f"{state.refused:,} refused",
+        f"{state.prompt_tokens:,} prompt tokens",
+        f"{state.reply_tokens:,} reply tokens",
+    )
+    texts = (
+        (state.ending, "warning"),
+        (state.address, "strong"),
+        (" · ".join(one_line(part) for part in state.engine if part), ""),
+        (" · ".join(figures), "dim"),
+        *((f"⚠ {one_line(warning)}", "warning") for warning in state.warnings),
+    )
+    return [[(line, style)] for text, style in texts for line in textwrap.wrap(text, max(8, width))]

@@ -1,0 +1,71 @@
+"""The pane of the slots of a server's engine: what each of its conversations does, and the queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.geometry import Size
+
+from engine.events import Slot
+from widgets.client_lines import client_name
+from widgets.pane import Line, Pane
+from widgets.plot import bar, short_number
+from widgets.text import counted
+
+_NUMBER, _BAR, _CLIENT = 3, 10, 15  # cells
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """`slots` as in `engine.events.Slots`. `waiting` requests wait for one, and `refused` were refused so far."""
+
+    slots: tuple[Slot | None, ...] = ()
+    waiting: int = 0
+    refused: int = 0
+
+
+class SlotTable(Pane[SlotState]):
+    BORDER_TITLE = "slots"
+
+    def draw(self, data: SlotState, width: int, height: int) -> list[Line]:
+        return lines(data, width, height)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return 0 if self.data is None else 1 + len(self.data.slots)
+
+    def watch_data(self, before: SlotState | None, after: SlotState | None) -> None:
+        if before is None or after is None or len(before.slots) != len(after.slots):
+            self.refresh(layout=True)
+
+
+def lines(data: SlotState, width: int, height: int) -> list[Line]:
+    """The queue, and a row for each slot. Where there is no room for all, those at work come first, and the last line
+    says how many are left out."""
+    queue = f"{data.waiting} waiting · {data.refused} refused"
+    head: Line = [(queue, "warning" if data.waiting else "dim")]
+    rows = list(enumerate(data.slots, 1))
+    if 1 + len(rows) > height:
+        rows.sort(key=lambda row: row[1] is None)
+        rows = rows[: max(0, height - 2)]
+    table = [[(f"{number:>{_NUMBER - 1}} ", "dim"), *_row(slot, width - _NUMBER)] for number, slot in rows]
+    left = len(data.slots) - len(rows)
+    return [head, *table, *([[(f"{left} more: no room", "dim")]] if left else [])][:height]
+
+
+def _row(slot: Slot | None, width: int) -> Line:
+    """Narrow rows leave out the bar, then the tokens."""
+    if slot is None:
+        return [("idle", "dim")]
+    client = f"{client_name(slot.client):<{_CLIENT}} "
+    if slot.phase == "prefill":
+        share = slot.prompt_done / slot.prompt_n if slot.prompt_n else 0.0
+        line: Line = [(client, ""), (f"prefill {share:>4.0%}", "hatched")]
+        tokens = f" {slot.prompt_done:,} of {counted(slot.prompt_n, 'token')}"
+        drawn: Line = [(f" {bar(share, _BAR)}", "hatched")]
+    else:
+        line = [(client, ""), (f"decode {short_number(slot.rate):>4} tok/s", "value")]
+        tokens, drawn = f" {counted(slot.predicted_n, 'token')} after {slot.prompt_n:,}", []
+    for more in ([*drawn, (tokens, "dim")], [(tokens, "dim")], []):
+        if sum(len(text) for text, _ in (*line, *more)) <= width:
+            return [*line, *more]
+    return [(client_name(slot.client)[: max(4, width - len(line[1][0]) - 1)] + " ", ""), line[1]]
