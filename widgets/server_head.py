@@ -28,6 +28,7 @@ class ServerState:
 
 class ServerHead(Pane[ServerState]):
     BORDER_TITLE = "orin-chat serve"
+    BORDER_SUBTITLE = "F9 one pane · Ctrl+C ends"
 
     def draw(self, data: ServerState, width: int, height: int) -> list[Line]:
         return lines(data, width)
