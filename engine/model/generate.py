@@ -65,7 +65,14 @@ class TextModel:
         file = GGUF(options.model_path)
         spec = read_spec(file)
         self.context_length = _context_length(options, spec)
-        check_fits(spec, self.context_length, free_bytes(Device.DEFAULT), Device.DEFAULT, options.kernels)
+        check_fits(
+            spec,
+            self.context_length,
+            free_bytes(Device.DEFAULT),
+            Device.DEFAULT,
+            options.kernels,
+            options.parallel,
+        )
         beside_loading = ThreadPoolExecutor(1)
         prompts = beside_loading.submit(PromptEncoder, file)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy

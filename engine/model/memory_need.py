@@ -57,9 +57,10 @@ def runs_as_graph(spec: ModelSpec, device: str, kernels: KernelPath) -> bool:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory that a model needs for a context of `context` tokens."""
+    """The memory that a model needs for `conversations` at once, with a context of `context` tokens each."""
 
     context: int
+    conversations: int
     weights_bytes: int
     cache_bytes: int
     kernels_bytes: int
@@ -70,8 +71,9 @@ class MemoryNeed:
         return self.weights_bytes + self.cache_bytes + self.kernels_bytes
 
     def __str__(self) -> str:
+        contexts = "a context" if self.conversations == 1 else f"{self.conversations} contexts"
         return (
-            f"{gigabytes(self.weights_bytes)} of weights, {gigabytes(self.cache_bytes)} for a context of "
+            f"{gigabytes(self.weights_bytes)} of weights, {gigabytes(self.cache_bytes)} for {contexts} of "
             f"{self.context:,} tokens, {gigabytes(self.kernels_bytes)} for kernels"
         )
 
@@ -87,29 +89,40 @@ def default_context(spec: ModelSpec) -> int:
 
 
 def memory_need(
-    spec: ModelSpec, context: int | None = None, device: str = "CPU", kernels: KernelPath = "auto"
+    spec: ModelSpec,
+    context: int | None = None,
+    device: str = "CPU",
+    kernels: KernelPath = "auto",
+    parallel: int = 1,
 ) -> MemoryNeed:
-    """What a model needs with a context of `context` tokens (None: the default) on tinygrad's device (CPU, CUDA, …)."""
+    """What a model needs with a context of `context` tokens (None: the default) on tinygrad's device (CPU, CUDA, …).
+    On a GPU each of `parallel` conversations has a context; elsewhere they share what there is room for."""
     context = context or default_context(spec)
     path = _CPU if device.startswith("CPU") else _GPU
     if runs_as_graph(spec, device, kernels):
         path = _GRAPH
+    conversations = parallel if path is _GPU else 1
     piece = min(PIECE_BYTES, max(weight.n_bytes for weight in spec.weights()))
     return MemoryNeed(
         context=context,
+        conversations=conversations,
         weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in spec.weights()),
-        cache_bytes=_cache_bytes(spec, path, context),
+        cache_bytes=conversations * _cache_bytes(spec, path, context),
         kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
     )
 
 
 def largest_context(
-    spec: ModelSpec, free_bytes: int, device: str = "CPU", kernels: KernelPath = "auto"
+    spec: ModelSpec,
+    free_bytes: int,
+    device: str = "CPU",
+    kernels: KernelPath = "auto",
+    parallel: int = 1,
 ) -> int:
     """The largest context, in tokens, with which a model fits into `free_bytes`; 0 if none does that is worth it."""
 
     def fits(context: int) -> bool:
-        return memory_need(spec, context, device, kernels).total_bytes <= free_bytes
+        return memory_need(spec, context, device, kernels, parallel).total_bytes <= free_bytes
 
     if fits(spec.trained_context):
         return spec.trained_context
@@ -122,10 +135,15 @@ def largest_context(
 
 
 def check_fits(
-    spec: ModelSpec, context: int, free_bytes: int | None, device: str, kernels: KernelPath
+    spec: ModelSpec,
+    context: int,
+    free_bytes: int | None,
+    device: str,
+    kernels: KernelPath,
+    parallel: int = 1,
 ) -> None:
     """Raises BackendError, which says what would fit, if a model does not fit into `free_bytes` (None: not known)."""
-    need = memory_need(spec, context, device, kernels)
+    need = memory_need(spec, context, device, kernels, parallel)
     if free_bytes is None or need.total_bytes <= free_bytes:
         return
     raise BackendError(
@@ -135,10 +153,10 @@ def check_fits(
 
 
 def _what_fits(spec: ModelSpec, need: MemoryNeed, free_bytes: int, device: str, kernels: KernelPath) -> str:
-    context = largest_context(spec, free_bytes, device, kernels)
+    context = largest_context(spec, free_bytes, device, kernels, need.conversations)
     if 0 < context < need.context:
         return f"A context of {context:,} tokens would fit: --context {context}."
-    shorter = memory_need(spec, min(need.context, 2048), device, kernels)
+    shorter = memory_need(spec, min(need.context, 2048), device, kernels, need.conversations)
     left = free_bytes - shorter.cache_bytes - shorter.kernels_bytes
     weights = sum(weight.experts * weight.rows * weight.cols for weight in spec.weights())
     if smaller := next((name for name, bits in _BITS.items() if weights * bits / 8 <= left), ""):

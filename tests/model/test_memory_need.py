@@ -76,6 +76,16 @@ def test_what_fits_is_not_refused(spec):
     check_fits(spec, 8192, None, "CUDA", "auto")  # the free memory is not known
 
 
+def test_several_conversations_have_a_cache_each_on_a_gpu(spec):
+    one, four = (memory_need(spec, 8192, "CUDA", parallel=n) for n in (1, 4))
+    assert (four.cache_bytes, four.weights_bytes) == (4 * one.cache_bytes, one.weights_bytes)
+    assert "for 4 contexts of 8,192 tokens" in str(four)
+    assert memory_need(spec, 8192, "CPU", parallel=4) == memory_need(spec, 8192, "CPU")
+    with pytest.raises(BackendError, match="4 contexts") as raised:
+        check_fits(spec, 8192, one.total_bytes, "CUDA", "auto", 4)
+    assert "--context" in raised.value.hint
+
+
 @pytest.mark.parametrize(
     "free, hint",
     [
