@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -75,16 +75,16 @@ def _clients(data: ClientThroughput) -> list[str]:
     return names if len(names) <= len(_PATTERNS) else [*names[: len(_PATTERNS) - 1], _OTHERS]
 
 
-def _named(values: dict[str, float], clients: Sequence[str]) -> Counter[str]:
+def _named(values: Mapping[str, float], clients: Sequence[str]) -> dict[str, float]:
     """`values` by what the legend calls the clients."""
-    named = Counter[str]()
+    named = dict.fromkeys(clients, 0.0)
     for client, value in values.items():
         name = client_name(client)
-        named[name if name in clients else _OTHERS] += value  # type: ignore[assignment]
+        named[name if name in named else _OTHERS] += value
     return named
 
 
-def _legend(clients: Sequence[str], rates: Counter[str], width: int) -> list[Line]:
+def _legend(clients: Sequence[str], rates: Mapping[str, float], width: int) -> list[Line]:
     """Patterns, names and speeds, as many on a line as fit."""
     legend, room = list[Line](), 0
     for i, client in enumerate(clients):
@@ -114,12 +114,12 @@ def _graph(data: ClientThroughput, clients: Sequence[str], width: int, height: i
     return graph
 
 
-def _columns(data: ClientThroughput, clients: Sequence[str], cells: int) -> list[Counter[str]]:
+def _columns(data: ClientThroughput, clients: Sequence[str], cells: int) -> list[dict[str, float]]:
     """Tokens a second by name in each cell of the last minute. A bin counts in each cell for the time that it has in
     it. Cells begin at multiples of their length, so that the graph keeps its shape when it moves."""
     cell_s = WINDOW_S / cells
     first = int((data.last + 1) * BIN_S / cell_s) - cells
-    columns = [Counter[str]() for _ in range(cells)]
+    columns = [dict.fromkeys(clients, 0.0) for _ in range(cells)]
     for bin in data.bins:
         if bin.number > data.last:
             continue
@@ -128,11 +128,11 @@ def _columns(data: ClientThroughput, clients: Sequence[str], cells: int) -> list
         for cell in range(max(0, int(start)), min(cells, int(end) + 1)):
             share = (min(end, cell + 1) - max(start, cell)) / (end - start)
             for name, count in named.items():
-                columns[cell][name] += count * max(0.0, share) / cell_s  # type: ignore[assignment]
+                columns[cell][name] += count * max(0.0, share) / cell_s
     return columns
 
 
-def _stack(column: Counter[str], clients: Sequence[str], top: float, height: int) -> list[int | None]:
+def _stack(column: Mapping[str, float], clients: Sequence[str], top: float, height: int) -> list[int | None]:
     """For each row from the bottom, the number of the client whose part covers most of it. Any speed has a row."""
     rows: list[int | None] = [None] * height
     total, done = sum(column.values()), 0.0

@@ -170,7 +170,7 @@ class Activity:
         """Of the engine's own account or, if it answers one after another, of the replies that it has begun."""
         refused = service.metrics.requests[TOO_MANY]
         if self._slots is not None:
-            return SlotState(self._slots.slots, service.open - _used(self._slots.slots), refused)
+            return SlotState(self._slots.slots, max(0, service.open - _used(self._slots.slots)), refused)
         slots = [reply.slot() for reply in self._replies.values()]
         idle = [None] * ((self._ready.parallel if self._ready else 1) - len(slots))
         return SlotState((*slots, *idle), max(0, service.open - len(slots)), refused)
