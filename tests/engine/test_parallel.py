@@ -55,8 +55,8 @@ async def test_each_of_many_gets_its_own_text_and_the_slots_are_reported(engine)
     assert await asyncio.gather(*answers) == [greedy_reply(prompt, 20) for prompt in prompts]
     assert isinstance(await measured, Measured)
     slots = [event for event in seen if isinstance(event, Slots)]
+    assert any(slots[0].slots), "the first round is reported"
     assert slots[-1].slots == (None,) * 3 and slots[-1].waiting == 0
-    assert max(event.waiting for event in slots) > 0
 
 
 async def test_one_that_leaves_and_one_that_cannot_be_answered_do_not_disturb_others(engine):
