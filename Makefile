@@ -1,15 +1,20 @@
 # make chat    set up and chat; MODEL=qwen3:0.6b or file.gguf (else the last one, or the one that is built in),
 #              BACKEND=CPU|CUDA|NV, ARGS="more options of orin-chat"
+# make serve   set up and answer other programs; MODEL, BACKEND and ARGS as above
 # make test    set up and run the tests; ARGS="options of pytest"
 # make check   everything that continuous integration checks
 # make clean   remove what these made
-.PHONY: chat test check clean
+.PHONY: chat serve test check clean
 BACKEND ?= auto
 PYTHON = .venv/bin/python
 
 chat:
 	@BACKEND=$(BACKEND) .ci/setup
 	@$(PYTHON) -m app $(if $(MODEL),--model "$(MODEL)") --backend $(BACKEND) $(ARGS)
+
+serve:
+	@BACKEND=$(BACKEND) .ci/setup serve
+	@$(PYTHON) -m app serve $(if $(MODEL),--model "$(MODEL)") --backend $(BACKEND) $(ARGS)
 
 # The tests run on the CPU backend.
 test:
