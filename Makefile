@@ -14,7 +14,7 @@ chat:
 
 serve:
 	@BACKEND=$(BACKEND) .ci/setup serve
-	@$(PYTHON) -m app serve $(if $(MODEL),--model "$(MODEL)") --backend $(BACKEND) $(ARGS)
+	@$(PYTHON) -m app serve $(if $(MODEL),--model "$(MODEL)") --backend $(BACKEND) $(ARGS) || [ $$? -eq 130 ] # Ctrl+C
 
 # The tests run on the CPU backend.
 test:
