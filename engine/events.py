@@ -16,6 +16,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 StopReason = Literal["stop", "length", "cancelled"]
 Effort = Literal["low", "medium", "high"]
 KernelPath = Literal["auto", "fused", "graph"]
+ContextLength = int | Literal["max"] | None
+"""Tokens. "max": as many as the model was trained for and memory has room for. None: the model's own, up to 8192."""
 Step = Literal["decode", "prefill"]
 KernelRole = Literal[
     "embedding", "QKV projection", "attention", "attention output", "FFN gate+up", "FFN down", "router",
@@ -111,7 +113,7 @@ class Matvec(_Record, frozen=True, kw_only=True):
 
 class EngineOptions(_Record, frozen=True, kw_only=True):
     """The options of an engine, fixed for the life of its process. `backend` is a tinygrad device ("CPU", "CUDA", "NV")
-    or "auto". `context_length` is in tokens; None takes the model's own, up to 8192.
+    or "auto".
 
     `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules, "auto"
     takes what suits the device. `search_width` is the width of the search for faster kernels in the captured steps
@@ -119,11 +121,11 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     tinygrad's heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search in seconds
     (None: by its width); `search_again` repeats a search whose result is known from an earlier start. `keep_packed`
     keeps a CPU's packed weights on disk for the next start. With `parallel` above 1, as many conversations are answered
-    at the same time, each with a context of `context_length`, where the device's kernels can do that."""
+    at the same time, each with its own context, where the device's kernels can do that."""
 
     model_path: str
     backend: str = "auto"
-    context_length: int | None = None
+    context_length: ContextLength = None
     kernels: KernelPath = "auto"
     search_width: int | None = None
     matvec: Matvec | None = None
@@ -201,8 +203,13 @@ class ModelInfo(_Record, frozen=True, kw_only=True):
 
 
 class Loading(_Record, frozen=True, kw_only=True):
+    """Of the model's weights `done_bytes` are loaded. `cache_bytes` is what the KV cache takes in memory for a context
+    of `context_length` tokens (0: not known)."""
+
     done_bytes: int
     total_bytes: int
+    context_length: int = 0
+    cache_bytes: int = 0
 
 
 class Search(_Record, frozen=True, kw_only=True):
@@ -233,7 +240,8 @@ class Warming(_Record, frozen=True, kw_only=True):
 
 
 class Ready(_Record, frozen=True, kw_only=True):
-    """The engine can answer. `context_length` is in tokens, `load_ms` the time from the start of loading.
+    """The engine can answer. `context_length` is in tokens, `cache_bytes` what its KV cache takes in memory (0: not
+    known), `load_ms` the time from the start of loading.
     `warnings` are sentences about unexpected things in the model. `parallel` conversations are answered at a time.
     A decode step reads `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), and
     `window_kv_bytes_per_token` for each of those in the sliding `window`. If the engine reports `ExpertChoices`,
@@ -244,6 +252,7 @@ class Ready(_Record, frozen=True, kw_only=True):
     device_name: str
     context_length: int
     load_ms: float
+    cache_bytes: int = 0
     warnings: tuple[str, ...] = ()
     parallel: int = 1
     weight_bytes_per_token: int = 0

@@ -7,7 +7,7 @@ beside this file. The user's presets lie in the configuration folder and replace
                               # auto (fused)
     jitbeam = 2               # width of the search for kernels, 0 to 16; this key may also be written beam.
                               # fused: our search for schedules, on a GPU; graph: tinygrad's search
-    context = 8192            # tokens
+    context = 8192            # tokens, or "max": what the model was trained for and memory has room for
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"
     block_size = 4
     threads_per_row = 8
@@ -49,7 +49,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kernels: KernelPath = "auto"
     beam: _Width = 0
     jitbeam: _Width = 0
-    context: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
+    context: Annotated[int, Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None = None
     matvec: PresetMatvec | None = None
     sampling: PresetSampling = PresetSampling()
 

@@ -23,7 +23,8 @@ def status_text(status: EngineStatus) -> str:
         case Phase.STARTING:
             parts = ["starting the engine"]
         case Phase.LOADING:
-            parts = ["loading", as_bytes(done) + (f" of {as_bytes(total)}" if total else ""), share, left]
+            of_total = f" of {as_bytes(total)}" if total else ""
+            parts = ["loading", as_bytes(done) + of_total, share, left, context_cost(status)]
         case Phase.WARMING:
             task = "searching" if status.searching else "preparing kernels"
             cached = f"{status.cached} from the cache" if status.cached else ""
@@ -44,6 +45,13 @@ def status_text(status: EngineStatus) -> str:
         case Phase.READY | Phase.STOPPING:
             parts = [status.phase.value]
     return " · ".join(part for part in parts if part)
+
+
+def context_cost(status: EngineStatus) -> str:
+    """What the context takes in memory: context of 40,960 tokens: 4.7 GB of KV cache. "" if that is not known."""
+    if not status.cache_bytes:
+        return ""
+    return f"context of {counted(status.context_length, 'token')}: {as_bytes(status.cache_bytes)} of KV cache"
 
 
 class ActivityLine(Widget):

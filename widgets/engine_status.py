@@ -24,7 +24,8 @@ class EngineStatus:
     the product whose fastest kernel is searched ("": no search).
 
     `model`, `quantization`, `backend` and `device` are "" before the engine is ready, `parameters` (weights) and
-    `context_length` (tokens) are 0. `takes_effort`: the chat template reads how much the model should think. `tokens`,
+    `context_length` (tokens) are 0, and so is `cache_bytes`, what the KV cache takes in memory; the last two may be
+    known while the engine loads. `takes_effort`: the chat template reads how much the model should think. `tokens`,
     `tokens_per_s` and `first_token_s` are of the reply in progress or the last one. None: not known."""
 
     phase: Phase = Phase.STARTING
@@ -45,3 +46,4 @@ class EngineStatus:
     first_token_s: float | None = None
     context_used: int | None = None
     context_length: int = 0
+    cache_bytes: int = 0

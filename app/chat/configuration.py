@@ -71,7 +71,7 @@ def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:
 def with_other_model(options: EngineOptions, path: Path, trained_context: int = 0) -> EngineOptions:
     """The options for another model file. The context is at most `trained_context` tokens (0: not known)."""
     length = options.context_length
-    if length and trained_context:
+    if isinstance(length, int) and trained_context:
         length = min(length, trained_context)
     return replace(options, model_path=str(path), context_length=length)
 

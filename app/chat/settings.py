@@ -9,7 +9,7 @@ import msgspec
 import platformdirs
 
 from engine.errors import UsageError
-from engine.events import Sampling
+from engine.events import ContextLength, Sampling
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
 
@@ -24,7 +24,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str = ""
     preset: str = ""
     backend: str = "auto"
-    context: int | None = None
+    context: ContextLength = None
     system: str = ""
     llama_server: str = ""  # the program, or the address of a server, for comparisons
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start

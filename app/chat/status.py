@@ -82,6 +82,9 @@ class StatusObserver:
         match event:
             case Loading(done_bytes=done, total_bytes=total):
                 self._progress(Phase.LOADING, done, total)
+                self._status = replace(
+                    self._status, context_length=event.context_length, cache_bytes=event.cache_bytes
+                )
             case Warming(search=search):
                 self._progress(Phase.WARMING, event.done, event.total)
                 self._search(search, event.cached)
@@ -96,6 +99,7 @@ class StatusObserver:
                     backend=event.backend,
                     device=event.device_name,
                     context_length=event.context_length,
+                    cache_bytes=event.cache_bytes,
                 )
             case Prefilling(done=done, total=total, cached=cached):
                 self._progress(Phase.PREFILLING, done, total, start=cached)

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from engine.errors import UsageError
 
@@ -240,7 +240,12 @@ def add_engine(add: Callable[..., Any]) -> None:
     )
     add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
     add_backend(add)
-    add("--context", type=positive, metavar="N", help="context in tokens (the model's, within bounds)")
+    add(
+        "--context",
+        type=context,
+        metavar="N|max",
+        help="tokens; max: what model and memory allow (8192 at most)",
+    )
     add("--beam", type=count, metavar="N", help="width of the search for faster kernels (0)")
 
 
@@ -278,6 +283,14 @@ def count(text: str, minimum: int = 0) -> int:
 def positive(text: str) -> int:
     """A whole number of 1 or more. Raises ArgumentTypeError."""
     return count(text, 1)
+
+
+def context(text: str) -> int | Literal["max"]:
+    """Tokens of context, or "max". Raises ArgumentTypeError."""
+    try:
+        return "max" if text == "max" else positive(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, or max, not {text!r}") from None
 
 
 def _token_ids(text: str) -> tuple[int, ...]:

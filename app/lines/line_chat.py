@@ -30,7 +30,7 @@ from app.lines.other_models import OtherModels
 from app.lines.word_wrap import WordWrap
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
-from engine.events import Event, Failed, Finished, Ready, Sampling, Token
+from engine.events import ContextLength, EngineOptions, Event, Failed, Finished, Ready, Sampling, Token
 from presets import GUIDE
 from widgets.text import clean, one_line
 
@@ -38,6 +38,8 @@ SAVE_S = 1.0
 """A reply is saved this often while it grows."""
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
+ENGINE_OPTIONS = {"context": ("context_length", ContextLength)}
+"""Options that need another start of the engine: their names in `EngineOptions`, and their types."""
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -59,7 +61,7 @@ def commands() -> dict[str, str]:
 
 def completions() -> dict[str, Sequence[str]]:
     """The words that may follow each command, by name."""
-    return dict.fromkeys(commands(), ()) | {"set": SETTABLE, "think": ("on", "off")}
+    return dict.fromkeys(commands(), ()) | {"set": (*SETTABLE, *ENGINE_OPTIONS), "think": ("on", "off")}
 
 
 class LineChat:
@@ -321,20 +323,25 @@ class LineChat:
         if (models := self._models) is None:
             raise UsageError("This engine has no other models.")
         is_stopped = threading.Event()
-        engines: list[Engine] = []
+        found: list[tuple[Engine, EngineOptions]] = []
 
         async def find() -> None:
-            engines.append(await asyncio.to_thread(models.engine, name, is_stopped.is_set))
+            found.append(await asyncio.to_thread(models.engine, name, is_stopped.is_set))
 
         async def stop() -> None:
             is_stopped.set()
 
+        await run_until_signal(find(), signal.SIGINT, stop=stop)
+        await self._switch(models, *found[0], name)
+
+    async def _switch(self, models: OtherModels, engine: Engine, options: EngineOptions, name: str) -> None:
+        """Goes over to `engine` when it is ready. Ctrl-C stops its start."""
+
         async def give_up() -> None:
             self.session.cancel_switch()
 
-        await run_until_signal(find(), signal.SIGINT, stop=stop)
         self._print(f"Starting {name}.")
-        self.session.switch(engines[0], name)
+        self.session.switch(engine, name, lambda: models.adopt(options))
         await run_until_signal(self._finish_tasks(), signal.SIGINT, stop=give_up)
 
     async def do_stats(self, _: str) -> None:
@@ -355,20 +362,41 @@ class LineChat:
         self.session.think = choice == "on"
 
     async def do_set(self, argument: str) -> None:
-        """[NAME VALUE]: show the sampling options, or change one ("none": without)"""
+        """[NAME VALUE]: show the sampling options and the engine's, or change one ("none": without)"""
         if argument:
             name, _, value = argument.partition(" ")
-            self._set(name.replace("-", "_"), value.strip())
+            name = name.replace("-", "_")
+            if name in ENGINE_OPTIONS:
+                await self._set_up(name, value.strip())
+                return
+            self._set(name, value.strip())
             if self._ready and name == "effort":
                 for sentence in without_effect(self.session.sampling, self._ready):
                     self._print(sentence)
         for name in SETTABLE:
             chosen = getattr(self.session if name == "max_tokens" else self.session.sampling, name)
             self._print(f"  {name} {'none' if chosen is None else chosen}")
+        if self._models:
+            for name, (field, _) in ENGINE_OPTIONS.items():
+                chosen = getattr(self._models.options, field)
+                self._print(f"  {name} {'none' if chosen is None else chosen}")
+
+    async def _set_up(self, name: str, text: str) -> None:
+        """Goes over to an engine with another option."""
+        if (models := self._models) is None:
+            raise UsageError(f"This engine has its own {name}, which is set where it runs.")
+        field, kind = ENGINE_OPTIONS[name]
+        try:
+            value: Any = msgspec.convert("null" if text == "none" else text, kind, strict=False)
+        except msgspec.ValidationError:
+            raise UsageError(f"{text!r} is no value for {name}.") from None
+        model = self._ready.model.name if self._ready else "the engine"
+        await self._switch(models, *models.with_options(**{field: value}), f"{model} with {name} {text}")
 
     def _set(self, name: str, text: str) -> None:
         if name not in SETTABLE:
-            raise UsageError(f"There is no option {name}.", f"The options are {', '.join(SETTABLE)}.")
+            listed = ", ".join((*SETTABLE, *ENGINE_OPTIONS))
+            raise UsageError(f"There is no option {name}.", f"The options are {listed}.")
         value = "null" if text == "none" else text
         try:
             if name == "max_tokens":

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
+from msgspec.structs import replace
 from tinygrad import Device
 from tinygrad.helpers import GlobalCounters
 
 from engine.devices.device_name import device_name
-from engine.errors import UsageError
 from engine.events import (
     EngineOptions,
     Event,
@@ -42,7 +42,7 @@ from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
 from engine.model.choice_reporter import ChoiceReporter
 from engine.model.lower.coverage import runs_as_graph_because
-from engine.model.memory_need import check_fits, default_context, memory_need
+from engine.model.memory_need import MemoryNeed, bounded_because, check_fits, chosen_context
 from engine.model.model_runner import BatchRunner, ModelRunner, Row, SamplingRunner, TunableRunner
 from engine.model.open_runner import open_runner
 from engine.model.sampling import has_additive_penalty
@@ -64,25 +64,26 @@ class TextModel:
         memory."""
         file = GGUF(options.model_path)
         spec = read_spec(file)
-        self.context_length = _context_length(options, spec)
-        check_fits(
-            spec,
-            self.context_length,
-            free_bytes(Device.DEFAULT),
-            Device.DEFAULT,
-            options.kernels,
-            options.parallel,
-        )
+        free, device = free_bytes(Device.DEFAULT), str(Device.DEFAULT)
+        set_up = device, options.kernels, options.parallel
+        self.context_length = chosen_context(spec, options.context_length, free, *set_up)
+        need = check_fits(spec, self.context_length, free, *set_up)
         beside_loading = ThreadPoolExecutor(1)
         prompts = beside_loading.submit(PromptEncoder, file)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.result()
-        total = file_summary.weight_bytes(file)
+        loading = Loading(
+            done_bytes=0,
+            total_bytes=file_summary.weight_bytes(file),
+            context_length=self.context_length,
+            cache_bytes=need.cache_bytes,
+        )
+        report(loading)
         weights = Weights(
             file,
             spec,
-            lambda done: report(Loading(done_bytes=done, total_bytes=total)),
-            keep_cached=self._has_room_for(file, spec, options),
+            lambda done: report(replace(loading, done_bytes=done)),
+            keep_cached=_has_room_for(file, need),
         )
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         self._stored = 0  # the most tokens that were in the KV cache since it was empty
@@ -112,6 +113,7 @@ class TextModel:
             device_name=device_name(str(Device.DEFAULT)),
             context_length=self.context_length,
             load_ms=0.0,
+            cache_bytes=need.cache_bytes,
             warnings=self._warnings(spec, options),
             parallel=options.parallel if self.scheduler else 1,
             weight_bytes_per_token=spec.weight_bytes_per_token,
@@ -120,14 +122,6 @@ class TextModel:
             window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True),
             **self._experts(spec),
         )
-
-    def _has_room_for(self, file: GGUF, spec: ModelSpec, options: EngineOptions) -> bool:
-        """Whether the machine's memory has room for the file beside the model, so that the next start need not read the
-        disk."""
-        needed, free = file.file_bytes, host_free_bytes()
-        if uses_host_memory(Device.DEFAULT):
-            needed += memory_need(spec, self.context_length, Device.DEFAULT, options.kernels).total_bytes
-        return free is None or needed <= free
 
     def _experts(self, spec: ModelSpec) -> dict[str, int]:
         """The fields of `Ready` about experts."""
@@ -145,7 +139,8 @@ class TextModel:
                 f"Conversations are answered one after another: the kernels for {Device.DEFAULT} compute one at a time."
             )
         )
-        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn]))
+        shorter = bounded_because(spec, options.context_length, self.context_length)
+        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn, shorter]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that
@@ -330,15 +325,13 @@ class TextModel:
             yield
 
 
-def _context_length(options: EngineOptions, spec: ModelSpec) -> int:
-    if options.context_length is None:
-        return default_context(spec)
-    if not 1 < options.context_length <= spec.trained_context:
-        raise UsageError(
-            f"{spec.name} cannot have a context of {options.context_length} tokens.",
-            f"Choose one between 2 and {spec.trained_context} tokens, which it was trained for.",
-        )
-    return options.context_length
+def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
+    """Whether the machine's memory has room for the file beside the model, so that the next start need not read the
+    disk."""
+    needed, free = file.file_bytes, host_free_bytes()
+    if uses_host_memory(Device.DEFAULT):
+        needed += need.total_bytes
+    return free is None or needed <= free
 
 
 def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate) -> ModelInfo:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from engine.errors import BackendError
-from engine.events import KernelPath
+from engine.errors import BackendError, UsageError
+from engine.events import ContextLength, KernelPath
 from engine.formats.ggml_types import GGML_TYPES
 from engine.model.lower import REWIND
 from engine.model.lower.coverage import lacking_parts
@@ -23,6 +23,7 @@ PIECE_BYTES = 64 << 20
 
 _CONTEXT_STEP = 256  # tokens: contexts are proposed in such steps
 _SMALLEST_CONTEXT = 512  # tokens: a shorter one is not proposed
+_LEFT_FREE = 0.1  # of the free memory, by a context as long as memory allows: other programs need some too
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9, "Q2_K": 3.3}
 """Bits a weight of whole files, from the best to the smallest: llama.cpp's tools/quantize/README.md."""
 
@@ -88,6 +89,42 @@ def default_context(spec: ModelSpec) -> int:
     return min(spec.trained_context, DEFAULT_CONTEXT)
 
 
+def chosen_context(
+    spec: ModelSpec,
+    asked: ContextLength,
+    free_bytes: int | None,
+    device: str,
+    kernels: KernelPath,
+    parallel: int = 1,
+) -> int:
+    """The context that is meant by `asked`, in tokens. "max" leaves a part of `free_bytes` free; if that figure is not
+    known (None), it is the default. Raises UsageError for one that the model was not trained for."""
+    if asked == "max" and free_bytes is not None:
+        usable = int(free_bytes * (1 - _LEFT_FREE))
+        longest = largest_context(spec, usable, device, kernels, parallel)
+        return longest or min(
+            spec.trained_context, _SMALLEST_CONTEXT
+        )  # `check_fits` says why it is not enough
+    if asked is None or asked == "max":
+        return default_context(spec)
+    if not 1 < asked <= spec.trained_context:
+        raise UsageError(
+            f"{spec.name} cannot have a context of {asked:,} tokens.",
+            f"Choose one between 2 and {spec.trained_context:,} tokens, which it was trained for, or max.",
+        )
+    return asked
+
+
+def bounded_because(spec: ModelSpec, asked: ContextLength, context: int) -> str:
+    """A sentence on why a context as long as possible is shorter than the model was trained for; "" if it is not."""
+    if asked != "max" or context == spec.trained_context:
+        return ""
+    return (
+        f"The context has {context:,} tokens of the {spec.trained_context:,} that {spec.name} was trained for: "
+        "the free memory holds no more."
+    )
+
+
 def memory_need(
     spec: ModelSpec,
     context: int | None = None,
@@ -141,11 +178,12 @@ def check_fits(
     device: str,
     kernels: KernelPath,
     parallel: int = 1,
-) -> None:
-    """Raises BackendError, which says what would fit, if a model does not fit into `free_bytes` (None: not known)."""
+) -> MemoryNeed:
+    """What a model needs. Raises BackendError, which says what would fit, if it does not fit into `free_bytes` (None:
+    not known)."""
     need = memory_need(spec, context, device, kernels, parallel)
     if free_bytes is None or need.total_bytes <= free_bytes:
-        return
+        return need
     raise BackendError(
         f"{spec.name} needs {gigabytes(need.total_bytes)} of memory: {need}. {gigabytes(free_bytes)} are free.",
         _what_fits(spec, need, free_bytes, device, kernels),

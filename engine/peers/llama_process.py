@@ -91,7 +91,7 @@ class LlamaProcess:
             self.socket, self.base_url = None, f"http://127.0.0.1:{port}"
             address = ["--host", "127.0.0.1", "--port", str(port)]
         slots = ["-np", str(options.parallel)]
-        if options.context_length:  # which the slots share
+        if isinstance(options.context_length, int):  # which the slots share; else the model's own
             slots += ["-c", str(options.parallel * options.context_length)]
         wanted = _WANTED_OPTIONS + (_CPU_OPTIONS if options.backend.upper() == "CPU" else ())
         supported = {

@@ -112,6 +112,10 @@ def test_options_reach_the_engine(run, model):
         "--model", model, "--backend", "cpu", "--context", 99, "--beam", 2, "--temperature", 0, "why?"
     )
     assert (options.backend, options.context_length, options.search_width) == ("CPU", 99, 2)
+    assert run("--model", model, "--context", "max", "why?")[-1].context_length == "max"
+    assert (
+        "must be a whole number, 1 or more, or max" in run("--model", model, "--context", "most", "why?")[2]
+    )
 
 
 def test_an_effort_that_has_no_effect_is_said(run, model):

@@ -211,7 +211,7 @@ def test_sampling_on_the_device_gives_the_text_of_sampling_on_the_host(model):
 
 
 def test_what_the_engine_does_not_run_is_refused(tmp_path, path):
-    with pytest.raises(UsageError, match="context of 4096"):
+    with pytest.raises(UsageError, match="context of 4,096"):
         TextModel(EngineOptions(model_path=str(path), context_length=4096), lambda _: None)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import BackendError
+from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF
@@ -22,7 +22,9 @@ from engine.model.memory_need import (
     _GPU,
     _GRAPH,
     _stored_bytes,
+    bounded_because,
     check_fits,
+    chosen_context,
     largest_context,
     memory_need,
 )
@@ -70,9 +72,37 @@ def test_the_largest_context_that_fits_is_found(spec, device, kernels):
     assert largest_context(spec, need.weights_bytes, device, kernels) == 0
 
 
+@pytest.mark.parametrize(
+    "asked, free, chosen",
+    [
+        (None, 0, 8192),
+        (1000, 0, 1000),
+        ("max", None, 8192),  # not known
+        ("max", 100 * GB, 40_960),  # as it was trained for
+        ("max", 19 * GB, 29_696),
+        ("max", 1 * GB, 512),  # which `check_fits` refuses
+    ],
+)
+def test_the_longest_context_is_bounded_by_training_and_memory(spec, asked, free, chosen):
+    context = chosen_context(spec, asked, free, "CUDA", "auto")
+    assert context == chosen
+    said = bounded_because(spec, asked, context)
+    assert bool(said) == (asked == "max" and context < spec.trained_context)
+    if chosen == 29_696:
+        need = memory_need(spec, context, "CUDA").total_bytes
+        assert 0.85 * free < need <= 0.9 * free, "other programs need memory too"
+        assert "29,696 tokens of the 40,960 that Large 16B was trained for" in said
+
+
+def test_a_context_that_no_model_was_trained_for_is_refused(spec):
+    with pytest.raises(UsageError, match="context of 40,961 tokens") as raised:
+        chosen_context(spec, 40_961, None, "CPU", "auto")
+    assert "or max" in raised.value.hint
+
+
 def test_what_fits_is_not_refused(spec):
     need = memory_need(spec, 8192, "CUDA").total_bytes
-    check_fits(spec, 8192, need, "CUDA", "auto")
+    assert check_fits(spec, 8192, need, "CUDA", "auto").total_bytes == need
     check_fits(spec, 8192, None, "CUDA", "auto")  # the free memory is not known
 
 
@@ -112,6 +142,19 @@ def test_the_engine_refuses_before_it_loads(path, monkeypatch):
     with pytest.raises(BackendError, match=r"random noise needs .* for a context of 8,192 tokens"):
         TextModel(EngineOptions(model_path=str(path)), reports.append)
     assert not reports
+
+
+def test_the_engine_says_beforehand_what_the_longest_context_costs(path, monkeypatch):
+    need = memory_need(read_spec(GGUF(path)), 1024).total_bytes
+    monkeypatch.setattr(generate, "free_bytes", lambda device: int(need / 0.9) + 1)
+    reports = []
+    model = TextModel(EngineOptions(model_path=str(path), context_length="max"), reports.append)
+    assert model.ready.context_length == 1024 and "1,024 tokens of the 40,960" in model.ready.warnings[-1]
+    first = reports[0]
+    assert (first.done_bytes, first.context_length) == (0, 1024)
+    assert (
+        first.cache_bytes == model.ready.cache_bytes == memory_need(read_spec(GGUF(path)), 1024).cache_bytes
+    )
 
 
 GROUP = "sys/fs/cgroup/user/chat"

@@ -48,6 +48,10 @@ def test_a_preset_becomes_options(own):
         matvec=Matvec(threads_per_row=16),
     )  # fmt: skip
     assert sampling == Sampling(temperature=0, seed=7)
+    longest = loader.parse('title = "x"\ncontext = "max"')
+    assert configure("m", CONTEXT, longest).engine.context_length == "max"
+    with pytest.raises(ValueError, match=r"context"):
+        loader.parse('title = "x"\ncontext = "long"')
     assert configure("m", CONTEXT, loader.find_preset("safe")).engine.context_length == 2048
     assert configure("m", CONTEXT, loader.find_preset("cpu")).engine.context_length == 4096
 

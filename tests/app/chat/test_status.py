@@ -1,7 +1,8 @@
 """What the screen says of an engine, from its events."""
 
 from app.chat.status import StatusObserver
-from engine.events import Prefilling, Search, Warming
+from app.cli.progress import describe
+from engine.events import Loading, Prefilling, Search, Warming
 from widgets.activity_line import status_text
 
 
@@ -37,6 +38,15 @@ def test_a_search_says_what_was_known_how_far_it_is_and_how_long_it_may_take():
     status.observe(Warming(done=1, total=83, cached=1))  # then the steps are compiled
     clock.now = 8.0
     assert status_text(status.snapshot()).startswith("preparing kernels · 1 of 83 · 1 from the cache")
+
+
+def test_what_the_context_costs_is_said_while_the_model_loads():
+    loading = Loading(done_bytes=0, total_bytes=10**9, context_length=40_960, cache_bytes=4_700_000_000)
+    status = StatusObserver(Clock())
+    status.observe(loading)
+    cost = "context of 40,960 tokens: 4.70 GB of KV cache"
+    assert status_text(status.snapshot()) == f"loading · 0 B of 1.00 GB · 0% · {cost}"
+    assert describe(loading) == "loading 0%, context of 40,960 tokens (4.70 GB of KV cache)"
 
 
 def test_no_time_is_left_where_all_is_done_but_the_end():

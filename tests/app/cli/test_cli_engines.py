@@ -45,7 +45,7 @@ def test_a_server_answers(server, capsys, monkeypatch):
     )
     out, err = capsys.readouterr()
     assert (code, out) == (0, "Because[2J.\n")
-    assert "small, on vLLM (127.0.0.1" in err and "context 4096 tokens" in err
+    assert "small, on vLLM (127.0.0.1" in err and "context of 4,096 tokens" in err
     _, headers, body = server.requests[-1]
     assert headers["authorization"] == "Bearer sesame"
     assert [message["role"] for message in body["messages"]] == ["system", "user"]

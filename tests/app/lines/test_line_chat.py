@@ -326,6 +326,24 @@ async def test_the_conversation_goes_on_with_another_model(models, home, history
     assert "On this machine: " in c.out and GUIDE in c.out
 
 
+async def test_the_context_is_changed_in_a_chat(models, home, history):
+    first = FakeEngine(reply("First."))
+    lines = (
+        "Hello",
+        f"/model {home}/other.gguf",
+        "/set context max",
+        "And now?",
+        "/set context long",
+        "/set",
+    )
+    c = await models(*lines, engine=first)
+    [_, (options, engine)] = c.made
+    assert (options.model_path, options.context_length) == (f"{home}/other.gguf", "max")
+    assert engine.prompts() == [[("user", "Hello"), ("assistant", "First."), ("user", "And now?")]]
+    assert "Qwen3 0.6B with context max answers now" in c.err and "  context max\n" in c.out
+    assert "'long' is no value for context" in c.err
+
+
 async def test_a_model_that_cannot_be_had_changes_nothing(models, home, history):
     (home / "none.gguf").write_bytes(b"no model")
     first = FakeEngine(reply("First."))
@@ -337,6 +355,7 @@ async def test_a_model_that_cannot_be_had_changes_nothing(models, home, history)
 
 async def test_a_model_of_a_server_stays(chat):
     assert "no other models" in (await chat("/model qwen3:0.6b")).err
+    assert "set where it runs" in (await chat("/set context 64")).err
 
 
 async def test_sigterm_ends_the_chat(chat, history):

@@ -59,4 +59,4 @@ async def test_it_is_as_wide_as_the_terminal(monkeypatch, columns, width):
     code = await run(MeasuredEngine(reply("word " * 80)), out, io.StringIO())
     lines = out.getvalue().partition("machine\n")[0].splitlines()
     assert code == 0 and width - 12 <= max(map(len, lines)) <= width
-    assert " ".join(lines).startswith("Qwen3 0.6B, Q6_K, on CUDA (NVIDIA H200), context 8192 tokens")
+    assert " ".join(lines).startswith("Qwen3 0.6B, Q6_K, on CUDA (NVIDIA H200), context of 8,192 tokens")
