@@ -121,7 +121,8 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     tinygrad's heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search in seconds
     (None: by its width); `search_again` repeats a search whose result is known from an earlier start. `keep_packed`
     keeps a CPU's packed weights on disk for the next start. With `parallel` above 1, as many conversations are answered
-    at the same time, each with its own context, where the device's kernels can do that."""
+    at the same time, each with its own context, where the device's kernels can do that. `kv` names the format of the KV
+    cache (`engine.formats.kv_format`)."""
 
     model_path: str
     backend: str = "auto"
@@ -133,6 +134,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     search_again: bool = False
     keep_packed: bool = False
     parallel: int = 1
+    kv: str = "f16"
 
 
 # --- commands ------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from engine.events import (
 )
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
+from engine.formats.kv_format import KVFormat
 from engine.formats.prompt import PromptEncoder
 from engine.formats.template import ChatTemplate
 from engine.measure.bandwidth import copy_gbps
@@ -64,8 +65,8 @@ class TextModel:
         memory."""
         file = GGUF(options.model_path)
         spec = read_spec(file)
-        free, device = free_bytes(Device.DEFAULT), str(Device.DEFAULT)
-        set_up = device, options.kernels, options.parallel
+        free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
+        set_up = device, options.kernels, options.parallel, kv
         self.context_length = chosen_context(spec, options.context_length, free, *set_up)
         need = check_fits(spec, self.context_length, free, *set_up)
         beside_loading = ThreadPoolExecutor(1)
@@ -90,7 +91,7 @@ class TextModel:
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
             self._runner: ModelRunner = open_runner(
-                weights, self.context_length, options.kernels, options.keep_packed, options.parallel
+                weights, self.context_length, options.kernels, options.keep_packed, options.parallel, kv
             )
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
             self.scheduler: Scheduler | None = None
@@ -117,9 +118,9 @@ class TextModel:
             warnings=self._warnings(spec, options),
             parallel=options.parallel if self.scheduler else 1,
             weight_bytes_per_token=spec.weight_bytes_per_token,
-            kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False),
+            kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False, kv=kv),
             window=spec.window,
-            window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True),
+            window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True, kv=kv),
             **self._experts(spec),
         )
 

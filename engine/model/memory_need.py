@@ -13,6 +13,7 @@ from math import ceil
 from engine.errors import BackendError, UsageError
 from engine.events import ContextLength, KernelPath
 from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.kv_format import KVFormat
 from engine.model.lower import REWIND
 from engine.model.lower.coverage import lacking_parts
 from engine.model.spec import Attend, ModelSpec, Weight
@@ -96,12 +97,13 @@ def chosen_context(
     device: str,
     kernels: KernelPath,
     parallel: int = 1,
+    kv: KVFormat = KVFormat.F16,
 ) -> int:
     """The context that is meant by `asked`, in tokens. "max" leaves a part of `free_bytes` free; if that figure is not
     known (None), it is the default. Raises UsageError for one that the model was not trained for."""
     if asked == "max" and free_bytes is not None:
         usable = int(free_bytes * (1 - _LEFT_FREE))
-        longest = largest_context(spec, usable, device, kernels, parallel)
+        longest = largest_context(spec, usable, device, kernels, parallel, kv)
         return longest or min(
             spec.trained_context, _SMALLEST_CONTEXT
         )  # `check_fits` says why it is not enough
@@ -131,9 +133,11 @@ def memory_need(
     device: str = "CPU",
     kernels: KernelPath = "auto",
     parallel: int = 1,
+    kv: KVFormat = KVFormat.F16,
 ) -> MemoryNeed:
     """What a model needs with a context of `context` tokens (None: the default) on tinygrad's device (CPU, CUDA, …).
-    On a GPU each of `parallel` conversations has a context; elsewhere they share what there is room for."""
+    On a GPU each of `parallel` conversations has a context; elsewhere they share what there is room for. `kv`: the
+    format of the KV cache."""
     context = context or default_context(spec)
     path = _CPU if device.startswith("CPU") else _GPU
     if runs_as_graph(spec, device, kernels):
@@ -144,7 +148,7 @@ def memory_need(
         context=context,
         conversations=conversations,
         weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in spec.weights()),
-        cache_bytes=conversations * _cache_bytes(spec, path, context),
+        cache_bytes=conversations * _cache_bytes(spec, path, context, kv),
         kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
     )
 
@@ -155,11 +159,12 @@ def largest_context(
     device: str = "CPU",
     kernels: KernelPath = "auto",
     parallel: int = 1,
+    kv: KVFormat = KVFormat.F16,
 ) -> int:
     """The largest context, in tokens, with which a model fits into `free_bytes`; 0 if none does that is worth it."""
 
     def fits(context: int) -> bool:
-        return memory_need(spec, context, device, kernels, parallel).total_bytes <= free_bytes
+        return memory_need(spec, context, device, kernels, parallel, kv).total_bytes <= free_bytes
 
     if fits(spec.trained_context):
         return spec.trained_context
@@ -178,23 +183,26 @@ def check_fits(
     device: str,
     kernels: KernelPath,
     parallel: int = 1,
+    kv: KVFormat = KVFormat.F16,
 ) -> MemoryNeed:
     """What a model needs. Raises BackendError, which says what would fit, if it does not fit into `free_bytes` (None:
     not known)."""
-    need = memory_need(spec, context, device, kernels, parallel)
+    need = memory_need(spec, context, device, kernels, parallel, kv)
     if free_bytes is None or need.total_bytes <= free_bytes:
         return need
     raise BackendError(
         f"{spec.name} needs {gigabytes(need.total_bytes)} of memory: {need}. {gigabytes(free_bytes)} are free.",
-        _what_fits(spec, need, free_bytes, device, kernels),
+        _what_fits(spec, need, free_bytes, device, kernels, kv),
     )
 
 
-def _what_fits(spec: ModelSpec, need: MemoryNeed, free_bytes: int, device: str, kernels: KernelPath) -> str:
-    context = largest_context(spec, free_bytes, device, kernels, need.conversations)
+def _what_fits(
+    spec: ModelSpec, need: MemoryNeed, free_bytes: int, device: str, kernels: KernelPath, kv: KVFormat
+) -> str:
+    context = largest_context(spec, free_bytes, device, kernels, need.conversations, kv)
     if 0 < context < need.context:
         return f"A context of {context:,} tokens would fit: --context {context}."
-    shorter = memory_need(spec, min(need.context, 2048), device, kernels, need.conversations)
+    shorter = memory_need(spec, min(need.context, 2048), device, kernels, need.conversations, kv)
     left = free_bytes - shorter.cache_bytes - shorter.kernels_bytes
     weights = sum(weight.experts * weight.rows * weight.cols for weight in spec.weights())
     if smaller := next((name for name, bits in _BITS.items() if weights * bits / 8 <= left), ""):
@@ -210,9 +218,9 @@ def _stored_bytes(weight: Weight, path: _Path) -> int:
     return weight.n_bytes + weight.experts * weight.rows * weight.cols * path.extra.get(type.name, 0) // 256
 
 
-def _cache_bytes(spec: ModelSpec, path: _Path, context: int) -> int:
-    element_bytes = 4 if spec.is_float32 and path is not _GPU else 2
-    return sum(2 * a.kv_size * _cached(a, path, context) * element_bytes for a in spec.attention)
+def _cache_bytes(spec: ModelSpec, path: _Path, context: int, kv: KVFormat) -> int:
+    wider = 2 if spec.is_float32 and path is not _GPU and not kv.is_quantized else 1
+    return sum(2 * kv.bytes(a.kv_size) * _cached(a, path, context) * wider for a in spec.attention)
 
 
 def _cached(attend: Attend, path: _Path, context: int) -> int:

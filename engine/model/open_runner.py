@@ -7,8 +7,9 @@ from tinygrad import Device
 from engine.errors import UsageError
 from engine.events import KernelPath
 from engine.fixes import cuda_binaries
+from engine.formats.kv_format import KVFormat
 from engine.model.graph_runner import GraphRunner
-from engine.model.lower.coverage import runs_as_graph_because
+from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
 from engine.model.memory_need import runs_as_graph
 from engine.model.model_runner import ModelRunner
 from engine.model.weights import Weights
@@ -20,12 +21,16 @@ def open_runner(
     kernels: KernelPath = "auto",
     keep_packed: bool = False,
     parallel: int = 1,
+    kv: KVFormat = KVFormat.F16,
 ) -> ModelRunner:
     """Loads the weights into the runner for tinygrad's default device: the one with its own quantized kernels where
     there is one that has all parts of the model, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is
     for the CPU runner. If `parallel` is more than 1, it is a `BatchRunner` where the device has one for the model.
-    Raises UsageError if `kernels` is "fused" and the device has no such kernels, ModelFileError for damaged weights."""
+    Raises UsageError if `kernels` is "fused" and the device has no such kernels, or if it has none for the format `kv`
+    of the KV cache; ModelFileError for damaged weights."""
     device = Device.DEFAULT.split(":")[0]
+    if why := lacks_format_because(weights.spec, device, runs_as_graph(weights.spec, device, kernels), kv):
+        raise UsageError(why, "Choose f16.")
     if kernels == "fused" and (why := runs_as_graph_because(weights.spec, device)):
         raise UsageError(why, 'Choose a preset with kernels = "graph" or "auto".')
     if device == "CUDA":
@@ -43,8 +48,8 @@ def open_runner(
         from engine.model.fused import FusedBatchRunner, FusedRunner, runs_batches
 
         if parallel > 1 and runs_batches(weights.spec):
-            return FusedBatchRunner(weights, context_length, parallel)
-        return FusedRunner(weights, context_length)
+            return FusedBatchRunner(weights, context_length, parallel, kv)
+        return FusedRunner(weights, context_length, kv)
     raise UsageError(
         f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
     )

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.kv_format import KVFormat
 from engine.formats.rope_order import HeadOrder
 
 Activation = Literal["silu", "gelu", "swiglu_oai"]
@@ -322,11 +323,11 @@ class ModelSpec:
         """The sliding window of the layers that have one, in tokens; 0 if none has."""
         return max((attend.window for attend in self.attention), default=0)
 
-    def kv_bytes_per_token(self, windowed: bool) -> int:
-        """Bytes that a token takes in the KV cache of the layers with or without a window. The cache is float16, or
+    def kv_bytes_per_token(self, windowed: bool, kv: KVFormat = KVFormat.F16) -> int:
+        """Bytes that a token takes in the KV cache of the layers with or without a window. In place of float16 it is
         float32 if all matrices are (but float16 in the kernels of GPUs)."""
-        element_bytes = 4 if self.is_float32 else 2
-        return sum(2 * a.kv_size * element_bytes for a in self.attention if bool(a.window) == windowed)
+        wider = 2 if self.is_float32 and not kv.is_quantized else 1
+        return sum(2 * kv.bytes(a.kv_size) * wider for a in self.attention if bool(a.window) == windowed)
 
     def parts(self) -> Iterator[str]:
         """What the model needs beyond a llama's parts, in words: a target may lack it."""

@@ -9,6 +9,7 @@ from engine.errors import BackendError, UsageError
 from engine.events import EngineOptions
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF
+from engine.formats.kv_format import KVFormat
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.kernels.cpu.weight_layout import WeightLayout as CPULayout
 from engine.kernels.gpu.weight_layout import WeightLayout as GPULayout
@@ -134,6 +135,20 @@ def test_a_refusal_gives_the_figures_and_what_would_fit(spec, free, hint):
         f"{free} GB are free."
     )
     assert raised.value.hint == hint and raised.value.exit_code == 4
+
+
+@pytest.mark.parametrize("device, kernels", DEVICES)
+def test_a_quantized_cache_takes_34_bytes_in_place_of_64(spec, device, kernels):
+    f16, q8_0 = (memory_need(spec, 8192, device, kernels, kv=kv) for kv in KVFormat)
+    assert q8_0.cache_bytes * 64 == f16.cache_bytes * 34 and q8_0.weights_bytes == f16.weights_bytes
+    assert largest_context(spec, f16.total_bytes, device, kernels, kv=KVFormat.Q8_0) > 8192
+
+
+def test_a_format_that_no_kernel_has_is_refused_before_loading(path):
+    with pytest.raises(UsageError, match="Choose one of f16, q8_0"):
+        TextModel(EngineOptions(model_path=str(path), kv="q3"), lambda _: None)
+    with pytest.raises(UsageError, match="Tensor graphs have no q8_0 KV cache"):
+        TextModel(EngineOptions(model_path=str(path), kv="q8_0", kernels="graph"), lambda _: None)
 
 
 def test_the_engine_refuses_before_it_loads(path, monkeypatch):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from tinygrad import UOp
 
+from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import LOG2_E, chain, finish, load_index, load_run, store_run
 
@@ -42,7 +43,7 @@ class Heads:
     multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. With a
     `window`, a query sees the last `window` tokens, its own included, and the cache is a ring of `ring` tokens, a
     multiple of 16 (`ring_for`). With a `block`, a multiple of 16, it is a `pool` of so many blocks of so many tokens
-    instead, and places of tokens depend on `Pages`."""
+    instead, and places of tokens depend on `Pages`. `kv_format`: how the cache holds keys and values."""
 
     query: int
     kv: int
@@ -55,11 +56,12 @@ class Heads:
     temperature: bool = False
     block: int = 0
     pool: int = 0
+    kv_format: KVFormat = KVFormat.F16
 
     def __post_init__(self) -> None:
         assert self.ring % 16 == 0 and self.block % 16 == 0 and bool(self.block) == bool(self.pool)
         assert self.block or (bool(self.ring) == bool(self.window) and self.ring >= self.window)
-        assert not (self.block and self.ring)
+        assert not (self.block and self.ring) and self.kv_format.fits(self.dim)
 
     @property
     def shared_by(self) -> int:
@@ -82,6 +84,11 @@ class Heads:
         return self.kv * self.slots * self.dim
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys of a layer; its values take as many."""
+        return self.kv_format.bytes(self.cache_size)
+
+    @property
     def tiled(self) -> int:
         """Tokens for which `engine.kernels.gpu.prefill_attention.tile_prompt` has room."""
         return self.ring + _TILES_SLACK if self.ring else self.length
@@ -100,7 +107,9 @@ class Heads:
     def name(self) -> str:
         """The part of kernels' names that tells layers of a model apart."""
         window = f"_window_{self.window}_{self.ring}" if self.window else ""
-        return f"{self.query}_{self.kv}_{self.dim}{window}{f'_pool_{self.pool}' if self.pool else ''}"
+        pool = f"_pool_{self.pool}" if self.pool else ""
+        kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
+        return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}"
 
     def cached(self, limit: int) -> int:
         """The largest number of cached tokens that a query before position `limit` reads, in whole groups of four."""

@@ -11,6 +11,7 @@ from tinygrad import Device, dtypes
 
 from engine.events import Step
 from engine.fixes import launch_bounds
+from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.device import has_tensor_cores
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
@@ -46,12 +47,14 @@ class FusedBatchRunner:
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]
 
-    def __init__(self, weights: Weights, context_length: int, parallel: int) -> None:
+    def __init__(
+        self, weights: Weights, context_length: int, parallel: int, kv: KVFormat = KVFormat.F16
+    ) -> None:
         assert parallel > 1
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         self.parallel, self._context = parallel, context_length
-        self._model = model = allocate(weights, context_length, self.max_chunk, parallel)
+        self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv)
         self._prescales = Prescales()
         self._one = DecodeKernels(model, self._prescales, context_length)
         self._batch = BatchKernels(model, self._prescales, context_length, self.row_counts[1:])

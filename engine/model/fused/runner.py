@@ -17,6 +17,7 @@ from tinygrad import Device
 from engine.errors import UsageError
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
+from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.device_memory import overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
@@ -50,11 +51,11 @@ class FusedRunner:
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]
 
-    def __init__(self, weights: Weights, context_length: int) -> None:
+    def __init__(self, weights: Weights, context_length: int, kv: KVFormat = KVFormat.F16) -> None:
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         spec, self._context = weights.spec, context_length
-        self._model = model = allocate(weights, context_length, self.max_chunk)
+        self._model = model = allocate(weights, context_length, self.max_chunk, kv=kv)
         self._prescales = Prescales()
         self._decode = DecodeKernels(model, self._prescales, context_length)
         self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)

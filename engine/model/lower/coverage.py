@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.model.spec import ModelSpec
 
 _LACKING = {
@@ -16,6 +17,24 @@ _LACKING = {
         }
     ),
 }
+
+
+_KV_FORMATS = {"CPU": {KVFormat.F16}, "GPU": {KVFormat.F16}, "graph": {KVFormat.F16}}
+
+
+def lacks_format_because(spec: ModelSpec, device: str, is_graph: bool, kv: KVFormat) -> str:
+    """The sentence that tells a user why a model cannot have a KV cache of format `kv` on tinygrad's device (CPU, CUDA,
+    NV), or as tensor graphs there. Empty if it can."""
+    kind = "graph" if is_graph else "CPU" if device.startswith("CPU") else "GPU"
+    if kv not in _KV_FORMATS[kind]:
+        kernels = "Tensor graphs" if is_graph else f"Our {device} kernels"
+        return f"{kernels} have no {kv.value} KV cache."
+    dims = {a.head_dim for a in spec.attention if not kv.fits(a.head_dim)}
+    return (
+        f"A {kv.value} KV cache has blocks of {QUANT_BLOCK} elements, and this model's heads have {dims.pop()}."
+        if dims
+        else ""
+    )
 
 
 def lacking_parts(spec: ModelSpec, device: str) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, dtypes
 
+from engine.formats.kv_format import KVFormat
 from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.device_memory import DeviceCounts, device_zeros, to_device
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
@@ -244,12 +245,13 @@ def given(*tensors: Tensor | None) -> list[Tensor]:
 @dataclass(frozen=True)
 class CacheRoom:
     """What a KV cache has room for: `parallel` sequences of a `context` each, of which prefill takes up to `chunk`
-    tokens at once. Several share pools of blocks, and `tables` are those of their blocks by window, made as layers
-    need them."""
+    tokens at once, in the format `kv`. Several share pools of blocks, and `tables` are those of their blocks by window,
+    made as layers need them."""
 
     context: int
     chunk: int
     parallel: int = 1
+    kv: KVFormat = KVFormat.F16
     tables: dict[int, Tensor] = field(default_factory=dict)
 
     def pool(self, window: int) -> int:
@@ -258,10 +260,13 @@ class CacheRoom:
         return self.parallel * (-(-kept // BLOCK) + 1)
 
 
-def allocate(weights: Weights, context: int, chunk: int, parallel: int = 1) -> GPUModel:
+def allocate(
+    weights: Weights, context: int, chunk: int, parallel: int = 1, kv: KVFormat = KVFormat.F16
+) -> GPUModel:
     """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for `parallel` sequences of a
-    context of `context` tokens, of which prefill takes up to `chunk` at once. Raises ModelFileError."""
-    spec, room = weights.spec, CacheRoom(context, chunk, parallel)
+    context of `context` tokens, of which prefill takes up to `chunk` at once, in the format `kv`. Raises
+    ModelFileError."""
+    spec, room = weights.spec, CacheRoom(context, chunk, parallel, kv)
     choices = DeviceCounts([mix.count for mix in spec.experts])
     left = iter(choices.arrays)
     embedding = head = _product([spec.embedding])
@@ -315,6 +320,7 @@ def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
         temperature=weights.spec.temperature is not None,
         block=BLOCK if is_pool else 0,
         pool=room.pool(window) if is_pool else 0,
+        kv_format=room.kv,
     )
     if is_pool and window not in room.tables:
         room.tables[window] = device_zeros(room.parallel * heads.table_size, dtypes.int32)
