@@ -45,6 +45,11 @@ many tokens of context. The tokens are random, the same for all engines.
 the first token and between tokens are of this. Then the same prompts come again. They
 are in the KV cache now, and the total rate is of 64 tokens each, while all decode.
 
+7 x tg256 @ d512 + pp2048 (--parallel 8 --arrivals): seven conversations decode, first
+alone ("quiet"), then while prompts of 2,048 tokens arrive, one after another. The
+times are from token to token, and to the first token of the prompts that arrive. The
+ratio is that of p99 to the quiet p50.
+
 exit codes: 0 done, 1 slower than --against beyond the noise, others as of orin-chat
 """
 
@@ -86,6 +91,14 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add("-n", "--gen", type=counts, metavar="N,…", help="tokens of generation (128)")
     add("-d", "--depth", type=counts, metavar="N,…", help="(0,1024,4096)")
     add("--parallel", type=counts, metavar="N,…", help="so many conversations at once (with -p 512 -n 64)")
+    add(
+        "--arrivals",
+        type=options.positive,
+        nargs="?",
+        const=2048,
+        metavar="TOKENS",
+        help="with --parallel: while prompts of so many tokens arrive (2048; with -n 256)",
+    )
     add("-r", "--repetitions", type=options.count, metavar="N", default=5, help="after a warm-up (5)")
     add("--compare", choices=(PEER,), help="measure llama.cpp's llama-server in between")
     add("--llama-server", metavar="PATH", help="the program (the one on PATH, or as LLAMA_SERVER says)")
@@ -101,8 +114,12 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         raise UsageError("--llama-server is for --compare llama.cpp.")
     if args.parallel and args.depth:
         raise UsageError("--parallel has no --depth.", "Its conversations are as long as --prompt says.")
+    if args.arrivals and min(args.parallel or (1,)) < 2:
+        raise UsageError(
+            "--arrivals needs --parallel with numbers from 2 on.", "One of them is for the arrivals."
+        )
     args.prompt = args.prompt or ((512,) if args.parallel else (32, 128, 256, 512))
-    args.gen = args.gen or ((64,) if args.parallel else (128,))
+    args.gen = args.gen or ((256,) if args.arrivals else (64,) if args.parallel else (128,))
     args.depth = args.depth or (0, 1024, 4096)
     if args.parallel and not all((*args.parallel, *args.prompt, *args.gen)):
         raise UsageError("With --parallel, all numbers are 1 or more.")
@@ -186,7 +203,8 @@ def _cases(args: Namespace, model: Path, earlier: Sequence[Result]) -> tuple[lis
         for n_prompt, n_gen in (*((p, 0) for p in args.prompt if p), *((0, g) for g in args.gen if g))
     ]
     if args.parallel:
-        wanted = [Case(0, *lengths) for lengths in product(args.gen, args.prompt, args.parallel)]
+        lengths = product(args.gen, args.prompt, args.parallel)
+        wanted = [Case(0, *each, args.arrivals or 0) for each in lengths]
     cases = [case for case in wanted if case.context <= trained_context]
     if too_long := [case.name for case in wanted if case not in cases]:
         context = f"{model.name} has a context of {trained_context} tokens"

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 from msgspec.structs import replace
 
+from app.bench.arrivals import Interrupted, interrupted
 from app.bench.results import OURS, PEER, Result, sample_fields
 from app.bench.samples import Sample, Together, shared_decode
 from app.cli.progress import describe
@@ -45,17 +46,19 @@ GREEDY = Sampling(temperature=0)
 @dataclass(frozen=True)
 class Case:
     """`n_prompt` tokens of prompt, or `n_gen` tokens of generation, after `n_depth` tokens of context. With
-    `n_parallel`, generation of so many conversations at once, each after a prompt of its own of `n_depth` tokens."""
+    `n_parallel`, generation of so many conversations at once, each after a prompt of its own of `n_depth` tokens. With
+    `n_arrival`, one of these makes room for prompts of so many tokens, which keep arriving."""
 
     n_prompt: int
     n_gen: int
     n_depth: int
     n_parallel: int = 0
+    n_arrival: int = 0
 
     @property
     def context(self) -> int:
         """Tokens that the context must hold."""
-        return self.n_depth + self.n_prompt + self.max_tokens
+        return max(self.n_depth + self.n_prompt + self.max_tokens, self.n_arrival + 1)
 
     @property
     def max_tokens(self) -> int:
@@ -81,6 +84,7 @@ class MeasuredEngine:
     failed: Failed | None = None
     samples: dict[Case, list[Sample]] = field(default_factory=dict)
     together: dict[Case, list[Together]] = field(default_factory=dict)
+    interrupted: dict[Case, list[Interrupted]] = field(default_factory=dict)
 
     async def start(self) -> AsyncIterator[Event]:
         """Starts the engine and yields its events."""
@@ -103,7 +107,14 @@ class MeasuredEngine:
             if not self.ready.is_on_cpu:
                 self.device_bytes = measured.device_bytes
 
-    async def answer(self, ids: tuple[int, ...], max_tokens: int, *, fresh: bool) -> Sample | Failed:
+    async def answer(
+        self,
+        ids: tuple[int, ...],
+        max_tokens: int,
+        *,
+        fresh: bool,
+        on_token: Callable[[], object] = lambda: None,
+    ) -> Sample | Failed:
         request = Generate(
             request_id=1,
             prompt=TokenIds(ids=ids),
@@ -114,17 +125,18 @@ class MeasuredEngine:
         )
         times_ms: list[float | None] = []
         sent_s, began_s = time.perf_counter(), math.inf
-        async for event in self.engine.generate(request):
-            if isinstance(event, Token):
-                times_ms.append(event.at_ms)
-                if (
-                    event.at_ms is not None
-                ):  # events come late at times; the quickest one tells when the clock began
-                    began_s = min(began_s, time.perf_counter() - event.at_ms / 1e3)
-            elif isinstance(event, Finished):
-                return Sample(event, times_ms, sent_s, began_s)
-            elif isinstance(event, Failed):
-                return event
+        async with aclosing(self.engine.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Token):
+                    on_token()
+                    times_ms.append(event.at_ms)
+                    if event.at_ms is not None:
+                        # Events come late at times; the quickest one tells when the clock began.
+                        began_s = min(began_s, time.perf_counter() - event.at_ms / 1e3)
+                elif isinstance(event, Finished):
+                    return Sample(event, times_ms, sent_s, began_s)
+                elif isinstance(event, Failed):
+                    return event
         raise AssertionError("an engine's stream ends with Finished or Failed")
 
     async def answer_together(
@@ -222,15 +234,18 @@ class Benchmark:
         return not engine.failed and engine.ready is not None and case.n_parallel <= engine.ready.parallel
 
     async def _repeat(self, case: Case, repetition: int) -> None:
-        prompts = [self._prompt(case) for _ in range(max(1, case.n_parallel))]
+        prompts = [self._prompt(case) for _ in range(max(1, case.n_parallel - bool(case.n_arrival)))]
         for engine in self.engines if repetition % 2 else self.engines[::-1]:
             if not self._can_run(engine, case):
                 continue
             number = f"{repetition} of {self.repetitions}" if repetition else "warm-up"
             self._on_step(f"{case.name}, {number}: {engine.name}", self._done)
             self._done += 1
-            measured: Sample | Together | Failed | None
-            if case.n_parallel:
+            measured: Sample | Together | Interrupted | Failed | None
+            if case.n_arrival:
+                arrival = lambda: self._ids(case.n_arrival)
+                measured = await interrupted(engine.answer, prompts, case.max_tokens, arrival)
+            elif case.n_parallel:
                 measured = await engine.answer_together(prompts, case.max_tokens)
             else:
                 measured = await engine.answer(prompts[0], case.max_tokens, fresh=not case.n_depth)
@@ -238,6 +253,8 @@ class Benchmark:
                 engine.failed = measured
             elif measured is None:
                 self._leave_out(f"{case.name}: {engine.name} did not decode all of them at the same time.")
+            elif repetition and isinstance(measured, Interrupted):
+                engine.interrupted.setdefault(case, []).append(measured)
             elif repetition and isinstance(measured, Together):
                 engine.together.setdefault(case, []).append(measured)
             elif repetition and isinstance(measured, Sample):
@@ -264,6 +281,8 @@ class Benchmark:
             for engine in self.engines:
                 if engine.ready and (together := engine.together.get(case)):
                     found.append(self._result_together(engine, engine.ready, case, together))
+                if engine.ready and (pieces := engine.interrupted.get(case)):
+                    found.append(self._result_interrupted(engine, engine.ready, case, pieces))
                 if engine.ready and (samples := engine.samples.get(case)):
                     found.append(self._result_alone(engine, engine.ready, case, samples))
         return found
@@ -322,6 +341,27 @@ class Benchmark:
             latency_p50_ms=p50,
             latency_p90_ms=p90,
             latency_p99_ms=p99,
+        )
+
+    def _result_interrupted(
+        self, engine: MeasuredEngine, ready: Ready, case: Case, samples: Sequence[Interrupted]
+    ) -> Result:
+        first_p50, _, first_p99 = _percentiles([ms for sample in samples for ms in sample.first_token_ms])
+        quiet_p50, _, quiet_p99 = _percentiles([ms for sample in samples for ms in sample.quiet_ms])
+        busy_ms = [ms for sample in samples for ms in sample.busy_ms]
+        p50, p90, p99 = _percentiles(busy_ms)
+        means_ms = [statistics.fmean(sample.busy_ms) for sample in samples]
+        return replace(
+            self._result(engine, ready, case, means_ms, [sample.rate for sample in samples]),
+            stream_ts=statistics.median(1e3 / ms for ms in means_ms),
+            first_token_ms=first_p50,
+            first_token_p99_ms=first_p99,
+            latency_p50_ms=p50,
+            latency_p90_ms=p90,
+            latency_p99_ms=p99,
+            latency_max_ms=max(busy_ms),
+            quiet_p50_ms=quiet_p50,
+            quiet_p99_ms=quiet_p99,
         )
 
     def _result_alone(

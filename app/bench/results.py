@@ -27,6 +27,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     Then `ts` is their total decode rate, and `stream_ts` the median rate of one: both while all of them decode and no
     prompt is read (`app.bench.samples.shared_decode`). The times to the first token (median, and 99th percentile) and
     from token to token are those of prompts that all come at the same moment.
+
+    With `n_arrival`, one conversation fewer is answered, and prompts of so many tokens arrive, one after another. Then
+    `ts` is the rate meanwhile, the latencies are of these answers meanwhile, and `quiet_p50_ms` and `quiet_p99_ms` are
+    of the same answers before. The times to the first token are those of the prompts that arrive.
     """
 
     build_commit: str = ""
@@ -51,6 +55,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     samples_ts: list[float] = []
     # fields that llama-bench does not have
     n_parallel: int = 0
+    n_arrival: int = 0
     engine: str = PEER
     preset: str = ""
     n_ctx: int = 0
@@ -61,6 +66,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     latency_p50_ms: float | None = None
     latency_p90_ms: float | None = None
     latency_p99_ms: float | None = None
+    latency_max_ms: float | None = None
+    quiet_p50_ms: float | None = None
+    quiet_p99_ms: float | None = None
     load_ms: float | None = None
     bytes_per_token: int | None = None
     gbps: float | None = None
@@ -72,10 +80,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def test(self) -> str:
-        """The name in llama-bench's tables: pp512, tg128 @ d1024. Of several conversations: 8 x tg64 @ d512."""
+        """The name in llama-bench's tables: pp512, tg128 @ d1024. Of several conversations: 8 x tg64 @ d512, and
+        7 x tg64 @ d512 + pp2048 while prompts arrive."""
         name = f"pp{self.n_prompt}" if self.n_prompt else f"tg{self.n_gen}"
-        name = f"{self.n_parallel} x {name}" if self.n_parallel else name
-        return f"{name} @ d{self.n_depth}" if self.n_depth else name
+        streams = self.n_parallel - bool(self.n_arrival)
+        name = f"{streams} x {name}" if self.n_parallel else name
+        name = f"{name} @ d{self.n_depth}" if self.n_depth else name
+        return f"{name} + pp{self.n_arrival}" if self.n_arrival else name
 
     @property
     def model(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -21,11 +22,18 @@ class Sample:
 
     @property
     def intervals_ms(self) -> list[float]:
-        """From each token to the next. llama-server reports the tokens of one character at once; these share the time
-        since the token before them."""
-        groups = [(time, len(list(group))) for time, group in groupby(self.times_ms) if time is not None]
+        """From each token to the next."""
+        return self.intervals_between(-math.inf, math.inf)
+
+    def intervals_between(self, start_ms: float, end_ms: float) -> list[float]:
+        """From each token to the next, of tokens after `start_ms` and until `end_ms` by the common clock. llama-server
+        reports the tokens of one character at once; these share the time since the token before them."""
+        groups = [(time, len(list(group))) for time, group in groupby(self.common_times_ms)]
         return [
-            (time - before) / count for (before, _), (time, count) in pairwise(groups) for _ in range(count)
+            (time - before) / count
+            for (before, _), (time, count) in pairwise(groups)
+            if start_ms < time <= end_ms
+            for _ in range(count)
         ]
 
     @property

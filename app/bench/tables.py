@@ -34,6 +34,15 @@ TITLES_TOGETHER: Row = (
     "between p50/p99 ms",
     "ratio",
 )
+TITLES_ARRIVALS: Row = (
+    "test",
+    "engine",
+    "quiet p50/p99 ms",
+    "p50/p99/longest",
+    "ratio",
+    "first p50/p99",
+    "tok/s",
+)
 SETUP_TITLES: Row = ("engine", "build", "load s", "kernels/token", "bytes/token", "resident", "on device")
 WORD_COLUMNS = 2  # the first ones, aligned left
 
@@ -71,11 +80,14 @@ def number(value: float) -> str:
 def _tables(group: Sequence[Result], hidden: Sequence[str] = ()) -> Iterator[tuple[Row, list[Row]]]:
     """Titles and rows of the tables for one model and setup."""
     alone = [result for result in group if not result.n_parallel]
-    together = [result for result in group if result.n_parallel]
+    together = [result for result in group if result.n_parallel and not result.n_arrival]
+    arrivals = [result for result in group if result.n_arrival]
     if alone:
         yield _tests(alone, hidden)
     if together:
         yield _tests_together(together)
+    if arrivals:
+        yield _tests_with_arrivals(arrivals)
     yield _engines(group)
 
 
@@ -108,8 +120,8 @@ def _tests_together(results: Sequence[Result]) -> tuple[Row, list[Row]]:
             result.engine,
             f"{number(result.median_ts)} ± {number(result.stddev_ts)}",
             "" if result.stream_ts is None else number(result.stream_ts),
-            _pair(result.first_token_ms, result.first_token_p99_ms),
-            _pair(result.latency_p50_ms, result.latency_p99_ms),
+            _joined(result.first_token_ms, result.first_token_p99_ms),
+            _joined(result.latency_p50_ms, result.latency_p99_ms),
             _ratio(result, results),
         )
         for result in results
@@ -117,8 +129,28 @@ def _tests_together(results: Sequence[Result]) -> tuple[Row, list[Row]]:
     return _without_empty_columns(TITLES_TOGETHER, rows)
 
 
-def _pair(p50: float | None, p99: float | None) -> str:
-    return "/".join(number(ms) for ms in (p50, p99) if ms is not None)
+def _tests_with_arrivals(results: Sequence[Result]) -> tuple[Row, list[Row]]:
+    """The same for tests while prompts arrive. The ratio is that of the 99th percentile to the median without
+    arrivals."""
+    rows = [
+        (
+            result.test,
+            result.engine,
+            _joined(result.quiet_p50_ms, result.quiet_p99_ms),
+            _joined(result.latency_p50_ms, result.latency_p99_ms, result.latency_max_ms),
+            f"{result.latency_p99_ms / result.quiet_p50_ms:.2f}x"
+            if result.latency_p99_ms and result.quiet_p50_ms
+            else "",
+            _joined(result.first_token_ms, result.first_token_p99_ms),
+            number(result.median_ts),
+        )
+        for result in results
+    ]
+    return _without_empty_columns(TITLES_ARRIVALS, rows)
+
+
+def _joined(*times_ms: float | None) -> str:
+    return "/".join(number(ms) for ms in times_ms if ms is not None)
 
 
 def _ratio(result: Result, results: Sequence[Result]) -> str:

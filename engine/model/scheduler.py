@@ -18,10 +18,9 @@ from engine.events import Finished, Slot, Slots
 from engine.model.answer import Answer
 from engine.model.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.model.model_runner import BatchRunner, Row
+from engine.model.pace import Pace
 from engine.model.sampling import Logits
 
-STALL_S = 0.05
-"""A piece of a prompt should not delay the next token of replies by more, or than one step if that takes longer."""
 REPORT_S = 0.25
 
 
@@ -46,25 +45,6 @@ class Job:
         return self.answer.tokens[:-1]
 
 
-class Pace:
-    """How many tokens of a prompt may go before a decode step, so that replies do not stall."""
-
-    def __init__(self) -> None:
-        self.tokens = BLOCK
-        self._step_s = 0.0
-
-    def measured(self, tokens: int, seconds: float) -> None:
-        """A round of a decode step and a piece of `tokens` tokens before it took `seconds`."""
-        if not tokens:
-            self._step_s = seconds if not self._step_s else 0.8 * self._step_s + 0.2 * seconds
-            return
-        step_s = self._step_s or seconds / 2
-        factor = (max(STALL_S, 2 * step_s) - step_s) / max(seconds - step_s, 1e-4)
-        if factor < 1 or tokens >= self.tokens:  # a short piece says little about a long one
-            wanted = int(tokens * min(factor, 2.0))
-            self.tokens = max(BLOCK, wanted // BLOCK * BLOCK)
-
-
 class Scheduler:
     """Answers requests over a runner, in rounds. The caller's thread calls `step` while there is work."""
 
@@ -75,7 +55,7 @@ class Scheduler:
         self._waiting: dict[str, collections.deque[Job]] = {}
         self._served: dict[str, int] = {}  # when each client that has requests got its last slot
         self._count = itertools.count(1)
-        self._pace = Pace()
+        self._pace = Pace(runner.chunk_sizes, runner.max_chunk)
         self._report_due_s = 0.0
         self.last_length = 0
         """The tokens in the KV cache of the conversation that ended last."""
@@ -199,7 +179,8 @@ class Scheduler:
     def _prefill(self) -> int:
         """Prefills a piece of the prompt that has waited longest; returns the number of tokens."""
         todo = [(job.turn, i) for i, job in self._live() if not self._is_prefilled(i, job)]
-        if not todo:
+        piece = self._piece()
+        if not todo or not piece:
             return 0
         sequence = min(todo)[1]
         job = self._slots[sequence]
@@ -209,8 +190,8 @@ class Scheduler:
             answer.start()
         job.turn = next(self._count)
         done = self._find(sequence, job)
-        n = min(self._piece(), len(wanted) - done)
-        if done + n < len(wanted):  # whole blocks can be shared at once
+        n = min(piece, len(wanted) - done)
+        if done + n < len(wanted) and n >= BLOCK:  # whole blocks can be shared at once
             n = (done + n) // BLOCK * BLOCK - done
         if not job.was_paused:
             answer.report_prefill(done)
@@ -233,7 +214,7 @@ class Scheduler:
     def _piece(self) -> int:
         """The most tokens to prefill now."""
         replying = any(self._is_prefilled(i, job) for i, job in self._live())
-        return min(self._pace.tokens, self._runner.max_chunk) if replying else self._runner.max_chunk
+        return self._pace.piece() if replying else self._runner.max_chunk
 
     def _decode(self) -> int:
         """Decodes a token of each reply; returns the number of replies."""

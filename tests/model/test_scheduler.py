@@ -9,7 +9,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.model.answer import Answers
 from engine.model.kv_blocks import KVGroup
-from engine.model.scheduler import Pace, Scheduler
+from engine.model.scheduler import Scheduler
 from tests import generated_model
 from tests.model.fake_batch_runner import VOCAB, FakeBatchRunner, greedy_reply, next_logits
 
@@ -164,20 +164,3 @@ def test_a_conversation_for_which_there_is_no_room(bench):
     bench.run()
     assert isinstance(bench.ends[id], ContextFullError)
     assert len(bench.reply(id)) == 37
-
-
-def test_the_pace_of_prefill_keeps_replies_from_stalling():
-    pace = Pace()
-    for _ in range(10):
-        pace.measured(0, 0.004)
-    for _ in range(20):
-        pace.measured(pace.tokens, 0.004 + pace.tokens * 20e-6)
-    assert 0.04 < 0.004 + pace.tokens * 20e-6 <= 0.05
-    for _ in range(5):  # deeper in the context it takes longer
-        pace.measured(pace.tokens, 0.004 + pace.tokens * 60e-6)
-    assert 0.04 < 0.004 + pace.tokens * 60e-6 <= 0.05
-    slow = Pace()
-    for _ in range(20):
-        slow.measured(0, 0.2)
-        slow.measured(slow.tokens, 0.2 + slow.tokens * 3e-3)
-    assert slow.tokens == 64  # as long as a step

@@ -20,7 +20,6 @@ from engine.kernels.gpu.kv_cache import copy_block
 from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
-from engine.model.fused.runner import CHUNK_SIZES
 from engine.model.fused.uses import uses_of
 from engine.model.kv_blocks import KVGroup
 from engine.model.lower import REWIND
@@ -33,6 +32,9 @@ from engine.model.model_runner import Row, varied_tokens
 from engine.model.sampling import Logits
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
+
+CHUNK_SIZES = (64, 128, 256, 512)
+"""Between the decode steps of other conversations, prompts go in pieces that take about as long as such a step."""
 
 
 def runs_batches(spec: ModelSpec) -> bool:

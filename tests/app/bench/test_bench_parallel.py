@@ -7,6 +7,7 @@ import time
 import pytest
 
 from app.bench import benchmark, regression, results
+from app.bench.arrivals import _shared_intervals
 from app.bench.bench_command import run as run_command
 from app.bench.results import OURS, PEER
 from app.bench.samples import Sample, shared_decode
@@ -54,19 +55,24 @@ class FakeEngine:
 
     async def generate(self, request):
         self.open += 1
+        try:
+            async for event in self.answer(request):
+                yield event
+        finally:
+            self.open -= 1
+
+    async def answer(self, request):
         assert self.open <= self.parallel
         began = time.perf_counter()
         await asyncio.sleep(self.token_s)
         self.asked.append((self.name, self.open, request))
         if self.failure:
-            self.open -= 1
             yield Failed(kind="backend", message=self.failure, request_id=request.request_id)
             return
         for n in range(request.max_tokens):
             await asyncio.sleep(self.token_s if n else 0)
             at_ms = (time.perf_counter() - began) * 1e3
             yield Token(request_id=request.request_id, id=n, text="", at_ms=at_ms)
-        self.open -= 1
         yield Finished(
             request_id=1, reason="length", prompt_n=len(request.prompt.ids), cached_n=0, prompt_ms=1.0,
             predicted_n=request.max_tokens, predicted_ms=at_ms, load_ms=0.0, seed=0,
@@ -147,6 +153,32 @@ def test_all_prompts_come_at_once_and_then_again(bench):
         assert r["gbps"] is None
 
 
+def test_answers_while_prompts_arrive(bench):
+    """A fake engine's prompts take no time, so both rates are about the same."""
+    arguments = ("--parallel", "3", "--arrivals", "40", "-p", "8", "-n", "30", "-r", "2", "--compare", PEER)
+    code, out, _, asked = bench(*arguments, "-o", "json")
+    assert code == 0
+    arrivals = [request for _, _, request in asked if len(request.prompt.ids) == 40]
+    assert {(request.max_tokens, request.fresh) for request in arrivals} == {(1, True)}
+    assert len({request.prompt.ids for request in arrivals}) == len(arrivals) >= 3 * 2 * 3
+    assert max(n for _, n, _ in asked) == 3  # two answers, and one prompt at a time
+    found = json.loads(out)
+    assert [(r["n_arrival"], r["engine"]) for r in found] == [(40, OURS), (40, PEER)]
+    for r in found:
+        assert 1 <= r["quiet_p50_ms"] <= r["quiet_p99_ms"] and r["first_token_ms"] >= 1
+        assert 1 <= r["latency_p50_ms"] <= r["latency_p99_ms"] <= r["latency_max_ms"]
+        assert r["median_ts"] == pytest.approx(2 * r["stream_ts"])
+    _, out, _, _ = bench(*arguments)
+    assert out.splitlines()[2].startswith("2 x tg30 @ d8 + pp40  orin-chat")
+
+
+def test_only_times_in_which_all_decode_count():
+    early, late = (Sample(None, times, 0.0, 0.0) for times in ([0, 10, 20, 30, 30, 40], [18, 25, 100]))
+    assert _shared_intervals([early, late]) == [10, 5, 5, 10, 7]
+    assert _shared_intervals([early, late], since_ms=26) == [5, 5, 10]
+    assert _shared_intervals([early, Sample(None, [])]) == []
+
+
 def test_the_table_and_an_earlier_run(bench, tmp_path):
     arguments = ("--parallel", "2", "-p", "8", "-n", "8", "-r", "2", "--compare", PEER)
     _, out, _, _ = bench(*arguments, "--save", tmp_path / "run.json", peer={"token_s": 0.003})
@@ -195,6 +227,8 @@ def test_an_answer_that_fails_ends_the_engine(bench):
         (["-d", "64"], "has no --depth"),
         (["-n", "0"], "1 or more"),
         (["-p", "600"], "nothing to measure"),
+        (["--arrivals", "600"], "nothing to measure"),
+        (["--arrivals", "--parallel", "1,2"], "from 2 on"),
     ],
 )
 def test_wrong_usage(bench, arguments, message):
