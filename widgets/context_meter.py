@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from textual.content import Content
 
-NEARLY_FULL = 0.8
+from widgets.engine_status import NEARLY_FULL
+
 MIN_BAR, MAX_BAR = 4, 16
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+NEARLY_FULL = 0.8
+"""The share of a context from which on it is nearly full."""
+
 
 class Phase(Enum):
     STARTING = "starting"
@@ -47,3 +50,8 @@ class EngineStatus:
     context_used: int | None = None
     context_length: int = 0
     cache_bytes: int = 0
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether little is left of the context."""
+        return (self.context_used or 0) >= NEARLY_FULL * self.context_length > 0

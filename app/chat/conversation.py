@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import zip_longest
 
 from app.chat.history import UNTITLED, History, HistoryError
+from app.chat.summary import Summarized, newest
 from app.chat.turn import Turn
 from engine.errors import UsageError
 from engine.events import Message
+from widgets.text import counted
 
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"
 UNANSWERED = "interrupted before there was a reply · Ctrl+G answers it"
@@ -44,8 +47,11 @@ class Conversation:
         self.chat_id = chat_id
         self.system = system
         self.turns: list[Turn] = []
+        self.start = 0  # the index of the first turn that the model reads
+        self.summarized: Summarized | None = None  # of another chat, by the first reply
         self.problem: HistoryError | None = None
         self._stored_system = ""
+        self._stored_first = 0  # the message id of the first turn that the model reads; 0: it reads all
         self._stored: dict[int, tuple[Message, bool]] = {}  # by message id: what the history has
         self._cut_off = False  # the history still has messages after the last turn
         if chat_id is not None:
@@ -66,6 +72,10 @@ class Conversation:
                 turn.note = INTERRUPTED if turn.role == "assistant" else UNANSWERED
             self.turns.append(turn)
             self._stored[stored.id] = turn.message, turn.finished
+        self._stored_first = self.history.first_read(chat_id)
+        if self._stored_first:
+            left_out = (i for i, turn in enumerate(self.turns) if (turn.message_id or 0) < self._stored_first)
+            self._begin_at(max(left_out, default=-1) + 1)
 
     @property
     def last_reply(self) -> Turn | None:
@@ -104,12 +114,35 @@ class Conversation:
         """What a model is sent. A prompt without a reply is left out if another prompt follows: most chat templates
         refuse two prompts in a row."""
         system = (Message(role="system", content=self.system),) if self.system else ()
+        summarized = self.summarized.messages if self.summarized and self.awaits_summary else ()
+        turns = self.turns[self.start :]
         answered = (
             turn
-            for turn, following in zip(self.turns, [*self.turns[1:], None], strict=True)
+            for turn, following in zip_longest(turns, turns[1:])
             if turn.role == "assistant" or following is None or following.role == "assistant"
         )
-        return system + tuple(turn.message for turn in answered)
+        return system + summarized + tuple(turn.message for turn in answered)
+
+    @property
+    def awaits_summary(self) -> bool:
+        """Whether the summary of another chat is the last reply, or is asked for."""
+        return self.summarized is not None and len(self.turns) <= 2
+
+    def leave_out(self) -> int:
+        """Leaves the oldest turns out of what the model reads, so that about half of the text stays, at least the last
+        prompt and its reply. Returns how many turns these are; 0: there are no older ones."""
+        before = self.start
+        if count := newest(self.turns[before:], 0.5):
+            self._begin_at(before + count)
+        return count
+
+    def _begin_at(self, start: int) -> None:
+        """The model reads the turns from `start` on. A note marks the place."""
+        mark = f"the model reads from here on: {counted(start, 'turn')} before it are left out"
+        for index, note in ((self.start, ""), (start, mark)):
+            if index:
+                self.turns[index - 1].note = note
+        self.start = start
 
     def add(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -117,6 +150,8 @@ class Conversation:
     def cut(self, index: int) -> list[Turn]:
         """Removes the turns from `index` on and returns them. The history has them until another turn is saved in their
         place, so `add` can restore them."""
+        if index < self.start:  # little is left then
+            self._begin_at(0)
         removed = self.turns[index:]
         del self.turns[index:]
         self._cut_off = True
@@ -146,6 +181,10 @@ class Conversation:
                     self._cut_off = False
                 turn.message_id = self.history.append(self.chat_id, turn.message, turn.finished)
                 self._stored[turn.message_id] = turn.message, turn.finished
+        first = (self.turns[self.start].message_id or 0) if 0 < self.start < len(self.turns) else 0
+        if first != self._stored_first:
+            self.history.set_first_read(self.chat_id, first)
+            self._stored_first = first
         for turn in self.turns[-2:]:  # the reply in progress, and the prompt that it answers
             state = turn.message, turn.finished
             if turn.message_id is not None and self._stored[turn.message_id] != state:

@@ -112,6 +112,15 @@ class History(HistoryDatabase):
             if text:
                 self._insert(sql, -chat_id, chat_id, _storable(text), os.getpid())
 
+    def set_first_read(self, chat_id: int, message_id: int) -> None:
+        """Sets the first message of a chat that the model reads (0: all of them)."""
+        self._run("UPDATE chats SET first_read = ? WHERE id = ?", message_id, chat_id)
+
+    def first_read(self, chat_id: int) -> int:
+        """The id of the first message that the model reads (0: all of them)."""
+        rows = self._run("SELECT first_read FROM chats WHERE id = ?", chat_id)
+        return int(rows[0][0]) if rows else 0
+
     def truncate(self, chat_id: int, after_message_id: int) -> None:
         """Deletes the messages after one (0: all of them), but not the system prompt."""
         sql = "DELETE FROM messages WHERE chat_id = ? AND id > ? AND role != 'system'"

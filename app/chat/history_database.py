@@ -49,6 +49,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             INSERT INTO messages_text (rowid, content) VALUES (new.id, new.content); END""",
         "CREATE TABLE drafts (writer INTEGER PRIMARY KEY, text TEXT NOT NULL)",
     ),
+    # The first message that the model reads; 0: all of them.
+    ("ALTER TABLE chats ADD COLUMN first_read INTEGER NOT NULL DEFAULT 0",),
 )
 _NOT_SAVED = "until then chats are not saved."
 _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint

@@ -8,14 +8,16 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 from app.chat.configuration import without_effect
 from app.chat.conversation import Conversation
 from app.chat.history import History, HistoryError
 from app.chat.search_summary import SearchSummary
 from app.chat.status import StatusObserver
+from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
 from app.chat.turn import Turn
+from app.chat.view import View
 from engine.client import Engine
 from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import counted, one_line
@@ -23,37 +25,10 @@ from widgets.turn import WARNING
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""
+FULL = "Ctrl+G offers how to go on"
+NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, Ctrl+N starts a new chat"
 EMPTY = "The model gave an empty reply"
 NOTHING_TO_ADD = "The model has nothing to add"
-
-
-class View(Protocol):
-    """Shows a session. It is not told when `Session.reply` grows or `Session.status` changes: it reads them when it
-    draws."""
-
-    async def added(self, turn: Turn) -> None:
-        """`turn` has become the last turn of the conversation."""
-
-    async def changed(self, turn: Turn) -> None:
-        """The note of `turn` has changed, or its text is complete."""
-
-    async def cut(self, index: int) -> None:
-        """The turns from `index` on were removed."""
-
-    async def opened(self) -> None:
-        """Another conversation was opened."""
-
-    def queue_changed(self) -> None:
-        """`Session.queued` has changed."""
-
-    def give_back(self, text: str) -> None:
-        """A prompt was not sent. The user may edit it again."""
-
-    def notice(self, text: str, *, warning: bool = False) -> None:
-        """Shows one line; "" removes it."""
-
-    def problem_changed(self, problem: HistoryError | None) -> None:
-        """Says why the conversation is not saved (None: it is). May be called again with the same problem."""
 
 
 @dataclass
@@ -111,6 +86,8 @@ class Session:
         self.search = SearchSummary()  # of the start of the engine in use
         self.candidate: Candidate | None = None  # the engine that the session switches to when it is ready
         self.other_model = ""  # a sentence on how to choose one, for the user whose model does not load
+        self.ways_on = ""  # a sentence on how to make room in a context that is nearly full
+        self.is_full = False  # the context, so that the last reply was cut, or the last prompt not answered
         self.watch: Callable[[Event], None] = lambda _: None  # gets every event of the engine in use
         self._spawn = spawn
         self._request_ids = itertools.count(1)
@@ -197,6 +174,50 @@ class Session:
         self._ask(reply=reply)
         await self.view.changed(reply)
 
+    async def leave_out(self) -> None:
+        """Leaves the oldest turns out of what the model reads. The chat keeps them. Then goes on where the context was
+        full."""
+        conversation, was_full = self.conversation, self.is_full
+        before = conversation.start
+        if not (count := conversation.leave_out()):
+            self.view.notice(NOTHING_OLDER, warning=True)
+            return
+        self.is_full = False
+        self.save()
+        for index in filter(None, (before, conversation.start)):
+            await self.view.changed(conversation.turns[index - 1])
+        self.status.new_conversation(context_used=None)
+        oldest = "The oldest turn is" if count == 1 else f"The {count} oldest turns are"
+        self.view.notice(f"{oldest} left out: the model no longer reads this, the chat keeps it")
+        if was_full and conversation.turns[-1].role == "user":
+            await self.regenerate()
+        elif was_full:
+            await self.go_on()
+
+    async def summarize(self) -> None:
+        """Begins a new chat with a summary of this one, which the model writes as the first reply. If the context was
+        too full to answer the last prompt, that is sent after it."""
+        before, status = self.conversation, self.status.snapshot()
+        messages = [message for message in before.messages() if message.role != "system"]
+        waiting = messages.pop().content if messages and messages[-1].role == "user" else ""
+        if not messages:
+            self.view.notice("There is nothing to summarize yet", warning=True)
+            return
+        share = SOURCE_SHARE * status.context_length / status.context_used if status.context_used else 1.0
+        summarized = Summarized(before.title, tuple(messages), before.start)
+        if 0 < share < 1:
+            summarized = summarized.part(share) or summarized
+        await self.open(None)
+        conversation = self.conversation
+        conversation.system, conversation.summarized = before.system, summarized
+        turn = Turn("user", summarized.request(status.context_length), finished=False)
+        conversation.add(turn)
+        self.save()
+        self.queued = waiting
+        self.view.queue_changed()
+        self._ask()
+        await self.view.added(turn)
+
     async def open(self, chat_id: int | None) -> None:
         """Opens a past chat, or a new one. A reply in progress is stopped first and kept in its chat."""
         self.take_back()
@@ -213,6 +234,7 @@ class Session:
         except HistoryError as error:
             self.view.notice(str(error), warning=True)
             return
+        self.is_full = False
         self.status.new_conversation(context_used=0 if chat_id is None else None)
         self.view.notice("")
         await self.view.opened()
@@ -270,7 +292,7 @@ class Session:
             self.view.notice(f"{candidate.name} did not start: {_sentence(end)}", warning=True)
             return
         old_engine, self.engine = self.engine, candidate.engine
-        self._is_starting = False
+        self._is_starting = self.is_full = False
         old_status, self.status = self.status.snapshot(), candidate.status
         # In another model's tokens, the conversation has another length.
         same_model = old_status.model == self.status.snapshot().model
@@ -321,11 +343,15 @@ class Session:
     def _ask(self, reply: Turn | None = None, replaced: Turn | None = None) -> None:
         """Asks the engine for a reply. `reply`: the last turn, which it continues. `replaced`: the earlier reply, which
         comes back if there is no new one."""
+        conversation, most, think = self.conversation, self.max_tokens, self.think
+        if conversation.awaits_summary:
+            most, think = summary_tokens(self.status.snapshot().context_length, most), False
+        self.is_full = False
         self._request = Generate(
             request_id=next(self._request_ids),
-            prompt=Chat(messages=self.conversation.messages(), think=self.think),
+            prompt=Chat(messages=conversation.messages(), think=think),
             sampling=self.sampling,
-            max_tokens=self.max_tokens,
+            max_tokens=most,
         )
         self.reply, self._thinking_since = reply, None
         self.status.request()
@@ -363,6 +389,10 @@ class Session:
 
     async def _end(self, end: Finished | Failed, gained: bool, replaced: Turn | None) -> None:
         """A reply has ended. `gained`: it has text."""
+        self.is_full = self._fills_context(end)
+        if self.is_full and await self._summarizes_less():
+            self._ask(replaced=replaced)
+            return
         turn = self.reply or self.conversation.turns[-1]
         turn.streaming = False
         if gained:
@@ -381,7 +411,35 @@ class Session:
         self.save()
         await self.view.changed(turn)
         self._ended.set()
+        if self.status.snapshot().is_nearly_full and not self.is_full and self.ways_on:
+            self.view.notice(f"The context is nearly full: {self.ways_on}", warning=True)
         await self._next(may_send=isinstance(end, Finished) and end.reason != "cancelled")
+
+    async def _summarizes_less(self) -> bool:
+        """Whether a chat that does not fit into the context is shortened, to be summarized again."""
+        conversation = self.conversation
+        if not (conversation.awaits_summary and conversation.summarized):
+            return False
+        if (less := conversation.summarized.part(SOURCE_SHARE)) is None:
+            return False
+        if len(conversation.turns) > 1:
+            conversation.cut(1)
+            await self.view.cut(1)
+        prompt, conversation.summarized = conversation.turns[0], less
+        prompt.content = less.request(self.status.snapshot().context_length)
+        await self.view.changed(prompt)
+        self.view.notice("The chat does not fit into the context: older messages are left out of the summary")
+        return True
+
+    def _fills_context(self, end: Finished | Failed) -> bool:
+        """Whether a reply was cut, or refused, because the context is full."""
+        if isinstance(end, Failed):
+            return end.kind == "context"
+        asked = self._request.max_tokens if self._request else None
+        if end.reason != "length" or (asked is not None and end.predicted_n >= asked):
+            return False
+        length = self.status.snapshot().context_length
+        return 0 < length - 1 <= end.context_used  # else it is a limit of a server; some leave one token free
 
     def _note(self, end: Finished | Failed) -> str:
         """One line about how a reply ended, and which key helps; "" if it is complete."""
@@ -390,17 +448,16 @@ class Session:
     def _reason(self, end: Finished | Failed) -> tuple[str, str] | tuple[()]:
         """Why a reply is not complete, and which key helps; empty if it is."""
         if isinstance(end, Failed):
-            key = "Ctrl+N starts a new chat" if end.kind == "context" else "Ctrl+R tries again"
-            return f"{WARNING} {_sentence(end)}", key
+            return f"{WARNING} {_sentence(end)}", FULL if self.is_full else "Ctrl+R tries again"
         if end.reason == "cancelled":
             return "stopped", "Ctrl+G goes on"
         if end.reason == "length":
             if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
                 return f"stopped at {counted(end.predicted_n, 'token')}, as asked", "Ctrl+G goes on"
-            length = self.status.snapshot().context_length
-            if not length or end.context_used < length - 1:  # a limit of a server; some leave one token free
+            if not self.is_full:
                 return f"cut at {counted(end.predicted_n, 'token')}", "Ctrl+G goes on"
-            return f"{WARNING} The context of {length:,} tokens is full", "Ctrl+N starts a new chat"
+            length = self.status.snapshot().context_length
+            return f"{WARNING} The context of {length:,} tokens is full", FULL
         return ()
 
 

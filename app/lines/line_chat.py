@@ -37,6 +37,7 @@ from widgets.text import clean, one_line
 SAVE_S = 1.0
 """A reply is saved this often while it grows."""
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
+WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns."
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
 ENGINE_OPTIONS = {"context": ("context_length", ContextLength)}
 """Options that need another start of the engine: their names in `EngineOptions`, and their types."""
@@ -83,6 +84,7 @@ class LineChat:
         `messages`. `chat_id` continues a chat of `history`. `models` is None for an engine that has no others."""
         self.session = Session(engine, history, self, spawn=self._spawn, **options)
         self.session.other_model = OTHER_MODEL if models and lines.is_terminal else ""
+        self.session.ways_on = WAYS_ON
         self._models = models
         self.session.watch = self._observe
         self._lines = lines
@@ -157,6 +159,8 @@ class LineChat:
             await run_until_signal(self._finish_tasks(), signal.SIGINT, stop=self.session.stop)
         finally:
             self.session.save()  # SIGTERM may have ended the reply
+        if self.session.is_full:
+            self._output.say(WAYS_ON)
 
     def _observe(self, event: Event) -> None:
         """Shows an event of the engine, and saves a reply while it grows."""
@@ -285,6 +289,20 @@ class LineChat:
         """answer the last message again"""
         self._last_prompt()
         await self.session.regenerate()
+        await self._finish_reply()
+
+    async def do_summary(self, _: str) -> None:
+        """go on in a new chat, with a summary of this one that the model writes"""
+        await self.session.summarize()
+        if self.session.is_busy:
+            self._print(f"A new chat.\n> {self.session.conversation.turns[0].content}")
+            if self.session.queued:
+                self._print(f"Then: > {self.session.queued}")
+        await self._finish_reply()
+
+    async def do_shorten(self, _: str) -> None:
+        """leave the oldest turns out of what the model reads; the chat keeps them"""
+        await self.session.leave_out()
         await self._finish_reply()
 
     async def do_edit(self, _: str) -> None:

@@ -27,6 +27,7 @@ from app.screens.actions import ACTIONS, key_label
 from app.screens.chat_column import TINY_WIDTH, ChatColumn
 from app.screens.chats import ChatsScreen
 from app.screens.clipboard import copy_by_tmux, is_in_tmux
+from app.screens.context_actions import WAYS, ContextActions
 from app.screens.dashboard import Dashboard
 from app.screens.edit_page import EditPage
 from app.screens.engine_actions import EngineActions
@@ -55,7 +56,7 @@ SAVE_S = 1.0
 """A crash loses at most this much of a reply."""
 
 
-class ChatApp(EngineActions):
+class ChatApp(ContextActions, EngineActions):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
     `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready. `theme` is the name of one of
@@ -124,6 +125,7 @@ class ChatApp(EngineActions):
             clock=clock,
             **options,
         )
+        self.session.ways_on = "Ctrl+P begins a new chat with a summary, or leaves out the oldest turns"
         if setup is not None:
             self.session.other_model = f"Ctrl+L chooses another model, such as {GUIDE}, which is built in."
         self.column.attach(self.session)
@@ -263,6 +265,9 @@ class ChatApp(EngineActions):
 
     async def action_go_on(self) -> None:
         turns = self.session.conversation.turns
+        if self.session.is_full:
+            self.offer_ways_on()
+            return
         if not turns and self._resumable is not None:
             chat_id, self._resumable = self._resumable, None
             await self.session.open(chat_id)
@@ -474,5 +479,7 @@ class ChatApp(EngineActions):
                 yield SystemCommand(f"{action.title} · {key}", "", method)
             else:
                 yield SystemCommand(action.title, f"{action.help} ({key})", method)
+        for way in WAYS:
+            yield SystemCommand(way.title, "" if is_short else way.help, getattr(self, f"action_{way.name}"))
         help = "" if is_short else "Choose light, dark and other colours"
         yield SystemCommand("Theme", help, self.action_change_theme)

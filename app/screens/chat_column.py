@@ -85,7 +85,7 @@ class ChatColumn(Vertical):
     def on_resize(self, event: Resize) -> None:
         self.prompt.placeholder = longest_fitting(PLACEHOLDERS, event.size.width - _BOX)
 
-    # --- what the session reports (app.chat.session.View) -----------------------------------------------
+    # --- what the session reports (app.chat.view.View) -----------------------------------------------
 
     async def added(self, turn: Turn) -> None:
         self.transcript.add(turn)

@@ -21,3 +21,31 @@ def test_a_past_chat_that_was_only_read_keeps_its_place_in_the_list():
     opened.save("model")
     assert [chat.id for chat in history.chats()] == [first, second]
     assert history.messages(first)[-1].message.content == "Yes. And no."
+
+
+def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_opened_again():
+    history = History(":memory:")
+    conversation = Conversation(history, "Be brief.")
+    for text in ("a", "b", "c"):
+        conversation.add(Turn("user", text))
+        conversation.add(Turn("assistant", text.upper()))
+    conversation.save("model")
+    assert conversation.leave_out() == 4 and conversation.leave_out() == 0
+    conversation.save("model")
+    opened = Conversation(history, chat_id=conversation.chat_id)
+    for chat in (conversation, opened):
+        assert [message.content for message in chat.messages()] == ["Be brief.", "c", "C"]
+        assert [turn.content for turn in chat.turns] == ["a", "A", "b", "B", "c", "C"]
+        assert [bool(turn.note) for turn in chat.turns] == [False, False, False, True, False, False]
+        assert chat.turns[3].note == "the model reads from here on: 4 turns before it are left out"
+    assert len(opened.all_messages()) == 7, "an export has all"
+    opened.cut(4)
+    opened.add(Turn("user", "d"))
+    opened.save("model")
+    assert [m.content for m in opened.messages()] == ["Be brief.", "d"], "the last prompt was edited"
+    opened.cut(2)  # a prompt that is left out is edited: little is left, so the model reads all again
+    opened.add(Turn("user", "e"))
+    opened.save("model")
+    for chat in (opened, Conversation(history, chat_id=conversation.chat_id)):
+        assert [m.content for m in chat.messages()] == ["Be brief.", "a", "A", "e"]
+        assert not any(turn.note for turn in chat.turns)

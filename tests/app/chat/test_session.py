@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from app.chat.history import History
 from app.chat.session import Session
 from engine.events import Failed, Ready, Sampling, Search, Warming
-from tests.app.fake_engine import READY, STARTED, FakeEngine, reply, tokens
+from tests.app.fake_engine import READY, STARTED, TOO_LONG, FakeEngine, reply, tokens
 from tests.waiting import until
 
 
@@ -144,6 +144,102 @@ async def test_a_prompt_that_waits_goes_back_when_the_chat_changes(begin):
     await session.open(None)
     assert view.given_back == ["a"]
     assert not session.queued
+
+
+# --- a full context ------------------------------------------------------------------------------------
+
+CUT = reply("So much", reason="length", prompt_n=8189)  # the context of 8,192 tokens is full then
+
+
+async def asked(session: Session, *prompts: str) -> None:
+    for prompt in prompts:
+        await session.send(prompt)
+        await until(lambda: not session.is_busy)
+
+
+async def test_the_oldest_turns_are_left_out_and_the_reply_goes_on(begin):
+    engine = FakeEngine(reply("A"), reply("B"), CUT, reply(" more"))
+    session, view = begin(engine)
+    await asked(session, "a", "b", "c")
+    assert session.is_full and session.conversation.turns[-1].note.endswith("Ctrl+G offers how to go on")
+    await session.leave_out()
+    await until(lambda: not session.is_busy)
+    assert engine.prompts()[-1] == [("user", "c"), ("assistant", "So much")]
+    assert said(session) == ["a", "A", "b", "B", "c", "So much more"] and not session.is_full
+    assert (
+        "The 4 oldest turns are left out: the model no longer reads this, the chat keeps it" in view.notices
+    )
+    await session.leave_out()
+    assert view.notices[-1].startswith("There are no older turns to leave out")
+
+
+async def test_the_prompt_that_did_not_fit_is_answered_without_the_oldest_turns(begin):
+    engine = FakeEngine(reply("A"), [TOO_LONG], reply("B"))
+    session, _ = begin(engine)
+    await asked(session, "a", "b")
+    assert session.is_full
+    await session.leave_out()
+    await until(lambda: not session.is_busy)
+    assert engine.prompts()[-1] == [("user", "b")] and said(session) == ["a", "A", "b", "B"]
+
+
+async def test_a_new_chat_begins_with_a_summary(begin):
+    engine = FakeEngine(reply("A"), [TOO_LONG], reply("It was about a."), reply("B"), reply("Shorter."))
+    session, _ = begin(engine)
+    session.set_system("Be brief.")
+    await asked(session, "a", "b")
+    first = session.conversation
+    await session.summarize()
+    await until(lambda: not session.is_busy and not session.queued)
+    request = engine.requests[2]
+    assert request.max_tokens == 2048 and not request.prompt.think
+    system, *source, summary = engine.prompts()[2]
+    assert (system, source) == (("system", "Be brief."), [("user", "a"), ("assistant", "A")])
+    assert summary[1].startswith("Summarize our chat “a”") and "600 words" in summary[1]
+    assert said(session) == [summary[1], "It was about a.", "b", "B"], "which was not answered before"
+    assert engine.prompts()[3] == [system, summary, ("assistant", "It was about a."), ("user", "b")]
+    assert [stored.message.content for stored in session.history.messages(first.chat_id)][1:] == [
+        "a",
+        "A",
+        "b",
+    ]
+    assert len(session.history.chats()) == 2
+    session.conversation.cut(2)
+    await session.regenerate()
+    await until(lambda: not session.is_busy)
+    assert engine.prompts()[4] == [system, *source, summary], "the summary is written again"
+
+
+async def test_what_does_not_fit_is_left_out_of_the_summary(begin):
+    engine = FakeEngine(reply("A"), reply("B"), reply("C"), [TOO_LONG], CUT, reply("About b and c."))
+    session, view = begin(engine)
+    await asked(session, "a", "b", "c")
+    await session.summarize()
+    await until(lambda: not session.is_busy)
+    assert [len(prompt) for prompt in engine.prompts()[3:]] == [7, 5, 3]
+    assert "The oldest 4 messages did not fit into the context" in said(session)[0]
+    assert said(session)[1:] == ["About b and c."] and not session.is_full
+    assert session.history.messages(session.conversation.chat_id)[0].message.content == said(session)[0]
+    assert sum("older messages are left out of the summary" in notice for notice in view.notices) == 2
+
+
+async def test_a_summary_that_cannot_be_had_says_why(begin):
+    session, view = begin(FakeEngine(reply("A"), [TOO_LONG]))
+    await session.summarize()
+    assert view.notices == ["There is nothing to summarize yet"]
+    await asked(session, "a")
+    await session.summarize()
+    await until(lambda: not session.is_busy)
+    assert session.conversation.turns[-1].note.startswith("⚠ The prompt has 9,000 tokens")
+
+
+async def test_a_context_that_is_nearly_full_is_said_to_be(begin):
+    session, view = begin(FakeEngine(reply("A", prompt_n=5000), reply("B", prompt_n=7000)))
+    session.ways_on = "make room."
+    await asked(session, "a")
+    assert not any(view.notices)
+    await asked(session, "b")
+    assert view.notices[-1] == "The context is nearly full: make room."
 
 
 # --- another engine ------------------------------------------------------------------------------------

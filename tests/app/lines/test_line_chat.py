@@ -156,6 +156,26 @@ async def test_continue_goes_on_with_the_reply_or_in_a_new_chat_with_the_latest(
     assert contents(history, 2) == [("user", "Is it?"), ("assistant", "Yes.")], "a prompt without a reply"
 
 
+async def test_a_full_context_has_ways_on(history):
+    full = reply("So much", reason="length", prompt_n=8190)
+    engine = FakeEngine(
+        reply("Yes."), full, reply(" more."), reply("A greeting."), [TOO_LONG], reply("Well.")
+    )
+    out, messages = io.StringIO(), io.StringIO()
+    lines = ("Hello", "Tell me all", "/shorten", "/summary", "Long", "/shorten", "/shorten")
+    assert await LineChat(engine, history, Script(*lines), out, messages).run() == 0
+    said = messages.getvalue()
+    assert said.count("/summary begins a new chat with a summary, /shorten leaves out") == 2
+    assert "The 2 oldest turns are left out" in said and "no older turns" in said
+    assert contents(history)[-1] == ("assistant", "So much more.")
+    assert contents(history, 2)[1:] == [
+        ("assistant", "A greeting."),
+        ("user", "Long"),
+        ("assistant", "Well."),
+    ]
+    assert "A new chat.\n> Summarize our chat “Hello”" in out.getvalue()
+
+
 async def test_a_system_prompt_begins_a_new_chat(chat, history):
     await chat("Is it?", "/system Be brief.", "Is it?", "/system none", "Is it?")
     assert contents(history, 2)[0] == ("system", "Be brief.")
@@ -439,7 +459,7 @@ def test_completion_of_commands():
         completer = CommandCompleter(completions())
         return [c.text for c in completer.get_completions(Document(text), CompleteEvent())]
 
-    assert complete("/s") == ["save", "stats", "system", "set"]
+    assert complete("/s") == ["summary", "shorten", "save", "stats", "system", "set"]
     assert complete("/set top") == ["top_k", "top_p"]
     assert complete("/think ") == ["on", "off"]
     assert complete("hello /s") == complete("/nope x") == complete("") == []

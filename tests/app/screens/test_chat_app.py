@@ -453,6 +453,7 @@ async def test_export_where_nobody_may_write(history, tmp_path, monkeypatch):
 
 async def test_help_and_palette_have_every_action(history):
     from app.screens.actions import ACTIONS
+    from app.screens.context_actions import WAYS
 
     async with chat(FakeEngine(), history, size=(100, 60)) as user:
         await user.press("f1")
@@ -461,7 +462,7 @@ async def test_help_and_palette_have_every_action(history):
             await user.sees(action.help)
         await user.press("escape")
         commands = {command.title for command in user.app.get_system_commands(user.app.screen)}
-        assert commands == {action.title for action in ACTIONS} | {"Theme"}
+        assert commands == {entry.title for entry in (*ACTIONS, *WAYS)} | {"Theme"}
         await user.press("ctrl+p", *"past", "enter")
         await user.until(lambda: isinstance(user.app.screen, ChatsScreen))
 

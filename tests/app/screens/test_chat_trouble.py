@@ -57,7 +57,7 @@ async def test_a_model_that_stands_in_for_another_is_a_warning_that_stays(histor
 async def test_a_context_that_is_too_small_for_the_prompt(history):
     engine = FakeEngine([TOO_LONG], reply("Fine"))
     async with chat(engine, history, initial_prompt="long text") as user:
-        await user.sees("⚠ The prompt has 9,000 tokens and the context holds 8,192. Shorten it. · Ctrl+N")
+        await user.sees("⚠ The prompt has 9,000 tokens and the context holds 8,192. Shorten it. · Ctrl+G")
         assert user.turns() == [("user", "long text")]
         await user.say("short")
         await user.sees("Fine")
@@ -68,8 +68,34 @@ async def test_a_context_that_is_too_small_for_the_prompt(history):
 async def test_a_context_that_fills_up_says_so_with_numbers(history):
     engine = FakeEngine(reply("So much", reason="length", prompt_n=8190))
     async with chat(engine, history, initial_prompt="Tell me all") as user:
-        await user.sees("⚠ The context of 8,192 tokens is full · Ctrl+N starts a new chat")
+        await user.sees("⚠ The context of 8,192 tokens is full · Ctrl+G offers how to go on")
         await user.sees("8,192/8,192 tokens 100% full")
+
+
+async def test_a_full_context_offers_how_to_go_on(history):
+    full = reply("So much", reason="length", prompt_n=8190)
+    engine = FakeEngine(
+        reply("Yes."), full, reply(" more", prompt_n=7000), reply("You asked me to tell all.")
+    )
+    async with chat(engine, history, initial_prompt="Hello") as user:
+        await user.sees("Yes.")
+        await user.idle()
+        await user.say("Tell me all")
+        await user.sees("Ctrl+G offers how to go on")
+        await user.idle()
+        await user.press("ctrl+g")
+        await user.sees("The model reads at most a context of 8,192 tokens.")
+        await user.press("escape", "ctrl+g", "down", "enter")
+        await user.sees("So much more")
+        await user.sees("the model reads from here on: 2 turns before it are left out")
+        assert user.turns()[0] == ("user", "Hello") and engine.prompts()[-1][0] == ("user", "Tell me all")
+        await user.idle()
+        await user.sees("⚠ The context is nearly full: Ctrl+P begins")
+        await user.press("ctrl+p", *"summary", "enter")
+        await user.sees("You asked me to tell all.")
+        assert user.turns()[0][1].startswith("Summarize our chat “Hello”")
+        await user.idle()
+    assert len(history.chats()) == 2
 
 
 async def test_a_server_that_cuts_a_reply_has_not_filled_the_context(history):

@@ -65,7 +65,7 @@ async def test_the_palette_of_commands_has_entries_at_every_size(history, size):
         await user.press("ctrl+p")
         await user.sees("Compare · F10")
         lines = user.screen().split("\n")
-        assert [line.partition(" ·")[0].rstrip(" …▆▄").strip() for line in lines[1:5]] == [
+        assert [line.partition(" ·")[0].rstrip(" …▇▆▄").strip() for line in lines[1:5]] == [
             "Compare", "Copy code block", "Copy reply", "Dashboard",
         ]  # fmt: skip
         await user.press(*"past", "enter")

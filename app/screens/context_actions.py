@@ -1,0 +1,96 @@
+"""How a chat goes on when the context is full, and the page that offers it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from textual import on, work
+from textual.app import App, ComposeResult
+from textual.binding import Binding
+from textual.content import Content
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option
+
+from app.chat.session import Session
+from app.screens.chat_column import ChatColumn
+from widgets.page import Frame, Page
+from widgets.text import counted
+
+
+class Way(NamedTuple):
+    """A way to go on. `name` is the method `action_<name>` of the application."""
+
+    name: Literal["summarize", "leave_out"]
+    title: str
+    help: str
+
+
+WAYS = (
+    Way(
+        "summarize", "New chat with a summary", "The model sums this chat up; the new chat goes on from there"
+    ),
+    Way("leave_out", "Leave out the oldest turns", "The model no longer reads them; the chat keeps them"),
+)
+
+
+class FullContextScreen(Page[str | None]):
+    """Dismissed with the name of the way that was chosen, or None. `context_length` is in tokens."""
+
+    DEFAULT_CSS = """
+    FullContextScreen > Frame { width: 76; height: auto; min-height: 0; padding: 1 2; }
+    FullContextScreen OptionList, FullContextScreen OptionList:focus {
+        height: auto; border: none; padding: 0; margin-top: 1; background: $background;
+    }
+    """
+    BINDINGS = [Binding("escape", "dismiss", "Close")]
+
+    def __init__(self, context_length: int) -> None:
+        super().__init__()
+        self._length = context_length
+
+    def compose(self) -> ComposeResult:
+        tokens = f" of {counted(self._length, 'token')}" if self._length else ""
+        with Frame(
+            "The context is full", "Up and Down choose · Enter goes on · Esc closes", "Enter · Esc closes"
+        ):
+            yield Static(
+                f"The model reads at most a context{tokens}. This chat has no more room in it.", markup=False
+            )
+            yield OptionList(
+                *(
+                    Option(
+                        Content.assemble((way.title, "bold"), "\n", (way.help, "$foreground 65%")), way.name
+                    )
+                    for way in WAYS
+                )
+            )
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+
+    @on(OptionList.OptionSelected)
+    def choose(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_id)
+
+
+class ContextActions(App[None]):
+    """A part of `ChatApp`."""
+
+    session: Session
+    column: ChatColumn
+
+    @work(group="full", exclusive=True)
+    async def offer_ways_on(self) -> None:
+        """Asks how to go on in a full context, and does so."""
+        if name := await self.push_screen_wait(
+            FullContextScreen(self.session.status.snapshot().context_length)
+        ):
+            await getattr(self, f"action_{name}")()
+
+    async def action_summarize(self) -> None:
+        if not self.column.refuse_while_busy():
+            await self.session.summarize()
+
+    async def action_leave_out(self) -> None:
+        if not self.column.refuse_while_busy():
+            await self.session.leave_out()
