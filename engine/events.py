@@ -122,7 +122,8 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     (None: by its width); `search_again` repeats a search whose result is known from an earlier start. `keep_packed`
     keeps a CPU's packed weights on disk for the next start. With `parallel` above 1, as many conversations are answered
     at the same time, each with its own context, where the device's kernels can do that. `kv` names the format of the KV
-    cache (`engine.formats.kv_format`)."""
+    cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is kept on disk of the KV cache of
+    long conversations, so that they can be opened again without prefill (None: what the disk has room for)."""
 
     model_path: str
     backend: str = "auto"
@@ -135,6 +136,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     keep_packed: bool = False
     parallel: int = 1
     kv: str = "f16"
+    prefix_cache_bytes: int | None = 0
 
 
 # --- commands ------------------------------------------------------------------------------------------

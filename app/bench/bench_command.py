@@ -136,7 +136,10 @@ def _setups(args: Namespace, settings: Settings) -> Iterator[tuple[str, EngineOp
             searched = "" if args.beam is None else f"beam{args.beam}"
             command_line = {"backend": args.backend, "search_width": args.beam}
             chosen = configure(
-                path, preset=find_preset(preset) if preset else None, command_line=command_line
+                path,
+                Settings(prefix_cache_gb=0),
+                preset=find_preset(preset) if preset else None,
+                command_line=command_line,
             )
             yield f"{preset} {searched}".strip(), chosen.engine
 

@@ -49,8 +49,9 @@ def configure(
         **asdict(settings.sampling),
     }
     from_preset = _fields(preset) if preset else {}
+    prefix_gb = settings.prefix_cache_gb
     later = (command_line, from_preset) if chosen_in_chat else (from_preset, command_line)
-    merged: dict[str, Any] = {}
+    merged: dict[str, Any] = {"prefix_cache_bytes": None if prefix_gb is None else int(prefix_gb * 1e9)}
     for source in (from_settings, *later):
         merged |= {name: value for name, value in source.items() if value is not None}
     engine, sampling = (

@@ -6,6 +6,7 @@ ended, was interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -18,6 +19,7 @@ import platformdirs
 
 from app.chat.history_database import HistoryDatabase, HistoryError
 from engine.events import Message
+from engine.model import prefix_folder
 
 TITLE_CHARS = 60
 EXCERPT_CHARS, EXCERPT_BEFORE = (
@@ -144,7 +146,10 @@ class History(HistoryDatabase):
         self._run("UPDATE chats SET title = ? WHERE id = ?", _storable(title.strip()) or None, chat_id)
 
     def delete(self, chat_id: int) -> None:
+        """Deletes a chat, and what the disk keeps of KV caches: nobody knows which of it is of this chat."""
         self._run("DELETE FROM chats WHERE id = ?", chat_id)
+        with contextlib.suppress(OSError):
+            prefix_folder.clear()
 
     # --- all chats --------------------------------------------------------------------------------------
 

@@ -15,13 +15,15 @@ from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.measure.profile import Replay
 from engine.model.lower.cpu import CPUModel
+from engine.model.lower.cpu_cache import ContiguousCache
+from engine.model.lower.cpu_export import CachedLayer, export_chunk, import_chunk
 from engine.model.model_runner import varied_tokens
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
 
 class CPURunner:
-    """Implements `ModelRunner`. One captured step serves chunks of any length."""
+    """Implements `PrefixRunner`. One captured step serves chunks of any length."""
 
     precompiled = False
     chunk_sizes: tuple[int, ...] = (1,)
@@ -59,6 +61,29 @@ class CPURunner:
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return self._model.expert_choices()
+
+    @property
+    def export_layout(self) -> str:
+        return repr([(h.kv, h.dim, h.window) for h, _, _ in self._layers])
+
+    @property
+    def widest_window(self) -> int:
+        return max(heads.window for heads, _, _ in self._layers)
+
+    def oldest_in_windows(self, stored: int) -> int:
+        rings = [heads.length for heads, _, _ in self._layers if heads.window]
+        return max(0, stored + self.max_chunk - min(rings)) if rings else 0
+
+    def export_chunk(self, position: int) -> NDArray[np.uint8]:
+        return export_chunk(self._layers, position)
+
+    def import_chunk(self, position: int, export: NDArray[np.uint8]) -> None:
+        import_chunk(self._layers, position, export)
+
+    @property
+    def _layers(self) -> list[CachedLayer]:
+        assert isinstance(self._model.cache, ContiguousCache)
+        return self._model.cache.layers
 
     def replay(self, step: Step, position: int) -> Replay:
         sequence, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)

@@ -44,8 +44,18 @@ from engine.model.architectures import read_spec
 from engine.model.choice_reporter import ChoiceReporter
 from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.memory_need import MemoryNeed, bounded_because, check_fits, chosen_context
-from engine.model.model_runner import BatchRunner, ModelRunner, Row, SamplingRunner, TunableRunner
+from engine.model.model_runner import (
+    BatchRunner,
+    ModelRunner,
+    PrefixRunner,
+    Row,
+    SamplingRunner,
+    TunableRunner,
+)
 from engine.model.open_runner import open_runner
+from engine.model.prefix_folder import default_limit_bytes
+from engine.model.prefix_keeper import PrefixKeeper
+from engine.model.prefix_store import PrefixStore
 from engine.model.sampling import has_additive_penalty
 from engine.model.scheduler import Scheduler
 from engine.model.spec import ModelSpec
@@ -97,6 +107,7 @@ class TextModel:
             self.scheduler: Scheduler | None = None
             if isinstance(self._runner, BatchRunner):
                 self.scheduler = Scheduler(self._runner, lambda slots: self._report_slots(slots, report))
+            self._keeper = _keeper(file, self._runner, options.prefix_cache_bytes)
             self._search(options, report)
             self._captures = self._capture_steps()
             next(self._captures)
@@ -145,10 +156,14 @@ class TextModel:
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that
-        are not captured here are captured at their first use."""
+        are not captured here are captured at their first use. What a conversation has added to the KV cache is kept
+        on disk."""
         idle = self.scheduler is None or not self.scheduler.busy
         while idle and not self._cached and not interrupted() and next(self._captures, self) is None:
             self._choices.skip()
+        if self._keeper and self._cached:
+            self._stored = max(self._stored, len(self._cached))
+            self._keeper.keep(self._cached, self._stored, interrupted)
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token. Stops before the
@@ -157,6 +172,8 @@ class TextModel:
         if request.fresh:
             self._cached.clear()
         answer.cached = self._reuse_prefix(answer.tokens)
+        if self._keeper and not request.fresh:
+            answer.cached = self._restore(self._keeper, answer.tokens, cancelled)
         self._choices.begin()
         on_device = self._prepare_sampling(answer)
         if not self._prefill(answer, cancelled):
@@ -258,6 +275,15 @@ class TextModel:
         del self._cached[common:]
         return common
 
+    def _restore(self, keeper: PrefixKeeper, prompt: list[int], cancelled: Callable[[], bool]) -> int:
+        """Reads what the disk has of the prompt, but for its last token; returns how much is in the KV cache then."""
+        before = len(self._cached)
+        done = keeper.restore(prompt[:-1], before, cancelled)
+        self._cached = prompt[:done]
+        if done > before:  # a layer with a window has only the last one: nothing may be cut back
+            self._stored = done + (self._runner.max_rewind or 0)
+        return done
+
     def _prefill(self, answer: Answer, cancelled: Callable[[], bool]) -> bool:
         """Stores all tokens of the prompt but the last one, which the first decode step runs. False if cancelled."""
         prompt = answer.tokens
@@ -333,6 +359,14 @@ def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
     if uses_host_memory(Device.DEFAULT):
         needed += need.total_bytes
     return free is None or needed <= free
+
+
+def _keeper(file: GGUF, runner: ModelRunner, limit_bytes: int | None) -> PrefixKeeper | None:
+    """Keeps up to so many bytes of conversations on disk, if the runner can."""
+    limit = default_limit_bytes() if limit_bytes is None else limit_bytes
+    if not limit or not isinstance(runner, PrefixRunner) or not runner.export_layout:
+        return None
+    return PrefixKeeper(runner, PrefixStore(file, runner.export_layout, limit))
 
 
 def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate) -> ModelInfo:

@@ -79,6 +79,29 @@ class ModelRunner(Protocol):
 
 
 @runtime_checkable
+class PrefixRunner(ModelRunner, Protocol):
+    """A runner whose KV cache can be copied to the host and back, in chunks of `prefix_store.CHUNK` tokens."""
+
+    export_layout: str
+    """What `export_chunk` gives: only a runner with the same layout may import it."""
+
+    widest_window: int
+    """Tokens of the widest sliding window of a layer, 0 if there is none."""
+
+    def oldest_in_windows(self, stored: int) -> int:
+        """The first token that layers with a window still hold after tokens up to `stored` were stored."""
+        ...
+
+    def export_chunk(self, position: int) -> NDArray[np.uint8]:
+        """The keys and values of the chunk from `position` on, uint8 (bytes,), valid until the next call."""
+        ...
+
+    def import_chunk(self, position: int, export: NDArray[np.uint8]) -> None:
+        """Stores the chunk from `position` on as `export_chunk` gave it."""
+        ...
+
+
+@runtime_checkable
 class SamplingRunner(ModelRunner, Protocol):
     """A runner that can sample on the device, as `engine.model.sampling` does on the host: so it can run ahead."""
 

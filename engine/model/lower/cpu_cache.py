@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.devices.system_files import meminfo
@@ -15,6 +13,7 @@ from engine.kernels.cpu import memory
 from engine.kernels.cpu.rope import Heads
 from engine.model.kv_blocks import BLOCK, KVGroup
 from engine.model.lower import REWIND
+from engine.model.lower.cpu_export import CachedLayer
 from engine.model.spec import ModelSpec
 
 
@@ -49,6 +48,7 @@ class ContiguousCache:
 
     def __init__(self, context: int, max_chunk: int, lanes: int, state: Tensor) -> None:
         self._max_chunk, self._lanes, self._state = max_chunk, lanes, state
+        self.layers: list[CachedLayer] = []
         self.positions = self._whole(context + max_chunk)
         self.max_rewind: int | None = None
 
@@ -61,7 +61,9 @@ class ContiguousCache:
         return self.positions, window if window < self.positions else 0, 0
 
     def add(self, heads: Heads) -> tuple[Tensor, Tensor]:
-        return _keys_and_values(heads)
+        keys, values = _keys_and_values(heads)
+        self.layers.append((heads, memory.view(keys), memory.view(values)))
+        return keys, values
 
     def rotating(self, heads: Heads, tile: int) -> list[Tensor]:
         return [self._state]
@@ -93,8 +95,7 @@ class BlockCache:
             KVGroup(window or None, _n_blocks(spec, window, context, max_chunk, parallel))
             for window in self._windows
         )
-        self._layers: list[list[tuple[Heads, NDArray[np.generic], NDArray[np.generic]]]]
-        self._layers = [[] for _ in self.groups]
+        self._layers: list[list[CachedLayer]] = [[] for _ in self.groups]
         self._tables = [memory.zeros((parallel + 1) * entries, dtypes.int32) for _ in self.groups]
         for group, table in zip(self.groups, self._tables, strict=True):
             memory.view(table)[:] = group.blocks

@@ -9,7 +9,11 @@ from engine.events import EngineOptions, Sampling
 from presets.loader import parse
 
 SETTINGS = Settings(
-    backend="CUDA", context=1000, keep_packed=True, sampling=SamplingSettings(top_k=1, seed=1, temperature=1)
+    backend="CUDA",
+    context=1000,
+    keep_packed=True,
+    prefix_cache_gb=1.0,
+    sampling=SamplingSettings(top_k=1, seed=1, temperature=1),
 )
 PRESET = parse(
     'title = "x"\nbackend = "NV"\njitbeam = 2\ncontext = 2000\n[sampling]\ntop_k = 2\ntemperature = 2\n'
@@ -18,13 +22,21 @@ COMMAND_LINE = {"context_length": 3000, "search_width": 0, "temperature": 3.0, "
 
 
 def test_nothing_is_asked_for():
-    assert configure("m") == (EngineOptions(model_path="m", backend="auto"), Sampling())
+    assert configure("m") == (
+        EngineOptions(model_path="m", backend="auto", prefix_cache_bytes=None),
+        Sampling(),
+    )
 
 
 def test_the_command_line_overrides_the_preset_and_that_the_settings():
     engine, sampling = configure("m", SETTINGS, PRESET, COMMAND_LINE)
     assert engine == EngineOptions(
-        model_path="m", backend="NV", context_length=3000, search_width=0, keep_packed=True
+        prefix_cache_bytes=10**9,
+        model_path="m",
+        backend="NV",
+        context_length=3000,
+        search_width=0,
+        keep_packed=True,
     )
     assert sampling == Sampling(seed=1, top_k=2, temperature=3)
 
@@ -32,7 +44,12 @@ def test_the_command_line_overrides_the_preset_and_that_the_settings():
 def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
     engine, sampling = configure("m", SETTINGS, PRESET, COMMAND_LINE, chosen_in_chat=True)
     assert engine == EngineOptions(
-        model_path="m", backend="NV", context_length=2000, search_width=2, keep_packed=True
+        prefix_cache_bytes=10**9,
+        model_path="m",
+        backend="NV",
+        context_length=2000,
+        search_width=2,
+        keep_packed=True,
     )
     assert sampling == Sampling(seed=1, top_k=2, temperature=2)
     engine, sampling = configure("m", SETTINGS, parse('title = "x"'), COMMAND_LINE, chosen_in_chat=True)
