@@ -208,12 +208,13 @@ class ModelInfo(_Record, frozen=True, kw_only=True):
 
 class Loading(_Record, frozen=True, kw_only=True):
     """Of the model's weights `done_bytes` are loaded. `cache_bytes` is what the KV cache takes in memory for a context
-    of `context_length` tokens (0: not known)."""
+    of `context_length` tokens (0: not known), in the format `kv`."""
 
     done_bytes: int
     total_bytes: int
     context_length: int = 0
     cache_bytes: int = 0
+    kv: str = ""
 
 
 class Search(_Record, frozen=True, kw_only=True):
@@ -245,7 +246,7 @@ class Warming(_Record, frozen=True, kw_only=True):
 
 class Ready(_Record, frozen=True, kw_only=True):
     """The engine can answer. `context_length` is in tokens, `cache_bytes` what its KV cache takes in memory (0: not
-    known), `load_ms` the time from the start of loading.
+    known) in the format `kv` ("": not known), `load_ms` the time from the start of loading.
     `warnings` are sentences about unexpected things in the model. `parallel` conversations are answered at a time.
     A decode step reads `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), and
     `window_kv_bytes_per_token` for each of those in the sliding `window`. If the engine reports `ExpertChoices`,
@@ -257,6 +258,7 @@ class Ready(_Record, frozen=True, kw_only=True):
     context_length: int
     load_ms: float
     cache_bytes: int = 0
+    kv: str = ""
     warnings: tuple[str, ...] = ()
     parallel: int = 1
     weight_bytes_per_token: int = 0

@@ -8,6 +8,7 @@ beside this file. The user's presets lie in the configuration folder and replace
     jitbeam = 2               # width of the search for kernels, 0 to 16; this key may also be written beam.
                               # fused: our search for schedules, on a GPU; graph: tinygrad's search
     context = 8192            # tokens, or "max": what the model was trained for and memory has room for
+    kv = "f16"                # the format of the KV cache; q8_0 takes half the memory
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"
     block_size = 4
     threads_per_row = 8
@@ -30,6 +31,7 @@ from msgspec import Meta
 
 from engine.errors import UsageError
 from engine.events import KernelPath, Matvec
+from engine.formats.kv_format import KVFormat
 from presets.sampling import PresetSampling, out_of_range
 
 BUILT_IN = Path(__file__).parent
@@ -50,6 +52,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     beam: _Width = 0
     jitbeam: _Width = 0
     context: Annotated[int, Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None = None
+    kv: KVFormat | None = None
     matvec: PresetMatvec | None = None
     sampling: PresetSampling = PresetSampling()
 
@@ -109,10 +112,7 @@ def read(path: Path) -> Preset:
 
 def parse(text: str) -> Preset:
     """Raises ValueError that names the key if `text` is no preset. (The errors of msgspec are ValueErrors.)"""
-    fields = msgspec.toml.decode(text)
-    if fields.get("kv") == "f16":  # a key of older presets; engines have this one type of KV cache
-        del fields["kv"]
-    preset = msgspec.convert(fields, Preset)
+    preset = msgspec.toml.decode(text, type=Preset)
     if flaw := out_of_range(preset.sampling):
         raise ValueError(flaw)
     return preset

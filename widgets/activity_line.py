@@ -7,7 +7,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from widgets.engine_status import EngineStatus, Phase
-from widgets.text import as_bytes, as_duration, counted, one_line
+from widgets.text import as_bytes, as_duration, cache_text, counted, one_line
 
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 SPINNER_S = 0.1
@@ -51,7 +51,9 @@ def context_cost(status: EngineStatus) -> str:
     """What the context takes in memory: context of 40,960 tokens: 4.7 GB of KV cache. "" if that is not known."""
     if not status.cache_bytes:
         return ""
-    return f"context of {counted(status.context_length, 'token')}: {as_bytes(status.cache_bytes)} of KV cache"
+    return (
+        f"context of {counted(status.context_length, 'token')}: {cache_text(status.cache_bytes, status.kv)}"
+    )
 
 
 class ActivityLine(Widget):

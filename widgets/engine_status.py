@@ -26,10 +26,10 @@ class EngineStatus:
     prompt tokens while prefilling. `cached` of the kernels or products were known from an earlier run. `searching` is
     the product whose fastest kernel is searched ("": no search).
 
-    `model`, `quantization`, `backend` and `device` are "" before the engine is ready, `parameters` (weights) and
-    `context_length` (tokens) are 0, and so is `cache_bytes`, what the KV cache takes in memory; the last two may be
-    known while the engine loads. `takes_effort`: the chat template reads how much the model should think. `tokens`,
-    `tokens_per_s` and `first_token_s` are of the reply in progress or the last one. None: not known."""
+    `model`, `quantization`, `backend` and `device` are "" before the engine is ready, `parameters` (weights) is 0.
+    `context_length` (tokens), `cache_bytes` (what the KV cache takes in memory) and `kv` (its format) may be known
+    while it loads. `takes_effort`: the chat template reads how much the model should think. `tokens`, `tokens_per_s`
+    and `first_token_s` are of the reply in progress or the last one. None: not known."""
 
     phase: Phase = Phase.STARTING
     model: str = ""
@@ -50,6 +50,7 @@ class EngineStatus:
     context_used: int | None = None
     context_length: int = 0
     cache_bytes: int = 0
+    kv: str = ""
 
     @property
     def is_nearly_full(self) -> bool:

@@ -42,6 +42,13 @@ def as_bytes(count: int) -> str:
     return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
+def cache_text(n_bytes: int, kv: str) -> str:
+    """4.70 GB of KV cache; 2.50 GB of KV cache in q8_0: what a cache takes in the format `kv`. "" for 0 bytes."""
+    if not n_bytes:
+        return ""
+    return f"{as_bytes(n_bytes)} of KV cache{f' in {kv}' if kv not in ('', 'f16') else ''}"
+
+
 def as_count(count: int) -> str:
     """752M, 8.03B: a count as in the names of models."""
     return _scaled(count, ("", "K", "M", "B", "T")).replace(" ", "")

@@ -9,7 +9,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from widgets.engine_status import EngineStatus
-from widgets.text import as_bytes, as_count, one_line
+from widgets.text import as_count, cache_text, one_line
 
 KEYS = (
     (("Enter", "sends"), ("Ctrl+J", "starts a new line")),
@@ -35,7 +35,7 @@ class Welcome(Widget):
             f"{status.context_length:,} tokens of context" if status.context_length else "",
         )
         lines = [Content.styled(one_line(status.model) or "orin-chat", "bold $text-primary")]
-        cache = f"{as_bytes(status.cache_bytes)} of KV cache" if status.cache_bytes else ""
+        cache = cache_text(status.cache_bytes, status.kv)
         for parts in (facts, (status.backend, status.device, cache)):
             if text := " · ".join(filter(None, parts)):
                 lines.append(Content.styled(one_line(text), "$foreground 60%"))

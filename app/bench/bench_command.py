@@ -86,6 +86,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add("--model", metavar="NAME", action="append", help="a model, as in orin-chat; again for another one")
     add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
     options.add_backend(add, "the device")
+    options.add_kv(add)
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
     add("-p", "--prompt", type=counts, metavar="N,…", help="(32,128,256,512)")
     add("-n", "--gen", type=counts, metavar="N,…", help="tokens of generation (128)")
@@ -134,14 +135,14 @@ def _setups(args: Namespace, settings: Settings) -> Iterator[tuple[str, EngineOp
         path = str(model_path(name, settings))
         for preset in args.preset or [""]:
             searched = "" if args.beam is None else f"beam{args.beam}"
-            command_line = {"backend": args.backend, "search_width": args.beam}
+            command_line = {"backend": args.backend, "kv": args.kv, "search_width": args.beam}
             chosen = configure(
                 path,
                 Settings(prefix_cache_gb=0),
                 preset=find_preset(preset) if preset else None,
                 command_line=command_line,
             )
-            yield f"{preset} {searched}".strip(), chosen.engine
+            yield " ".join(filter(None, (preset, searched, args.kv))), chosen.engine
 
 
 def _measure(

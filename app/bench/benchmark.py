@@ -310,6 +310,8 @@ class Benchmark:
             test_time=self._began,
             engine=engine.name,
             preset=self.preset,
+            type_k=self.options.kv,
+            type_v=self.options.kv,
             n_ctx=ready.context_length,
             load_ms=engine.load_ms,
             kernels_per_token=engine.measured.kernels_per_token if engine.measured else None,

@@ -45,6 +45,7 @@ def configure(
     from_settings = {
         "backend": settings.backend,
         "context_length": settings.context,
+        "kv": settings.kv and settings.kv.value,
         "keep_packed": settings.keep_packed,
         **asdict(settings.sampling),
     }
@@ -84,6 +85,7 @@ def _fields(preset: Preset) -> dict[str, Any]:
         "kernels": preset.kernels,
         "search_width": preset.search_width,
         "context_length": preset.context,
+        "kv": preset.kv and preset.kv.value,
         "matvec": None if preset.matvec is None else Matvec(**asdict(preset.matvec)),
         **asdict(preset.sampling),
     }

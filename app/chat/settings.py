@@ -10,6 +10,7 @@ import platformdirs
 
 from engine.errors import UsageError
 from engine.events import ContextLength, Sampling
+from engine.formats.kv_format import KVFormat
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
 
@@ -25,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     preset: str = ""
     backend: str = "auto"
     context: ContextLength = None
+    kv: KVFormat | None = None
     system: str = ""
     llama_server: str = ""  # the program, or the address of a server, for comparisons
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start

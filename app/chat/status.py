@@ -83,7 +83,10 @@ class StatusObserver:
             case Loading(done_bytes=done, total_bytes=total):
                 self._progress(Phase.LOADING, done, total)
                 self._status = replace(
-                    self._status, context_length=event.context_length, cache_bytes=event.cache_bytes
+                    self._status,
+                    context_length=event.context_length,
+                    cache_bytes=event.cache_bytes,
+                    kv=event.kv,
                 )
             case Warming(search=search):
                 self._progress(Phase.WARMING, event.done, event.total)
@@ -100,6 +103,7 @@ class StatusObserver:
                     device=event.device_name,
                     context_length=event.context_length,
                     cache_bytes=event.cache_bytes,
+                    kv=event.kv,
                 )
             case Prefilling(done=done, total=total, cached=cached):
                 self._progress(Phase.PREFILLING, done, total, start=cached)

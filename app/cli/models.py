@@ -21,10 +21,11 @@ from engine.catalog import cache
 from engine.errors import ModelFileError, OrinError, UsageError
 from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
+from engine.formats.kv_format import KVFormat
 from engine.model import file_summary, packed_weights_cache
 from engine.model.architectures import read_spec
-from engine.model.lower.coverage import runs_as_graph_because
-from engine.model.memory_need import largest_context, memory_need
+from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
+from engine.model.memory_need import largest_context, memory_need, runs_as_graph
 from engine.model.spec import ModelSpec
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, counted, one_line
@@ -231,12 +232,14 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
         print(f"{one_line(key).ljust(width)}  {one_line(value)[:VALUE_CHARS]}".rstrip())
 
 
-def _memory(spec: ModelSpec, device: str) -> dict[str, int | None]:
+def _memory(spec: ModelSpec, device: str) -> dict[str, Any]:
     """What a model needs in the memory of tinygrad's device, which is open ("": none is), and the largest context for
-    what is free (None: not known)."""
+    what is free (None: not known): by default, and for each format of the KV cache that the device has."""
     from engine.measure.free_memory import free_bytes
 
     need, free = memory_need(spec, device=device or "CPU"), free_bytes(device) if device else None
+    is_graph = runs_as_graph(spec, device or "CPU", "auto")
+    formats = [kv for kv in KVFormat if not lacks_format_because(spec, device or "CPU", is_graph, kv)]
     return {
         "needed_bytes": need.total_bytes,
         "weights_bytes": need.weights_bytes,
@@ -245,10 +248,19 @@ def _memory(spec: ModelSpec, device: str) -> dict[str, int | None]:
         "context_length": need.context,
         "free_bytes": free,
         "largest_context_length": None if free is None else largest_context(spec, free, device),
+        "kv": {kv.value: _kv_cache(spec, free, device or "CPU", kv) for kv in formats},
     }
 
 
-def _memory_rows(memory: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
+def _kv_cache(spec: ModelSpec, free: int | None, device: str, kv: KVFormat) -> dict[str, int | None]:
+    """What a KV cache of the format `kv` takes for the default context, and the largest context for `free` bytes."""
+    return {
+        "cache_bytes": memory_need(spec, device=device, kv=kv).cache_bytes,
+        "largest_context_length": None if free is None else largest_context(spec, free, device, kv=kv),
+    }
+
+
+def _memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     parts = {name: as_bytes(n or 0) for name, n in memory.items() if name.endswith("_bytes")}
     yield (
         "memory",
@@ -259,6 +271,14 @@ def _memory_rows(memory: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
         largest = memory["largest_context_length"]
         for_what = f"enough for a context of {largest:,} tokens" if largest else "it does not fit"
         yield "free memory", f"{parts['free_bytes']}: {for_what}"
+    formats = memory["kv"] if len(memory["kv"]) > 1 else {}
+    for kv, of_kv in formats.items():
+        largest = of_kv["largest_context_length"]
+        room = f", room for {largest:,}" if largest else ""
+        yield (
+            f"KV cache, {kv}",
+            f"{as_bytes(of_kv['cache_bytes'])} for {memory['context_length']:,} tokens{room}",
+        )
 
 
 def _plain(value: object) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from engine.errors import UsageError
+from engine.formats.kv_format import NAMES as KV_FORMATS
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -117,7 +118,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     resumed = args.resume or args.chat is not None
     asked_of_chat = args.one_shot or resumed
     for_programs = args.raw or args.json or args.ignore_eos
-    set_up = args.preset or args.backend or args.context or args.beam is not None
+    set_up = args.preset or args.backend or args.context or args.kv or args.beam is not None
     keyed = args.engine or args.llama_server
     no_screen = args.plain or args.once
     alone = args.one_shot or no_screen or args.engine
@@ -189,7 +190,12 @@ def command_line(args: argparse.Namespace) -> dict[str, Any]:
     """The options of the engine and of sampling, as `configure` takes them; None if an option was not given."""
     from presets.sampling import PresetSampling
 
-    engine = {"backend": args.backend, "context_length": args.context, "search_width": args.beam}
+    engine = {
+        "backend": args.backend,
+        "context_length": args.context,
+        "kv": args.kv,
+        "search_width": args.beam,
+    }
     return engine | {name: getattr(args, name, None) for name in PresetSampling.__struct_fields__}
 
 
@@ -244,9 +250,15 @@ def add_engine(add: Callable[..., Any]) -> None:
         "--context",
         type=context,
         metavar="N|max",
-        help="tokens; max: what model and memory allow (8192 at most)",
+        help="tokens; max is all that fits (the model's, up to 8192)",
     )
+    add_kv(add)
     add("--beam", type=count, metavar="N", help="width of the search for faster kernels (0)")
+
+
+def add_kv(add: Callable[..., Any]) -> None:
+    """Adds the format of the KV cache."""
+    add("--kv", choices=KV_FORMATS, help="format of the KV cache; q8_0 takes half the memory (f16)")
 
 
 def add_sampling(add: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from engine.events import (
     decode_rate,
     shown_prefill_rate,
 )
-from widgets.text import as_bytes, as_latency, counted, one_line
+from widgets.text import as_latency, cache_text, counted, one_line
 
 
 def describe(event: Event) -> str:
@@ -26,7 +26,7 @@ def describe(event: Event) -> str:
     match event:
         case Loading(done_bytes=done, total_bytes=total):
             share = f"loading {done / total:.0%}" if total else "loading"
-            return ", ".join(filter(None, [share, _context(event.context_length, event.cache_bytes)]))
+            return ", ".join(filter(None, [share, _context(event)]))
         case Warming(search=Search() as search):
             left = f", {search.left_s:.0f} s left" if search.left_s else ""
             return f"searching, {event.done} of {counted(event.total, 'product')} done ({event.cached} known){left}"
@@ -34,8 +34,7 @@ def describe(event: Event) -> str:
             return f"preparing kernels, {done}" + (f" of about {total}" if total else "")
         case Ready(model=model):
             parts = [model.name, model.quantization, f"on {event.backend} ({event.device_name})"]
-            if event.context_length:
-                parts.append(_context(event.context_length, event.cache_bytes))
+            parts.append(_context(event))
             parts.append(f"ready in {event.load_ms / 1e3:.1f} s")
             return one_line(", ".join(part for part in parts if part))
         case Prefilling(done=done, total=total):
@@ -45,10 +44,10 @@ def describe(event: Event) -> str:
     return ""
 
 
-def _context(tokens: int, cache_bytes: int) -> str:
+def _context(event: Loading | Ready) -> str:
     """context of 40,960 tokens (4.7 GB of KV cache); "" if there are none."""
-    cost = f" ({as_bytes(cache_bytes)} of KV cache)" if cache_bytes else ""
-    return f"context of {counted(tokens, 'token')}{cost}" if tokens else ""
+    cost = f" ({cache_text(event.cache_bytes, event.kv)})" if event.cache_bytes else ""
+    return f"context of {counted(event.context_length, 'token')}{cost}" if event.context_length else ""
 
 
 def figures(end: Finished) -> str:

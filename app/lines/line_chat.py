@@ -31,6 +31,7 @@ from app.lines.word_wrap import WordWrap
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
 from engine.events import ContextLength, EngineOptions, Event, Failed, Finished, Ready, Sampling, Token
+from engine.formats.kv_format import KVFormat
 from presets import GUIDE
 from widgets.text import clean, one_line
 
@@ -39,7 +40,7 @@ SAVE_S = 1.0
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns."
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
-ENGINE_OPTIONS = {"context": ("context_length", ContextLength)}
+ENGINE_OPTIONS = {"context": ("context_length", ContextLength), "kv": ("kv", KVFormat)}
 """Options that need another start of the engine: their names in `EngineOptions`, and their types."""
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -405,11 +406,12 @@ class LineChat:
             raise UsageError(f"This engine has its own {name}, which is set where it runs.")
         field, kind = ENGINE_OPTIONS[name]
         try:
-            value: Any = msgspec.convert("null" if text == "none" else text, kind, strict=False)
+            chosen = msgspec.convert("null" if text == "none" else text, kind, strict=False)
         except msgspec.ValidationError:
             raise UsageError(f"{text!r} is no value for {name}.") from None
         model = self._ready.model.name if self._ready else "the engine"
-        await self._switch(models, *models.with_options(**{field: value}), f"{model} with {name} {text}")
+        changed = {field: msgspec.to_builtins(chosen)}
+        await self._switch(models, *models.with_options(**changed), f"{model} with {name} {text}")
 
     def _set(self, name: str, text: str) -> None:
         if name not in SETTABLE:

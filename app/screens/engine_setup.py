@@ -103,7 +103,8 @@ class EngineSetup:
         called like the backend, that preset is in use."""
         self.backend = backend
         default = configure(self.options.model_path, self._settings).engine
-        options = replace(self.options, backend=default.backend, context_length=default.context_length)
+        same = {"context_length": default.context_length, "kv": default.kv}
+        options = replace(self.options, backend=default.backend, **same)
         if not self.name and options == default and backend.lower() in preset_files():
             self.name = backend.lower()
 

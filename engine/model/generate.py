@@ -88,6 +88,7 @@ class TextModel:
             total_bytes=file_summary.weight_bytes(file),
             context_length=self.context_length,
             cache_bytes=need.cache_bytes,
+            kv=kv.value,
         )
         report(loading)
         weights = Weights(
@@ -126,6 +127,7 @@ class TextModel:
             context_length=self.context_length,
             load_ms=0.0,
             cache_bytes=need.cache_bytes,
+            kv=kv.value,
             warnings=self._warnings(spec, options),
             parallel=options.parallel if self.scheduler else 1,
             weight_bytes_per_token=spec.weight_bytes_per_token,

@@ -15,7 +15,7 @@ from engine.events import ContextLength, KernelPath
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 from engine.model.lower import REWIND
-from engine.model.lower.coverage import lacking_parts
+from engine.model.lower.coverage import lacking_parts, lacks_format_because
 from engine.model.spec import Attend, ModelSpec, Weight
 
 DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
@@ -199,6 +199,11 @@ def check_fits(
 def _what_fits(
     spec: ModelSpec, need: MemoryNeed, free_bytes: int, device: str, kernels: KernelPath, kv: KVFormat
 ) -> str:
+    is_graph = runs_as_graph(spec, device, kernels)
+    for smaller_kv in KVFormat:
+        in_kv = memory_need(spec, need.context, device, kernels, need.conversations, smaller_kv)
+        if in_kv.total_bytes <= free_bytes and not lacks_format_because(spec, device, is_graph, smaller_kv):
+            return f"With --kv {smaller_kv.value} it would fit."
     context = largest_context(spec, free_bytes, device, kernels, need.conversations, kv)
     if 0 < context < need.context:
         return f"A context of {context:,} tokens would fit: --context {context}."

@@ -29,8 +29,11 @@ def open_runner(
     Raises UsageError if `kernels` is "fused" and the device has no such kernels, or if it has none for the format `kv`
     of the KV cache; ModelFileError for damaged weights."""
     device = Device.DEFAULT.split(":")[0]
-    if why := lacks_format_because(weights.spec, device, runs_as_graph(weights.spec, device, kernels), kv):
-        raise UsageError(why, "Choose f16.")
+    is_graph = runs_as_graph(weights.spec, device, kernels)
+    if why := lacks_format_because(weights.spec, device, is_graph, kv):
+        choices = [kv for kv in KVFormat if not lacks_format_because(weights.spec, device, is_graph, kv)]
+        names = " or ".join(kv.value for kv in choices)
+        raise UsageError(why, f"Choose {names}: with --kv, or the key kv of the preset or the settings.")
     if kernels == "fused" and (why := runs_as_graph_because(weights.spec, device)):
         raise UsageError(why, 'Choose a preset with kernels = "graph" or "auto".')
     if device == "CUDA":

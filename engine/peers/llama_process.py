@@ -28,7 +28,8 @@ INSTALL_HINT = (
 HELP_TIMEOUT_S = 20.0
 _MAX_SOCKET_PATH = 100  # bytes; the system's limit (sun_path in unix(7)) is 104 to 108
 # What a fair comparison needs, if this version of llama-server has the option: all layers on the device, flash
-# attention, the context as asked for, no cache of other prompts; nothing downloaded, no web page served.
+# attention (which quantized values in the KV cache need), the context and the format of the KV cache as asked for, no
+# cache of other prompts; nothing downloaded, no web page served.
 _WANTED_OPTIONS = (
     ("--n-gpu-layers", "all"),
     ("--flash-attn", "on"),
@@ -93,7 +94,8 @@ class LlamaProcess:
         slots = ["-np", str(options.parallel)]
         if isinstance(options.context_length, int):  # which the slots share; else the model's own
             slots += ["-c", str(options.parallel * options.context_length)]
-        wanted = _WANTED_OPTIONS + (_CPU_OPTIONS if options.backend.upper() == "CPU" else ())
+        kv = ("--cache-type-k", options.kv), ("--cache-type-v", options.kv)
+        wanted = _WANTED_OPTIONS + kv + (_CPU_OPTIONS if options.backend.upper() == "CPU" else ())
         supported = {
             name: [name, *_value(values, name, help_text)]
             for name, *values in wanted

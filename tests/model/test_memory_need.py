@@ -18,6 +18,7 @@ from engine.measure.free_memory import host_free_bytes
 from engine.model import generate
 from engine.model.architectures import read_spec
 from engine.model.generate import TextModel
+from engine.model.lower import coverage
 from engine.model.memory_need import (
     _CPU,
     _GPU,
@@ -149,6 +150,16 @@ def test_a_format_that_no_kernel_has_is_refused_before_loading(path):
         TextModel(EngineOptions(model_path=str(path), kv="q3"), lambda _: None)
     with pytest.raises(UsageError, match="Tensor graphs have no q8_0 KV cache"):
         TextModel(EngineOptions(model_path=str(path), kv="q8_0", kernels="graph"), lambda _: None)
+
+
+@pytest.mark.parametrize("device, works", [("CUDA", True), ("CPU", False)])
+def test_a_refusal_names_a_format_of_the_cache_that_would_fit(tmp_path, monkeypatch, device, works):
+    monkeypatch.setattr(coverage, "_KV_FORMATS", {"GPU": set(KVFormat), "CPU": {KVFormat.F16}})
+    spec = read_spec(GGUF(generated_model.write(tmp_path / "m.gguf", heads=2, kv_heads=1)))
+    need = memory_need(spec, 2048, device).total_bytes
+    with pytest.raises(BackendError) as raised:
+        check_fits(spec, 2048, need - 1, device, "auto")
+    assert (raised.value.hint == "With --kv q8_0 it would fit.") == works
 
 
 def test_the_engine_refuses_before_it_loads(path, monkeypatch):

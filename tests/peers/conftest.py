@@ -15,9 +15,9 @@ async def peers(model):
     """Makes LlamaServers for the model, and closes them afterwards: `peers(binary, url=…)`."""
     made = []
 
-    def make(binary=None, *, model=model, context_length=256, parallel=1, **arguments):
+    def make(binary=None, *, model=model, context_length=256, parallel=1, kv="f16", **arguments):
         options = EngineOptions(
-            model_path=model, backend="CPU", context_length=context_length, parallel=parallel
+            model_path=model, backend="CPU", context_length=context_length, parallel=parallel, kv=kv
         )
         made.append(LlamaServer(options, binary, **arguments))
         return made[-1]

@@ -17,6 +17,8 @@ HELP = """\
 --host HOST         address to listen on, or a UNIX socket if it ends with .sock
 -ngl, --n-gpu-layers N   layers on the device: a number, 'auto' or 'all'
 -fa, --flash-attn [on|off|auto]
+-ctk, --cache-type-k TYPE
+-ctv, --cache-type-v TYPE
 --fit [on|off]
 --no-ui
 """
@@ -180,12 +182,13 @@ async def test_one_that_does_not_want_to_end(peers, program, children):
 async def test_only_options_that_it_knows_are_asked_for(peers, program, tmp_path):
     log = tmp_path / "arguments"
     keep = f"open({str(log)!r}, 'w').write(' '.join(sys.argv[1:]) + ' ' + os.environ['LLAMA_API_KEY'])"
-    await collect(peers(program(keep)).start())
+    await collect(peers(program(keep), kv="q8_0").start())
     arguments = log.read_text()
     assert "--flash-attn on" in arguments and "--fit off" in arguments and "--no-ui" in arguments
     assert "llama.sock" in arguments and "--port" not in arguments
     assert "--cache-ram" not in arguments and "--offline" not in arguments
     assert "-np 1 -c 256" in arguments
+    assert "--cache-type-k q8_0 --cache-type-v q8_0" in arguments
 
     await collect(peers(program(keep), parallel=4).start())
     assert "-np 4 -c 1024" in log.read_text()

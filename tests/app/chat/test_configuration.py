@@ -6,6 +6,7 @@ from app.chat.configuration import configure
 from app.chat.settings import SamplingSettings, Settings
 from engine.errors import UsageError
 from engine.events import EngineOptions, Sampling
+from engine.formats.kv_format import KVFormat
 from presets.loader import parse
 
 SETTINGS = Settings(
@@ -54,6 +55,18 @@ def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
     assert sampling == Sampling(seed=1, top_k=2, temperature=2)
     engine, sampling = configure("m", SETTINGS, parse('title = "x"'), COMMAND_LINE, chosen_in_chat=True)
     assert (engine.context_length, sampling.temperature) == (3000, 3), "which this preset leaves open"
+
+
+def test_the_format_of_the_kv_cache_is_an_option_of_the_engine():
+    settings, q8_0 = Settings(kv=KVFormat.Q8_0), parse('title = "x"\nkv = "q8_0"')
+    assert [configure("m", *given).engine.kv for given in ((), (settings,), (Settings(), q8_0))] == [
+        "f16",
+        "q8_0",
+        "q8_0",
+    ]
+    assert configure("m", settings, q8_0, {"kv": "f16"}).engine.kv == "f16"
+    with pytest.raises(ValueError, match=r"kv"):
+        parse('title = "x"\nkv = "q5"')
 
 
 def test_an_effort_is_an_option_of_sampling():

@@ -1,5 +1,7 @@
 """What the screen says of an engine, from its events."""
 
+from msgspec.structs import replace
+
 from app.chat.status import StatusObserver
 from app.cli.progress import describe
 from engine.events import Loading, Prefilling, Search, Warming
@@ -46,6 +48,8 @@ def test_what_the_context_costs_is_said_while_the_model_loads():
     status.observe(loading)
     cost = "context of 40,960 tokens: 4.70 GB of KV cache"
     assert status_text(status.snapshot()) == f"loading · 0 B of 1.00 GB · 0% · {cost}"
+    status.observe(replace(loading, kv="q8_0", cache_bytes=2_500_000_000))
+    assert status_text(status.snapshot()).endswith("2.50 GB of KV cache in q8_0")
     assert describe(loading) == "loading 0%, context of 40,960 tokens (4.70 GB of KV cache)"
 
 

@@ -23,6 +23,7 @@ from engine.catalog import cache
 from engine.catalog.names import HubModel, known_models, parse
 from engine.catalog.progress import Progress
 from engine.formats.gguf import GGUF
+from engine.formats.kv_format import KVFormat
 from engine.model import packed_weights_cache
 from presets import GUIDE, guide_path
 from tests import synthetic
@@ -270,6 +271,22 @@ def test_show_predicts_the_ceiling(hub, run, monkeypatch):
         f"enough for a context of {shown['context_length']:,} tokens",
     ):
         assert words in out
+
+
+def test_show_says_how_much_context_fits_by_format_of_the_kv_cache(run, home, monkeypatch):
+    monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
+    monkeypatch.setattr("engine.model.lower.coverage._KV_FORMATS", {"CPU": set(KVFormat)})
+    monkeypatch.setattr("engine.measure.free_memory.free_bytes", lambda _: 140_000_000)
+    path = write(home / "mine.gguf", context=1 << 20, heads=2, kv_heads=1)
+    formats = json.loads(run("show", path, "--json", "--backend", "CPU")[1])["memory"]["kv"]
+    f16, q8_0 = formats["f16"], formats["q8_0"]
+    assert q8_0["cache_bytes"] / f16["cache_bytes"] == 34 / 64
+    assert 512 < f16["largest_context_length"] < q8_0["largest_context_length"] < 1 << 20
+    out = run("show", path, "--backend", "CPU")[1]
+    assert (
+        f"{as_bytes(q8_0['cache_bytes'])} for 8,192 tokens, room for {q8_0['largest_context_length']:,}"
+        in out
+    )
 
 
 def test_show_measures_a_cpu_by_reading_as_the_dashboard_does(run, home, monkeypatch):

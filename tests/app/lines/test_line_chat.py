@@ -352,16 +352,18 @@ async def test_the_context_is_changed_in_a_chat(models, home, history):
         "Hello",
         f"/model {home}/other.gguf",
         "/set context max",
+        "/set kv q8_0",
         "And now?",
         "/set context long",
+        "/set kv q9",
         "/set",
     )
     c = await models(*lines, engine=first)
-    [_, (options, engine)] = c.made
-    assert (options.model_path, options.context_length) == (f"{home}/other.gguf", "max")
+    *_, (options, engine) = c.made
+    assert (options.model_path, options.context_length, options.kv) == (f"{home}/other.gguf", "max", "q8_0")
     assert engine.prompts() == [[("user", "Hello"), ("assistant", "First."), ("user", "And now?")]]
-    assert "Qwen3 0.6B with context max answers now" in c.err and "  context max\n" in c.out
-    assert "'long' is no value for context" in c.err
+    assert "Qwen3 0.6B with context max answers now" in c.err and "  context max\n  kv q8_0\n" in c.out
+    assert "'long' is no value for context" in c.err and "'q9' is no value for kv" in c.err
 
 
 async def test_a_model_that_cannot_be_had_changes_nothing(models, home, history):
