@@ -246,7 +246,8 @@ class Warming(_Record, frozen=True, kw_only=True):
 
 class Ready(_Record, frozen=True, kw_only=True):
     """The engine can answer. `context_length` is in tokens, `cache_bytes` what its KV cache takes in memory (0: not
-    known) in the format `kv` ("": not known), `load_ms` the time from the start of loading.
+    known) in the format `kv` ("": not known), `load_ms` the time from the start of loading. `is_squeezed`: the context
+    should be as long as possible, and memory has no room for as long a one as the model was trained for.
     `warnings` are sentences about unexpected things in the model. `parallel` conversations are answered at a time.
     A decode step reads `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), and
     `window_kv_bytes_per_token` for each of those in the sliding `window`. If the engine reports `ExpertChoices`,
@@ -259,6 +260,7 @@ class Ready(_Record, frozen=True, kw_only=True):
     load_ms: float
     cache_bytes: int = 0
     kv: str = ""
+    is_squeezed: bool = False
     warnings: tuple[str, ...] = ()
     parallel: int = 1
     weight_bytes_per_token: int = 0

@@ -186,9 +186,11 @@ class Session:
         self.save()
         for index in filter(None, (before, conversation.start)):
             await self.view.changed(conversation.turns[index - 1])
-        self.status.new_conversation(context_used=None)
-        oldest = "The oldest turn is" if count == 1 else f"The {count} oldest turns are"
-        self.view.notice(f"{oldest} left out: the model no longer reads this, the chat keeps it")
+        self.status.context_changed()
+        oldest, them = (
+            ("The oldest turn is", "it") if count == 1 else (f"The {count} oldest turns are", "them")
+        )
+        self.view.notice(f"{oldest} left out: the model no longer reads {them}, the chat keeps {them}")
         if was_full and conversation.turns[-1].role == "user":
             await self.regenerate()
         elif was_full:
@@ -278,9 +280,12 @@ class Session:
 
     async def _switch(self, candidate: Candidate, adopted: Callable[[], None]) -> None:
         end = await self._start_candidate(candidate)
-        if _lacks_memory(end) and await self._may_take_over(candidate):
+        squeezed = isinstance(end, Ready) and end.is_squeezed
+        if (squeezed or _lacks_memory(end)) and await self._may_take_over(candidate):
             # Memory does not hold two engines. Close the one in use and try again; it restarts if it is needed.
             await self.engine.close()
+            if squeezed:
+                await candidate.engine.close()
             candidate.status = StatusObserver(self.clock)
             end = await self._start_candidate(candidate)
         has_failed = isinstance(end, Failed)  # then there is no need to wait for the end of a reply
@@ -411,7 +416,9 @@ class Session:
         self.save()
         await self.view.changed(turn)
         self._ended.set()
-        if self.status.snapshot().is_nearly_full and not self.is_full and self.ways_on:
+        if self.conversation.awaits_summary:
+            self.status.context_changed()  # the next prompt has the summary in place of what was summarized
+        elif self.status.snapshot().is_nearly_full and not self.is_full and self.ways_on:
             self.view.notice(f"The context is nearly full: {self.ways_on}", warning=True)
         await self._next(may_send=isinstance(end, Finished) and end.reason != "cancelled")
 

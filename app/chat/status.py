@@ -78,6 +78,10 @@ class StatusObserver:
     def new_conversation(self, context_used: int | None = 0) -> None:
         self._status = replace(self._status, context_used=context_used, tokens_per_s=None, first_token_s=None)
 
+    def context_changed(self) -> None:
+        """The model will read less of the conversation than it did. How much, the next prompt shows."""
+        self._status = replace(self._status, context_used=None)
+
     def observe(self, event: Event) -> None:
         match event:
             case Loading(done_bytes=done, total_bytes=total):

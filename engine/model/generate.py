@@ -43,7 +43,7 @@ from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
 from engine.model.choice_reporter import ChoiceReporter
 from engine.model.lower.coverage import runs_as_graph_because
-from engine.model.memory_need import MemoryNeed, bounded_because, check_fits, chosen_context
+from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
 from engine.model.model_runner import (
     BatchRunner,
     ModelRunner,
@@ -128,6 +128,7 @@ class TextModel:
             load_ms=0.0,
             cache_bytes=need.cache_bytes,
             kv=kv.value,
+            is_squeezed=bool(squeezed_because(spec, options.context_length, self.context_length)),
             warnings=self._warnings(spec, options),
             parallel=options.parallel if self.scheduler else 1,
             weight_bytes_per_token=spec.weight_bytes_per_token,
@@ -153,7 +154,7 @@ class TextModel:
                 f"Conversations are answered one after another: the kernels for {Device.DEFAULT} compute one at a time."
             )
         )
-        shorter = bounded_because(spec, options.context_length, self.context_length)
+        shorter = squeezed_because(spec, options.context_length, self.context_length)
         return (*self.prompts.warnings, *filter(None, [as_graph, in_turn, shorter]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:

@@ -117,7 +117,7 @@ def chosen_context(
     return asked
 
 
-def bounded_because(spec: ModelSpec, asked: ContextLength, context: int) -> str:
+def squeezed_because(spec: ModelSpec, asked: ContextLength, context: int) -> str:
     """A sentence on why a context as long as possible is shorter than the model was trained for; "" if it is not."""
     if asked != "max" or context == spec.trained_context:
         return ""

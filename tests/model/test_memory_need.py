@@ -24,11 +24,11 @@ from engine.model.memory_need import (
     _GPU,
     _GRAPH,
     _stored_bytes,
-    bounded_because,
     check_fits,
     chosen_context,
     largest_context,
     memory_need,
+    squeezed_because,
 )
 from engine.model.spec import Weight
 from tests import generated_model
@@ -88,7 +88,7 @@ def test_the_largest_context_that_fits_is_found(spec, device, kernels):
 def test_the_longest_context_is_bounded_by_training_and_memory(spec, asked, free, chosen):
     context = chosen_context(spec, asked, free, "CUDA", "auto")
     assert context == chosen
-    said = bounded_because(spec, asked, context)
+    said = squeezed_because(spec, asked, context)
     assert bool(said) == (asked == "max" and context < spec.trained_context)
     if chosen == 29_696:
         need = memory_need(spec, context, "CUDA").total_bytes
@@ -174,13 +174,12 @@ def test_the_engine_says_beforehand_what_the_longest_context_costs(path, monkeyp
     need = memory_need(read_spec(GGUF(path)), 1024).total_bytes
     monkeypatch.setattr(generate, "free_bytes", lambda device: int(need / 0.9) + 1)
     reports = []
-    model = TextModel(EngineOptions(model_path=str(path), context_length="max"), reports.append)
-    assert model.ready.context_length == 1024 and "1,024 tokens of the 40,960" in model.ready.warnings[-1]
+    ready = TextModel(EngineOptions(model_path=str(path), context_length="max"), reports.append).ready
+    assert ready.is_squeezed and ready.context_length == 1024
+    assert "1,024 tokens of the 40,960" in ready.warnings[-1]
     first = reports[0]
     assert (first.done_bytes, first.context_length) == (0, 1024)
-    assert (
-        first.cache_bytes == model.ready.cache_bytes == memory_need(read_spec(GGUF(path)), 1024).cache_bytes
-    )
+    assert first.cache_bytes == ready.cache_bytes == memory_need(read_spec(GGUF(path)), 1024).cache_bytes
 
 
 GROUP = "sys/fs/cgroup/user/chat"

@@ -167,7 +167,7 @@ async def test_the_oldest_turns_are_left_out_and_the_reply_goes_on(begin):
     assert engine.prompts()[-1] == [("user", "c"), ("assistant", "So much")]
     assert said(session) == ["a", "A", "b", "B", "c", "So much more"] and not session.is_full
     assert (
-        "The 4 oldest turns are left out: the model no longer reads this, the chat keeps it" in view.notices
+        "The 4 oldest turns are left out: the model no longer reads them, the chat keeps them" in view.notices
     )
     await session.leave_out()
     assert view.notices[-1].startswith("There are no older turns to leave out")
@@ -220,6 +220,7 @@ async def test_what_does_not_fit_is_left_out_of_the_summary(begin):
     assert "The oldest 4 messages did not fit into the context" in said(session)[0]
     assert said(session)[1:] == ["About b and c."] and not session.is_full
     assert session.history.messages(session.conversation.chat_id)[0].message.content == said(session)[0]
+    assert session.status.snapshot().context_used is None and not session.status.snapshot().is_nearly_full
     assert sum("older messages are left out of the summary" in notice for notice in view.notices) == 2
 
 
@@ -264,6 +265,17 @@ async def test_going_over_to_another_engine_keeps_the_conversation(begin):
     await until(lambda: not session.is_busy)
     assert said(session) == ["first", "Old.", "second", "New."]
     assert [content for _, content in new.prompts()[0]] == ["first", "Old.", "second"]
+
+
+async def test_the_longest_context_has_the_memory_of_the_engine_before(begin):
+    old, new = FakeEngine(reply("Old.")), FakeEngine(start=[replace(READY, is_squeezed=True)])
+    session, _ = begin(old)
+    await until(lambda: not session.is_busy)
+    starts = []
+    new.on_event = lambda event: starts.append(old.closed)
+    session.switch(new, "context max")
+    await until(lambda: session.engine is new)
+    assert starts == [0, 1] and new.closed == 1, "it started once more, alone"
 
 
 def product(what, before_us, after_us, **changes):
