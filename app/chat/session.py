@@ -187,22 +187,21 @@ class Session:
         for index in filter(None, (before, conversation.start)):
             await self.view.changed(conversation.turns[index - 1])
         self.status.context_changed()
-        oldest, them = (
-            ("The oldest turn is", "it") if count == 1 else (f"The {count} oldest turns are", "them")
+        self.view.notice(
+            f"{counted(count, 'turn')} left out: the model reads what follows, the chat keeps all"
         )
-        self.view.notice(f"{oldest} left out: the model no longer reads {them}, the chat keeps {them}")
         if was_full and conversation.turns[-1].role == "user":
             await self.regenerate()
         elif was_full:
             await self.go_on()
 
     async def summarize(self) -> None:
-        """Begins a new chat with a summary of this one, which the model writes as the first reply. If the context was
-        too full to answer the last prompt, that is sent after it."""
+        """Begins a new chat with a summary of this one, which the model writes as the first reply. A prompt without a
+        reply, such as one that did not fit into the context, is sent after it."""
         before, status = self.conversation, self.status.snapshot()
         messages = [message for message in before.messages() if message.role != "system"]
         waiting = messages.pop().content if messages and messages[-1].role == "user" else ""
-        if not messages:
+        if not messages or before.awaits_summary:
             self.view.notice("There is nothing to summarize yet", warning=True)
             return
         share = SOURCE_SHARE * status.context_length / status.context_used if status.context_used else 1.0

@@ -60,7 +60,8 @@ class WordWrap:
 
     def _end_line(self) -> None:
         self._end_word()
-        self._out.write(f"{self._space}\n")
+        fits = self._column + get_cwidth(self._space) <= self._columns()  # else it would be an empty line
+        self._out.write(f"{self._space if fits else ''}\n")
         if self._line.lstrip().startswith(_FENCES):
             self._is_fenced = not self._is_fenced
         self._line, self._column, self._space = "", 0, ""

@@ -229,6 +229,11 @@ async def _edit(app: ChatApp, pilot: Pilot[None]) -> None:
     await pilot.press("ctrl+t", "f2")
 
 
+async def _full(app: ChatApp, pilot: Pilot[None]) -> None:
+    await pilot.press("ctrl+g")
+    await sees(pilot, "The context is full")
+
+
 async def _past_chats(app: ChatApp, pilot: Pilot[None]) -> None:
     await pilot.press("ctrl+o")
     await sees(pilot, "Sourdough")
@@ -339,6 +344,7 @@ _all = [reply(ANSWER, THOUGHT)]
 _chosen = [[*_all[0][:-1], CHOICES, _all[0][-1]]]
 _half = [[*reply(ANSWER[: ANSWER.index("moon +")], THOUGHT)[:-1], None]]
 _died = [[*reply(ANSWER, THOUGHT)[:140], DIED]]
+_filled = [reply(ANSWER, reason="length", prompt_n=READY.context_length)]
 _loading = [Loading(done_bytes=done, total_bytes=636_000_000) for done in range(0, 404_000_000, 4_000_000)]
 
 SCENES = {
@@ -350,6 +356,7 @@ SCENES = {
     "answering": Scene((100, 34), _half, QUESTION, shows="1.00 * sin", act=_queue_and_draft),
     "tiny": Scene((32, 12), [[*reply(ANSWER)[:40], None]], QUESTION, shows="Moon pulls"),
     "died-and-editing": Scene((90, 26), _died, QUESTION, shows="⚠ The engine", act=_edit),
+    "full-context": Scene((80, 24), _filled, QUESTION, shows="Ctrl+G offers", act=_full),
     "past-chats": Scene((100, 26), [], act=_past_chats, shows="ready", with_past_chats=True),
     "dashboard": Scene((160, 48), _all, QUESTION, shows="such terms", act=_measured, earlier=True),
     "dashboard-light": Scene(

@@ -166,9 +166,7 @@ async def test_the_oldest_turns_are_left_out_and_the_reply_goes_on(begin):
     await until(lambda: not session.is_busy)
     assert engine.prompts()[-1] == [("user", "c"), ("assistant", "So much")]
     assert said(session) == ["a", "A", "b", "B", "c", "So much more"] and not session.is_full
-    assert (
-        "The 4 oldest turns are left out: the model no longer reads them, the chat keeps them" in view.notices
-    )
+    assert "4 turns left out: the model reads what follows, the chat keeps all" in view.notices
     await session.leave_out()
     assert view.notices[-1].startswith("There are no older turns to leave out")
 
@@ -232,6 +230,8 @@ async def test_a_summary_that_cannot_be_had_says_why(begin):
     await session.summarize()
     await until(lambda: not session.is_busy)
     assert session.conversation.turns[-1].note.startswith("⚠ The prompt has 9,000 tokens")
+    await session.summarize()
+    assert view.notices[-1] == "There is nothing to summarize yet" and len(said(session)) == 1
 
 
 async def test_a_context_that_is_nearly_full_is_said_to_be(begin):

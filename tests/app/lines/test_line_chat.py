@@ -166,7 +166,7 @@ async def test_a_full_context_has_ways_on(history):
     assert await LineChat(engine, history, Script(*lines), out, messages).run() == 0
     said = messages.getvalue()
     assert said.count("/summary begins a new chat with a summary, /shorten leaves out") == 2
-    assert "The 2 oldest turns are left out" in said and "no older turns" in said
+    assert "2 turns left out" in said and "no older turns" in said
     assert contents(history)[-1] == ("assistant", "So much more.")
     assert contents(history, 2)[1:] == [
         ("assistant", "A greeting."),

@@ -1,7 +1,7 @@
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from prompt_toolkit.utils import get_cwidth
 
@@ -54,6 +54,7 @@ def test_wide_characters_are_written_at_once_and_fit():
 
 
 @given(st.lists(st.text("ab 語é\n`|-", max_size=12)), st.integers(4, 30))
+@example(["-- ", "-", " "], 4)  # a space after the last column
 def test_nothing_but_line_breaks_changes(pieces, columns):
     text = "".join(pieces) + "\n"
     result = wrapped(*pieces, "\n", columns=columns)
