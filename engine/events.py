@@ -149,9 +149,10 @@ class Load(_Record, frozen=True, kw_only=True):
 class Generate(_Record, frozen=True, kw_only=True):
     """Answer `prompt`. `max_tokens` None: until the model stops or the context is full. `logprobs` N > 0 adds to each
     token its log-probability and the N most probable tokens, before sampling changes them. `grammar` allows only tokens
-    that begin a text which fits it. For measurements: `ignore_eos` continues after an end-of-turn token, and `fresh`
-    computes the whole prompt, also the part that is in the KV cache. `client` names who asks: requests that wait take
-    turns by client."""
+    that begin a text which fits it. `logit_bias` adds numbers to the logits of tokens, given by id, before they are
+    sampled; ids that the model lacks are ignored. For measurements: `ignore_eos` continues after an end-of-turn token,
+    and `fresh` computes the whole prompt, also the part that is in the KV cache. `client` names who asks: requests that
+    wait take turns by client."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
@@ -162,6 +163,7 @@ class Generate(_Record, frozen=True, kw_only=True):
     fresh: bool = False
     client: str = ""
     grammar: Grammar | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Measure(_Record, frozen=True, kw_only=True):
@@ -366,11 +368,13 @@ class BlockCounts(_Record, frozen=True, kw_only=True):
 class Slots(_Record, frozen=True, kw_only=True):
     """What an engine does that answers several conversations: its slots (None: idle), how many requests are `waiting`
     for one, and the KV cache (one entry for layers that keep all tokens, one for each window). Belongs to no request.
-    Comes at most four times a second, and once when the last answer has ended."""
+    `device_bytes` is the device memory that the engine holds. Comes at most four times a second, and once when the last
+    answer has ended."""
 
     slots: tuple[Slot | None, ...]
     waiting: int
     blocks: tuple[BlockCounts, ...]
+    device_bytes: int = 0
 
 
 class Measured(_Record, frozen=True, kw_only=True):

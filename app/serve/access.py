@@ -7,6 +7,7 @@ key, both are harmless, because the page does not have it.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.serve.errors import ApiError
 from app.serve.http import error_response
 
+CLIENT = "orin_chat.client"
+"""The key of an ASGI scope: who asks."""
 OPEN_PATHS = ("/health", "/v1/health")  # need no key, as in llama-server
 
 
@@ -35,10 +38,10 @@ def is_loopback(host: str) -> bool:
 class Access:
     """ASGI middleware that refuses with 401 or 403."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        """`key` "": none is needed."""
+    def __init__(self, app: ASGIApp, keys: str) -> None:
+        """`keys`: with commas between them. "": none is needed. `CLIENT` of the scope is set to who asks."""
         self._app = app
-        self._key = key.encode()
+        self._keys = [key.strip().encode() for key in keys.split(",") if key.strip()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,14 +66,22 @@ class Access:
         if scope["method"] == "OPTIONS":  # what a browser asks before a page may
             return await Response(status_code=204)(scope, receive, send_with_origin)
         try:
+            given = _given_key(headers)
             if scope["path"] not in OPEN_PATHS:
-                self._check_key(headers)
+                self._check_key(given)
         except ApiError as error:
             return await error_response(error)(scope, receive, send_with_origin)
-        await self._app(scope, receive, send_with_origin)
+        await self._app({**scope, CLIENT: self._client(scope, given)}, receive, send_with_origin)
+
+    def _client(self, scope: Scope, key: str) -> str:
+        """The address and, where clients may have different keys, four digits that tell these apart."""
+        address: str = scope["client"][0] if scope.get("client") else ""
+        if not key or len(self._keys) == 1:
+            return address
+        return f"{address}#{hashlib.sha256(key.encode()).hexdigest()[:4]}"
 
     def _check_page(self, headers: Headers) -> None:
-        if self._key:
+        if self._keys:
             return
         if not is_loopback(_host(f"//{headers.get('host', '')}")):
             raise ApiError(403, "Without a key, this server answers only to localhost.", code="wrong_host")
@@ -79,15 +90,17 @@ class Access:
                 403, "Without a key, this server answers no pages of other sites.", code="wrong_origin"
             )
 
-    def _check_key(self, headers: Headers) -> None:
-        if not self._key:
-            return
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), self._key):
+    def _check_key(self, given: str) -> None:
+        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]  # all: times tell nothing
+        if matches and not any(matches):
             what = "The API key is wrong." if given else "This server needs an API key."
             bearer = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, what, "authentication_error", code="invalid_api_key", headers=bearer)
+
+
+def _given_key(headers: Headers) -> str:
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _host(url: str) -> str:

@@ -219,5 +219,9 @@ class _Watched:
     def __init__(self, engine: ServedEngine, activity: Activity) -> None:
         self._engine, self._activity = engine, activity
 
+    @property
+    def pid(self) -> int | None:
+        return self._engine.pid
+
     def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
         return self._activity.follow(request, self._engine.generate(request))

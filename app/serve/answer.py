@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import string
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -121,3 +122,37 @@ async def answer_parts(answer: Answer, events: AsyncGenerator[Event, None]) -> A
     async with aclosing(events), aclosing(answer.parts(events)) as parts:
         async for part in parts:
             yield part
+
+
+async def merged(streams: Sequence[AsyncGenerator[Part, None]]) -> AsyncGenerator[tuple[int, Part], None]:
+    """The parts of several answers as they come, each with the place of its answer. Closing them early cancels all; so
+    does an error of one."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as parts:
+            async for part in parts:
+                yield 0, part
+        return
+    queue: asyncio.Queue[tuple[int, Part | None]] = asyncio.Queue()
+
+    async def follow(i: int, stream: AsyncGenerator[Part, None]) -> None:
+        try:
+            async with aclosing(stream) as parts:
+                async for part in parts:
+                    queue.put_nowait((i, part))
+        finally:
+            queue.put_nowait((i, None))
+
+    tasks = [asyncio.ensure_future(follow(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        going = len(tasks)
+        while going:
+            i, next_part = await queue.get()
+            if next_part is None:
+                going -= 1
+                await tasks[i]  # raises its error
+            else:
+                yield i, next_part
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

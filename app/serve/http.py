@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.serve.errors import ApiError
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0  # for the whole body to arrive
+KEEP_ALIVE_S = 15.0
+"""Between comments in a stream, as its specification recommends: proxies close connections on which nothing comes."""
 T = TypeVar("T")
 
 
@@ -70,25 +72,61 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). When the client goes,
-    `events` is closed."""
+    """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), with a comment now and then.
+    When the client goes, `events` is closed."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[Any, None]) -> None:
-        """`events` yields JSON values."""
+        """`events` yields JSON values. The first says that the answer has begun; it is not sent. An ApiError is the
+        last object of the stream."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._begun = asyncio.ensure_future(anext(events))
+
+    async def begin(self, receive: Receive) -> None:
+        """Waits until the answer has begun or has failed, but not longer than a proxy may. Raises ApiError and
+        ClientGoneError."""
+        try:
+            await while_connected(receive, asyncio.wait([self._begun], timeout=KEEP_ALIVE_S))
+            if self._begun.done():
+                await self._begun
+        except BaseException:
+            await self._close()
+            raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        try:
             with suppress(ClientGoneError):
                 await while_connected(receive, self._send(send))
+        finally:
+            await self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self._events:
-            data = b"data: %s\n\n" % msgspec.json.encode(event)
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        comments = asyncio.ensure_future(_comments(send))
+        try:
+            await self._begun
+            async for event in self._events:
+                await send(_part(b"data: %s\n\n" % msgspec.json.encode(event)))
+        except ApiError as error:
+            await send(_part(b"data: %s\n\n" % msgspec.json.encode(error.body)))
+        finally:
+            comments.cancel()
+        await send(_part(b"data: [DONE]\n\n", is_last=True))
+
+    async def _close(self) -> None:
+        self._begun.cancel()
+        await asyncio.gather(self._begun, return_exceptions=True)
+        await self._events.aclose()
+
+
+def _part(data: bytes, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": not is_last}
+
+
+async def _comments(send: Send) -> None:
+    while True:
+        await asyncio.sleep(KEEP_ALIVE_S)
+        await send(_part(b": still here\n\n"))

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-from engine.events import Finished
+from engine.events import Finished, Slots
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -32,6 +32,18 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
 
+@dataclass(frozen=True)
+class Gauges:
+    """What holds now: `processing` answers are computed, `waiting` requests wait for that. `resident_bytes`: of the
+    engine process; `gpu_bytes`: of all programs on all GPUs. None: not known."""
+
+    processing: int
+    waiting: int
+    slots: Slots | None = None
+    resident_bytes: int | None = None
+    gpu_bytes: int | None = None
+
+
 @dataclass
 class Metrics:
     requests: Counter[int] = field(default_factory=Counter)  # by status
@@ -52,8 +64,7 @@ class Metrics:
         self.first_token.add(first_token_s)
         self.answers.add(answer_s)
 
-    def text(self, processing: int, waiting: int) -> str:
-        """`processing` answers are being computed now, and `waiting` requests wait for that."""
+    def text(self, now: Gauges) -> str:
         lines: list[str] = []
 
         def add(name: str, kind: str, help: str, *samples: tuple[str, float]) -> None:
@@ -63,8 +74,21 @@ class Metrics:
 
         by_status = [(f'{{status="{status}"}}', n) for status, n in sorted(self.requests.items())]
         add("requests_total", "counter", "Requests for completions, by HTTP status.", *by_status)
-        add("requests_processing", "gauge", "Answers that are being computed.", ("", processing))
-        add("requests_waiting", "gauge", "Requests that wait for the engine.", ("", waiting))
+        add("requests_processing", "gauge", "Answers that are being computed.", ("", now.processing))
+        add("requests_waiting", "gauge", "Requests that wait for the engine.", ("", now.waiting))
+        if now.slots:
+            blocks = [
+                (f'{{group="{i}",state="{state}"}}', n)
+                for i, group in enumerate(now.slots.blocks)
+                for state, n in (("free", group.free), ("held", group.held), ("cached", group.cached))
+            ]
+            add("kv_cache_blocks", "gauge", "Blocks of the KV cache, by group of layers.", *blocks)
+            device = "Device memory of the engine."
+            add("device_memory_bytes", "gauge", device, ("", now.slots.device_bytes))
+        if now.resident_bytes is not None:
+            add("resident_memory_bytes", "gauge", "Memory of the engine process.", ("", now.resident_bytes))
+        if now.gpu_bytes is not None:
+            add("gpu_memory_used_bytes", "gauge", "Memory of all programs on all GPUs.", ("", now.gpu_bytes))
         for name, help, value in (
             ("prompt_tokens_total", "Tokens of prompts.", self.prompt_tokens),
             ("prompt_tokens_cached_total", "Those of them that were in the KV cache.", self.cached_tokens),

@@ -18,19 +18,18 @@ Json = dict[str, Any]
 
 @dataclass
 class Reply:
-    """Writes one answer, in chunks (`chunk`, `ending`) or as a whole (`whole`). `logprobs`: how many
-    of the most probable tokens the client wants to see; None if it did not ask for log-probabilities."""
+    """Writes one of the answers to a request, in chunks (`chunk`, `ending`) or as a whole (`choice`). `index` is its
+    place among them. `logprobs`: how many of the most probable tokens the client wants to see; None if it did not ask
+    for log-probabilities."""
 
     kind: Literal["chat", "text"]
     model: str
     tokenizer: Tokenizer
     logprobs: int | None
-    id: str = field(init=False)
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
+    index: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     _calls: int = 0
-
-    def __post_init__(self) -> None:
-        self.id = f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{secrets.token_urlsafe(18)}"
 
     # --- in chunks ---
 
@@ -52,24 +51,22 @@ class Reply:
             self._calls += 1
         return self._chunk(new, logprobs=logprobs) if new else None
 
-    def ending(self, end: End, include_usage: bool) -> list[Json]:
-        """The last chunks. As llama-server has it, timings come with the usage if the client asks for that."""
-        last = (
-            self._chunk({}, end.finish_reason)
-            if self.kind == "chat"
-            else self._text_chunk("", None, end.finish_reason)
-        )
-        timed = {"timings": timings(end.finished)}
-        if not include_usage:
-            return [last | timed]
-        return [last, self._head("chunk") | {"choices": [], "usage": usage(end)} | timed]
+    def ending(self, end: End, timed: bool) -> Json:
+        """The last chunk, with timings if it is `timed`."""
+        reason = end.finish_reason
+        last = self._chunk({}, reason) if self.kind == "chat" else self._text_chunk("", None, reason)
+        return last | {"timings": timings(end.finished)} if timed else last
+
+    def usage(self, ends: Sequence[End]) -> Json:
+        """The chunk after all answers, for clients that ask for it. As llama-server has it, timings come with it."""
+        return self._head("chunk") | {"choices": []} | _figures(ends)
 
     # --- as a whole ---
 
-    def whole(self, deltas: Sequence[Delta], end: End) -> Json:
+    def choice(self, deltas: Sequence[Delta], end: End) -> Json:
         content = "".join(delta.content for delta in deltas)
         logprobs = self._logprobs([token for delta in deltas for token in delta.tokens])
-        choice: Json = {"index": 0, "finish_reason": end.finish_reason, "logprobs": logprobs}
+        choice: Json = {"index": self.index, "finish_reason": end.finish_reason, "logprobs": logprobs}
         if self.kind == "text":
             choice["text"] = content
         else:
@@ -80,26 +77,25 @@ class Reply:
             if reasoning := "".join(delta.reasoning for delta in deltas):
                 message["reasoning_content"] = reasoning
             choice["message"] = message
-        return self._head("") | {
-            "choices": [choice],
-            "usage": usage(end),
-            "timings": timings(end.finished),
-        }
+        return choice
+
+    def whole(self, choices: Sequence[Json], ends: Sequence[End]) -> Json:
+        return self._head("") | {"choices": choices} | _figures(ends)
 
     # --- parts ---
 
     def _head(self, part: str) -> Json:
-        kind = "text_completion"
+        kind, id = "text_completion", f"cmpl-{self.id}"
         if self.kind == "chat":
-            kind = "chat.completion.chunk" if part else "chat.completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+            kind, id = "chat.completion.chunk" if part else "chat.completion", f"chat{id}"
+        return {"id": id, "object": kind, "created": self.created, "model": self.model}
 
     def _chunk(self, delta: Json, finish_reason: str | None = None, logprobs: Json | None = None) -> Json:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head("chunk") | {"choices": [choice]}
 
     def _text_chunk(self, text: str, logprobs: Json | None, finish_reason: str | None = None) -> Json:
-        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head("chunk") | {"choices": [choice]}
 
     def _logprobs(self, tokens: Iterable[Token]) -> Json | None:
@@ -129,14 +125,22 @@ class Reply:
         return self.tokenizer.piece(id).decode("utf-8", "replace")
 
 
-def usage(end: End) -> Json:
-    finished = end.finished
+def _figures(ends: Sequence[End]) -> Json:
+    """The usage of all answers together. Timings are those of one."""
+    timed = {"timings": timings(ends[0].finished)} if len(ends) == 1 else {}
+    return {"usage": usage(ends)} | timed
+
+
+def usage(ends: Sequence[End]) -> Json:
+    """The prompt of several answers counts once."""
+    prompt = ends[0].finished
+    predicted = sum(end.finished.predicted_n for end in ends)
     return {
-        "prompt_tokens": finished.prompt_n,
-        "completion_tokens": finished.predicted_n,
-        "total_tokens": finished.prompt_n + finished.predicted_n,
-        "prompt_tokens_details": {"cached_tokens": finished.cached_n},
-        "completion_tokens_details": {"reasoning_tokens": end.reasoning_n},
+        "prompt_tokens": prompt.prompt_n,
+        "completion_tokens": predicted,
+        "total_tokens": prompt.prompt_n + predicted,
+        "prompt_tokens_details": {"cached_tokens": prompt.cached_n},
+        "completion_tokens_details": {"reasoning_tokens": sum(end.reasoning_n for end in ends)},
     }
 
 

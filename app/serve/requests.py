@@ -21,6 +21,9 @@ from presets.sampling import out_of_range
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_N = 16
+MAX_BIAS = 100
+MAX_USER = 64  # characters of a client's name
 MAX_DEPTH = 64  # of JSON in JSON
 
 
@@ -77,13 +80,23 @@ class Body(msgspec.Struct, kw_only=True):
     cache_prompt: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # What orin-chat lacks: only the values that mean nothing are taken.
     n: int | None = None
     logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None  # OpenAI's newer name
+
+    @property
+    def answers(self) -> int:
+        return 1 if self.n is None else self.n
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def asker(self) -> str:
+        """For whom a client asks, by its word; "" if it does not say."""
+        return (self.safety_identifier or self.user or "")[:MAX_USER]
 
     @property
     def includes_usage(self) -> bool:
@@ -182,8 +195,8 @@ def text_request(body: TextBody, sampling: Sampling) -> Generate:
     for name in ("echo", "suffix"):
         if getattr(body, name):
             raise wrong(f"{name} is not supported.", name)
-    if (body.best_of or 1) != 1:
-        raise wrong("best_of must be 1.", "best_of")
+    if (body.best_of or body.answers) != body.answers:
+        raise wrong("best_of must be n: all answers are returned.", "best_of")
     asked = body.logprobs
     if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
         raise wrong(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {asked}.", "logprobs")
@@ -216,7 +229,8 @@ def _generate(
     logprobs: int,
     grammar: Grammar | None,
 ) -> Generate:
-    _refuse_unsupported(body)
+    if not 1 <= body.answers <= MAX_N:
+        raise wrong(f"n must be from 1 to {MAX_N}, not {body.answers}.", "n")
     if limit is not None and limit < 0:
         limit = None  # llama-server's -1
     if limit == 0:
@@ -232,14 +246,24 @@ def _generate(
         ignore_eos=bool(body.ignore_eos),
         fresh=body.cache_prompt is False,
         grammar=grammar,
+        logit_bias=_bias(body),
     )
 
 
-def _refuse_unsupported(body: Body) -> None:
-    if (body.n or 1) != 1:
-        raise wrong("n must be 1: one request gets one answer.", "n")
-    if body.logit_bias:
-        raise wrong("logit_bias is not supported.", "logit_bias")
+def variants(request: Generate, n: int) -> list[Generate]:
+    """`n` requests for different answers; the first is `request`."""
+    seed = request.sampling.seed
+    seeds = [seed if seed is None else (seed + i) % 2**32 for i in range(n)]
+    return [replace(request, sampling=replace(request.sampling, seed=each)) for each in seeds]
+
+
+def _bias(body: Body) -> tuple[tuple[int, float], ...]:
+    bias = body.logit_bias or {}
+    if not all(re.fullmatch(r"[0-9]{1,9}", id) for id in bias):
+        raise wrong("logit_bias has token ids as names.", "logit_bias")
+    if not all(-MAX_BIAS <= value <= MAX_BIAS for value in bias.values()):
+        raise wrong(f"A bias is from -{MAX_BIAS} to {MAX_BIAS}.", "logit_bias")
+    return tuple((int(id), value) for id, value in bias.items() if value)
 
 
 def _sampling(body: Body, defaults: Sampling) -> Sampling:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Literal
 
 from starlette.applications import Starlette
@@ -17,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from app.serve import replies
-from app.serve.access import Access
+from app.serve.access import CLIENT, Access
 from app.serve.answer import Answer, Delta, End, Part
 from app.serve.errors import ApiError
 from app.serve.http import (
@@ -28,7 +29,7 @@ from app.serve.http import (
     read_body,
     while_connected,
 )
-from app.serve.metrics import CONTENT_TYPE
+from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.requests import (
     Body,
     ChatBody,
@@ -38,11 +39,13 @@ from app.serve.requests import (
     chat_request,
     decoded,
     text_request,
+    variants,
 )
 from app.serve.service import CLIENT_GONE, Exchange, Service
 from app.serve.stop_texts import StopTexts
 from engine.events import Chat
 from engine.formats.tool_calls import ToolCallParser
+from engine.measure.memory import gpu_used_bytes, resident_memory
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -84,7 +87,7 @@ class Routes:
         return await self._complete(request, "text")
 
     async def _complete(self, request: Request, kind: Literal["chat", "text"]) -> Response:
-        exchange = Exchange(self._service, request.client.host if request.client else "", request.url.path)
+        exchange = Exchange(self._service, request.scope[CLIENT], request.url.path)
         try:
             return await self._completed(request, kind, exchange)
         except ApiError as error:
@@ -102,7 +105,7 @@ class Routes:
     ) -> Response:
         service = self._service
         data = await read_body(request)
-        service.check_ready()
+        service.check_open()
         body: Body
         shown: int | None
         if kind == "chat":
@@ -113,18 +116,24 @@ class Routes:
             body = decoded(data, TextBody)
             asked = text_request(body, service.sampling)
             shown = body.logprobs
-        parser = None
-        if isinstance(asked.prompt, Chat) and asked.prompt.tools and service.file.form:
-            parser = ToolCallParser(service.file.form, asked.prompt.tools)
+        if body.asker:
+            exchange.client = f"{body.asker}@{exchange.client}"
+        form, tools = service.file.form, asked.prompt.tools if isinstance(asked.prompt, Chat) else ""
+
+        def parser() -> ToolCallParser | None:
+            return ToolCallParser(form, tools) if form and tools else None
+
+        requests = variants(asked, body.answers)
         reply = replies.Reply(kind, service.model, service.file.tokenizer, shown)
-        parts = service.parts(exchange, Answer(asked, StopTexts(body.stops), parser))
+        each = [replace(reply, index=i) for i in range(len(requests))]
+        parts = service.parts(exchange, [Answer(one, StopTexts(body.stops), parser()) for one in requests])
         if not body.stream:
-            deltas, end = await while_connected(request.receive, _collected(parts))
+            whole = await while_connected(request.receive, _collected(parts, each))
             exchange.close(200)
-            return json_response(reply.whole(deltas, end))
-        chunks = _chunks(parts, reply, body.includes_usage, exchange)
-        await while_connected(request.receive, _begun(chunks))
-        return EventStream(chunks)
+            return json_response(whole)
+        stream = EventStream(_chunks(parts, each, body.includes_usage, exchange))
+        await stream.begin(request.receive)
+        return stream
 
     # --- what else there is ---
 
@@ -139,7 +148,15 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         service = self._service
-        text = service.metrics.text(service.processing, service.waiting)
+        memory = resident_memory(service.engine.pid)
+        gauges = Gauges(
+            service.processing,
+            service.waiting,
+            service.slots,
+            memory.now_bytes if memory else None,
+            gpu_used_bytes(),
+        )
+        text = service.metrics.text(gauges)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def embeddings(self, request: Request) -> Response:
@@ -171,45 +188,53 @@ def _piece(piece: bytes) -> str | list[int]:
         return [*piece]
 
 
-async def _begun(chunks: AsyncGenerator[replies.Json, None]) -> None:
-    """Waits until the engine begins: what is wrong with a request is known then."""
-    await anext(chunks)
-
-
-async def _collected(parts: AsyncGenerator[Part, None]) -> tuple[list[Delta], End]:
-    deltas = []
+async def _collected(
+    parts: AsyncGenerator[tuple[int, Part], None], answers: Sequence[replies.Reply]
+) -> replies.Json:
+    deltas: list[list[Delta]] = [[] for _ in answers]
+    ends: dict[int, End] = {}
     async with aclosing(parts):
-        async for part in parts:
+        async for i, part in parts:
             if isinstance(part, Delta):
-                deltas.append(part)
+                deltas[i].append(part)
             elif isinstance(part, End):
-                return deltas, part
-    raise AssertionError("an answer without its end")
+                ends[i] = part
+    choices = [answer.choice(deltas[i], ends[i]) for i, answer in enumerate(answers)]
+    return answers[0].whole(choices, [ends[i] for i in range(len(answers))])
 
 
 async def _chunks(
-    parts: AsyncGenerator[Part, None], reply: replies.Reply, include_usage: bool, exchange: Exchange
+    parts: AsyncGenerator[tuple[int, Part], None],
+    answers: Sequence[replies.Reply],
+    include_usage: bool,
+    exchange: Exchange,
 ) -> AsyncGenerator[replies.Json, None]:
-    """The objects of a stream, after an empty one when the engine has begun. Raises ApiError before that; a later error
-    is the last object."""
-    async with aclosing(parts):
-        await anext(parts)
-        error = ""
-        try:
-            yield {}
-            if first := reply.first():
-                yield first
-            async for part in parts:
-                if isinstance(part, Delta) and (chunk := reply.chunk(part)):
+    """The objects of a stream, after an empty one when the engine has begun. Raises ApiError."""
+    has_begun, ends = False, list[End]()
+    try:
+        async with aclosing(parts):
+            async for i, part in parts:
+                if not has_begun:
+                    has_begun = True
+                    yield {}
+                    for answer in answers:
+                        if first := answer.first():
+                            yield first
+                if isinstance(part, Delta) and (chunk := answers[i].chunk(part)):
                     yield chunk
                 elif isinstance(part, End):
-                    for last in reply.ending(part, include_usage):
-                        yield last
-        except ApiError as failure:
-            error = failure.kind
-            yield failure.body
-        finally:
-            exchange.close(200, error)
+                    ends.append(part)
+                    yield answers[i].ending(part, timed=not include_usage)
+        if include_usage:
+            yield answers[0].usage(ends)
+    except ApiError as failure:
+        exchange.close(200 if has_begun else failure.status, failure.kind)
+        raise
+    except Exception:
+        exchange.close(500, "server_error")
+        raise
+    finally:
+        exchange.close(200)
 
 
 def _guarded(endpoint: Endpoint) -> Endpoint:

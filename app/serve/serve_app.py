@@ -138,6 +138,7 @@ class ServeApp(App[None]):
     def observe(self, event: Event) -> None:
         """Takes the engine's own events."""
         self.activity.observe(event)
+        self.service.observe(event)
         if isinstance(event, Ready):
             self.profiler.engine_ready()
         elif isinstance(event, Finished):

@@ -123,6 +123,7 @@ def _serve(args: Namespace, engine_options: EngineOptions, sampling: Sampling, n
 
             return asyncio.run(serve_on_screen(service, engine, http, sock, address))
         lines = Lines(address)
+        engine.on_event = service.observe
         service.on_handled = lines.handled
         return asyncio.run(Server(service, engine, http, sock, lines.show).run())
 

@@ -19,6 +19,9 @@ from engine.events import Event, Failed, Ready
 
 DRAIN_S = 5.0  # for answers in progress, after the first signal
 _BACKLOG = 2048
+_IDLE_CONNECTION_S = 75
+"""Clients and proxies keep idle connections for 5 to 60 s. If the server closed one first, it would now and then do so
+while a request is on its way."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -61,6 +64,7 @@ class Server:
             ws="none",
             server_header=False,
             proxy_headers=False,  # or a client could give itself any address
+            timeout_keep_alive=_IDLE_CONNECTION_S,
             timeout_graceful_shutdown=round(2 * DRAIN_S),
         )
         self._http = _HttpServer(config)

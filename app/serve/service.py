@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Protocol, Self
 
 from msgspec.structs import replace
 
-from app.serve.answer import Answer, Begun, Delta, End, Part, answer_parts
+from app.serve.answer import Answer, Begun, Delta, End, Part, answer_parts, merged
 from app.serve.errors import ApiError, unavailable
 from app.serve.metrics import Metrics
-from engine.events import Event, Finished, Generate, Ready, Sampling
+from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Slots
 from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import ToolForm, tool_form
@@ -26,6 +26,9 @@ MAX_RETRY_S = 60
 
 class ServedEngine(Protocol):
     """What the server needs of an engine: answers to several requests at the same time."""
+
+    @property
+    def pid(self) -> int | None: ...
 
     def generate(self, request: Generate) -> AsyncGenerator[Event, None]: ...
 
@@ -74,6 +77,7 @@ class Service:
     on_handled: Callable[[Handled], object] = lambda _: None
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
+    slots: Slots | None = None
     open: int = 0  # requests that the engine has, and that have not ended
     processing: int = 0  # those of them that it has begun with
 
@@ -81,34 +85,57 @@ class Service:
     def waiting(self) -> int:
         return self.open - self.processing
 
-    def check_ready(self) -> None:
-        """Raises ApiError while the engine cannot answer."""
+    def observe(self, event: Event) -> None:
+        """Takes the engine's own events."""
+        match event:
+            case Slots():
+                self.slots = event
+            case Failed(request_id=None):
+                self.slots = None
+
+    def check_open(self) -> None:
+        """Raises ApiError if the server ends."""
         if self.stopping:
             raise unavailable("The server is stopping.")
+
+    def check_ready(self) -> None:
+        """Raises ApiError while the engine cannot answer."""
+        self.check_open()
         if self.ready is None:
             raise unavailable("Loading model")
 
-    async def parts(self, exchange: Exchange, answer: Answer) -> AsyncGenerator[Part, None]:
-        """The parts of an answer. Closing them early cancels the request. Raises ApiError."""
-        self.check_ready()
-        if self.open >= self.parallel + self.max_waiting:
+    async def parts(
+        self, exchange: Exchange, answers: Sequence[Answer]
+    ) -> AsyncGenerator[tuple[int, Part], None]:
+        """The parts of answers, each with the place of its answer. While the model loads, they wait for it. Closing the
+        parts early cancels the requests. Raises ApiError."""
+        self.check_open()
+        exchange.answers = n = len(answers)
+        if self.open + n > self.parallel + self.max_waiting:
             message = f"The server has {self.parallel} requests at work and {self.waiting} waiting."
             headers = {"Retry-After": str(self._retry_s())}
             raise ApiError(429, message, "rate_limit_error", code="too_many_requests", headers=headers)
-        begun = False
-        self.open += 1
+        begun, ended = set[int](), set[int]()
+        self.open += n
         try:
-            request = replace(answer.request, client=exchange.client)
-            async with aclosing(answer_parts(answer, self.engine.generate(request))) as parts:
-                async for part in parts:
+            streams = [
+                answer_parts(one, self.engine.generate(replace(one.request, client=exchange.client)))
+                for one in answers
+            ]
+            async with aclosing(merged(streams)) as parts:
+                async for i, part in parts:
                     if isinstance(part, Begun):
-                        begun = True
+                        begun.add(i)
                         self.processing += 1
+                    elif isinstance(part, End):
+                        ended.add(i)
+                        self.open -= 1
+                        self.processing -= i in begun
                     exchange.note(part)
-                    yield part
+                    yield i, part
         finally:
-            self.open -= 1
-            self.processing -= begun
+            self.open -= n - len(ended)
+            self.processing -= len(begun - ended)
 
     def _retry_s(self) -> int:
         """When a place may be free: the mean time of an answer, for each that waits."""
@@ -124,8 +151,9 @@ class Exchange:
     client: str
     path: str
     _started: float = field(default_factory=time.perf_counter)
+    answers: int = 1
     _first_token_s: float = 0.0
-    _finished: Finished | None = None
+    _finished: list[Finished] = field(default_factory=list)
     _closed: bool = False
 
     def note(self, part: Part) -> None:
@@ -133,21 +161,21 @@ class Exchange:
             case Delta():
                 self._first_token_s = self._first_token_s or self._seconds
             case End():
-                self._finished = part.finished
+                self._finished.append(part.finished)
 
     def close(self, status: int, error: str = "") -> None:
         """Counts the request and reports it, once."""
         if self._closed:
             return
         self._closed = True
-        if not error and self._finished is None:
+        if not error and len(self._finished) < self.answers:
             status = CLIENT_GONE
-        metrics = self.service.metrics
+        metrics, ended = self.service.metrics, self._finished
         metrics.requests[status] += 1
-        if self._finished:
-            metrics.answered(self._finished, self._first_token_s or self._seconds, self._seconds)
-        handled = Handled(self.client, self.path, status, self._seconds, self._finished, error)
-        self.service.on_handled(handled)
+        for finished in ended:
+            metrics.answered(finished, self._first_token_s or self._seconds, self._seconds)
+        together = replace(ended[0], predicted_n=sum(end.predicted_n for end in ended)) if ended else None
+        self.service.on_handled(Handled(self.client, self.path, status, self._seconds, together, error))
 
     @property
     def _seconds(self) -> float:

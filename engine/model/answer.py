@@ -22,7 +22,7 @@ from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
 from engine.formats.tokenizer import StreamDecoder
 from engine.model.grammar import Constraint, Grammars
-from engine.model.sampling import Logits, Sampler, log_probabilities
+from engine.model.sampling import Logits, Sampler, biased, log_probabilities
 
 
 class Answers:
@@ -79,7 +79,12 @@ class Answer:
     @property
     def is_best_token(self) -> bool:
         """Whether the next token is the most probable one, so that the host need not choose it."""
-        return self.sampler.greedy and not self.constraint
+        return self.sampler.greedy and not self.is_masked
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether something else than sampling changes the logits: only the host knows how."""
+        return bool(self.constraint or self.request.logit_bias)
 
     @property
     def needs_logits(self) -> bool:
@@ -88,6 +93,7 @@ class Answer:
 
     def choose(self, logits: Logits) -> int:
         """The next token, chosen on the host. `logits`: float32 (vocab,)."""
+        logits = biased(logits, self.request.logit_bias)
         masked = self.constraint.masked(logits) if self.constraint else logits
         return self.sampler.sample(masked, self.tokens)
 

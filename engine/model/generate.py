@@ -194,7 +194,7 @@ class TextModel:
 
     def _report_slots(self, slots: Slots, report: Report) -> None:
         """Reports what the scheduler does, and which experts its steps have chosen."""
-        report(slots)
+        report(replace(slots, device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT]))
         if any(slots.slots):
             self._choices.report_if_due()
         else:
@@ -242,7 +242,7 @@ class TextModel:
         """Whether the device samples the reply's tokens. It does not when log-probabilities are asked for: they are
         those of the logits before penalties, which it overwrites. Nor does it know grammars and
         additive penalties."""
-        if answer.is_best_token or answer.request.logprobs or answer.constraint:
+        if answer.is_best_token or answer.request.logprobs or answer.is_masked:
             return False
         if has_additive_penalty(answer.request.sampling):
             return False

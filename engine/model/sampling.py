@@ -85,6 +85,16 @@ class Sampler:
         return logits
 
 
+def biased(logits: Logits, bias: Sequence[tuple[int, float]]) -> Logits:
+    """`logits`, float32 (vocab,), with numbers added to those of some tokens: llama.cpp does so first, too."""
+    known = {id: value for id, value in bias if id < logits.size}
+    if not known:
+        return logits
+    logits = logits.copy()
+    logits[list(known)] += np.asarray(list(known.values()), np.float32)
+    return logits
+
+
 def has_additive_penalty(sampling: Sampling) -> bool:
     """Whether the settings have a penalty that is subtracted from logits. Only the host knows these."""
     return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0

@@ -164,3 +164,12 @@ def test_a_conversation_for_which_there_is_no_room(bench):
     bench.run()
     assert isinstance(bench.ends[id], ContextFullError)
     assert len(bench.reply(id)) == 37
+
+
+def test_a_bias_makes_tokens_more_or_less_probable(bench):
+    bench = bench()
+    [first, second] = next_logits([5, 6]).argsort()[::-1][:2].tolist()
+    asked = [{}, {"logit_bias": ((first, -100), (VOCAB, 5))}, {"logit_bias": ((7, 100),)}]
+    ids = [bench.ask([5, 6], 1, **bias) for bias in asked]
+    bench.run()
+    assert [bench.reply(id) for id in ids] == [[first], [second], [7]]

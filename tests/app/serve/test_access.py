@@ -94,3 +94,17 @@ async def test_with_a_key_any_name_and_page_will_do(served):
 def test_loopback():
     assert is_loopback("127.0.0.1") and is_loopback("::1") and not is_loopback("0.0.0.0")
     assert not is_loopback("::") and not is_loopback("")
+
+
+async def test_clients_with_different_keys_are_told_apart(served):
+    """For turns, and on the screen. A key itself is shown nowhere."""
+    asked = lambda client, key: client.post(CHAT, json=HELLO, headers={"X-Api-Key": key})
+    for keys, given in (("", ["one", "two", ""]), ("one, two", ["one", "two"]), ("one", ["one"])):
+        client, service = served(key=keys)
+        for key in given:
+            assert (await asked(client, key)).status_code == 200
+        names = [request.client for request in service.engine.requests]
+        assert len({*names}) == len(given) and all(name.startswith("127.0.0.1") for name in names)
+        assert "one" not in repr(names)
+        assert (names[-1] == "127.0.0.1") is (keys != "one, two")  # where there is one key, it tells nothing
+    assert (await asked(client, "one, two")).status_code == 401

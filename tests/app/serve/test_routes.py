@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from app.serve.http import MAX_BODY_BYTES
 from app.serve.requests import ChatBody, TextBody
 from app.serve.routes import application
-from engine.events import Failed, RawText, Sampling, Token, TokenIds, TopToken
+from engine.events import BlockCounts, Failed, RawText, Sampling, Slots, Token, TokenIds, TopToken
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER, error, events
 
@@ -241,8 +242,10 @@ async def test_grammars(served):
         (CHAT, {**HELLO, "temperature": -1}, "temperature"),
         (CHAT, {**HELLO, "top_p": 2}, "top_p"),
         (CHAT, {**HELLO, "reasoning_effort": "vast"}, "reasoning_effort"),
-        (CHAT, {**HELLO, "logit_bias": {"5": 1}}, "logit_bias"),
-        (CHAT, {**HELLO, "n": 2}, "n"),
+        (CHAT, {**HELLO, "logit_bias": {"the": 1}}, "logit_bias"),
+        (CHAT, {**HELLO, "logit_bias": {"5": 101}}, "logit_bias"),
+        (CHAT, {**HELLO, "n": 0}, "n"),
+        (CHAT, {**HELLO, "n": 17}, "n"),
         (CHAT, {**HELLO, "presence_penalty": 3}, "presence_penalty"),
         (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs"),
@@ -356,6 +359,63 @@ async def test_requests_wait_up_to_a_limit(served):
     assert service.open == 0 and service.metrics.requests == {429: 1, 503: 2}
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_several_answers_to_one_request(served, path):
+    engine = FakeEngine(reply("one", cached_n=6), reply("two", reason="length"), reply("three"))
+    client, service = served(engine, parallel=2, max_waiting=1)
+    asked = {**HELLO, "prompt": "x", "n": 3, "seed": 2**32 - 1, "user": "ann"}
+    body = (await client.post(path, json=asked)).json()
+    texts = ["one", "two", "three"]
+    said = lambda choice: choice["message"]["content"] if path == CHAT else choice["text"]
+    assert [(c["index"], said(c), c["finish_reason"]) for c in body["choices"]] == [
+        (0, "one", "stop"), (1, "two", "length"), (2, "three", "stop")
+    ]  # fmt: skip
+    assert [request.sampling.seed for request in engine.requests] == [2**32 - 1, 0, 1]
+    assert {request.client for request in engine.requests} == {"ann@127.0.0.1"}
+    predicted = sum(len(list(tokens(text))) + 1 for text in texts)
+    assert body["usage"]["prompt_tokens"] == 96 and body["usage"]["completion_tokens"] == predicted
+    engine.replies = [reply(text) for text in texts]
+    *chunks, usage = await events(client, path, {**asked, "stream_options": {"include_usage": True}})
+    for i, text in enumerate(texts):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == i]
+        assert "".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in mine) == text
+        assert mine[-1]["finish_reason"] == "stop"
+    assert usage["usage"] == {**body["usage"], "prompt_tokens_details": {"cached_tokens": 0}}
+    assert (await client.post(path, json={**asked, "n": 4})).status_code == 429
+    assert service.open == service.processing == 0 and [h.status for h in service.handled] == [200, 200, 429]
+    assert service.handled[0].finished.predicted_n == predicted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_of_one_of_several_answers_ends_all(served, stream):
+    died = Failed(kind="backend", message="The engine died.")
+    client, service = served(FakeEngine([*reply("one")[:-1], None], [died]))
+    response = await client.post(CHAT, json={**HELLO, "n": 2, "stream": stream})
+    assert "The engine died." in response.text
+    assert service.open == service.processing == 0 and service.handled[0].error == "server_error"
+
+
+async def test_a_proxy_sees_that_a_silent_stream_lives(served, monkeypatch):
+    monkeypatch.setattr("app.serve.http.KEEP_ALIVE_S", 0.01)
+    engine = FakeEngine([None, TOO_LONG])
+    client, service = served(engine)
+    asked = asyncio.ensure_future(client.post(CHAT, json={**HELLO, "stream": True}))
+    await asyncio.sleep(0.05)
+    engine.release()
+    response = await asked
+    first, *_, failed, done, _ = response.text.split("\n\n")
+    assert response.status_code == 200 and first == ": still here" and done == "data: [DONE]"
+    assert json.loads(failed.removeprefix("data: "))["error"]["code"] == "context_length_exceeded"
+    assert service.open == 0 and service.handled[0].error
+
+
+async def test_a_bias_reaches_the_engine(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    await client.post(CHAT, json={**HELLO, "logit_bias": {"5": -100, "7": 0.5, "9": 0}})
+    assert engine.requests[0].logit_bias == ((5, -100), (7, 0.5))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("before", [[], [*reply("")[:2], *tokens("Well, ")]], ids=["waiting", "answering"])
 async def test_a_client_that_goes_cancels_its_request(served, stream, before):
@@ -398,10 +458,16 @@ async def test_a_client_that_goes_cancels_its_request(served, stream, before):
 
 
 async def test_while_it_loads_and_when_it_stops(served):
-    client, service = served(ready=None)
+    engine = FakeEngine([None, *reply("Hello.")])
+    client, service = served(engine, ready=None, max_waiting=1)
     loading = await client.get("/health")
     assert loading.status_code == 503 and error(loading)["message"] == "Loading model"
-    assert (await client.post(CHAT, json=HELLO)).status_code == 503
+    early = [asyncio.ensure_future(client.post(CHAT, json=HELLO)) for _ in range(2)]
+    while service.open < 2:
+        await asyncio.sleep(0)
+    assert (await client.post(CHAT, json=HELLO)).status_code == 429
+    engine.release()
+    assert [(await answer).status_code for answer in early] == [200, 200]
     assert "meta" not in (await client.get("/v1/models")).json()["data"][0]
     service.ready = READY
     assert (await client.get("/health")).json() == {"status": "ok"}
@@ -417,7 +483,11 @@ async def test_the_model_is_listed_as_llama_server_does(served):
 
 
 async def test_metrics(served):
-    client, _ = served(FakeEngine(reply("Hello", cached_n=6)))
+    client, service = served(FakeEngine(reply("Hello", cached_n=6)))
+    service.observe(
+        Slots(slots=(), waiting=0, blocks=(BlockCounts(free=3, held=2, cached=1),), device_bytes=8)
+    )
+    service.engine.pid = os.getpid()
     await client.post(CHAT, json=HELLO)
     await client.post(CHAT, json={})
     response = await client.get("/metrics")
@@ -433,6 +503,9 @@ async def test_metrics(served):
         and samples["orin_chat_prompt_tokens_cached_total"] == "6"
     )
     assert samples['orin_chat_first_token_seconds_bucket{le="+Inf"}'] == "1"
+    assert samples['orin_chat_kv_cache_blocks{group="0",state="held"}'] == "2"
+    assert samples["orin_chat_device_memory_bytes"] == "8"
+    assert int(samples["orin_chat_resident_memory_bytes"]) > 1 << 20
     assert samples["orin_chat_requests_processing"] == samples["orin_chat_requests_waiting"] == "0"
 
 
