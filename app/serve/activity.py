@@ -167,12 +167,13 @@ class Activity:
         return ClientThroughput(bins, last, sum(self._prompt_bins[number] for number in recent) / RATE_S)
 
     def slots(self, service: Service) -> SlotState:
-        """Of the engine's own account or, if it answers one after another, of the replies that it has begun."""
+        """Of the engine's own account or, if it answers one after another, of the replies that it has begun. None while
+        it loads."""
         refused = service.metrics.requests[TOO_MANY]
         if self._slots is not None:
             return SlotState(self._slots.slots, max(0, service.open - _used(self._slots.slots)), refused)
         slots = [reply.slot() for reply in self._replies.values()]
-        idle = [None] * ((self._ready.parallel if self._ready else 1) - len(slots))
+        idle = [None] * ((self._ready.parallel if self._ready else 0) - len(slots))
         return SlotState((*slots, *idle), max(0, service.open - len(slots)), refused)
 
     def blocks(self) -> tuple[BlockCounts, ...]:

@@ -139,7 +139,7 @@ class Routes:
 
     async def health(self, request: Request) -> Response:
         self._service.check_ready()
-        return json_response({"status": "ok"})
+        return json_response({"status": "ok", "slots": self._service.parallel})
 
     async def models(self, request: Request) -> Response:
         service = self._service

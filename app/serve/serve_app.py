@@ -42,9 +42,9 @@ from widgets.text import counted
 
 FRAME_S = 0.5 if "SSH_CONNECTION" in os.environ else 0.25
 COUNTERS_S = 1.0
-WIDE_WIDTH, LOW_HEIGHT, TALL_HEIGHT = 110, 16, 40
+WIDE_WIDTH, SHORT_HEIGHT, MEDIUM_HEIGHT, TALL_HEIGHT = 110, 16, 24, 40
 """A narrower terminal shows the kernels and the machine only with F9, or if it has TALL_HEIGHT rows. One with less than
-LOW_HEIGHT rows leaves out more."""
+MEDIUM_HEIGHT rows leaves out the last requests, and with less than SHORT_HEIGHT rows the head."""
 
 
 def interrupt() -> None:
@@ -73,7 +73,9 @@ class ServeApp(App[None]):
     .-narrow.-tall #panes { layout: vertical; }
     .-narrow.-tall #engine { display: block; width: 1fr; height: 1fr; }
     .-narrow.-tall #clients { width: 1fr; height: 1fr; }
-    .-low RequestList, .-low ServerHead { display: none; }
+    .-short RequestList, .-low RequestList, .-low ServerHead { display: none; }
+    .-short ServerHead { max-height: 5; }
+    .-short ClientGraph { height: 1fr; }
     .-low.-ending ServerHead { display: block; max-height: 4; }
     .-low ClientGraph { min-height: 3; }
     .-whole-engine #clients, .-whole-clients #engine { display: none; }
@@ -87,7 +89,12 @@ class ServeApp(App[None]):
         Binding("escape", "unzoom", "All panes", show=False),
     ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (WIDE_WIDTH, "-wide")]
-    VERTICAL_BREAKPOINTS = [(0, "-low"), (LOW_HEIGHT, "-medium"), (TALL_HEIGHT, "-tall")]
+    VERTICAL_BREAKPOINTS = [
+        (0, "-low"),
+        (SHORT_HEIGHT, "-short"),
+        (MEDIUM_HEIGHT, "-medium"),
+        (TALL_HEIGHT, "-tall"),
+    ]
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -67,6 +68,8 @@ class Server:
             timeout_keep_alive=_IDLE_CONNECTION_S,
             timeout_graceful_shutdown=round(2 * DRAIN_S),
         )
+        # It warns of clients that go while several tokens are sent to them: nobody has to do anything about that.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         self._http = _HttpServer(config)
         self._loading: asyncio.Task[int] | None = None
 
@@ -93,7 +96,7 @@ class Server:
     async def _load(self) -> int:
         async for event in self._engine.start():
             if isinstance(event, Ready):
-                self._service.ready = event
+                self._service.ready, self._service.parallel = event, event.parallel
             self._show(event)
             if isinstance(event, Failed):
                 return event.exit_code

@@ -470,7 +470,7 @@ async def test_while_it_loads_and_when_it_stops(served):
     assert [(await answer).status_code for answer in early] == [200, 200]
     assert "meta" not in (await client.get("/v1/models")).json()["data"][0]
     service.ready = READY
-    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert (await client.get("/health")).json() == {"status": "ok", "slots": 1}
     service.stopping = True
     assert (await client.post(CHAT, json=HELLO)).status_code == 503
 

@@ -109,6 +109,17 @@ async def test_kernels_are_measured_while_it_is_idle(model_file, monkeypatch):
         assert engine.profiles == ["decode"] and app.activity.kernels.copy_gbps == 120.0
 
 
+async def test_a_small_terminal_shows_the_slots_and_none_before_there_are_any(model_file):
+    app, *_ = served(model_file)
+    async with app.run_test(size=(60, 20)) as pilot:
+        await shows(pilot, "0 waiting", "throughput")
+        assert "idle" not in "\n".join(strip.text for strip in drawn(app))
+        load(app, replace(READY, parallel=3))
+        await shows(pilot, "1 idle", "3 idle")
+        app.observe(SLOTS)
+        await shows(pilot, "prefill  25%", "12 tokens after 96", "3 idle", "127.0.0.1:8080")
+
+
 @pytest.mark.parametrize("size", [(20, 6), (20, 30), (60, 12), (90, 50), (200, 10)])
 async def test_small_terminals(model_file, size):
     app = busy(model_file)
