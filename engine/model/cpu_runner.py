@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.events import Step
+from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
 from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
@@ -64,7 +65,10 @@ class CPURunner:
 
     @property
     def export_layout(self) -> str:
-        return repr([(h.kv, h.dim, h.window) for h, _, _ in self._layers])
+        heads = [h for h, _, _ in self._layers]
+        return (
+            "" if any(h.dim % QUANT_BLOCK for h in heads) else repr([(h.kv, h.dim, h.window) for h in heads])
+        )
 
     @property
     def widest_window(self) -> int:

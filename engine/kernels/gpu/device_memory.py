@@ -68,7 +68,7 @@ def free_cached_memory() -> None:
         allocator.free_cache()
 
 
-def overwrite(tensor: Tensor, values: NDArray[np.int32] | NDArray[np.float32]) -> None:
-    """Copies host numbers of 32 bits to a device tensor (n,). Kernels that are launched later see them."""
+def overwrite(tensor: Tensor, values: NDArray[np.generic]) -> None:
+    """Copies host numbers of the same size to a device tensor (n,). Kernels that are launched later see them."""
     source = Buffer("PYTHON", values.size, tensor.dtype, opaque=memoryview(bytearray(values.tobytes())))
     tensor.uop.base.buffer.copy_from(source)

@@ -17,7 +17,7 @@ from tinygrad import Device
 from engine.errors import UsageError
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
-from engine.formats.kv_format import KVFormat
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.device_memory import overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
@@ -31,6 +31,7 @@ from engine.model.fused.uses import uses_of
 from engine.model.lower import REWIND
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_decode import DecodeKernels
+from engine.model.lower.gpu_export import CacheExport
 from engine.model.lower.gpu_prefill import PrefillKernels
 from engine.model.lower.gpu_weights import allocate
 from engine.model.lower.prescales import Prescales
@@ -46,7 +47,7 @@ _TIMING_S = 0.03
 
 
 class FusedRunner:
-    """Implements `SamplingRunner` and `TunableRunner`."""
+    """Implements `SamplingRunner`, `PrefixRunner` and `TunableRunner`."""
 
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]
@@ -61,6 +62,7 @@ class FusedRunner:
         self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
         self._sampler = DeviceSampler(Shortlist(spec.vocab), context_length)
         self._mailbox = Mailbox(context_length)
+        self._cache_export = CacheExport(model.attention)
         self._decode_steps: dict[tuple[int, bool, bool], Callable[[], None]] = {}
         self._prefill_steps: dict[int, Callable[[], None]] = {}
         self._state = _UNKNOWN  # the token and position on the device
@@ -118,6 +120,29 @@ class FusedRunner:
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return self._model.choices.read()
+
+    @property
+    def export_layout(self) -> str:
+        heads = [a.heads for a in self._model.attention]
+        if any(h.kv_format.is_quantized or h.dim % QUANT_BLOCK for h in heads):
+            return ""
+        return repr([(h.kv, h.dim, h.window) for h in heads])
+
+    @property
+    def widest_window(self) -> int:
+        return max(a.heads.window for a in self._model.attention)
+
+    def oldest_in_windows(self, stored: int) -> int:
+        rings = [a.heads.ring for a in self._model.attention if a.heads.ring]
+        return max(0, stored + 1 - min(rings)) if rings else 0  # one step may have run ahead
+
+    def export_chunk(self, position: int) -> NDArray[np.uint8]:
+        self._cancel_run_ahead()
+        return self._cache_export.export_chunk(position)
+
+    def import_chunk(self, position: int, export: NDArray[np.uint8]) -> None:
+        self._cancel_run_ahead()
+        self._cache_export.import_chunk(position, export)
 
     def replay(self, step: Step, position: int) -> Replay:
         self._ahead, self._state = None, _UNKNOWN

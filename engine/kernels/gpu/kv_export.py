@@ -1,0 +1,105 @@
+"""Copies a chunk of tokens between the KV cache and the order in which it is kept on disk, in KV cache format q8_0
+(`engine.formats.kv_format`): of a layer int8 (2, kv heads, tokens, dim), keys and then values, and the scales, float16
+(2, kv heads, tokens, dim / 32)."""
+
+from __future__ import annotations
+
+import functools
+
+from tinygrad import UOp
+
+from engine.formats.kv_format import QUANT_BLOCK
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.uops import (
+    F16,
+    F32,
+    I32,
+    f32,
+    finish,
+    load,
+    load_index,
+    load_run,
+    maximum,
+    store,
+    store_run,
+)
+
+_THREADS = 32
+
+
+def export_sizes(heads: Heads, tokens: int) -> tuple[int, int]:
+    """The elements and the scales of a chunk."""
+    elements = 2 * heads.kv * tokens * heads.dim
+    return elements, elements // QUANT_BLOCK
+
+
+@functools.cache
+def export_tokens(heads: Heads, tokens: int) -> Kernel:
+    """Quantizes a chunk of `tokens` tokens, a multiple of 32. Buffers: the quants, int8, and the scales, float16
+    (`export_sizes`); the cached keys and values, float16 (`Heads`); the position of the first token, int32 (1,)."""
+    h = heads
+
+    def kernel(quants: UOp, scales: UOp, keys: UOp, values: UOp, position: UOp) -> UOp:
+        head, block, token, number = _thread(h, tokens)
+        cached = load_index(position, 0, h.length - CACHE_SLACK) + token
+        stores: list[UOp] = []
+        for side, elements in enumerate(
+            (_keys(h, keys, head, cached, block), _values(h, values, head, cached, block))
+        ):
+            xs = [x.cast(F32) for x in elements]
+            scale = (maximum([x.maximum(x * f32(-1)) for x in xs]) * f32(1 / 127)).cast(F16)
+            step = scale.cast(F32)
+            factor = (step > f32(0)).where(step.reciprocal(), f32(0))
+            # a cast to int32 cuts the fraction off, so the number to round is made positive
+            rounded = [(x * factor + f32(128.5)).cast(I32) - 128 for x in xs]
+            at = side * (h.kv * tokens * h.dim // QUANT_BLOCK) + number
+            stores.append(store(scales, at, scale))
+            stores += store_run(quants, at * QUANT_BLOCK, [x.maximum(-127).minimum(127) for x in rounded])
+        return finish(f"kv_export_{h.name}_{tokens}", stores)
+
+    return kernel
+
+
+@functools.cache
+def import_tokens(heads: Heads, tokens: int) -> Kernel:
+    """The other way round. Buffers: the cached keys and values, then the quants, the scales and the position."""
+    h = heads
+
+    def kernel(keys: UOp, values: UOp, quants: UOp, scales: UOp, position: UOp) -> UOp:
+        head, block, token, number = _thread(h, tokens)
+        cached = load_index(position, 0, h.length - CACHE_SLACK) + token
+        elements = []
+        for side in (0, 1):
+            at = side * (h.kv * tokens * h.dim // QUANT_BLOCK) + number
+            scale = load(scales, at).cast(F32)
+            run = load_run(quants, at * QUANT_BLOCK, QUANT_BLOCK)
+            elements.append([(x.cast(F32) * scale).cast(F16) for x in run])
+        stores = []
+        for i in range(0, QUANT_BLOCK, 4):
+            index = h.key_index(head, cached, block * QUANT_BLOCK + i)
+            stores += store_run(keys, index, elements[0][i : i + 4])
+        first = h.value_index(head, cached, block * QUANT_BLOCK)
+        stores += store_run(values, first, elements[1], stride=4)
+        return finish(f"kv_import_{h.name}_{tokens}", stores)
+
+    return kernel
+
+
+def _thread(heads: Heads, tokens: int) -> tuple[UOp, UOp, UOp, UOp]:
+    """What a thread copies: the head, the block of it, the token, and the block's number among all of a side."""
+    blocks = heads.dim // QUANT_BLOCK
+    row = UOp.special(heads.kv * blocks, "gidx1")
+    token = UOp.special(tokens // _THREADS, "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
+    head, block = row // blocks, row % blocks
+    return head, block, token, (head * tokens + token) * blocks + block
+
+
+def _keys(heads: Heads, keys: UOp, head: UOp, token: UOp, block: UOp) -> list[UOp]:
+    firsts = (heads.key_index(head, token, block * QUANT_BLOCK + i) for i in range(0, QUANT_BLOCK, 4))
+    return [x for first in firsts for x in load_run(keys, first, 4)]
+
+
+def _values(heads: Heads, values: UOp, head: UOp, token: UOp, block: UOp) -> list[UOp]:
+    first = heads.value_index(head, token, block * QUANT_BLOCK)
+    return [load(values, first + 4 * i) for i in range(QUANT_BLOCK)]
