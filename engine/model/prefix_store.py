@@ -43,7 +43,7 @@ class StoredChunk:
     def read(self, tokens: Sequence[int]) -> NDArray[np.uint8] | None:
         """The export of a chunk of `tokens`; None if the file is damaged or gone."""
         try:
-            data = np.fromfile(self.path, np.uint8)
+            data = np.fromfile(self.path, np.uint8)  # several threads do this at once
             _, _, crc = _HEADER.unpack(data[: _HEADER.size].tobytes())
             body, n = data[_HEADER.size :], 4 * len(tokens)
             if zlib.crc32(body.data) == crc and np.array_equal(body[:n].view(np.int32), tokens):

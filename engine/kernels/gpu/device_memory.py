@@ -70,5 +70,6 @@ def free_cached_memory() -> None:
 
 def overwrite(tensor: Tensor, values: NDArray[np.generic]) -> None:
     """Copies host numbers of the same size to a device tensor (n,). Kernels that are launched later see them."""
-    source = Buffer("PYTHON", values.size, tensor.dtype, opaque=memoryview(bytearray(values.tobytes())))
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    source = Buffer("PYTHON", values.size, tensor.dtype, opaque=data)
     tensor.uop.base.buffer.copy_from(source)
