@@ -99,6 +99,19 @@ VECTORS(unsigned char, unsigned_char)
 VECTORS(signed char, signed_char)
 struct alignas(4) half2 { half x, y; };
 INLINE half2 make_half2(half x, half y) { return {x, y}; }
+typedef half2 __half2;
+INLINE half __low2half(half2 a) { return a.x; }
+INLINE half __high2half(half2 a) { return a.y; }
+INLINE half2 __float2half2_rn(float a) { return {(half)a, (half)a}; }
+INLINE half2 __hmul2(half2 a, half2 b) { return {(half)(a.x * b.x), (half)(a.y * b.y)}; }
+INLINE half fused(half a, half b, half c) { return (half)((float)a * (float)b + (float)c); }
+INLINE half2 __hfma2(half2 a, half2 b, half2 c) { return {fused(a.x, b.x, c.x), fused(a.y, b.y, c.y)}; }
+INLINE unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int places) {
+  unsigned long long bytes = (unsigned long long)high << 32 | low;
+  unsigned int result = 0;
+  for (int i = 0; i < 4; i++) result |= (unsigned int)(bytes >> (places >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return result;
+}
 
 INLINE float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
 #define sqrt(x) __builtin_sqrtf(x)

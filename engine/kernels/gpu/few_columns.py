@@ -11,7 +11,11 @@ four of its 64 columns each. Activations lie in the order in which threads hold 
 bytes at a time, its warp 512 neighbouring ones.
 
 The warps of a block share its rows: each takes every `parts`-th step of four units, and their sums meet in shared
-memory. There an `Epilogue` takes them.
+memory. There an `Epilogue` takes them. If these are too few blocks, `splits` of them share the columns too, and what
+adds the product to something adds their sums.
+
+What bounds it is not only memory: four instructions for each weight would take as long as its bytes, so weights are
+converted two at a time (`engine.kernels.gpu.half_pairs`).
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.half_pairs import weight_pairs
 from engine.kernels.gpu.matmul import as_half, wmma
 from engine.kernels.gpu.matvec import LOWEST_LOGIT, argmax
 from engine.kernels.gpu.uops import (
-    F16,
     I32,
     Activation,
     f32,
@@ -52,12 +56,14 @@ _RUN = 8  # halves that a thread loads at once
 class FewTiles:
     """How a product is divided: a warp has 16 * `rows` rows of the matrix; a block has `across` times as many, and
     `parts` warps share the columns of each. A thread has `chains` sums of each element, which it adds in the end: an
-    instruction waits only for the last one of its own chain, but sums take registers."""
+    instruction waits only for the last one of its own chain, but sums take registers. `splits` blocks divide the
+    columns, and each stores its own sums."""
 
     rows: int
     across: int
     parts: int
     chains: int = 1
+    splits: int = 1
 
     @property
     def width(self) -> int:
@@ -84,12 +90,12 @@ def steps_of(cols: int) -> int:
 
 
 def column_index(token: UOp, column: UOp, cols: int) -> UOp:
-    """The index of an activation, which are [8 tokens, step of four units, eight columns of each unit, thread,
-    column % 8]."""
+    """The index of an activation, which are [8 tokens, step of four units, eight columns of each unit, thread, and
+    of these columns the `PAIRS`]."""
     step, unit, run = column // (UNIT * _ABREAST), column // UNIT % _ABREAST, column % UNIT // _RUN
     thread = token % _TILE * _ABREAST + unit
     place = (token // _TILE * steps_of(cols) + step) * (UNIT // _RUN) + run
-    return (place * 32 + thread) * _RUN + column % _RUN
+    return (place * 32 + thread) * _RUN + column % 4 * 2 + column % _RUN // 4
 
 
 def columns_size(tokens: int, cols: int) -> int:
@@ -100,7 +106,7 @@ def columns_size(tokens: int, cols: int) -> int:
 @dataclass(frozen=True)
 class BlockSums:
     """The sums of a block: `width` rows from `first` on, of `rows` in all, for each of `tokens` tokens. `thread` is the
-    number of the current one of `threads`, `block` the block's."""
+    number of the current one of `threads`, `block` the block's, and `split` says which share of the columns it has."""
 
     width: int
     tokens: int
@@ -108,6 +114,7 @@ class BlockSums:
     threads: int
     first: UOp
     block: UOp
+    split: UOp
     thread: UOp
     sum: Callable[[UOp, UOp], UOp]
 
@@ -134,8 +141,8 @@ class Epilogue:
 
 @functools.cache
 def stored(stride: int, offset: int = 0, bias: bool = False) -> Epilogue:
-    """out[token, offset + row] = sum, or with a `bias` sum + bias[offset + row]. outs: out, float32 (tokens, stride);
-    ins: the bias, float32 (stride,)."""
+    """out[split, token, offset + row] = sum, or with a `bias` sum + bias[offset + row]. outs: out, float32 (splits,
+    tokens, stride); ins: the bias, float32 (stride,)."""
 
     def stores(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
         results = []
@@ -143,7 +150,7 @@ def stored(stride: int, offset: int = 0, bias: bool = False) -> Epilogue:
             row, value = sums.first + i + offset, sums.sum(i, token)
             if bias:
                 value = value + load(ins[0], row, ok)
-            results.append(store(outs[0], token * stride + row, value, ok))
+            results.append(store(outs[0], (sums.split * sums.tokens + token) * stride + row, value, ok))
         return results
 
     return Epilogue(1, int(bias), stores)
@@ -200,7 +207,7 @@ def few_columns(
     """activations @ matrix.T, of up to `MAX_TOKENS` tokens. Buffers: the epilogue's outs; the activations, float16
     (columns_size(tokens, cols),); the epilogue's ins; the matrix's planes."""
     units, steps, columns = units_of(cols), steps_of(cols), -(-tokens // _TILE)
-    assert 0 < tokens <= MAX_TOKENS and tiles.threads <= 1024 and tiles.parts <= steps
+    assert 0 < tokens <= MAX_TOKENS and tiles.threads <= 1024 and tiles.parts * tiles.splits <= steps
     n_acc, padded = tiles.rows * columns * tiles.chains * 4, columns * _TILE + 1
 
     def kernel(*buffers: UOp) -> UOp:
@@ -209,14 +216,15 @@ def few_columns(
         lane, across = UOp.special(32, "lidx0"), UOp.special(tiles.across, "lidx1")
         part, block = UOp.special(tiles.parts, "lidx2"), UOp.special(n_blocks(rows, tiles), "gidx0")
         g, t = lane // _ABREAST, lane % _ABREAST
+        split = UOp.special(tiles.splits, "gidx1") if tiles.splits > 1 else UOp.const(0)
         first = block * tiles.width
         acc = zeroed_registers(n_acc, 0)
-        trips = (
-            (steps - part + (tiles.parts - 1)) // tiles.parts if steps % tiles.parts else steps // tiles.parts
-        )
-        loops = steps > tiles.parts or steps % tiles.parts > 0
+        turns = tiles.parts * tiles.splits
+        own = split * tiles.parts + part
+        trips = (steps - own + (turns - 1)) // turns if steps % turns else steps // turns
+        loops = steps > turns or steps % turns > 0
         loop = UOp.range(trips, 0, AxisType.REDUCE) if loops else UOp.const(0)
-        step = loop * tiles.parts + part
+        step = loop * turns + own
         unit = step * _ABREAST + t
         if units % _ABREAST:  # a thread beyond the row multiplies some weights by zeros
             unit = unit.minimum(units - 1)
@@ -230,13 +238,12 @@ def few_columns(
                 loaded.append(layout.load_unit(planes, row, units, unit, None))
         rights = []
         for c in range(columns):
-            ok = None if tokens % _TILE == 0 else g < tokens - c * _TILE
             runs = ((c * steps + step) * (UNIT // _RUN) + i for i in range(UNIT // _RUN))
-            rights.append([v for run in runs for v in load_run(x, (run * 32 + lane) * _RUN, _RUN, ok)])
+            rights.append([v for run in runs for v in load_run(x, (run * 32 + lane) * _RUN, _RUN)])
         for r in range(tiles.rows):
-            upper, lower = ([v.cast(F16) for v in unit.values()] for unit in loaded[2 * r : 2 * r + 2])
+            sides = [weight_pairs(unit) for unit in loaded[2 * r : 2 * r + 2]]
             for k in range(0, UNIT, 4):
-                left = [side[k + i + e] for i in (0, 2) for side in (upper, lower) for e in (0, 1)]
+                left = [v for i in (0, 1) for side in sides for v in side[k // 2 + i]]
                 for c in range(columns):
                     i = ((r * columns + c) * tiles.chains + k // 4 % tiles.chains) * 4
                     sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
@@ -258,8 +265,8 @@ def few_columns(
             return tree([load(partial, (p * tiles.width + row) * padded + token) for p in range(tiles.parts)])
 
         thread = (part * tiles.across + across) * 32 + lane
-        block_sums = BlockSums(tiles.width, tokens, rows, tiles.threads, first, block, thread, total)
-        shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}_{tiles.chains}"
+        block_sums = BlockSums(tiles.width, tokens, rows, tiles.threads, first, block, split, thread, total)
+        shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}_{tiles.chains}_{tiles.splits}"
         full_name = f"few_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         n_bytes = layout.n_bytes(rows, cols) + 2 * tokens * cols
         return finish(full_name, epilogue.stores(outs, ins, block_sums), n_bytes, 2 * tokens * rows * cols)

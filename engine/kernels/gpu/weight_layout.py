@@ -333,20 +333,27 @@ class Unit:
             result = result - (chain(minima) if blocks > 1 else chain(minima) * self.halves[1])
         return result
 
+    def factors(self, group: int) -> tuple[UOp, UOp | None]:
+        """The scale and the minimum of a group as float32: a weight is scale * (q - offset) - minimum."""
+        layout, format = self.layout, self.layout.format
+        assert format
+        blocks = len(self.halves) // (2 if "m" in format.scales else 1)
+        i = group if blocks > 1 else 0
+        d, m = self.halves[i], self.halves[blocks + i] if "m" in format.scales else None
+        if self.small_scales is not None:
+            d = d * layout._small_scale(self.small_scales, group, "scale")
+            m = None if m is None else m * layout._small_scale(self.small_scales, group, "minimum")
+        return d, m
+
     def values(self) -> list[UOp]:
         """The weights of the unit's 64 columns, float32."""
         layout, format = self.layout, self.layout.format
         if format is None:
             return [layout.float_of(self.words, j) for j in range(UNIT)]
         packing, n = BitPacking(layout.bits), layout.group
-        blocks = len(self.halves) // (2 if "m" in format.scales else 1)
         values = []
         for g in range(UNIT // n):
-            i = g if blocks > 1 else 0
-            d, m = self.halves[i], self.halves[blocks + i] if "m" in format.scales else None
-            if self.small_scales is not None:
-                d = d * layout._small_scale(self.small_scales, g, "scale")
-                m = None if m is None else m * layout._small_scale(self.small_scales, g, "minimum")
+            d, m = self.factors(g)
             offsets: dict[float, UOp] = {}
             for j in range(g * n, (g + 1) * n):
                 k, place = j // packing.period * packing.words, j % packing.period

@@ -1,0 +1,119 @@
+"""Quantized weights as pairs of half-precision numbers, for tensor cores.
+
+A register holds two float16, and an instruction computes with both. So a pair of weights takes about three
+instructions, where two float32 and their conversion take nine. Integers of two columns are masked within a word, or
+within one put together from bytes of two. A field whose lowest bit is at p of a half is the denormal float16
+q * 2**(p - 24), exactly. One multiplication makes it (q - offset) * 2**-9, still exact, and the next applies the scale
+and the minimum.
+
+The columns of a pair are four apart: 0 and 4, 1 and 5, 2 and 6, 3 and 7 of eight neighbours (`PAIRS`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tinygrad import Device, UOp
+from tinygrad.renderer.cstyle import CUDARenderer
+from tinygrad.uop.ops import Ops
+
+from engine.kernels.gpu.bit_packing import BitPacking, Field
+from engine.kernels.gpu.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right, u32
+from engine.kernels.gpu.weight_layout import UNIT, Unit
+
+RUN = 8
+PAIRS = tuple((i, i + 4) for i in range(4))
+"""The columns of the pairs of eight neighbouring columns, in the order of a product's activations."""
+
+_DENORMAL, _MANTISSA = 24, 10  # float16's smallest denormal is 2**-24; stored bits of its significand
+_CENTER = 9  # fields become q * 2**-9: no scale below 128 is beyond half precision then
+
+_Pair = tuple[UOp, UOp]
+
+
+def weight_pairs(unit: Unit) -> list[_Pair]:
+    """The weights of a unit, float16: `PAIRS` of each eight columns in turn. Floats, codes and what is not for CUDA
+    are converted one by one."""
+    format = unit.layout.format
+    columns = [(run + a, run + b) for run in range(0, UNIT, RUN) for a, b in PAIRS]
+    is_cuda = isinstance(Device[Device.DEFAULT].renderer, CUDARenderer)
+    if format is None or format.codebook or format.exponent or not is_cuda:
+        values = [value.cast(F16) for value in unit.values()]
+        return [(values[a], values[b]) for a, b in columns]
+    scales = [_scales(unit, g) for g in range(UNIT // format.group)]
+    return [_halves(_weights(unit, a, b, *scales[a // format.group])) for a, b in columns]
+
+
+def _scales(unit: Unit, group: int) -> tuple[UOp, UOp | None]:
+    """The scale of a group times 2**9, and its minimum times -1: each twice in a word."""
+    d, m = unit.factors(group)
+    scale = _twice(d * f32(2.0**_CENTER))
+    return scale, None if m is None else _twice(m * f32(-1))
+
+
+def _weights(unit: Unit, a: int, b: int, scale: UOp, minimum: UOp | None) -> UOp:
+    """The pair of weights of columns a and b of a group, in a word."""
+    layout = unit.layout
+    (first, p), (second, q) = (_window(unit, column) for column in (a, b))
+    ones = (1 << layout.bits) - 1
+    fields = mask(_joined(first, second), ones << p | ones << (q + 16))
+    powers = [2.0 ** (_DENORMAL - _CENTER - place) for place in (p, q)]
+    if minimum is not None:
+        return _pairs("__hfma2", _pairs("__hmul2", fields, _constant(*powers)), scale, minimum)
+    offset = -layout.offset * 2.0**-_CENTER
+    return _pairs("__hmul2", _pairs("__hfma2", fields, _constant(*powers), _constant(offset, offset)), scale)
+
+
+_Window = tuple[UOp, int]
+
+
+def _window(unit: Unit, column: int) -> tuple[_Window, int]:
+    """A word and the first of two of its bytes that hold the integer of a column, and the lowest bit of that."""
+    packing = BitPacking(unit.layout.bits)
+    first = column // packing.period * packing.words
+    fields = packing.fields(column % packing.period)
+    words = unit.words[first : first + packing.words]
+    if len(fields) > 1:
+        return (_gathered(words, fields), 0), 0
+    word, low, bits, _ = fields[0]
+    byte, bit = low // 8, low % 8
+    if bit + bits > _MANTISSA:
+        return (shift_right(words[word], low), 0), 0
+    return (words[word], byte), bit
+
+
+def _gathered(words: list[UOp], fields: list[Field]) -> UOp:
+    return bitwise_or(
+        [mask(shift(words[w], low - start), ((1 << n) - 1) << start) for w, low, n, start in fields]
+    )
+
+
+def _joined(first: _Window, second: _Window) -> UOp:
+    """Two bytes of a word, and above them two of another."""
+    (a, i), (b, j) = first, second
+    if a is b and (i, j) == (0, 2):
+        return a
+    places = [i, min(i + 1, 3), j + 4, min(j + 1, 3) + 4]
+    selector = sum(place << (4 * k) for k, place in enumerate(places))
+    return UOp(Ops.CUSTOM, U32, (a, b), f"__byte_perm({{0}}, {{1}}, {selector:#x})")
+
+
+def _pairs(function: str, *words: UOp) -> UOp:
+    """A function of pairs of half-precision numbers. UOps have no such instructions; CUDA's own are used."""
+    arguments = ", ".join(f"tg_bitcast<__half2>({{{i}}})" for i in range(len(words)))
+    return UOp(Ops.CUSTOM, U32, words, f"tg_bitcast<uint>({function}({arguments}))")
+
+
+def _twice(value: UOp) -> UOp:
+    return UOp(Ops.CUSTOM, U32, (value,), "tg_bitcast<uint>(__float2half2_rn({0}))")
+
+
+def _constant(low: float, high: float) -> UOp:
+    return u32(int(np.array([low, high], np.float16).view(np.uint32)[0]))
+
+
+def _halves(word: UOp) -> _Pair:
+    low, high = (
+        UOp(Ops.CUSTOM, F16, (word,), f"{function}(tg_bitcast<__half2>({{0}}))")
+        for function in ("__low2half", "__high2half")
+    )
+    return low, high
