@@ -103,8 +103,9 @@ class EngineSetup:
         called like the backend, that preset is in use."""
         self.backend = backend
         default = configure(self.options.model_path, self._settings).engine
-        same = {"context_length": default.context_length, "kv": default.kv}
-        options = replace(self.options, backend=default.backend, **same)
+        # what presets of backends leave open
+        other = ("backend", "context_length", "kv", "prefix_cache_bytes")
+        options = replace(self.options, **{name: getattr(default, name) for name in other})
         if not self.name and options == default and backend.lower() in preset_files():
             self.name = backend.lower()
 
