@@ -35,8 +35,9 @@ class Pace:
         self._sizes = [size for size in doubled if size <= max_chunk] or [max_chunk]
         self._steps: deque[float] = deque(maxlen=3)  # seconds of rounds without a piece
         self._pieces: dict[int, deque[float]] = {}
-        """By how many seconds rounds were longer, by the size of the piece."""
+        """By how many seconds rounds were longer, by the number of the size of the piece."""
         self._used: dict[int, int] = {}  # the round of the last piece of a size
+        self._now = 0  # the size
         self._rounds, self._last_step = 0, 0
         self._basis_s = 0.0  # the decode step when pieces began to be measured
 
@@ -46,18 +47,23 @@ class Pace:
         return statistics.median(self._steps or [0.0])
 
     def piece(self) -> int:
-        """The most tokens that should go before the next decode step; 0 when the step alone has to be measured."""
+        """The most tokens that should go before the next decode step; 0 when the step alone has to be measured. It
+        changes by one size at a time, so that an old measurement does little harm."""
         if not self._steps or self._rounds - self._last_step > STEP_EVERY:
             return 0
-        limit = max(SHARE * self._step_s, NEARLY_FREE * self._seconds(self._sizes[0]))
-        chosen = self._sizes[0]
-        for size in self._sizes[1:]:
-            if self._seconds(size) > limit:
-                return size if self._rounds - self._used[size] >= AGAIN_AFTER else chosen
-            if chosen not in self._pieces:
-                return chosen
-            chosen = size
-        return chosen
+        limit = max(SHARE * self._step_s, NEARLY_FREE * self._seconds(0))
+        if self._seconds(self._now) > limit:
+            self._now = max(0, self._now - 1)
+        elif self._now in self._pieces and self._may_be_longer(limit):
+            self._now += 1
+        return self._sizes[self._now]
+
+    def _may_be_longer(self, limit: float) -> bool:
+        """Whether the next longer piece takes less than `limit`, or has to be tried."""
+        longer = self._now + 1
+        if longer == len(self._sizes):
+            return False
+        return self._seconds(longer) <= limit or self._rounds - self._used[longer] >= AGAIN_AFTER
 
     def measured(self, tokens: int, seconds: float) -> None:
         """A round with a piece of `tokens` tokens took `seconds`."""
@@ -69,7 +75,7 @@ class Pace:
                 self._basis_s = self._step_s
                 self._pieces.clear()
         elif self._steps:
-            size = next((size for size in self._sizes if tokens <= size), self._sizes[-1])
+            size = next((i for i, size in enumerate(self._sizes) if tokens <= size), len(self._sizes) - 1)
             if self._rounds - self._used.get(size, self._rounds) >= AGAIN_AFTER:
                 self._pieces.pop(size, None)  # too old
             times = self._pieces.setdefault(size, deque(maxlen=_KEPT))
@@ -77,5 +83,5 @@ class Pace:
             self._used[size] = self._rounds
 
     def _seconds(self, size: int) -> float:
-        """What a piece of that size takes; 0 if that is not known."""
+        """What a piece of the size with that number takes; 0 if that is not known."""
         return statistics.median_low(self._pieces.get(size, [0.0]))
