@@ -38,7 +38,8 @@ from widgets.text import clean, one_line
 SAVE_S = 1.0
 """A reply is saved this often while it grows."""
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
-WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns."
+WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns"
+LONGEST = "/set context max takes the longest context"
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
 ENGINE_OPTIONS = {"context": ("context_length", ContextLength), "kv": ("kv", KVFormat)}
 """Options that need another start of the engine: their names in `EngineOptions`, and their types."""
@@ -85,7 +86,7 @@ class LineChat:
         `messages`. `chat_id` continues a chat of `history`. `models` is None for an engine that has no others."""
         self.session = Session(engine, history, self, spawn=self._spawn, **options)
         self.session.other_model = OTHER_MODEL if models and lines.is_terminal else ""
-        self.session.ways_on = WAYS_ON
+        self.session.ways_on = f"{WAYS_ON}{f', {LONGEST}' if models else ''}."
         self._models = models
         self.session.watch = self._observe
         self._lines = lines
@@ -161,7 +162,7 @@ class LineChat:
         finally:
             self.session.save()  # SIGTERM may have ended the reply
         if self.session.is_full:
-            self._output.say(WAYS_ON)
+            self._output.say(self.session.ways_on)
 
     def _observe(self, event: Event) -> None:
         """Shows an event of the engine, and saves a reply while it grows."""

@@ -125,7 +125,7 @@ class ChatApp(ContextActions, EngineActions):
             clock=clock,
             **options,
         )
-        self.session.ways_on = "Ctrl+P begins a new chat with a summary, or leaves out the oldest turns"
+        self.session.ways_on = "Ctrl+P begins a new chat with a summary, or makes room in other ways"
         if setup is not None:
             self.session.other_model = f"Ctrl+L chooses another model, such as {GUIDE}, which is built in."
         self.column.attach(self.session)

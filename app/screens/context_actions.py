@@ -20,7 +20,7 @@ from widgets.text import counted
 class Way(NamedTuple):
     """A way to go on. `name` is the method `action_<name>` of the application."""
 
-    name: Literal["summarize", "leave_out"]
+    name: Literal["summarize", "leave_out", "lengthen"]
     title: str
     help: str
 
@@ -30,6 +30,11 @@ WAYS = (
         "summarize", "New chat with a summary", "The model sums this chat up; the new chat goes on from there"
     ),
     Way("leave_out", "Leave out the oldest turns", "The model no longer reads them; the chat keeps them"),
+    Way(
+        "lengthen",
+        "The longest context",
+        "What the model was trained for, if memory has room; the engine restarts",
+    ),
 )
 
 
@@ -85,7 +90,7 @@ class ContextActions(App[None]):
         if name := await self.push_screen_wait(
             FullContextScreen(self.session.status.snapshot().context_length)
         ):
-            await getattr(self, f"action_{name}")()
+            await self.run_action(name)
 
     async def action_summarize(self) -> None:
         if not self.column.refuse_while_busy():

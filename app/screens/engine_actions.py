@@ -126,6 +126,27 @@ class EngineActions(App[None]):
             elif download.path is not None:
                 self.column.notice(f"{download.name} is here · Ctrl+L chooses it", seconds=60)
 
+    # --- context ----------------------------------------------------------------------------------------
+
+    def action_lengthen(self) -> None:
+        """Goes over to the longest context, and on with the reply that was cut or missing for want of room."""
+        if (setup := self.setup) is None:
+            self.column.notice("The context of this engine is set where it runs")
+            return
+        if setup.options.context_length == "max":
+            self.column.notice("The context is as long as the model and memory allow already")
+            return
+        engine, options = setup.with_longest_context()
+        session, was_full = self.session, self.session.is_full
+
+        def adopt() -> None:
+            setup.adopt(setup.name, options)
+            setup.command_line = {**setup.command_line, "context_length": "max"}
+            if was_full:
+                self.call_later(self.run_action, "go_on")
+
+        session.switch(self._compared_as_now(setup, engine), "the engine with the longest context", adopt)
+
     # --- comparison -------------------------------------------------------------------------------------
 
     @property

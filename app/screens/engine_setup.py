@@ -91,6 +91,11 @@ class EngineSetup:
         options = with_other_model(self.options, path, trained_context)
         return self._make(options), options
 
+    def with_longest_context(self) -> tuple[Engine, EngineOptions]:
+        """An engine with as long a context as the model and memory allow, and its options."""
+        options = replace(self.options, context_length="max")
+        return self._make(options), options
+
     def compare(self, ours: Engine, *, together: bool = False) -> ComparisonEngine:
         """`ours` (an engine of `make`) and llama.cpp as one engine."""
         from app.comparison.comparison_engine import compare_with_llama_server  # imports an HTTP client

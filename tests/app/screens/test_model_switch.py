@@ -99,6 +99,23 @@ async def test_the_conversation_goes_on_with_the_other_model(hub, setup, first, 
         ]
 
 
+async def test_a_full_context_goes_on_with_the_longest_one(hub, setup, first, history):
+    setup = setup(reply(" more."))
+    engine = FakeEngine(reply("So much", reason="length", prompt_n=8190))
+    async with chat(engine, history, setup=setup, initial_prompt="Tell me all") as user:
+        await user.sees("Ctrl+G offers how to go on")
+        await user.idle()
+        await user.press("ctrl+g", "down", "down", "enter")
+        await user.sees("So much more.")
+        [(options, engine)] = setup.made
+        assert options.context_length == setup.options.context_length == "max"
+        assert setup.command_line["context_length"] == "max", "with other presets, too"
+        assert engine.prompts() == [[("user", "Tell me all"), ("assistant", "So much")]]
+        await user.idle()
+        await user.press("ctrl+p", *"longest", "enter")
+        await user.sees("The context is as long as the model and memory allow already")
+
+
 async def test_a_first_model_that_does_not_load_can_be_replaced(hub, setup, first, history):
     other = download(parse("noise"))
     setup = setup(reply("From the other."))
