@@ -246,6 +246,14 @@ class Warming(_Record, frozen=True, kw_only=True):
     search: Search | None = None
 
 
+class Span(_Record, frozen=True, kw_only=True):
+    """A part of the engine's start, since its process began. Spans may overlap."""
+
+    name: str
+    start_ms: float
+    took_ms: float
+
+
 class Ready(_Record, frozen=True, kw_only=True):
     """The engine can answer. `context_length` is in tokens, `cache_bytes` what its KV cache takes in memory (0: not
     known) in the format `kv` ("": not known), `load_ms` the time from the start of loading. `is_squeezed`: the context
@@ -253,7 +261,8 @@ class Ready(_Record, frozen=True, kw_only=True):
     `warnings` are sentences about unexpected things in the model. `parallel` conversations are answered at a time.
     A decode step reads `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), and
     `window_kv_bytes_per_token` for each of those in the sliding `window`. If the engine reports `ExpertChoices`,
-    each layer of experts has `experts`, of which `experts_used` compute a token; 0: it reports none."""
+    each layer of experts has `experts`, of which `experts_used` compute a token; 0: it reports none. `start` says what
+    the engine's process did until now."""
 
     model: ModelInfo
     backend: str
@@ -271,6 +280,7 @@ class Ready(_Record, frozen=True, kw_only=True):
     window_kv_bytes_per_token: int = 0
     experts: int = 0
     experts_used: int = 0
+    start: tuple[Span, ...] = ()
 
     @property
     def is_on_cpu(self) -> bool:

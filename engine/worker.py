@@ -49,6 +49,7 @@ from engine.events import (
     Token,
     command_decoder,
 )
+from engine.measure.timeline import timeline
 from engine.transport import Deframer, frame, pack
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ class _Server:
         gc.enable()
         self._load_ms = (time.perf_counter() - started) * 1e3
         self._inbox.interruptible = True
-        self._outbox.put(replace(model.ready, load_ms=self._load_ms))
+        self._outbox.put(replace(model.ready, load_ms=self._load_ms, start=timeline.spans))
         return model
 
     def _warm_up(self, model: Model) -> bool:
@@ -411,12 +412,15 @@ def _read_all(fd: int) -> bytes:
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import install, no_device_error, prepare
 
+    timeline.until_now("process")
     beside_driver = ThreadPoolExecutor(1)
     tokenizer_checked = beside_driver.submit(_check_tokenizer, options.model_path)
-    dev = prepare(options)  # sets the variables that tinygrad reads at import
-    install(dev)
-    from engine import candidate_trial
-    from engine.model.generate import TextModel
+    with timeline.span("device"):
+        dev = prepare(options)  # sets the variables that tinygrad reads at import
+        install(dev)
+    with timeline.span("imports"):
+        from engine import candidate_trial
+        from engine.model.generate import TextModel
 
     candidate_trial.restart = restart
     tokenizer_checked.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -76,12 +77,28 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         out.print(f"A chat is possible, on {names}.", style="bold")
     else:
         out.print("No backend works: a chat is not possible until one does.", style="bold red")
+    if args.start is not None and report.works:
+        out.print()
+        _show_start(args.start, settings, out)
     if args.report:
         write(report, args.report)
         out.print(
             f"The report is in {args.report}: look through it, then attach it to your issue.", markup=False
         )
     return 0 if report.works else NOTHING_WORKS
+
+
+def _show_start(model: str, settings: Settings, out: Console) -> None:
+    """Raises ModelFileError, UsageError."""
+    from app.chat.configuration import configure
+    from app.cli.model_file import model_path
+    from app.cli.start_lines import show_start
+    from engine.client import LocalEngine
+
+    path = model_path(model or None, settings)
+    engine = LocalEngine(configure(str(path), settings).engine)
+    out.print(f"The start of an engine with {path.name}", style="bold", markup=False)
+    asyncio.run(show_start(engine, lambda line: out.print(line, markup=False)))
 
 
 def _parse(arguments: Sequence[str]) -> Any:
@@ -91,6 +108,8 @@ def _parse(arguments: Sequence[str]) -> Any:
         epilog="exit codes: 0 a chat is possible, 1 no backend works",
     )
     help = "also write it to FILE (JSON if it ends so), to be attached to an issue; it holds nothing private"
+    start_help = "also start an engine with MODEL (default: the usual one), and show where the time goes"
+    parser.add_argument("--start", nargs="?", const="", metavar="MODEL", help=start_help)
     parser.add_argument("--report", type=Path, metavar="FILE", help=help)
     return parser.parse_args(arguments)
 

@@ -12,6 +12,7 @@ import msgspec
 from app.chat.configuration import without_effect
 from app.cli.progress import StatusLine, describe, figures, say
 from app.cli.signals import run_until_signal
+from app.cli.start_lines import start_lines
 from engine.client import Engine
 from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import clean
@@ -87,6 +88,8 @@ class TextOutput:
             self.say(event.message, event.hint)
         elif self._verbose:
             self.say(figures(event) if isinstance(event, Finished) else describe(event))
+            if isinstance(event, Ready):
+                self._messages.writelines(f"{line}\n" for line in start_lines(event.start))
         if isinstance(event, Finished) and event.context_used >= self._context_length > 0:
             self.say(f"The reply was cut: the context of {self._context_length} tokens is full.")
         if isinstance(event, Ready):

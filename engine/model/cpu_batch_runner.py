@@ -17,6 +17,7 @@ from engine.kernels.cpu.kernel_builder import register_lanes
 from engine.kernels.cpu.step_state import TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.measure.profile import Replay
+from engine.measure.timeline import timeline
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_cache import BlockCache
 from engine.model.model_runner import Row, varied_tokens
@@ -38,7 +39,8 @@ class CPUBatchRunner:
         """`keep_packed`: as for `CPURunner`. Raises ModelFileError."""
         self.parallel, self._vocab = parallel, weights.spec.vocab
         self._lanes, pool = register_lanes(), default_pool()
-        self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel)
+        with timeline.span("weights"):
+            self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel)
         assert isinstance(self._model.cache, BlockCache)
         self._cache = self._model.cache
         self.kv_groups, self.assign, self.copy_block = (

@@ -15,6 +15,7 @@ from engine.kernels.cpu.kernel_builder import register_lanes
 from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.measure.profile import Replay
+from engine.measure.timeline import timeline
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_cache import ContiguousCache
 from engine.model.lower.cpu_export import CachedLayer, export_chunk, import_chunk
@@ -33,14 +34,17 @@ class CPURunner:
     def __init__(self, weights: Weights, context_length: int, keep_packed: bool = False) -> None:
         """`keep_packed`: reads packed weights from the cache on disk, or writes them there (`packed_weights_cache`).
         Raises ModelFileError."""
-        self._lanes, pool = register_lanes(), default_pool()
-        self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed)
+        with timeline.span("threads"):
+            self._lanes, pool = register_lanes(), default_pool()
+        with timeline.span("weights"):
+            self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed)
         self.max_chunk = self._model.max_chunk
         self._state, self._tokens = memory.view(self._model.state), memory.view(self._model.tokens)
         self._logits = memory.view(self._model.logits)[: weights.spec.vocab]
         decode, prefill = self._model.step(1), self._model.step(self._lanes)
-        pool.compile([*prefill.kernels, *decode.kernels])  # all at once, for several compiler processes
-        self._decode, self._prefill = decode.compile(), prefill.compile()
+        with timeline.span("kernels"):
+            pool.compile([*prefill.kernels, *decode.kernels])  # all at once, for several compiler processes
+            self._decode, self._prefill = decode.compile(), prefill.compile()
 
     @property
     def max_rewind(self) -> int | None:

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -38,6 +39,7 @@ from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
 from engine.measure.profile import profile
+from engine.measure.timeline import timeline
 from engine.model import file_summary
 from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
@@ -73,14 +75,15 @@ class TextModel:
         """Loads `options.model_path` and compiles its kernels, reporting `Loading` and `Warming`. Raises
         ModelFileError, UsageError, and BackendError, which comes before loading if the model does not fit into
         memory."""
-        file = GGUF(options.model_path)
-        spec = read_spec(file)
+        with timeline.span("header"):
+            file = GGUF(options.model_path)
+            spec = read_spec(file)
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
         set_up = device, options.kernels, options.parallel, kv
         self.context_length = chosen_context(spec, options.context_length, free, *set_up)
         need = check_fits(spec, self.context_length, free, *set_up)
         beside_loading = ThreadPoolExecutor(1)
-        prompts = beside_loading.submit(PromptEncoder, file)
+        prompts = beside_loading.submit(_prompt_encoder, file)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.result()
         loading = Loading(
@@ -111,15 +114,19 @@ class TextModel:
             self._keeper = _keeper(file, self._runner, options.prefix_cache_bytes)
             self._search(options, report)
             self._captures = self._capture_steps()
-            next(self._captures)
+            with timeline.span("first step"):
+                next(self._captures)
             if not self._runner.precompiled:  # else the first prompt and reply would wait for the compiler
                 collections.deque(self._captures, 0)
         compiler_processes.dismiss()
-        self.prompts = prompts.result()
+        with timeline.span("waiting for the tokenizer"):
+            self.prompts = prompts.result()
         beside_loading.shutdown()
         self.tokenizer = self.prompts.tokenizer
         self._answers = Answers(self.prompts, self.context_length)
         self._choices.skip()
+        with timeline.span("template"):
+            warnings = self._warnings(spec, options)
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template),
             backend=str(Device.DEFAULT),
@@ -129,7 +136,7 @@ class TextModel:
             cache_bytes=need.cache_bytes,
             kv=kv.value,
             is_squeezed=bool(squeezed_because(spec, options.context_length, self.context_length)),
-            warnings=self._warnings(spec, options),
+            warnings=warnings,
             parallel=options.parallel if self.scheduler else 1,
             weight_bytes_per_token=spec.weight_bytes_per_token,
             kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False, kv=kv),
@@ -138,7 +145,7 @@ class TextModel:
             **self._experts(spec),
         )
 
-    def _experts(self, spec: ModelSpec) -> dict[str, int]:
+    def _experts(self, spec: ModelSpec) -> dict[str, Any]:
         """The fields of `Ready` about experts."""
         if not self._choices.counts:
             return {}
@@ -361,6 +368,11 @@ def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
     if uses_host_memory(Device.DEFAULT):
         needed += need.total_bytes
     return free is None or needed <= free
+
+
+def _prompt_encoder(file: GGUF) -> PromptEncoder:
+    with timeline.span("tokenizer"):
+        return PromptEncoder(file)
 
 
 def _keeper(file: GGUF, runner: ModelRunner, limit_bytes: int | None) -> PrefixKeeper | None:

@@ -20,6 +20,7 @@ from engine.kernels.gpu.kv_cache import copy_block
 from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
+from engine.measure.timeline import timeline
 from engine.model.fused.uses import uses_of
 from engine.model.kv_blocks import KVGroup
 from engine.model.lower import REWIND
@@ -75,8 +76,10 @@ class FusedBatchRunner:
         self._on_device: list[Row] = []  # the rows that follow those of the last step
         self._last = 0, 0  # the rows of the last step: for how many it was captured, and how many are used
         self._earlier: list[Logits] = []  # of the steps before it of one `decode_rows`
-        self._compile()
-        model.fill(weights)
+        with timeline.span("kernels"):
+            self._compile()
+        with timeline.span("weights"):
+            model.fill(weights)
 
     def _compile(self) -> None:
         """Compiles all kernels at once, so that several compilers share them."""

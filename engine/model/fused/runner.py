@@ -25,6 +25,7 @@ from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.sampling import Shortlist
 from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
+from engine.measure.timeline import timeline
 from engine.model.buffer_uses import BufferUses
 from engine.model.fused.schedule_search import SearchTarget, search
 from engine.model.fused.uses import uses_of
@@ -69,8 +70,10 @@ class FusedRunner:
         self._ahead: tuple[int, bool] | None = (
             None  # a step that was launched ahead: its position, whether it samples
         )
-        self._compile()
-        model.fill(weights)
+        with timeline.span("kernels"):
+            self._compile()
+        with timeline.span("weights"):
+            model.fill(weights)
 
     def _compile(self) -> None:
         """Compiles all kernels at once, so that several compilers share them."""
