@@ -33,7 +33,7 @@ WAYS = (
     Way(
         "lengthen",
         "The longest context",
-        "What the model was trained for, if memory has room; the engine restarts",
+        "What model and memory allow; the engine starts again for it",
     ),
 )
 
