@@ -43,7 +43,7 @@ class ServerHead(Pane[ServerState]):
 
 
 def lines(state: ServerState, width: int) -> list[Line]:
-    """How the server ends comes first: low terminals show the first lines."""
+    """What matters most comes first: low terminals show the first lines."""
     figures = (
         counted(state.requests, "request"),
         f"{state.refused:,} refused",
@@ -53,8 +53,8 @@ def lines(state: ServerState, width: int) -> list[Line]:
     texts = (
         (state.ending, "warning"),
         (state.address, "strong"),
+        *((f"⚠ {one_line(warning)}", "warning") for warning in state.warnings),
         (" · ".join(one_line(part) for part in state.engine if part), ""),
         (" · ".join(figures), "dim"),
-        *((f"⚠ {one_line(warning)}", "warning") for warning in state.warnings),
     )
     return [[(line, style)] for text, style in texts for line in textwrap.wrap(text, max(8, width))]
