@@ -28,7 +28,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.half_pairs import weight_pairs
+from engine.kernels.gpu.half_pairs import unit_pairs
 from engine.kernels.gpu.matmul import as_half, wmma
 from engine.kernels.gpu.matvec import LOWEST_LOGIT, argmax
 from engine.kernels.gpu.uops import (
@@ -241,7 +241,7 @@ def few_columns(
             runs = ((c * steps + step) * (UNIT // _RUN) + i for i in range(UNIT // _RUN))
             rights.append([v for run in runs for v in load_run(x, (run * 32 + lane) * _RUN, _RUN)])
         for r in range(tiles.rows):
-            sides = [weight_pairs(unit) for unit in loaded[2 * r : 2 * r + 2]]
+            sides = [unit_pairs(unit) for unit in loaded[2 * r : 2 * r + 2]]
             for k in range(0, UNIT, 4):
                 left = [v for i in (0, 1) for side in sides for v in side[k // 2 + i]]
                 for c in range(columns):

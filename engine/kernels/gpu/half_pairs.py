@@ -11,14 +11,16 @@ The columns of a pair are four apart: 0 and 4, 1 and 5, 2 and 6, 3 and 7 of eigh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from tinygrad import Device, UOp
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.gpu.bit_packing import BitPacking, Field
+from engine.kernels.gpu.bit_packing import BitPacking
 from engine.kernels.gpu.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right, u32
-from engine.kernels.gpu.weight_layout import UNIT, Unit
+from engine.kernels.gpu.weight_layout import QUARTER, UNIT, Unit, WeightLayout
 
 RUN = 8
 PAIRS = tuple((i, i + 4) for i in range(4))
@@ -27,64 +29,80 @@ PAIRS = tuple((i, i + 4) for i in range(4))
 _DENORMAL, _MANTISSA = 24, 10  # float16's smallest denormal is 2**-24; stored bits of its significand
 _CENTER = 9  # fields become q * 2**-9: no scale below 128 is beyond half precision then
 
-_Pair = tuple[UOp, UOp]
+Pair = tuple[UOp, UOp]
 
 
-def weight_pairs(unit: Unit) -> list[_Pair]:
+def unit_pairs(unit: Unit) -> list[Pair]:
     """The weights of a unit, float16: `PAIRS` of each eight columns in turn. Floats, codes and what is not for CUDA
     are converted one by one."""
-    format = unit.layout.format
-    columns = [(run + a, run + b) for run in range(0, UNIT, RUN) for a, b in PAIRS]
+    layout = unit.layout
+    if not _has_pairs(layout):
+        return _converted(unit.values())
+    scales = [_scales(*unit.factors(g)) for g in range(UNIT // layout.group)]
+    return [_weights(layout, unit.words, a, b, *scales[a // layout.group]) for a, b in _columns(UNIT)]
+
+
+def quarter_pairs(
+    layout: WeightLayout, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp
+) -> list[Pair]:
+    """As `unit_pairs`, of the columns of `WeightLayout.quarter`."""
+    if not _has_pairs(layout) or BitPacking(layout.bits).period > QUARTER:
+        return _converted(layout.quarter(planes, row, units, unit, part))
+    words, d, m = layout.load_quarter(planes, row, units, unit, part)
+    scales = _scales(d, m)
+    return [_weights(layout, words, a, b, *scales) for a, b in _columns(QUARTER)]
+
+
+def _has_pairs(layout: WeightLayout) -> bool:
+    format = layout.format
     is_cuda = isinstance(Device[Device.DEFAULT].renderer, CUDARenderer)
-    if format is None or format.codebook or format.exponent or not is_cuda:
-        values = [value.cast(F16) for value in unit.values()]
-        return [(values[a], values[b]) for a, b in columns]
-    scales = [_scales(unit, g) for g in range(UNIT // format.group)]
-    return [_halves(_weights(unit, a, b, *scales[a // format.group])) for a, b in columns]
+    return is_cuda and not (format is None or format.codebook or format.exponent)
 
 
-def _scales(unit: Unit, group: int) -> tuple[UOp, UOp | None]:
-    """The scale of a group times 2**9, and its minimum times -1: each twice in a word."""
-    d, m = unit.factors(group)
+def _columns(n: int) -> list[tuple[int, int]]:
+    return [(run + a, run + b) for run in range(0, n, RUN) for a, b in PAIRS]
+
+
+def _converted(values: Sequence[UOp]) -> list[Pair]:
+    halves = [value.cast(F16) for value in values]
+    return [(halves[a], halves[b]) for a, b in _columns(len(halves))]
+
+
+def _scales(d: UOp, m: UOp | None) -> tuple[UOp, UOp | None]:
+    """A scale times 2**9, and a minimum times -1: each twice in a word."""
     scale = _twice(d * f32(2.0**_CENTER))
     return scale, None if m is None else _twice(m * f32(-1))
 
 
-def _weights(unit: Unit, a: int, b: int, scale: UOp, minimum: UOp | None) -> UOp:
-    """The pair of weights of columns a and b of a group, in a word."""
-    layout = unit.layout
-    (first, p), (second, q) = (_window(unit, column) for column in (a, b))
+def _weights(
+    layout: WeightLayout, words: Sequence[UOp], a: int, b: int, scale: UOp, minimum: UOp | None
+) -> Pair:
+    """The weights of columns a and b of a group."""
+    (first, p), (second, q) = (_window(BitPacking(layout.bits), words, column) for column in (a, b))
     ones = (1 << layout.bits) - 1
     fields = mask(_joined(first, second), ones << p | ones << (q + 16))
-    powers = [2.0 ** (_DENORMAL - _CENTER - place) for place in (p, q)]
+    powers = _constant(*(2.0 ** (_DENORMAL - _CENTER - place) for place in (p, q)))
     if minimum is not None:
-        return _pairs("__hfma2", _pairs("__hmul2", fields, _constant(*powers)), scale, minimum)
+        return _halves(_pairs("__hfma2", _pairs("__hmul2", fields, powers), scale, minimum))
     offset = -layout.offset * 2.0**-_CENTER
-    return _pairs("__hmul2", _pairs("__hfma2", fields, _constant(*powers), _constant(offset, offset)), scale)
+    return _halves(_pairs("__hmul2", _pairs("__hfma2", fields, powers, _constant(offset, offset)), scale))
 
 
 _Window = tuple[UOp, int]
 
 
-def _window(unit: Unit, column: int) -> tuple[_Window, int]:
+def _window(packing: BitPacking, words: Sequence[UOp], column: int) -> tuple[_Window, int]:
     """A word and the first of two of its bytes that hold the integer of a column, and the lowest bit of that."""
-    packing = BitPacking(unit.layout.bits)
-    first = column // packing.period * packing.words
-    fields = packing.fields(column % packing.period)
-    words = unit.words[first : first + packing.words]
+    period, place = divmod(column, packing.period)
+    words, fields = words[period * packing.words :], packing.fields(place)
     if len(fields) > 1:
-        return (_gathered(words, fields), 0), 0
+        moved = [mask(shift(words[w], low - start), ((1 << n) - 1) << start) for w, low, n, start in fields]
+        return (bitwise_or(moved), 0), 0
     word, low, bits, _ = fields[0]
     byte, bit = low // 8, low % 8
     if bit + bits > _MANTISSA:
         return (shift_right(words[word], low), 0), 0
     return (words[word], byte), bit
-
-
-def _gathered(words: list[UOp], fields: list[Field]) -> UOp:
-    return bitwise_or(
-        [mask(shift(words[w], low - start), ((1 << n) - 1) << start) for w, low, n, start in fields]
-    )
 
 
 def _joined(first: _Window, second: _Window) -> UOp:
@@ -111,7 +129,7 @@ def _constant(low: float, high: float) -> UOp:
     return u32(int(np.array([low, high], np.float16).view(np.uint32)[0]))
 
 
-def _halves(word: UOp) -> _Pair:
+def _halves(word: UOp) -> Pair:
     low, high = (
         UOp(Ops.CUSTOM, F16, (word,), f"{function}(tg_bitcast<__half2>({{0}}))")
         for function in ("__low2half", "__high2half")

@@ -25,6 +25,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.half_pairs import PAIRS, quarter_pairs
 from engine.kernels.gpu.uops import (
     F16,
     Activation,
@@ -115,9 +116,10 @@ def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: b
 
 
 def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
-    """The index of an activation in fragments, which are [16 tokens, unit, four columns of each quarter, thread,
-    element]."""
-    unit, quarter, quad, i = column // UNIT, column % UNIT // QUARTER, column % QUARTER // 4, column % 4
+    """The index of an activation in fragments, which are [16 tokens, unit, two `PAIRS` of columns of each quarter,
+    thread, element]."""
+    unit, quarter = column // UNIT, column % UNIT // QUARTER
+    quad, i = column % QUARTER // 8 * 2 + column % 4 // 2, column % 2 * 2 + column % 8 // 4
     thread = token % 8 * 4 + quarter
     element = i // 2 * 4 + token % 16 // 8 * 2 + i % 2
     return (((token // 16 * units_of(cols) + unit) * 4 + quad) * 32 + thread) * 8 + element
@@ -198,7 +200,10 @@ def matmul(
                 assert experts
                 token = load_index(first, place(i, k), experts.assignments) // experts.used
                 sides.append(load_run(x, ((token * units + unit) * 4 + thread % 4) * QUARTER, QUARTER))
-            return [[side[q * 4 + e + c] for e in (0, 2) for side in sides for c in (0, 1)] for q in range(4)]
+            return [
+                [side[q // 2 * 8 + c] for pair in PAIRS[q % 2 * 2 :][:2] for side in sides for c in pair]
+                for q in range(4)
+            ]
 
         so_far = acc.after(step) if steps > 1 else acc
         sums = [load_run(so_far, j * 4, 4) for j in range(tiles.rows * tiles.cols)]
@@ -207,8 +212,8 @@ def matmul(
             row = first_row + j * 8 + thread // 4
             if rows % tiles.width:
                 row = row.minimum(rows - 1)
-            values = layout.quarter(planes, row + expert_row if experts else row, units, unit, thread % 4)
-            weights.append([v.cast(F16) for v in values])
+            row = row + expert_row if experts else row
+            weights.append(quarter_pairs(layout, planes, row, units, unit, thread % 4))
         lefts = [gather(i) for i in range(tiles.rows)] if gathered else []
         for quad in range(4):
             for i in range(tiles.rows):
@@ -216,7 +221,8 @@ def matmul(
                 left = lefts[i][quad] if gathered else load_run(x, index, 8)
                 for j in range(tiles.cols):
                     k = i * tiles.cols + j
-                    sums[k] = wmma(left, weights[j][quad * 4 : quad * 4 + 4], sums[k])
+                    right = [v for pair in weights[j][quad * 2 : quad * 2 + 2] for v in pair]
+                    sums[k] = wmma(left, right, sums[k])
         stores = UOp.group(*store_run(acc, 0, (x for four in sums for x in four)))
         acc = acc.after(stores.end(step) if steps > 1 else stores)
         results = []

@@ -214,13 +214,8 @@ class WeightLayout:
             words = [load(planes[0], self.word_index(row, units, unit, part * n + i)) for i in range(n)]
             return [self.float_of(words, j) for j in range(QUARTER)]
         packing = BitPacking(self.bits)
-        periods = max(QUARTER // packing.period, 1)  # in 16 columns
         quarters = max(packing.period // QUARTER, 1)  # in a period
-        first = (part // quarters if quarters > 1 else part) * (periods * packing.words)
-        words = [
-            load(planes[0], self.word_index(row, units, unit, first + i))
-            for i in range(periods * packing.words)
-        ]
+        words, d, m = self.load_quarter(planes, row, units, unit, part)
 
         def fraction(j: int) -> UOp:
             k, j = divmod(j, packing.period)
@@ -234,6 +229,23 @@ class WeightLayout:
         for k in range(1, quarters):
             is_kth = (part % quarters).eq(k)
             values = [is_kth.where(fraction(k * QUARTER + j), v) for j, v in enumerate(values)]
+        if self._is_e2m1:
+            return [v * (d * f32(2.0**E2M1_HALF_EXPONENT)) for v in values]
+        offset = d * f32(-256.0 - self.offset)  # values are 256 + q
+        if m is not None:
+            offset = offset - m
+        return [v * d + offset for v in values]
+
+    def load_quarter(
+        self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp
+    ) -> tuple[list[UOp], UOp, UOp | None]:
+        """The words of the periods that columns 16 * part to 16 * part + 15 of a unit are part of, and the scale and
+        the minimum of these columns as float32, of a type that is none of floats."""
+        packing = BitPacking(self.bits)
+        n = max(QUARTER // packing.period, 1) * packing.words
+        quarters = max(packing.period // QUARTER, 1)  # in a period
+        first = (part // quarters if quarters > 1 else part) * n
+        words = [load(planes[0], self.word_index(row, units, unit, first + i)) for i in range(n)]
         small_scales, halves = self._load_scales(planes, row, units, unit, None)
         d, m = self._halves_of(halves, part)
         if small_scales is not None:
@@ -241,12 +253,7 @@ class WeightLayout:
             d = d * self._small_scale(small_scales, group, "scale")
             if m is not None:
                 m = m * self._small_scale(small_scales, group, "minimum")
-        if self._is_e2m1:
-            return [v * (d * f32(2.0**E2M1_HALF_EXPONENT)) for v in values]
-        offset = d * f32(-256.0 - self.offset)  # values are 256 + q
-        if m is not None:
-            offset = offset - m
-        return [v * d + offset for v in values]
+        return words, d, m
 
     def _halves_of(self, halves: list[UOp], part: UOp) -> tuple[UOp, UOp | None]:
         """d and m of the block that holds a quarter."""
