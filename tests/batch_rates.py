@@ -1,8 +1,9 @@
 """Decode of several sequences at once on an NVIDIA GPU, beside decode of one:
 
-    python -m tests.batch_rates MODEL... [--backend cuda] [--rows 1,2,4,8,16] [--depths 0,4096]
+    python -m tests.batch_rates MODEL... [--backend cuda] [--rows 1,2,4,8,16] [--depths 0,4096] [--wait]
 
-Each row has a prompt of its own. Rates are medians of greedy steps, in tokens a second of all rows together. The first
+Each row has a prompt of its own. Rates are medians of greedy steps, in tokens a second of all rows together. Each step
+is launched before the tokens of the one before are read, except with `--wait` those of rows. The first
 column is decode of one, of a runner that has one sequence. Rows whose tokens are not those of their sequence alone are
 counted: half precision may choose another of two tokens that are nearly as probable. What is printed is Markdown.
 """
@@ -20,7 +21,9 @@ from pathlib import Path
 STEPS, PROMPT = 48, 40
 
 
-def rates(path: str, backend: str, rows: list[int], depths: list[int]) -> tuple[list[list[float]], int]:
+def rates(
+    path: str, backend: str, rows: list[int], depths: list[int], wait: bool
+) -> tuple[list[list[float]], int]:
     """For each depth the rate of decode of one, and of so many rows; and how many rows differ from those alone. To be
     called in a process of its own, which the engine sets up as it does its worker."""
     from engine.backends import install, prepare
@@ -68,12 +71,12 @@ def rates(path: str, backend: str, rows: list[int], depths: list[int]) -> tuple[
                     runner.prefill(part, at, s)
                     blocks.commit(s, part)
             took = []
-            for _ in range(STEPS):
+            for i in range(STEPS):
                 started = time.perf_counter()
                 for s in range(count):
-                    blocks.reserve(s, 1)
+                    blocks.reserve(s, 2)
                 step = [Row(tokens[s], blocks.length(s), s) for s in range(count)]
-                chosen = runner.decode_rows(step)
+                chosen = runner.decode_rows(step, ahead=i < STEPS - 1 and not wait)
                 for s in range(count):
                     blocks.commit(s, tokens[s : s + 1])
                     tokens[s] = int(chosen[s])
@@ -93,12 +96,15 @@ def main() -> None:
     numbers = lambda text: [int(n) for n in text.split(",")]
     parser.add_argument("--rows", default="1,2,4,8,16", type=numbers)
     parser.add_argument("--depths", default="0,4096", type=numbers)
+    parser.add_argument("--wait", action="store_true", help="no step of rows runs ahead")
     given = parser.parse_args()
     print("| | one alone | " + " | ".join(f"{n} rows" for n in given.rows) + " |")
     print("|---" * (2 + len(given.rows)) + "|", flush=True)
     for path in given.models:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
-            found, different = own.submit(rates, path, given.backend, given.rows, given.depths).result()
+            found, different = own.submit(
+                rates, path, given.backend, given.rows, given.depths, given.wait
+            ).result()
         for depth, line in zip(given.depths, found, strict=True):
             cells = [f"{line[0]:,.0f}", *(f"{rate:,.0f} ({rate / line[0]:.2f}x)" for rate in line[1:])]
             print(f"| {Path(path).stem} at {depth} | {' | '.join(cells)} |")

@@ -66,7 +66,7 @@ class CPUBatchRunner:
         self._set_step(self._lanes, tokens, [sequence] * len(tokens), positions)
         self._prefill()
 
-    def decode_rows(self, rows: Sequence[Row]) -> NDArray[np.int32]:
+    def decode_rows(self, rows: Sequence[Row], ahead: bool = False) -> NDArray[np.int32]:
         tile = self._model.tile_of(len(rows))
         self._set_step(
             tile, [row.token for row in rows], [row.sequence for row in rows], [row.position for row in rows]

@@ -52,7 +52,7 @@ class BlockStore(Protocol):
 
     def assign(self, sequence: int, tables: Sequence[Sequence[int]]) -> None:
         """Sets the tables of a sequence, one for each group: the physical block of each BLOCK tokens, -1 where none
-        is kept (behind a window). Steps read no token whose block is -1."""
+        is kept (behind a window). Steps read no token whose block is -1. Empty ones end the sequence."""
         ...
 
     def copy_block(self, group: int, source: int, target: int) -> None:
@@ -207,6 +207,7 @@ class KVBlocks:
         """Ends a sequence. Its blocks stay in the tree until their room is needed."""
         s = self._sequences[sequence]
         self._sequences[sequence] = self._empty()
+        self._assign(sequence)
         if ended := tuple(s.tokens[len(s.nodes) * BLOCK :]):
             node = self._insert(s.nodes[-1] if s.nodes else self._root, ended, s.tail.pop(0))
             for unheld in self._unheld:

@@ -151,9 +151,11 @@ class BatchRunner(ModelRunner, BlockStore, Protocol):
         """As `ModelRunner.prefill`, for a sequence."""
         ...
 
-    def decode_rows(self, rows: Sequence[Row]) -> NDArray[np.int32]:
+    def decode_rows(self, rows: Sequence[Row], ahead: bool = False) -> NDArray[np.int32]:
         """Runs 1 to `parallel` rows of different sequences; returns the most probable next token of each, int32
-        (rows,)."""
+        (rows,). With `ahead`, the sequences have blocks for one more token each, and the caller is going to decode the
+        tokens that it gets and does not need the logits, so the next step may be launched already. It may then ask for
+        fewer of these rows, as sequences end, or do anything else: steps that it launches later come after that one."""
         ...
 
     def row_logits(self) -> Logits:

@@ -1,8 +1,13 @@
 """Continuous batching: several conversations share the steps of one runner.
 
-A round prefills a piece of one prompt and then decodes one token of every reply. A request gets a slot, one of the
-runner's sequences, as soon as one is free, and leaves it when it ends. Clients take turns, however many requests each
-has. If the KV cache is too small for all slots, the latest request gives its slot back and goes on later.
+A round prefills a piece of one prompt and then decodes one token of every reply. While the next round is going to
+decode the same replies, its step runs ahead: the runner launches it before the host has this one's tokens. If a reply
+ends all the same, its row is of no use but does no harm: its blocks are free at once, as what others store there is
+stored after it.
+
+A request gets a slot, one of the runner's sequences, as soon as one is free, and leaves it when it ends. Clients take
+turns, however many requests each has. If the KV cache is too small for all slots, the latest request gives its slot
+back and goes on later.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import collections
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.errors import ContextFullError
@@ -57,6 +62,7 @@ class Scheduler:
         self._count = itertools.count(1)
         self._pace = Pace(runner.chunk_sizes, runner.max_chunk)
         self._report_due_s = 0.0
+        self._is_ahead = False  # whether the runner has launched the next step
         self.last_length = 0
         """The tokens in the KV cache of the conversation that ended last."""
 
@@ -84,6 +90,7 @@ class Scheduler:
         try:
             self._round()
         except Exception as error:
+            self._is_ahead = False
             for sequence, job in self._live():
                 self._leave(sequence)
                 job.end(error)
@@ -93,7 +100,7 @@ class Scheduler:
 
     def _round(self) -> None:
         started = time.perf_counter()
-        prefilled = self._prefill()
+        prefilled = 0 if self._is_ahead else self._prefill()  # what runs ahead ends first
         if self._decode():
             self._pace.measured(prefilled, time.perf_counter() - started)
 
@@ -222,10 +229,11 @@ class Scheduler:
             if self._is_prefilled(sequence, job):
                 self._reserve(sequence, 1)
         ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job)]
+        self._is_ahead = bool(ready) and self._goes_on(ready)
         if not ready:
             return 0
         rows = [Row(job.answer.tokens[-1], len(job.answer.tokens) - 1, i) for i, job in ready]
-        best = self._runner.decode_rows(rows)
+        best = self._runner.decode_rows(rows, self._is_ahead)
         logits = self._runner.row_logits() if any(job.answer.needs_logits for _, job in ready) else None
         for n, (sequence, job) in enumerate(ready):
             self.blocks.commit(sequence, [rows[n].token])
@@ -239,6 +247,20 @@ class Scheduler:
                     self._leave(sequence)
                     job.end(job.answer.finished())
         return len(rows)
+
+    def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
+        """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""
+        answers = [job.answer for _, job in ready]
+        if any(answer.needs_logits or answer.left == 1 for answer in answers):
+            return False
+        if len(answers) < sum(1 for _ in self._live()):  # there is a prompt to prefill
+            return False
+        try:
+            for sequence, _ in ready:
+                self.blocks.reserve(sequence, 2)
+        except PoolFullError:
+            return False
+        return True
 
     def _state(self) -> Slots:
         slots: list[Slot | None] = []

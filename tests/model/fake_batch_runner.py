@@ -3,6 +3,7 @@
 import numpy as np
 
 from engine.model.kv_blocks import BLOCK, KVGroup
+from engine.model.model_runner import Row
 
 VOCAB = 256
 GROUPS = KVGroup(None, 64), KVGroup(40, 64)
@@ -32,10 +33,13 @@ class FakeBatchRunner:
         self.row_counts = (1, parallel)
         self.pools = [{} for _ in groups]
         self.tables = {}
+        self.ahead = {}  # the rows of a step that was launched already, with their logits
         self.steps = []  # (phase, tokens) of each
 
     def assign(self, sequence, tables):
         self.tables[sequence] = [list(table) for table in tables]
+        if not any(tables):
+            self.ahead = {row: logits for row, logits in self.ahead.items() if row.sequence != sequence}
 
     def copy_block(self, group, source, target):
         pool = self.pools[group]
@@ -60,15 +64,26 @@ class FakeBatchRunner:
         for i, token in enumerate(tokens):
             self._store(token, position + i, sequence)
 
-    def decode_rows(self, rows):
+    def decode_rows(self, rows, ahead=False):
         assert (
             0 < len(rows) <= self.parallel == len({row.sequence for row in rows}) + self.parallel - len(rows)
         )
-        self.steps.append(("decode", len(rows)))
-        self._logits = np.array(
-            [next_logits(self._store(row.token, row.position, row.sequence)) for row in rows]
-        )
-        return self._logits.argmax(1).astype(np.int32)
+        known, self.ahead = self.ahead, {}
+        if not all(row in known for row in rows):
+            assert not known  # nobody asked for a step in vain
+            known = self._step("decode", rows)
+        self._logits = np.array([known[row] for row in rows])
+        best = self._logits.argmax(1).astype(np.int32)
+        if ahead and len(rows) == len(known):
+            self._logits = None
+            following = [Row(int(i), r.position + 1, r.sequence) for i, r in zip(best, rows, strict=True)]
+            self.ahead = self._step("ahead", following)
+        return best
+
+    def _step(self, phase, rows):
+        """The logits after each row."""
+        self.steps.append((phase, len(rows)))
+        return {row: next_logits(self._store(row.token, row.position, row.sequence)) for row in rows}
 
     def row_logits(self):
         return self._logits

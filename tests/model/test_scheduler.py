@@ -114,6 +114,26 @@ def test_a_request_is_cancelled_in_every_phase(bench):
     assert bench.reply(other) == greedy_reply([3] * 9, 50)
 
 
+def test_the_next_step_runs_ahead_unless_something_else_is_due(bench, monkeypatch):
+    bench = bench(2)
+    ends_early = greedy_reply([1, 2, 3], 12)
+    tokenizer = bench.answers._prompts.tokenizer
+    monkeypatch.setattr(tokenizer, "eos_ids", {ends_early[-1]})
+    first, other = bench.ask([1, 2, 3], 50, ignore_eos=False), bench.ask([4] * 9, 30)
+    bench.run(14)
+    assert bench.ends[first].reason == "stop" and bench.reply(first) == ends_early
+    bench.run(4)
+    later = bench.ask([5] * 40, 7)  # in the slot that is free
+    bench.run()
+    assert bench.reply(other) == greedy_reply([4] * 9, 30) and bench.reply(later) == greedy_reply([5] * 40, 7)
+    phases = [phase for phase, _ in bench.runner.steps]
+    assert len(phases) - phases.count("prefill") == 31  # none in vain
+    assert phases.count("decode") < 8
+    host = bench.ask([6], 9, logprobs=1)
+    bench.run()
+    assert bench.runner.steps[-9:] == [("decode", 1)] * 9 and bench.reply(host) == greedy_reply([6], 9)
+
+
 def test_clients_take_turns_however_much_each_asks(bench):
     bench = bench(2)
     many = [bench.ask([1, 2, i], 40, client="greedy") for i in range(6)]
@@ -149,7 +169,7 @@ def test_failures_end_the_requests_that_they_concern(bench, monkeypatch):
     assert isinstance(bench.ends[bad], ZeroDivisionError) and bench.reply(good) == greedy_reply([3, 4], 9)
     broken, waiting = [bench.ask([1, i], 9) for i in range(4)], bench.ask([5], 9)
     decode_rows = bench.runner.decode_rows
-    monkeypatch.setattr(bench.runner, "decode_rows", lambda rows: 1 / 0)
+    monkeypatch.setattr(bench.runner, "decode_rows", lambda *_: 1 / 0)
     bench.run(1)
     assert all(isinstance(bench.ends[id], ZeroDivisionError) for id in broken)
     monkeypatch.setattr(bench.runner, "decode_rows", decode_rows)

@@ -68,8 +68,19 @@ def free_cached_memory() -> None:
         allocator.free_cache()
 
 
-def overwrite(tensor: Tensor, values: NDArray[np.generic]) -> None:
-    """Copies host numbers of the same size to a device tensor (n,). Kernels that are launched later see them."""
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    source = Buffer("PYTHON", values.size, tensor.dtype, opaque=data)
-    tensor.uop.base.buffer.copy_from(source)
+def overwrite(tensor: Tensor, values: NDArray[np.generic], first: int = 0) -> None:
+    """Copies host numbers of the same size to a device tensor (n,), from its element `first` on. Kernels that are
+    launched later see them, and those that run do not."""
+    buffer, host = tensor.uop.base.buffer, np.ascontiguousarray(values).reshape(-1)
+    if Device.DEFAULT.split(":")[0] == "CUDA" and host.nbytes <= _SMALL_BYTES:
+        # tinygrad's copy keeps pinned memory until the device is synchronized, which decode steps never do. The driver
+        # reads ordinary memory before it returns.
+        from tinygrad.runtime.autogen import cuda
+        from tinygrad.runtime.ops_cuda import check
+
+        target = cuda.CUdeviceptr_v2(buffer._buf.value + host.itemsize * first)
+        check(cuda.cuMemcpyHtoDAsync_v2(target, host.ctypes.data, host.nbytes, None))
+        return
+    if host.size < buffer.size:
+        buffer = buffer.view(host.size, tensor.dtype, host.itemsize * first).ensure_allocated()
+    buffer.copy_from(Buffer("PYTHON", host.size, tensor.dtype, opaque=host.view(np.uint8).data))

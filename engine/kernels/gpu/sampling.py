@@ -71,8 +71,9 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
 def next_tokens(n_blocks: int, tokens: int, threads: int = 1024) -> Kernel:
     """As `next_token`, for a step of several sequences, from the outs of `engine.kernels.gpu.few_columns.ARGMAX`.
     Buffers: the state, int32 (4, tokens), in which tokens that are used become the next ones and positions advance
-    (`engine.kernels.gpu.decode_block`); the most probable tokens, int32 (tokens,); the largest logit of each token and
-    block, float32 (tokens, n_blocks), and its row, int32 (tokens, n_blocks)."""
+    (`engine.kernels.gpu.decode_block`); the next tokens, int32 (2, tokens), in the first row those after even
+    positions; the largest logit of each token and block, float32 (tokens, n_blocks), and its row, int32 (tokens,
+    n_blocks)."""
 
     def kernel(state: UOp, out: UOp, block_max: UOp, block_row: UOp) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
@@ -81,7 +82,7 @@ def next_tokens(n_blocks: int, tokens: int, threads: int = 1024) -> Kernel:
         used = load(state, token + 3 * tokens).ne(0) & thread.eq(0)
         position = load(state, token + tokens)
         stores = [
-            store(out, token, row, thread.eq(0)),
+            store(out, position.cast(INDEX) % 2 * tokens + token, row, used),
             store(state, token, row, used),
             store(state, token + tokens, position + UOp.const(1, I32), used),
         ]

@@ -17,10 +17,10 @@ from engine.kernels.gpu.device import has_tensor_cores
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import copy_block
-from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
+from engine.model.fused.row_steps import RowSteps
 from engine.model.fused.uses import uses_of
 from engine.model.kv_blocks import KVGroup
 from engine.model.lower import REWIND
@@ -62,10 +62,10 @@ class FusedBatchRunner:
         self._one = DecodeKernels(model, self._prescales, context_length)
         self._batch = BatchKernels(model, self._prescales, context_length, self.row_counts[1:])
         self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
-        self._one_mailbox, self._mailbox = Mailbox(context_length), Mailbox(self.row_counts[-1])
+        self._steps = RowSteps(self._one, self._batch, self.row_counts, context_length, self._launch)
         by_window = {a.heads.window: a for a in model.attention}
         self._tables = [a.tables for a in by_window.values()]
-        self._stale_tables: set[int] = set()
+        self._stale_tables: set[tuple[int, int]] = set()  # the groups and sequences of those to be sent
         self._host_tables = [
             np.full((parallel, a.heads.table_size), -1, np.int32) for a in by_window.values()
         ]
@@ -73,9 +73,7 @@ class FusedBatchRunner:
         self._copied = device_zeros(2, dtypes.int32)
         self._copies = [self._copy_sequence(window) for window in by_window]
         self._captured: dict[tuple[str, int, int], Callable[[], None]] = {}
-        self._on_device: list[Row] = []  # the rows that follow those of the last step
-        self._last = 0, 0  # the rows of the last step: for how many it was captured, and how many are used
-        self._earlier: list[Logits] = []  # of the steps before it of one `decode_rows`
+        self._earlier: list[Logits] = []  # of the steps before the last one of one `decode_rows`
         with timeline.span("kernels"):
             self._compile()
         with timeline.span("weights"):
@@ -84,10 +82,11 @@ class FusedBatchRunner:
     def _compile(self) -> None:
         """Compiles all kernels at once, so that several compilers share them."""
         specs = {matrix.spec: None for matrix in self._model.matrices}
-        rows = [self._rows_step(n, limit) for n in self.row_counts for limit in self._limits(n)]
+        steps = self._steps
+        rows = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes]
-        steps = (*rows, *prefill, *self._copies)
-        compile_all([*map(repacking_kernels, specs), *(step.linear for step in steps)])
+        linears = [sequence.linear for sequence in (*rows, *prefill, *self._copies)]
+        compile_all([*map(repacking_kernels, specs), *linears])
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -100,7 +99,7 @@ class FusedBatchRunner:
 
     @property
     def decode_depths(self) -> tuple[int, ...]:
-        return (0, *(limit for limit in self._limits(1) if limit < self._context))
+        return (0, *(limit for limit in self._steps.limits(1) if limit < self._context))
 
     @property
     def max_rewind(self) -> int | None:
@@ -109,12 +108,14 @@ class FusedBatchRunner:
     # ---- the cache ----
 
     def assign(self, sequence: int, tables: Sequence[Sequence[int]]) -> None:
+        if not any(tables):
+            self._steps.end(sequence)
         for group, (host, table) in enumerate(zip(self._host_tables, tables, strict=True)):
             row = np.full(host.shape[1], -1, np.int32)
             row[: len(table)] = table
             if not np.array_equal(row, host[sequence]):
                 host[sequence] = row
-                self._stale_tables.add(group)
+                self._stale_tables.add((group, sequence))
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         overwrite(self._copied, np.asarray([source, target], np.int32))
@@ -136,33 +137,21 @@ class FusedBatchRunner:
         self._launch_prefill(size)
 
     def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
-        """As `ModelRunner.decode`, of sequence 0. There is nothing to run ahead of."""
-        return int(self.decode_rows([Row(token, position, 0)])[0])
+        """As `ModelRunner.decode`, of sequence 0."""
+        return int(self.decode_rows([Row(token, position, 0)], run_ahead)[0])
 
-    def decode_rows(self, rows: Sequence[Row]) -> NDArray[np.int32]:
+    def decode_rows(self, rows: Sequence[Row], ahead: bool = False) -> NDArray[np.int32]:
         most = self.row_counts[-1]
         chosen: list[int] = []
         self._earlier = []
         for first in range(0, len(rows), most):
             if first:  # the next step overwrites them
-                self._earlier.append(self._step_logits())
-            step = rows[first : first + most]
-            self._last = self._send_rows(step), len(step)
-            next_ids = self._launch_rows(self._last[0], max(row.position for row in step))[: len(step)]
-            next_rows = (Row(i, r.position + 1, r.sequence) for i, r in zip(next_ids, step, strict=True))
-            self._on_device = list(next_rows)
-            chosen += next_ids
+                self._earlier.append(self._steps.logits())
+            chosen += self._steps.decode(rows[first : first + most], ahead and len(rows) <= most)
         return np.asarray(chosen, np.int32)
 
     def row_logits(self) -> Logits:
-        return np.concatenate([*self._earlier, self._step_logits()])
-
-    def _step_logits(self) -> Logits:
-        """Those of the last step."""
-        count, n = self._last
-        if count == 1:
-            return np.asarray(self._one.logits.numpy(), np.float32).reshape(1, -1)
-        return np.asarray(self._batch.logits[count].numpy().reshape(count, -1)[:n], np.float32)
+        return np.concatenate([*self._earlier, self._steps.logits()])
 
     def logits(self) -> Logits:
         return np.asarray(self.row_logits()[0], np.float32)
@@ -171,6 +160,8 @@ class FusedBatchRunner:
         return self._model.choices.read()
 
     def replay(self, step: Step, position: int) -> Replay:
+        self._steps.finish()
+        self._steps.end(0)
         parts = self._one.attention_parts
         uses = uses_of(self._model, self._prescales, self._context, self._prefill.past, parts)
         if step == "prefill":
@@ -179,10 +170,9 @@ class FusedBatchRunner:
             send: Callable[[], None] = lambda: self._send_chunk(tokens, position, 0)
             calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)
         else:
-            count, limit = 1, self._limit(1, position)
-            self._on_device = []
+            count, limit = 1, self._steps.limit(1, position)
             send = lambda: overwrite(self._one.state, np.asarray([0, position, 0], np.int32))
-            calls, run = self._rows_step(1, limit).compile().src, lambda: self._launch_step(1, limit)
+            calls, run = self._steps.kernels(1, limit).compile().src, lambda: self._steps.launch(1, limit)
 
         def reset() -> None:
             Device[Device.DEFAULT].synchronize()
@@ -194,54 +184,14 @@ class FusedBatchRunner:
         overwrite(self._prefill.prompt, np.asarray([position, len(tokens), sequence], np.int32))
         overwrite(self._prefill.ids, np.asarray([*tokens, *[0] * (self.max_chunk - len(tokens))], np.int32))
 
-    def _send_rows(self, rows: Sequence[Row]) -> int:
-        """Sends rows to the device, unless they continue its own; returns the number of rows of the step."""
-        count = next(n for n in self.row_counts if len(rows) <= n)
-        if self._on_device == list(rows):
-            return count
-        if count == 1:
-            (row,) = rows
-            overwrite(self._one.state, np.asarray([row.token, row.position, row.sequence], np.int32))
-        else:
-            tokens, positions, sequences = zip(
-                *((r.token, r.position, r.sequence) for r in rows), strict=True
-            )
-            self._batch.send(count, tokens, positions, sequences)
-        return count
-
-    def _limits(self, count: int) -> list[int]:
-        """The numbers of tokens that the attention of a step of `count` rows is split for."""
-        return (self._one if count == 1 else self._batch).context_limits
-
-    def _limit(self, count: int, position: int) -> int:
-        """That of a step up to `position`."""
-        return next(limit for limit in self._limits(count) if position < limit)
-
-    def _launch_rows(self, count: int, position: int) -> list[int]:
-        """Launches a step and waits for the next tokens of all its rows, used or not, so that none comes later."""
-        box, places = self._mailbox, range(count)
-        if count == 1:
-            box, places = self._one_mailbox, range(position, position + 1)
-        for i in places:
-            box.expect(i)
-        self._launch_step(count, self._limit(count, position))
-        return [box.take(i) for i in places]
-
-    def _launch_step(self, count: int, limit: int) -> None:
-        self._launch(("rows", count, limit), lambda: self._rows_step(count, limit))
-
-    def _rows_step(self, count: int, limit: int) -> KernelSequence:
-        if count == 1:
-            return self._one.step(limit, self._one_mailbox.tensor)
-        return self._batch.rows_step(count, limit, self._mailbox.tensor)
-
     def _launch_prefill(self, size: int) -> None:
         self._launch(("prefill", size, 0), lambda: self._prefill.step(size))
 
     def _launch(self, key: tuple[str, int, int], sequence: Callable[[], KernelSequence]) -> None:
         """Launches the captured graph of a sequence, which is captured when it is first used."""
-        for group in self._stale_tables:
-            overwrite(self._tables[group], self._host_tables[group].reshape(-1))
+        for group, of in self._stale_tables:
+            table: NDArray[np.int32] = self._host_tables[group][of]
+            overwrite(self._tables[group], table, of * table.size)
         self._stale_tables.clear()
         if key not in self._captured:
             self._captured[key] = sequence().capture()

@@ -61,7 +61,7 @@ class BatchKernels(PrefillKernels):
 
     def rows_step(self, rows: int, limit: int, next_ids: Tensor) -> KernelSequence:
         """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
-        the next tokens to `next_ids`, int32."""
+        the next tokens to `next_ids`, int32 (2, rows), at the row of whether the position is odd."""
         return _RowsStep(self, self._model, self._prescales, rows, limit, next_ids).kernels()
 
     def state(self, rows: int) -> Tensor:

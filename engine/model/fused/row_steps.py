@@ -1,0 +1,132 @@
+"""Decode steps of several sequences, of which one may run ahead of the host.
+
+A step leaves its next tokens on the device, as the rows of the step after it, and in a mailbox for the host. So that
+step can be launched before the host has read them, and the device does not wait for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from engine.kernels.gpu.device_memory import overwrite
+from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.mailbox import Mailbox
+from engine.model.lower.gpu_batch import BatchKernels
+from engine.model.lower.gpu_decode import DecodeKernels
+from engine.model.model_runner import Row
+from engine.model.sampling import Logits
+
+_ENDED = -1  # the token of a row that nobody will ask for
+Launch = Callable[[tuple[str, int, int], Callable[[], KernelSequence]], None]
+"""Launches the graph with a name, two numbers, and the kernels that it has when it is first captured."""
+
+
+class RowSteps:
+    """Launches steps of one row, by `one`, and of up to so many as one of `counts`, ascending, by `batch`."""
+
+    def __init__(
+        self, one: DecodeKernels, batch: BatchKernels, counts: Sequence[int], context: int, launch: Launch
+    ) -> None:
+        self._one, self._batch, self._counts, self._launch_graph = one, batch, counts, launch
+        self._one_mailbox = Mailbox(context)
+        self._mailbox = Mailbox(2 * counts[-1])  # a step and the one ahead of it use different halves
+        self._rows: list[Row] = []  # what the device has as the rows of the next step
+        self._is_ahead = False  # whether that step is launched
+        self._last = (
+            0,
+            np.zeros(0, np.intp),
+        )  # for how many rows the last step was captured, and the rows wanted
+
+    # ---- the steps ----
+
+    def decode(self, rows: Sequence[Row], ahead: bool) -> list[int]:
+        """The next token of each row. With `ahead`, the step after this one is launched too, if this one has no other
+        rows than these."""
+        places = {row: place for place, row in enumerate(self._rows)}
+        if not self._is_ahead or any(row not in places for row in rows):
+            self.finish()
+            self._send(rows)
+            self._launch(rows)
+            places = {row: place for place, row in enumerate(rows)}
+        step = self._rows
+        self._is_ahead = ahead and len(rows) == len(step)
+        if self._is_ahead:
+            self._launch([replace(row, position=row.position + 1) for row in step])
+        tokens = self._take(step)
+        self._rows = [
+            Row(token, row.position + 1, row.sequence) for token, row in zip(tokens, step, strict=True)
+        ]
+        wanted = [places[row] for row in rows]
+        self._last = self._count(step), np.asarray(wanted)
+        return [tokens[place] for place in wanted]
+
+    def logits(self) -> Logits:
+        """Those of the rows of the last step, float32 (rows, vocab), unless one is ahead."""
+        count, places = self._last
+        source = self._one.logits if count == 1 else self._batch.logits[count]
+        return np.asarray(source.numpy().reshape(count, -1)[places], np.float32)
+
+    def end(self, sequence: int) -> None:
+        """Says that the next row of a sequence is another one than the device has, even if it looks the same."""
+        self._rows = [replace(r, token=_ENDED) if r.sequence == sequence else r for r in self._rows]
+
+    def finish(self) -> None:
+        """Waits for a step that is ahead and not needed: its tokens must not come later."""
+        if self._is_ahead:
+            self._take(self._rows)
+            self._rows, self._is_ahead = [], False
+
+    def launch(self, count: int, limit: int) -> None:
+        """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each."""
+        self._launch_graph(("rows", count, limit), lambda: self.kernels(count, limit))
+
+    def kernels(self, count: int, limit: int) -> KernelSequence:
+        """Those of a step that `launch` launches."""
+        if count == 1:
+            return self._one.step(limit, self._one_mailbox.tensor)
+        return self._batch.rows_step(count, limit, self._mailbox.tensor)
+
+    def limits(self, count: int) -> list[int]:
+        """The numbers of tokens that the attention of a step of `count` rows is split for."""
+        return (self._one if count == 1 else self._batch).context_limits
+
+    def limit(self, count: int, position: int) -> int:
+        """That of a step up to `position`."""
+        return next(limit for limit in self.limits(count) if position < limit)
+
+    # ---- host and device ----
+
+    def _count(self, rows: Sequence[Row]) -> int:
+        return next(n for n in self._counts if len(rows) <= n)
+
+    def _send(self, rows: Sequence[Row]) -> None:
+        """Sends rows to the device, unless it has them already."""
+        if self._rows == list(rows):
+            return
+        self._rows, count = list(rows), self._count(rows)
+        tokens, positions, sequences = zip(*((r.token, r.position, r.sequence) for r in rows), strict=True)
+        if count == 1:
+            overwrite(self._one.state, np.asarray([*tokens, *positions, *sequences], np.int32))
+        else:
+            self._batch.send(count, tokens, positions, sequences)
+
+    def _launch(self, rows: Sequence[Row]) -> None:
+        box, places = self._letters(rows)
+        for place in places:
+            box.expect(place)
+        count = self._count(rows)
+        self.launch(count, self.limit(count, max(row.position for row in rows)))
+
+    def _take(self, rows: Sequence[Row]) -> list[int]:
+        """Waits for the next tokens of all rows of a launched step."""
+        box, places = self._letters(rows)
+        return [box.take(place) for place in places]
+
+    def _letters(self, rows: Sequence[Row]) -> tuple[Mailbox, list[int]]:
+        """Where a step leaves the next tokens of its rows."""
+        if (count := self._count(rows)) == 1:
+            return self._one_mailbox, [rows[0].position]
+        return self._mailbox, [row.position % 2 * count + i for i, row in enumerate(rows)]
