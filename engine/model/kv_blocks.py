@@ -192,7 +192,8 @@ class KVBlocks:
 
     def fork(self, source: int, target: int, length: int) -> None:
         """Makes `target`, which is empty, begin with the first `length` tokens of `source`. Raises PoolFullError, and
-        ValueError if tokens that a window shows there are gone: `length` may be REWIND less than that of `source`."""
+        ValueError if tokens that a window shows there are gone: `length` may be REWIND less than that of `source`,
+        but not less than `match` has found."""
         self._sequences[target] = self._branch(self._sequences[source], length)
         self._assign(target)
 

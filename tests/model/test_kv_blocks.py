@@ -69,6 +69,7 @@ class Machine(RuleBasedStateMachine):
         self.blocks = KVBlocks(self.store)
         self.texts = {}
         self.longest = {}  # the length of each sequence before it was cut back
+        self.found = {}  # how many of its tokens were found in the tree, if any
 
     sequences = st.integers(0, 2)
     # Few different runs, so that texts meet again.
@@ -80,6 +81,8 @@ class Machine(RuleBasedStateMachine):
         before = self.blocks.length(sequence)
         cached = self.blocks.match(sequence, text)
         assert before <= cached <= len(text)
+        if cached > before:
+            self.found[sequence] = cached
         counts = self.blocks.counts()
         try:
             self.blocks.reserve(sequence, len(text) - cached)
@@ -98,13 +101,15 @@ class Machine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(sorted(self.texts)))
         self.blocks.drop(sequence)
         del self.texts[sequence], self.longest[sequence]
+        self.found.pop(sequence, None)
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), back=st.integers(0, REWIND))
     def cut_or_fork(self, data, back):
         sequence = data.draw(st.sampled_from(sorted(self.texts)))
         text = self.texts[sequence]
-        length = max(0, len(text) - back, self.longest[sequence] - REWIND)
+        found = self.found.get(sequence, 0)
+        length = max(found, len(text) - back, self.longest[sequence] - REWIND)
         target = data.draw(st.sampled_from([sequence, *({0, 1, 2} - self.texts.keys())]))
         try:
             if target == sequence:
@@ -114,6 +119,7 @@ class Machine(RuleBasedStateMachine):
         except PoolFullError:
             return
         self.texts[target], self.longest[target] = text[:length], self.longest[sequence]
+        self.found[target] = found
 
     @invariant()
     def each_sees_what_it_stored(self):
