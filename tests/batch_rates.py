@@ -1,9 +1,10 @@
 """Decode of several sequences at once on an NVIDIA GPU, beside decode of one:
 
-    python -m tests.batch_rates MODEL... [--backend cuda] [--rows 1,2,4,8,16] [--depths 0,4096] [--wait]
+    python -m tests.batch_rates MODEL... [--backend cuda] [--rows 1,2,4,8,16] [--depths 0,4096] [--wait] [--sampled]
 
 Each row has a prompt of its own. Rates are medians of greedy steps, in tokens a second of all rows together. Each step
-is launched before the tokens of the one before are read, except with `--wait` those of rows. The first
+is launched before the tokens of the one before are read, except with `--wait` those of rows. With `--sampled`, tokens
+are drawn on the device instead, at a temperature of 0.8 with a seed for each row. The first
 column is decode of one, of a runner that has one sequence. Rows whose tokens are not those of their sequence alone are
 counted: half precision may choose another of two tokens that are nearly as probable. What is printed is Markdown.
 """
@@ -22,37 +23,46 @@ STEPS, PROMPT = 48, 40
 
 
 def rates(
-    path: str, backend: str, rows: list[int], depths: list[int], wait: bool
+    path: str, backend: str, rows: list[int], depths: list[int], wait: bool, sampled: bool
 ) -> tuple[list[list[float]], int]:
     """For each depth the rate of decode of one, and of so many rows; and how many rows differ from those alone. To be
     called in a process of its own, which the engine sets up as it does its worker."""
+    from msgspec.structs import replace
+
     from engine.backends import install, prepare
-    from engine.events import EngineOptions
+    from engine.events import EngineOptions, Sampling
 
     install(prepare(EngineOptions(model_path=path, backend=backend)))
     from engine.formats.gguf import GGUF
     from engine.model.architectures import read_spec
     from engine.model.fused import FusedBatchRunner
     from engine.model.kv_blocks import KVBlocks
-    from engine.model.model_runner import Row
+    from engine.model.model_runner import Row, SamplingRunner
     from engine.model.open_runner import open_runner
+    from engine.model.sampling import Sampler
     from engine.model.weights import Weights
 
     file, draw, parallel = GGUF(path), random.Random(0), max(2, *rows)
     spec, context = read_spec(file), max(depths) + PROMPT + 4 * STEPS
     alone = open_runner(Weights(file, spec, lambda _: None), context)
     prompts = [[draw.randrange(1000) for _ in range(max(depths) + PROMPT)] for _ in range(parallel)]
+    settings = Sampling(temperature=0.8)
+    numbers = [Sampler(replace(settings, seed=s)).uniforms(STEPS) for s in range(parallel)]
     found, texts = [], {}
     for depth in depths:
         took = []
         for s in range(parallel):
-            prompt = prompts[s][: depth + PROMPT]
+            decode, prompt = alone.decode, prompts[s][: depth + PROMPT]
             for at in range(0, len(prompt) - 1, alone.max_chunk):
                 alone.prefill(prompt[at : len(prompt) - 1][: alone.max_chunk], at)
             token, text = prompt[-1], []
+            if sampled:
+                assert isinstance(alone, SamplingRunner)
+                assert alone.prepare_sampling(settings, prompt, numbers[s])
+                decode = alone.decode_and_sample
             for i in range(STEPS):
                 started = time.perf_counter()
-                token = alone.decode(token, len(prompt) - 1 + i, run_ahead=i < STEPS - 1)
+                token = decode(token, len(prompt) - 1 + i, run_ahead=i < STEPS - 1)
                 took.append(time.perf_counter() - started)
                 text.append(token)
             texts[depth, s] = text
@@ -70,12 +80,14 @@ def rates(
                     blocks.reserve(s, len(part))
                     runner.prefill(part, at, s)
                     blocks.commit(s, part)
+                if sampled:
+                    assert runner.prepare_row_sampling(s, settings, prompts[s][: depth + PROMPT], numbers[s])
             took = []
             for i in range(STEPS):
                 started = time.perf_counter()
                 for s in range(count):
                     blocks.reserve(s, 2)
-                step = [Row(tokens[s], blocks.length(s), s) for s in range(count)]
+                step = [Row(tokens[s], blocks.length(s), s, sampled) for s in range(count)]
                 chosen = runner.decode_rows(step, ahead=i < STEPS - 1 and not wait)
                 for s in range(count):
                     blocks.commit(s, tokens[s : s + 1])
@@ -97,13 +109,14 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8,16", type=numbers)
     parser.add_argument("--depths", default="0,4096", type=numbers)
     parser.add_argument("--wait", action="store_true", help="no step of rows runs ahead")
+    parser.add_argument("--sampled", action="store_true", help="draw tokens")
     given = parser.parse_args()
     print("| | one alone | " + " | ".join(f"{n} rows" for n in given.rows) + " |")
     print("|---" * (2 + len(given.rows)) + "|", flush=True)
     for path in given.models:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
             found, different = own.submit(
-                rates, path, given.backend, given.rows, given.depths, given.wait
+                rates, path, given.backend, given.rows, given.depths, given.wait, given.sampled
             ).result()
         for depth, line in zip(given.depths, found, strict=True):
             cells = [f"{line[0]:,.0f}", *(f"{rate:,.0f} ({rate / line[0]:.2f}x)" for rate in line[1:])]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.errors import ContextFullError
 from engine.events import (
     Chat,
@@ -22,7 +25,7 @@ from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
 from engine.formats.tokenizer import StreamDecoder
 from engine.model.grammar import Constraint, Grammars
-from engine.model.sampling import Logits, Sampler, biased, log_probabilities
+from engine.model.sampling import Logits, Sampler, biased, has_additive_penalty, log_probabilities
 
 
 class Answers:
@@ -90,6 +93,19 @@ class Answer:
     def needs_logits(self) -> bool:
         """Whether the host needs the logits of the next token: to choose it, or to report its probability."""
         return not self.is_best_token or self.request.logprobs > 0
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether a device may sample the tokens. It knows no masks and no additive penalties, and overwrites logits
+        with penalized ones, of which no log-probabilities are reported."""
+        host = self.is_masked or self.request.logprobs or has_additive_penalty(self.request.sampling)
+        return not self.is_best_token and not host
+
+    @property
+    def uniforms(self) -> NDArray[np.float64]:
+        """The uniform numbers that `choose` would use for the tokens that may follow, float64 (left,)."""
+        n = len(self.tokens) - self.prompt_n
+        return self.sampler.uniforms(n + self.left)[n:]
 
     def choose(self, logits: Logits) -> int:
         """The next token, chosen on the host. `logits`: float32 (vocab,)."""

@@ -76,8 +76,8 @@ class CPUBatchRunner:
         best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)
         return best
 
-    def row_logits(self) -> Logits:
-        return self._last
+    def row_logits(self, rows: Sequence[int] | None = None) -> Logits:
+        return self._last if rows is None else self._last[list(rows)]
 
     def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
         return int(self.decode_rows([Row(token, position, 0)])[0])

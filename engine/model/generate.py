@@ -51,6 +51,7 @@ from engine.model.model_runner import (
     ModelRunner,
     PrefixRunner,
     Row,
+    RowSampler,
     SamplingRunner,
     TunableRunner,
 )
@@ -58,7 +59,6 @@ from engine.model.open_runner import open_runner
 from engine.model.prefix_folder import default_limit_bytes
 from engine.model.prefix_keeper import PrefixKeeper
 from engine.model.prefix_store import PrefixStore
-from engine.model.sampling import has_additive_penalty
 from engine.model.scheduler import Scheduler
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
@@ -246,17 +246,10 @@ class TextModel:
             yield position
 
     def _prepare_sampling(self, answer: Answer) -> bool:
-        """Whether the device samples the reply's tokens. It does not when log-probabilities are asked for: they are
-        those of the logits before penalties, which it overwrites. Nor does it know grammars and
-        additive penalties."""
-        if answer.is_best_token or answer.request.logprobs or answer.is_masked:
+        """Whether the device samples the reply's tokens."""
+        if not answer.fits_device or not isinstance(self._runner, SamplingRunner):
             return False
-        if has_additive_penalty(answer.request.sampling):
-            return False
-        if not isinstance(self._runner, SamplingRunner):
-            return False
-        uniforms = answer.sampler.uniforms(answer.left)
-        return self._runner.prepare_sampling(answer.request.sampling, answer.tokens, uniforms)
+        return self._runner.prepare_sampling(answer.request.sampling, answer.tokens, answer.uniforms)
 
     def _next_token(self, answer: Answer, on_device: bool) -> int:
         """The token after those of the answer. The runner may run ahead if the one after it will be asked for too,
@@ -345,12 +338,13 @@ class TextModel:
     def _capture_batch_steps(self, runner: BatchRunner) -> Iterator[None]:
         assert self.scheduler
         blocks = self.scheduler.blocks
-        for count in runner.row_counts:
-            rows = [Row(0, 0, sequence) for sequence in range(min(count, runner.parallel))]
-            with blocks.room(*[1] * len(rows)):
-                runner.decode_rows(rows)
-                runner.row_logits()
-            yield
+        for samples in (False, True) if isinstance(runner, RowSampler) else (False,):
+            for count in runner.row_counts:
+                rows = [Row(0, 0, sequence, samples) for sequence in range(min(count, runner.parallel))]
+                with blocks.room(*[1] * len(rows)):
+                    runner.decode_rows(rows)
+                    runner.row_logits()
+                yield
         for size in runner.chunk_sizes:
             with blocks.room(size // 2 + 1):
                 runner.prefill([0] * (size // 2 + 1), 0)

@@ -129,11 +129,13 @@ class TunableRunner(ModelRunner, Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One token of a batched decode step: at `position` of the sequence with this row in the block tables."""
+    """One token of a batched decode step: at `position` of the sequence with this row in the block tables. The token
+    after it is the most probable one, or one that the device samples (`RowSampler`)."""
 
     token: int
     position: int
     sequence: int
+    is_sampled: bool = False
 
 
 @runtime_checkable
@@ -152,12 +154,24 @@ class BatchRunner(ModelRunner, BlockStore, Protocol):
         ...
 
     def decode_rows(self, rows: Sequence[Row], ahead: bool = False) -> NDArray[np.int32]:
-        """Runs 1 to `parallel` rows of different sequences; returns the most probable next token of each, int32
-        (rows,). With `ahead`, the sequences have blocks for one more token each, and the caller is going to decode the
-        tokens that it gets and does not need the logits, so the next step may be launched already. It may then ask for
-        fewer of these rows, as sequences end, or do anything else: steps that it launches later come after that one."""
+        """Runs 1 to `parallel` rows of different sequences; returns the next token of each, int32 (rows,). With
+        `ahead`, the sequences have blocks for one more token each, and the caller is going to decode the tokens that it
+        gets and does not need the logits, so the next step may be launched already. It may then ask for fewer of these
+        rows, as sequences end, or do anything else: steps that it launches later come after that one."""
         ...
 
-    def row_logits(self) -> Logits:
-        """The logits of the last `decode_rows`, float32 (rows, vocab), valid until the next step."""
+    def row_logits(self, rows: Sequence[int] | None = None) -> Logits:
+        """The logits of these rows of the last `decode_rows`, by their place in it, or of all: float32 (rows, vocab),
+        valid until the next step. Those of a row that was sampled are not."""
+        ...
+
+
+@runtime_checkable
+class RowSampler(Protocol):
+    """What a `BatchRunner` has too if it can sample rows on the device."""
+
+    def prepare_row_sampling(
+        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
+        """As `SamplingRunner.prepare_sampling`, for the rows of a sequence that are sampled."""
         ...

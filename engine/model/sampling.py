@@ -22,7 +22,7 @@ class Sampler:
     use: that of `sampling`, else a random one."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+        self.sampling = sampling
         self.seed = (
             sampling.seed if sampling.seed is not None else int(np.random.SeedSequence().generate_state(1)[0])
         )
@@ -31,16 +31,16 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken, so the host does not need the logits."""
-        return self._sampling.temperature == 0 and not self._penalizes
+        return self.sampling.temperature == 0 and not self._penalizes
 
     @property
     def _penalizes(self) -> bool:
-        s = self._sampling
+        s = self.sampling
         return s.repeat_last_n > 0 and (s.repeat_penalty != 1 or has_additive_penalty(s))
 
     def sample(self, logits: Logits, previous: Sequence[int]) -> int:
         """A token id. `logits`: float32 (vocab,); `previous`: all tokens so far, oldest first."""
-        if self._sampling.temperature == 0:
+        if self.sampling.temperature == 0:
             return int(self._penalized(logits, previous).argmax())
         ids, masses = self.candidates(logits, previous)
         cumulative = np.cumsum(masses)
@@ -57,7 +57,7 @@ class Sampler:
     ) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
         """The ids that top-k, top-p and min-p leave, and masses proportional to their probabilities, both (n,): most
         probable first, equal ones by id. The temperature must not be 0."""
-        s, logits = self._sampling, self._penalized(logits, previous)
+        s, logits = self.sampling, self._penalized(logits, previous)
         ids = _top_k(logits, s.top_k) if 0 < s.top_k < logits.size else np.arange(logits.size)
         x = logits[ids].astype(np.float64)
         x -= x.max()
@@ -73,7 +73,7 @@ class Sampler:
         return ids, np.exp(x / s.temperature)
 
     def _penalized(self, logits: Logits, previous: Sequence[int]) -> Logits:
-        s = self._sampling
+        s = self.sampling
         if not self._penalizes:
             return logits
         logits = logits.copy()

@@ -22,7 +22,7 @@ from engine.errors import ContextFullError
 from engine.events import Finished, Slot, Slots
 from engine.model.answer import Answer
 from engine.model.kv_blocks import BLOCK, KVBlocks, PoolFullError
-from engine.model.model_runner import BatchRunner, Row
+from engine.model.model_runner import BatchRunner, Row, RowSampler
 from engine.model.pace import Pace
 from engine.model.sampling import Logits
 
@@ -39,10 +39,21 @@ class Job:
     number: int
     turn: int = 0  # when it last had a turn to prefill; 0: not since it has its slot
     was_paused: bool = False
+    is_sampled: bool = False  # on the device
 
     @property
     def client(self) -> str:
         return self.answer.request.client
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the host needs those of the next token."""
+        return self.answer.needs_logits and not self.is_sampled
+
+    def row(self, sequence: int) -> Row:
+        """The step of its last token."""
+        tokens = self.answer.tokens
+        return Row(tokens[-1], len(tokens) - 1, sequence, self.is_sampled)
 
     @property
     def stored(self) -> list[int]:
@@ -205,7 +216,16 @@ class Scheduler:
         if n and self._reserve(sequence, n):
             self._runner.prefill(wanted[done : done + n], done, sequence)
             self.blocks.commit(sequence, wanted[done : done + n])
+        if self._slots[sequence] is job and self._is_prefilled(sequence, job):
+            job.is_sampled = self._prepare_sampling(sequence, answer)
         return n
+
+    def _prepare_sampling(self, sequence: int, answer: Answer) -> bool:
+        """Whether the device samples the tokens that follow."""
+        if not answer.fits_device or not isinstance(self._runner, RowSampler):
+            return False
+        sampling = answer.request.sampling
+        return self._runner.prepare_row_sampling(sequence, sampling, answer.tokens, answer.uniforms)
 
     def _find(self, sequence: int, job: Job) -> int:
         """Takes what is in the KV cache already: another conversation may just have computed what comes next in this
@@ -232,13 +252,14 @@ class Scheduler:
         self._is_ahead = bool(ready) and self._goes_on(ready)
         if not ready:
             return 0
-        rows = [Row(job.answer.tokens[-1], len(job.answer.tokens) - 1, i) for i, job in ready]
-        best = self._runner.decode_rows(rows, self._is_ahead)
-        logits = self._runner.row_logits() if any(job.answer.needs_logits for _, job in ready) else None
+        rows = [job.row(i) for i, job in ready]
+        chosen = self._runner.decode_rows(rows, self._is_ahead)
+        host = [n for n, (_, job) in enumerate(ready) if job.needs_logits]
+        logits = dict(zip(host, self._runner.row_logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
             self.blocks.commit(sequence, [rows[n].token])
             try:
-                _take(job.answer, int(best[n]), None if logits is None else logits[n])
+                _take(job, int(chosen[n]), logits.get(n))
             except Exception as error:  # of its grammar, for example
                 self._leave(sequence)
                 job.end(error)
@@ -250,10 +271,9 @@ class Scheduler:
 
     def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
         """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""
-        answers = [job.answer for _, job in ready]
-        if any(answer.needs_logits or answer.left == 1 for answer in answers):
+        if any(job.needs_logits or job.answer.left == 1 for _, job in ready):
             return False
-        if len(answers) < sum(1 for _ in self._live()):  # there is a prompt to prefill
+        if len(ready) < sum(1 for _ in self._live()):  # there is a prompt to prefill
             return False
         try:
             for sequence, _ in ready:
@@ -281,11 +301,13 @@ class Scheduler:
         return Slots(slots=tuple(slots), waiting=waiting, blocks=self.blocks.counts())
 
 
-def _take(answer: Answer, best: int, logits: Logits | None) -> None:
-    """Adds the next token. `logits`: its own, float32 (vocab,), unless the answer does not need them."""
+def _take(job: Job, chosen: int, logits: Logits | None) -> None:
+    """Adds the next token, which the runner has `chosen` unless the host chooses it. `logits`: its own, float32
+    (vocab,), if the host needs them."""
+    answer = job.answer
 
     def needed() -> Logits:
         assert logits is not None
         return logits
 
-    answer.add(best if answer.is_best_token else answer.choose(needed()), needed)
+    answer.add(chosen if answer.is_best_token or job.is_sampled else answer.choose(needed()), needed)

@@ -1,9 +1,11 @@
 """A BatchRunner without a model: the next token is a function of all tokens before it, read through the tables."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from engine.model.kv_blocks import BLOCK, KVGroup
-from engine.model.model_runner import Row
+from engine.model.sampling import Sampler
 
 VOCAB = 256
 GROUPS = KVGroup(None, 64), KVGroup(40, 64)
@@ -72,18 +74,48 @@ class FakeBatchRunner:
         if not all(row in known for row in rows):
             assert not known  # nobody asked for a step in vain
             known = self._step("decode", rows)
-        self._logits = np.array([known[row] for row in rows])
-        best = self._logits.argmax(1).astype(np.int32)
+        self._logits = np.array([known[row][0] for row in rows])
+        chosen = np.array([known[row][1] for row in rows], np.int32)
         if ahead and len(rows) == len(known):
             self._logits = None
-            following = [Row(int(i), r.position + 1, r.sequence) for i, r in zip(best, rows, strict=True)]
+            following = [
+                replace(r, token=int(i), position=r.position + 1) for i, r in zip(chosen, rows, strict=True)
+            ]
             self.ahead = self._step("ahead", following)
-        return best
+        return chosen
 
     def _step(self, phase, rows):
-        """The logits after each row."""
+        """The logits after each row, and the token that is chosen."""
         self.steps.append((phase, len(rows)))
-        return {row: next_logits(self._store(row.token, row.position, row.sequence)) for row in rows}
+        return {row: self._chosen(row, self._store(row.token, row.position, row.sequence)) for row in rows}
 
-    def row_logits(self):
-        return self._logits
+    def _chosen(self, row, tokens):
+        logits = next_logits(tokens)
+        return logits, int(logits.argmax())
+
+    def row_logits(self, rows=None):
+        return self._logits if rows is None else self._logits[rows]
+
+
+class FakeRowSampler(FakeBatchRunner):
+    """Samples as the host does."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.samplers = {}  # of each sequence, with its uniform numbers by position
+
+    def prepare_row_sampling(self, sequence, sampling, tokens, uniforms):
+        by_position = dict(enumerate(uniforms, len(tokens) - 1))
+        self.samplers[sequence] = Sampler(sampling), by_position
+        return sampling.top_k > 0
+
+    def _chosen(self, row, tokens):
+        if not row.is_sampled:
+            return super()._chosen(row, tokens)
+        sampler, uniforms = self.samplers[row.sequence]
+        if sampler.sampling.temperature == 0:
+            return np.full(VOCAB, np.nan), sampler.sample(next_logits(tokens), tokens)
+        ids, masses = sampler.candidates(next_logits(tokens), tokens)
+        cumulative = np.cumsum(masses)
+        place = np.searchsorted(cumulative, uniforms[row.position] * cumulative[-1], side="right")
+        return np.full(VOCAB, np.nan), int(ids[place])

@@ -11,7 +11,7 @@ from engine.model.answer import Answers
 from engine.model.kv_blocks import KVGroup
 from engine.model.scheduler import Scheduler
 from tests import generated_model
-from tests.model.fake_batch_runner import VOCAB, FakeBatchRunner, greedy_reply, next_logits
+from tests.model.fake_batch_runner import VOCAB, FakeBatchRunner, FakeRowSampler, greedy_reply, next_logits
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +120,13 @@ def test_the_next_step_runs_ahead_unless_something_else_is_due(bench, monkeypatc
     tokenizer = bench.answers._prompts.tokenizer
     monkeypatch.setattr(tokenizer, "eos_ids", {ends_early[-1]})
     first, other = bench.ask([1, 2, 3], 50, ignore_eos=False), bench.ask([4] * 9, 30)
-    bench.run(14)
+    bench.run(20)
     assert bench.ends[first].reason == "stop" and bench.reply(first) == ends_early
-    bench.run(4)
     later = bench.ask([5] * 40, 7)  # in the slot that is free
     bench.run()
     assert bench.reply(other) == greedy_reply([4] * 9, 30) and bench.reply(later) == greedy_reply([5] * 40, 7)
     phases = [phase for phase, _ in bench.runner.steps]
-    assert len(phases) - phases.count("prefill") == 31  # none in vain
-    assert phases.count("decode") < 8
+    assert phases.count("ahead") > 2 * phases.count("decode") and phases.count("prefill") >= 3
     host = bench.ask([6], 9, logprobs=1)
     bench.run()
     assert bench.runner.steps[-9:] == [("decode", 1)] * 9 and bench.reply(host) == greedy_reply([6], 9)
@@ -159,6 +157,34 @@ def test_samples_penalties_and_log_probabilities_are_those_of_one_conversation(b
     assert tokens(beside[0]) == tokens(alone)
     logits = next_logits([5, 6, 7]).astype(float)
     assert tokens(alone)[0][1] == pytest.approx(logits[tokens(alone)[0][0]] - np.log(np.exp(logits).sum()))
+
+
+def test_rows_sampled_by_the_runner_have_the_tokens_that_the_host_would_choose(bench, answers):
+    kinds = [
+        {"sampling": Sampling(temperature=1.5, repeat_penalty=1.3, seed=5)},
+        {"sampling": Sampling(temperature=0.7, seed=6)},
+        {"sampling": Sampling(temperature=1.5, seed=7, presence_penalty=1)},  # the host knows this alone
+        {"sampling": Sampling(temperature=1.5, seed=7, top_k=0)},  # and the runner declines this
+        {"sampling": Sampling(temperature=0, repeat_penalty=1.5)},
+        {"sampling": Sampling(temperature=1, seed=8), "logprobs": 1},
+        {},
+    ]
+    asked = [(prompt, 10 + 9 * (i % 5), kinds[i % 7]) for i, prompt in enumerate(prompts(14, most=100))]
+    replies = []
+    for runner in (FakeBatchRunner(), FakeRowSampler(3, (KVGroup(None, 13), KVGroup(40, 64)))):
+        one = Bench(answers, runner)
+        ids = []
+        for prompt, n, kind in asked:
+            ids.append(one.ask(prompt, n, **kind))
+            one.run(4)
+        replies.append([one.run().reply(id) for id in ids])
+    assert replies[0] == replies[1]
+    alone = Bench(answers, FakeRowSampler())
+    for kind, logits_needed in zip(kinds, (0, 0, 1, 1, 0, 1, 0), strict=True):
+        del alone.runner.steps[:]
+        alone.ask([1, 2], 9, **kind)
+        alone.run()
+        assert (("ahead", 1) in alone.runner.steps) != logits_needed
 
 
 def test_failures_end_the_requests_that_they_concern(bench, monkeypatch):

@@ -10,6 +10,8 @@ found without sorting the vocabulary: the k largest logits are in the k groups w
 with a low enough rank stores the largest logits of its subgroups at the place of that rank. The subgroups of the last
 level are single tokens, which end up sorted. Of equal logits the lower token comes first, as in
 `engine.model.sampling`, whose steps `draw` takes.
+
+A step of several rows (`StepRows`) chooses the token of each one with the settings of its own sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +35,7 @@ from engine.kernels.gpu.uops import (
     INDEX,
     LOG2_E,
     after_store,
+    all_of,
     chain,
     f32,
     finish,
@@ -45,8 +49,47 @@ from engine.kernels.gpu.uops import (
 )
 
 MAX_REPEAT_LAST_N = 1024
+SETTINGS = 8  # numbers of `settings_of`
 _LANES = 32  # threads that rank a group
 _RUN = 16  # numbers that a thread adds for a prefix sum
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of a step, of `sequences` in all, and its state: of one row, int32 (3,), its token, position, and
+    sequence if there are several; of `count` rows, int32 (4, count), the same of each, and what it is (`USED`)."""
+
+    count: int = 1
+    sequences: int = 1
+
+    USED: ClassVar[int] = 1  # a row whose next token is the most probable one; 0: there is none
+    SAMPLED: ClassVar[int] = 2  # a row whose next token is drawn
+
+    def number(self, axis: int) -> UOp:
+        """That of the row which a block works on, along an axis of the grid."""
+        return UOp.special(self.count, f"gidx{axis}") if self.count > 1 else UOp.const(0)
+
+    def position(self, state: UOp, row: UOp, context: int) -> UOp:
+        return load_index(state, row + self.count, context)
+
+    def sequence(self, state: UOp, row: UOp) -> UOp:
+        return load(state, row + 2 * self.count).cast(INDEX) if self.sequences > 1 else UOp.const(0)
+
+    def is_used(self, state: UOp, row: UOp) -> UOp | None:
+        """None: every row is."""
+        return load(state, row + 3 * self.count).ne(0) if self.count > 1 else None
+
+    def is_sampled(self, state: UOp, row: UOp) -> UOp | None:
+        """None: every row is."""
+        return load(state, row + 3 * self.count).eq(self.SAMPLED) if self.count > 1 else None
+
+    def letter(self, row: UOp, position: UOp) -> UOp:
+        """Where the next token goes: that of one row to its position; those of several to int32 (2, count), the first
+        row of which is for even positions, so that a step leaves those of the step before."""
+        return position % 2 * self.count + row if self.count > 1 else position
+
+
+_ONE = StepRows()
 
 
 @functools.cache
@@ -70,19 +113,18 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
 @functools.cache
 def next_tokens(n_blocks: int, tokens: int, threads: int = 1024) -> Kernel:
     """As `next_token`, for a step of several sequences, from the outs of `engine.kernels.gpu.few_columns.ARGMAX`.
-    Buffers: the state, int32 (4, tokens), in which tokens that are used become the next ones and positions advance
-    (`engine.kernels.gpu.decode_block`); the next tokens, int32 (2, tokens), in the first row those after even
-    positions; the largest logit of each token and block, float32 (tokens, n_blocks), and its row, int32 (tokens,
-    n_blocks)."""
+    Buffers: the state (`StepRows`), in which tokens that are used become the next ones and positions advance; the next
+    tokens (`StepRows.letter`); the largest logit of each token and block, float32 (tokens, n_blocks), and its row,
+    int32 (tokens, n_blocks)."""
+    rows = StepRows(tokens)
 
     def kernel(state: UOp, out: UOp, block_max: UOp, block_row: UOp) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
         place = lambda block: token * n_blocks + block
         row = _most_probable(block_max, block_row, n_blocks, thread, threads, place)
-        used = load(state, token + 3 * tokens).ne(0) & thread.eq(0)
-        position = load(state, token + tokens)
+        used, position = all_of(thread.eq(0), rows.is_used(state, token)), load(state, token + tokens)
         stores = [
-            store(out, position.cast(INDEX) % 2 * tokens + token, row, used),
+            store(out, rows.letter(token, position.cast(INDEX)), row, used),
             store(state, token, row, used),
             store(state, token + tokens, position + UOp.const(1, I32), used),
         ]
@@ -150,62 +192,69 @@ class Shortlist:
 
 
 def settings_of(sampling: Sampling) -> NDArray[np.float32]:
-    """The settings that `draw` and `penalize` read, float32 (6,): top_k, top_p, log2(min_p), log2(e) / temperature,
-    repeat_penalty and repeat_last_n. Greedy sampling is a top_k of 1."""
+    """The settings that `draw` and `penalize` read, float32 (SETTINGS,): top_k, top_p, log2(min_p), log2(e) /
+    temperature, repeat_penalty and repeat_last_n. Greedy sampling is a top_k of 1."""
     s, greedy = sampling, sampling.temperature == 0
     top_k = 1 if greedy else s.top_k
     log_min_p = np.log2(s.min_p) if s.min_p > 0 else LOWEST_LOGIT
     slope = 1.0 if greedy else LOG2_E / s.temperature
-    return np.asarray([top_k, s.top_p, log_min_p, slope, s.repeat_penalty, s.repeat_last_n], np.float32)
+    return np.asarray([top_k, s.top_p, log_min_p, slope, s.repeat_penalty, s.repeat_last_n, 0, 0], np.float32)
 
 
 @functools.cache
-def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N) -> Kernel:
+def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N, rows: StepRows = _ONE) -> Kernel:
     """Lowers the logits of recent tokens: divides positive ones by the penalty and multiplies negative ones. Buffers:
-    the logits, float32 (vocab,); the settings (`settings_of`); the state, int32 (2,): token and position; the tokens so
-    far, int32 (context + 1,)."""
+    the logits, float32 (rows, vocab); the settings (`settings_of`) of each sequence; the state (`StepRows`); the tokens
+    so far of each sequence, int32 (sequences, context + 1)."""
 
     def kernel(logits: UOp, settings: UOp, state: UOp, tokens: UOp) -> UOp:
-        i = UOp.special(recent, "lidx0")
-        seen = load_index(state, 1, context) + 1
-        n = seen.minimum(load(settings, 5).cast(I32).cast(INDEX))
-        token_i = load(tokens, (seen - n + i).minimum(context))
+        i, row = UOp.special(recent, "lidx0"), rows.number(0)
+        sequence = rows.sequence(state, row)
+        first = sequence * (context + 1)
+        penalty, last_n = (load(settings, sequence * SETTINGS + k) for k in (4, 5))
+        penalizes = penalty.ne(f32(1))
+        if (is_sampled := rows.is_sampled(state, row)) is not None:
+            penalizes = penalizes & is_sampled
+        seen = rows.position(state, row, context) + 1
+        n = penalizes.where(seen.minimum(last_n.cast(I32).cast(INDEX)), UOp.const(0))
+        token_i = load(tokens, first + (seen - n + i).minimum(context))
         # a token that occurs several times is penalized once, by the thread of its last occurrence
         later = UOp.range((n - i - 1).maximum(0), 0, AxisType.REDUCE)
-        is_same = load(tokens, seen - n + i + 1 + later).eq(token_i)
+        is_same = load(tokens, first + (seen - n + i + 1 + later)).eq(token_i)
         n_later = is_same.where(f32(1), f32(0)).reduce(later, arg=Ops.ADD)
         counts = after_store(shared(recent, slot=0), i, (i < n).where(n_later, f32(1)))
         is_last = load(counts, i) < f32(0.5)
-        token = token_i.maximum(0).minimum(vocab - 1).cast(INDEX)
-        x, penalty = load(logits, token), load(settings, 4)
+        token = token_i.maximum(0).minimum(vocab - 1).cast(INDEX) + row * vocab
+        x = load(logits, token)
         smaller = (x > f32(0)).where(x / penalty, x * penalty)
-        return finish(f"penalize_{vocab}", [store(logits, token, smaller, is_last)])
+        return finish(f"penalize_{vocab}_{rows.count}", [store(logits, token, smaller, is_last)])
 
     return kernel
 
 
 @functools.cache
-def leaders(shortlist: Shortlist) -> Kernel:
-    """The largest logit of each group of the first level. Buffers: these, float32 (entries(0),); the logits, float32
-    (vocab,)."""
+def leaders(shortlist: Shortlist, rows: int = 1) -> Kernel:
+    """The largest logit of each group of the first level. Buffers: these, float32 (rows, entries(0)); the logits,
+    float32 (rows, vocab)."""
 
     def kernel(out: UOp, logits: UOp) -> UOp:
         blocks = shortlist.entries(0) // _LANES
         group = UOp.special(blocks, "gidx0") * _LANES + UOp.special(_LANES, "lidx0")
-        span = shortlist.spans[0]
-        largest = _largest(logits, group * span, span, shortlist.vocab)
-        return finish(f"leaders_{shortlist.vocab}", [store(out, group, largest)])
+        span, row = shortlist.spans[0], StepRows(rows).number(1)
+        largest = _largest(logits, group * span, span, shortlist.vocab, row)
+        place = row * shortlist.entries(0) + group
+        return finish(f"leaders_{shortlist.vocab}_{rows}", [store(out, place, largest)])
 
     return kernel
 
 
 @functools.cache
-def ranked(shortlist: Shortlist, level: int, items: int = 8) -> Kernel:
+def ranked(shortlist: Shortlist, level: int, items: int = 8, rows: int = 1) -> Kernel:
     """Sorts the groups of a level by their largest logits, and finds the largest logit of each subgroup of the first
-    ones. Buffers: these logits, float32 (entries(level + 1),); the numbers of the subgroups, int32 (the same size),
-    which at the last level are tokens; the groups' largest logits, float32 (entries(level),); the groups' numbers,
-    int32, except at level 0, whose groups are all groups in order; the logits, float32 (vocab,), except at the last
-    level."""
+    ones. Buffers, for each of `rows`: these logits, float32 (entries(level + 1),); the numbers of the subgroups, int32
+    (the same size), which at the last level are tokens; the groups' largest logits, float32 (entries(level),); the
+    groups' numbers, int32, except at level 0, whose groups are all groups in order; the logits, float32 (vocab,),
+    except at the last level."""
     first, last = level == 0, level == len(shortlist.spans) - 1
     n, parts = shortlist.entries(level), shortlist.parts(level)
     span = shortlist.spans[level] // parts
@@ -213,9 +262,11 @@ def ranked(shortlist: Shortlist, level: int, items: int = 8) -> Kernel:
     def kernel(out: UOp, out_ids: UOp, values: UOp, *rest: UOp) -> UOp:
         ids, logits = None if first else rest[0], None if last else rest[-1]
         lane, slot = UOp.special(_LANES, "lidx0"), UOp.special(items, "lidx1")
+        row = StepRows(rows).number(1)
 
         def entry(i: UOp) -> tuple[UOp, UOp]:
-            return load(values, i), i.cast(I32) if ids is None else load(ids, i)
+            place = row * n + i
+            return load(values, place), i.cast(I32) if ids is None else load(ids, place)
 
         own, own_id = entry(UOp.special(n // items, "gidx0") * items + slot)
         loop = UOp.range(n // _LANES, 0, AxisType.REDUCE)
@@ -226,57 +277,66 @@ def ranked(shortlist: Shortlist, level: int, items: int = 8) -> Kernel:
         rank = tree(load_run(counts, slot * _LANES, _LANES)).cast(I32).cast(INDEX)
         part = lane % parts  # lanes beyond the parts store the same values again
         id_ = own_id.cast(INDEX) * parts + part
-        value = own if logits is None else _largest(logits, id_ * span, span, shortlist.vocab)
-        index, ok = rank * parts + part, rank < shortlist.length
+        value = own if logits is None else _largest(logits, id_ * span, span, shortlist.vocab, row)
+        index = row * shortlist.entries(level + 1) + rank * parts + part
+        ok = rank < shortlist.length
         stores = [store(out, index, value, ok), store(out_ids, index, id_.cast(I32), ok)]
-        return finish(f"ranked_{level}_{shortlist.vocab}", stores)
+        return finish(f"ranked_{level}_{shortlist.vocab}_{rows}", stores)
 
     return kernel
 
 
 @functools.cache
-def draw(shortlist: Shortlist, context: int) -> Kernel:
-    """Filters the sorted tokens by the settings and draws one. Buffers: the state, int32 (2,): token and position,
-    which advances by one; the token after each position, int32 (context,); the tokens so far, int32 (context + 1,); the
-    sorted logits, float32, and their tokens, int32; the settings (`settings_of`); a uniform random number in [0, 1) for
-    each position, float32 (context,)."""
+def draw(shortlist: Shortlist, context: int, rows: StepRows = _ONE) -> Kernel:
+    """Filters the sorted tokens by the settings and draws one; takes the first for a row that is not sampled. Buffers:
+    the state (`StepRows`), in which it becomes the token and the position advances; the next tokens
+    (`StepRows.letter`); the tokens so far of each sequence, int32 (sequences, context + 1); the sorted logits of each
+    row, float32, and their tokens, int32; of each sequence the settings (`settings_of`), and a uniform random number in
+    [0, 1) for each position, float32 (sequences, context)."""
     n = shortlist.entries(len(shortlist.spans))
 
     def kernel(
         state: UOp, history: UOp, tokens: UOp, values: UOp, ids: UOp, settings: UOp, uniforms: UOp
     ) -> UOp:
-        i = UOp.special(n, "lidx0")
+        i, row = UOp.special(n, "lidx0"), rows.number(0)
+        sequence, position = rows.sequence(state, row), rows.position(state, row, context)
         # the natural logarithm of the probability, relative to the most probable token's
-        log_ratio = load(values, i) - load(values, 0)
-        top_k, top_p, log_min_p, slope = load_run(settings, 0, 4)
+        log_ratio = load(values, row * n + i) - load(values, row * n)
+        top_k, top_p, log_min_p, slope = load_run(settings, sequence * SETTINGS, 4)
         # all threads read the position through this number before one of them advances the state
         first = i.eq(0)
-        number = load(uniforms, load_index(state, 1, context), first)
+        number = load(uniforms, sequence * context + position, first)
         uniform = after_store(shared(1, slot=0), 0, number, first)
         in_top_k = i.cast(F32) < top_k
         up_to, total = _prefix_sums(in_top_k.where((log_ratio * f32(LOG2_E)).exp2(), f32(0)), i, n, 1)
         before = first.where(f32(0), load(up_to, (i - 1).maximum(0)))
         in_top_p = (before < top_p * total) | (top_p >= f32(1))
         kept = in_top_k & in_top_p & (log_ratio * f32(LOG2_E) >= log_min_p)
+        if (is_sampled := rows.is_sampled(state, row)) is not None:
+            kept = is_sampled.where(kept, first)
         up_to, total = _prefix_sums(kept.where((log_ratio * slope).exp2(), f32(0)), i, n, 4)
         goal = load(uniform, 0) * total
         chosen = (first | (load(up_to, (i - 1).maximum(0)) <= goal)) & (goal < load(up_to, i))
-        token, position = load(ids, i), load_index(state, 1, context)
+        if (is_used := rows.is_used(state, row)) is not None:
+            chosen = chosen & is_used
+        token = load(ids, row * n + i)
         stores = [
-            store(tokens, position + 1, token, chosen),
-            store(history, position, token, chosen),
-            store(state, 0, token, chosen),
-            store(state, 1, (position + 1).cast(I32), chosen),
+            store(tokens, sequence * (context + 1) + position + 1, token, chosen),
+            store(history, rows.letter(row, position), token, chosen),
+            store(state, row, token, chosen),
+            store(state, row + rows.count, (position + 1).cast(I32), chosen),
         ]
-        return finish(f"draw_{n}", stores)
+        return finish(f"draw_{n}_{rows.count}", stores)
 
     return kernel
 
 
-def _largest(logits: UOp, start: UOp, count: int, vocab: int) -> UOp:
-    """The largest of `count` logits from `start` on; the lowest value if all are beyond the vocabulary."""
+def _largest(logits: UOp, start: UOp, count: int, vocab: int, row: UOp) -> UOp:
+    """The largest of `count` logits of a row from `start` on; the lowest value if all are beyond the vocabulary."""
     inside = [start + j < vocab for j in range(count)]
-    values = (ok.where(load(logits, start + j, ok), f32(LOWEST_LOGIT)) for j, ok in enumerate(inside))
+    values = (
+        ok.where(load(logits, row * vocab + start + j, ok), f32(LOWEST_LOGIT)) for j, ok in enumerate(inside)
+    )
     return maximum(list(values))
 
 

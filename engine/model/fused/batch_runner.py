@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, dtypes
 
-from engine.events import Step
+from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_all
@@ -17,6 +17,7 @@ from engine.kernels.gpu.device import has_tensor_cores
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import copy_block
+from engine.kernels.gpu.sampling import Shortlist
 from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
@@ -24,6 +25,7 @@ from engine.model.fused.row_steps import RowSteps
 from engine.model.fused.uses import uses_of
 from engine.model.kv_blocks import KVGroup
 from engine.model.lower import REWIND
+from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_batch import ROW_COUNTS, BatchKernels
 from engine.model.lower.gpu_decode import DecodeKernels
 from engine.model.lower.gpu_prefill import PrefillKernels
@@ -45,7 +47,7 @@ def runs_batches(spec: ModelSpec) -> bool:
 
 
 class FusedBatchRunner:
-    """Implements `BatchRunner`."""
+    """Implements `BatchRunner` and `RowSampler`."""
 
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]
@@ -62,7 +64,9 @@ class FusedBatchRunner:
         self._one = DecodeKernels(model, self._prescales, context_length)
         self._batch = BatchKernels(model, self._prescales, context_length, self.row_counts[1:])
         self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
-        self._steps = RowSteps(self._one, self._batch, self.row_counts, context_length, self._launch)
+        counts = self.row_counts
+        self._sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
+        self._steps = RowSteps(self._one, self._batch, self._sampler, counts, context_length, self._launch)
         by_window = {a.heads.window: a for a in model.attention}
         self._tables = [a.tables for a in by_window.values()]
         self._stale_tables: set[tuple[int, int]] = set()  # the groups and sequences of those to be sent
@@ -84,6 +88,7 @@ class FusedBatchRunner:
         specs = {matrix.spec: None for matrix in self._model.matrices}
         steps = self._steps
         rows = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
+        rows += [steps.kernels(n, steps.limits(n)[0], samples=True) for n in self.row_counts]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes]
         linears = [sequence.linear for sequence in (*rows, *prefill, *self._copies)]
         compile_all([*map(repacking_kernels, specs), *linears])
@@ -150,8 +155,16 @@ class FusedBatchRunner:
             chosen += self._steps.decode(rows[first : first + most], ahead and len(rows) <= most)
         return np.asarray(chosen, np.int32)
 
-    def row_logits(self) -> Logits:
-        return np.concatenate([*self._earlier, self._steps.logits()])
+    def row_logits(self, rows: Sequence[int] | None = None) -> Logits:
+        if not self._earlier:
+            return self._steps.logits(rows)
+        logits = np.concatenate([*self._earlier, self._steps.logits()])
+        return logits if rows is None else logits[list(rows)]
+
+    def prepare_row_sampling(
+        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
+        return self._sampler.prepare(sampling, tokens, uniforms, sequence)
 
     def logits(self) -> Logits:
         return np.asarray(self.row_logits()[0], np.float32)

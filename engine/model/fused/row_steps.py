@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.kernels.gpu.device_memory import overwrite
+from engine.kernels.gpu.device_memory import overwrite, read_rows
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import Mailbox
+from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_batch import BatchKernels
 from engine.model.lower.gpu_decode import DecodeKernels
 from engine.model.model_runner import Row
@@ -25,20 +26,26 @@ Launch = Callable[[tuple[str, int, int], Callable[[], KernelSequence]], None]
 
 
 class RowSteps:
-    """Launches steps of one row, by `one`, and of up to so many as one of `counts`, ascending, by `batch`."""
+    """Launches steps of one row, by `one`, and of up to so many as one of `counts`, ascending, by `batch`. `sampler`
+    draws the tokens of rows that are sampled."""
 
     def __init__(
-        self, one: DecodeKernels, batch: BatchKernels, counts: Sequence[int], context: int, launch: Launch
+        self,
+        one: DecodeKernels,
+        batch: BatchKernels,
+        sampler: DeviceSampler,
+        counts: Sequence[int],
+        context: int,
+        launch: Launch,
     ) -> None:
-        self._one, self._batch, self._counts, self._launch_graph = one, batch, counts, launch
+        self._one, self._batch, self._sampler = one, batch, sampler
+        self._counts, self._launch_graph = counts, launch
         self._one_mailbox = Mailbox(context)
         self._mailbox = Mailbox(2 * counts[-1])  # a step and the one ahead of it use different halves
         self._rows: list[Row] = []  # what the device has as the rows of the next step
         self._is_ahead = False  # whether that step is launched
-        self._last = (
-            0,
-            np.zeros(0, np.intp),
-        )  # for how many rows the last step was captured, and the rows wanted
+        # for how many rows the graph of the last step is, and which of them were wanted
+        self._last: tuple[int, list[int]] = (1, [])
 
     # ---- the steps ----
 
@@ -57,17 +64,18 @@ class RowSteps:
             self._launch([replace(row, position=row.position + 1) for row in step])
         tokens = self._take(step)
         self._rows = [
-            Row(token, row.position + 1, row.sequence) for token, row in zip(tokens, step, strict=True)
+            replace(row, token=token, position=row.position + 1)
+            for token, row in zip(tokens, step, strict=True)
         ]
         wanted = [places[row] for row in rows]
-        self._last = self._count(step), np.asarray(wanted)
+        self._last = self._count(step), wanted
         return [tokens[place] for place in wanted]
 
-    def logits(self) -> Logits:
-        """Those of the rows of the last step, float32 (rows, vocab), unless one is ahead."""
+    def logits(self, rows: Sequence[int] | None = None) -> Logits:
+        """Those of these rows of the last step, or of all, float32 (rows, vocab), unless one is ahead."""
         count, places = self._last
         source = self._one.logits if count == 1 else self._batch.logits[count]
-        return np.asarray(source.numpy().reshape(count, -1)[places], np.float32)
+        return read_rows(source, count, places if rows is None else [places[row] for row in rows])
 
     def end(self, sequence: int) -> None:
         """Says that the next row of a sequence is another one than the device has, even if it looks the same."""
@@ -79,15 +87,18 @@ class RowSteps:
             self._take(self._rows)
             self._rows, self._is_ahead = [], False
 
-    def launch(self, count: int, limit: int) -> None:
-        """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each."""
-        self._launch_graph(("rows", count, limit), lambda: self.kernels(count, limit))
+    def launch(self, count: int, limit: int, samples: bool = False) -> None:
+        """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each. `samples`:
+        whether any of them is sampled."""
+        name = "sampled rows" if samples else "rows"
+        self._launch_graph((name, count, limit), lambda: self.kernels(count, limit, samples))
 
-    def kernels(self, count: int, limit: int) -> KernelSequence:
+    def kernels(self, count: int, limit: int, samples: bool = False) -> KernelSequence:
         """Those of a step that `launch` launches."""
+        sampler = self._sampler if samples else None
         if count == 1:
-            return self._one.step(limit, self._one_mailbox.tensor)
-        return self._batch.rows_step(count, limit, self._mailbox.tensor)
+            return self._one.step(limit, self._one_mailbox.tensor, sampler, samples)
+        return self._batch.rows_step(count, limit, self._mailbox.tensor, sampler)
 
     def limits(self, count: int) -> list[int]:
         """The numbers of tokens that the attention of a step of `count` rows is split for."""
@@ -107,18 +118,20 @@ class RowSteps:
         if self._rows == list(rows):
             return
         self._rows, count = list(rows), self._count(rows)
-        tokens, positions, sequences = zip(*((r.token, r.position, r.sequence) for r in rows), strict=True)
         if count == 1:
-            overwrite(self._one.state, np.asarray([*tokens, *positions, *sequences], np.int32))
+            (row,) = rows
+            overwrite(self._one.state, np.asarray([row.token, row.position, row.sequence], np.int32))
         else:
-            self._batch.send(count, tokens, positions, sequences)
+            fields = ((r.token, r.position, r.sequence, r.is_sampled) for r in rows)
+            self._batch.send(count, *zip(*fields, strict=True))
 
     def _launch(self, rows: Sequence[Row]) -> None:
         box, places = self._letters(rows)
         for place in places:
             box.expect(place)
         count = self._count(rows)
-        self.launch(count, self.limit(count, max(row.position for row in rows)))
+        limit = self.limit(count, max(row.position for row in rows))
+        self.launch(count, limit, any(row.is_sampled for row in rows))
 
     def _take(self, rows: Sequence[Row]) -> list[int]:
         """Waits for the next tokens of all rows of a launched step."""

@@ -33,7 +33,8 @@ from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, rows
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.prefill import activate_prompt
-from engine.kernels.gpu.sampling import next_tokens
+from engine.kernels.gpu.sampling import StepRows, next_tokens
+from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_prefill import Pending, PrefillKernels, PromptStep
 from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture, given
 from engine.model.lower.prescales import Prescales
@@ -48,8 +49,8 @@ _SHORT = (
 
 class BatchKernels(PrefillKernels):
     """Builds the kernels of steps of so many `rows`. A step reads its state, int32 (4, rows): tokens, positions,
-    sequences, and whether a row is used. It writes the most probable next tokens, also to its state, whose positions
-    advance, and `logits`."""
+    sequences, and what each row is (`StepRows`). It writes the next tokens, also to its state, whose positions advance,
+    and `logits`."""
 
     def __init__(self, model: GPUModel, prescales: Prescales, context: int, rows: Sequence[int]) -> None:
         super().__init__(model, prescales, max(rows))
@@ -59,21 +60,30 @@ class BatchKernels(PrefillKernels):
         self._states = {n: device_zeros(4 * n, dtypes.int32) for n in rows}
         self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
 
-    def rows_step(self, rows: int, limit: int, next_ids: Tensor) -> KernelSequence:
+    def rows_step(
+        self, rows: int, limit: int, next_ids: Tensor, sampler: DeviceSampler | None = None
+    ) -> KernelSequence:
         """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
-        the next tokens to `next_ids`, int32 (2, rows), at the row of whether the position is odd."""
-        return _RowsStep(self, self._model, self._prescales, rows, limit, next_ids).kernels()
+        the next tokens to `next_ids` (`StepRows.letter`): the most probable ones, or of rows that are sampled those
+        that `sampler` draws."""
+        return _RowsStep(self, self._model, self._prescales, rows, limit, next_ids, sampler).kernels()
 
     def state(self, rows: int) -> Tensor:
         """What a step of `rows` rows reads."""
         return self._states[rows]
 
     def send(
-        self, rows: int, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
+        self,
+        rows: int,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        sampled: Sequence[bool],
     ) -> None:
         """Writes the state of a step of `rows` rows, of which the first are used."""
         state = np.zeros((4, rows), np.int32)
-        state[:, : len(tokens)] = tokens, positions, sequences, [1] * len(tokens)
+        kinds = [StepRows.SAMPLED if draws else StepRows.USED for draws in sampled]
+        state[:, : len(tokens)] = tokens, positions, sequences, kinds
         overwrite(self._states[rows], state.reshape(-1))
         if any(isinstance(layer.mix, Mixture) for layer in self._model.layers):
             overwrite(self.prompt, np.asarray([0, len(tokens), 0], np.int32))
@@ -85,10 +95,12 @@ class _RowsStep(PromptStep):
     _owner: BatchKernels
 
     def __init__(
-        self, owner: BatchKernels, model: GPUModel, prescales: Prescales, rows: int, limit: int, next_ids: Tensor
+        self, owner: BatchKernels, model: GPUModel, prescales: Prescales, rows: int, limit: int, next_ids: Tensor,
+        sampler: DeviceSampler | None,
     ) -> None:  # fmt: skip
         super().__init__(owner, model, prescales, rows)
         self._state, self._limit, self._next_ids = owner.state(rows), limit, next_ids
+        self._sampler = sampler
         self._by_rows, self._by_columns = self._x, self._columns("x", model.spec.dim)
 
     def kernels(self) -> KernelSequence:
@@ -113,8 +125,12 @@ class _RowsStep(PromptStep):
             self._owner.buffer(name, blocks * self._tokens, dtype)
             for name, dtype in (("largest", dtypes.float32), ("largest rows", dtypes.int32))
         ]
-        self._multiply(part, self._x, ARGMAX, "head", [self._owner.logits[self._tokens], *best])
-        self._sequence.add(next_tokens(blocks, self._tokens), self._state, self._next_ids, *best)
+        logits = self._owner.logits[self._tokens]
+        self._multiply(part, self._x, ARGMAX, "head", [logits, *best])
+        if self._sampler:
+            self._sampler.add_to(self._sequence, logits, self._state, self._next_ids, True, self._tokens)
+        else:
+            self._sequence.add(next_tokens(blocks, self._tokens), self._state, self._next_ids, *best)
         return self._sequence
 
     def _attend_rows(self, layer: Layer, a: Attention) -> None:

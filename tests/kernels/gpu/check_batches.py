@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from engine.events import Sampling
 from engine.formats.gguf import GGUF
 from engine.measure.kernel_roles import roles_of
 from engine.model.architectures import read_spec
 from engine.model.fused import FusedBatchRunner
 from engine.model.kv_blocks import BLOCK, KVBlocks
-from engine.model.model_runner import BatchRunner, Row
+from engine.model.model_runner import BatchRunner, Row, RowSampler
+from engine.model.sampling import Sampler
 from engine.model.weights import Weights
 from tests import generated_model
 from tests.reference import Reference, divergence
@@ -37,7 +39,7 @@ def hold(**shape: Any) -> None:
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
         runner = FusedBatchRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
-    assert isinstance(runner, BatchRunner)
+    assert isinstance(runner, BatchRunner) and isinstance(runner, RowSampler)
     draw = np.random.default_rng(0)
     texts = [list(map(int, draw.integers(0, 100, n))) for n in (BLOCK + 3, 5, 0)]
     blocks = KVBlocks(runner)
@@ -47,19 +49,29 @@ def hold(**shape: Any) -> None:
         runner.prefill(tokens, blocks.length(sequence), sequence)
         blocks.commit(sequence, tokens)
 
+    samplers = {s: Sampler(Sampling(seed=s, temperature=2, repeat_penalty=1.1, min_p=0)) for s in range(3)}
+    sampled: set[int] = set()
+
+    def sample(s: int) -> None:
+        assert runner.prepare_row_sampling(s, samplers[s].sampling, texts[s], samplers[s].uniforms(9))
+        sampled.add(s)
+
     def decode(*sequences: int, ahead: bool = False) -> None:
         rows = []
         for s in sequences:
             blocks.reserve(s, 2)
-            rows.append(Row(texts[s][-1], len(texts[s]) - 1, s))
+            rows.append(Row(texts[s][-1], len(texts[s]) - 1, s, s in sampled))
         best = runner.decode_rows(rows, ahead)
         logits = None if ahead else runner.row_logits()
         for i, s in enumerate(sequences):
             blocks.commit(s, texts[s][-1:])
             wanted = reference.logits(texts[s])[-1]
-            if logits is not None:
-                assert divergence(wanted, logits[i]) < 2e-5, (s, divergence(wanted, logits[i]))
-            assert best[i] == wanted.argmax()
+            if s in sampled:
+                assert best[i] == samplers[s].sample(wanted, texts[s])
+            else:
+                if logits is not None:
+                    assert divergence(wanted, logits[i]) < 2e-5, (s, divergence(wanted, logits[i]))
+                assert best[i] == wanted.argmax()
             texts[s].append(int(best[i]))
 
     for s in (0, 1):
@@ -81,6 +93,15 @@ def hold(**shape: Any) -> None:
     texts[1] = [*texts[0][:1] * (len(texts[1]) - 1), texts[1][-1]]  # looks the same, but is another one
     prefill(1, texts[1][:-1])
     decode(1)
+    sample(1)
+    decode(1, ahead=True)
+    decode(1)
+    sample(0)
+    decode(2, 1, 0, ahead=True)
+    decode(2, 1, 0, ahead=True)
+    decode(0, 2)
+    only = runner.row_logits([1])
+    assert divergence(reference.logits(texts[2][:-1])[-1], only[0]) < 2e-5 and len(only) == 1
     for step, kernels in (
         ("decode", {"QKV projection", "output head", "sampling"}),
         ("prefill", {"QKV projection", "norm"}),

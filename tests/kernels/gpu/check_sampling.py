@@ -4,7 +4,9 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.events import Sampling
-from engine.kernels.gpu.sampling import Shortlist, draw, leaders, penalize, ranked, settings_of
+from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.sampling import Shortlist, StepRows, draw, leaders, penalize, ranked, settings_of
+from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.sampling import Sampler
 from tests.kernels.gpu.buffers import buffer, close, rng, run, zeros
 
@@ -71,3 +73,43 @@ def check_sampling() -> None:
         close(penalized, Sampler(wanted)._penalized(logits, previous))
     for beyond in ({"top_k": 0}, {"top_k": 17}, {"repeat_penalty": 1.1, "repeat_last_n": 5000}):
         assert not shortlist.suffices(Sampling(**beyond))
+
+
+def check_sampling_of_rows() -> None:
+    """Rows with settings of their own: sampled, greedy in spite of settings, not used. The tokens of even positions do
+    not lie where those of odd ones do."""
+    vocab, context, sequences = 150, 16, 3
+    logits = (rng.standard_normal((4, vocab)) * 2).astype(np.float32)
+    sampler = DeviceSampler(Shortlist(vocab, 16, (4, 2, 1)), context, sequences, 4)
+    said = [[9, 7, 9, 12], [int(logits[3].argmax())] * 3, [5, 6, 8, 3, 1]]
+    settings = [
+        Sampling(top_k=4, seed=1, repeat_penalty=1.5),
+        Sampling(top_k=12, temperature=2.0, repeat_penalty=1.4, repeat_last_n=2, seed=2, top_p=1, min_p=0),
+        Sampling(top_k=16, temperature=1.5, top_p=0.9, min_p=0.01, seed=4),
+    ]
+    uniforms = [Sampler(s).uniforms(9) for s in settings]
+    for i, s in enumerate(settings):
+        assert sampler.prepare(s, said[i], uniforms[i], i)
+    assert not sampler.prepare(Sampling(top_k=0), [1], uniforms[0], 1)
+    rows = [(2, StepRows.SAMPLED), (0, 0), (0, StepRows.USED), (1, StepRows.SAMPLED)]  # sequence, kind
+    state = np.array([(said[s][-1], len(said[s]) - 1, s, kind) for s, kind in rows], np.int32).T
+    on_device, out, left = buffer(state), zeros(2 * 4, dtypes.int32), buffer(logits)
+    step = KernelSequence()
+    sampler.add_to(step, left, on_device, out, True, 4)
+    step.capture()()
+    after, letters, left = (
+        on_device.numpy().reshape(4, 4),
+        out.numpy().reshape(2, 4),
+        left.numpy().reshape(4, -1),
+    )
+    wanted = {2: int(logits[2].argmax())}
+    for row in (0, 3):
+        s = rows[row][0]
+        wanted[row] = Sampler(settings[s]).sample(logits[row], said[s])
+        close(left[row], Sampler(settings[s])._penalized(logits[row], said[s]))
+    for row, token in wanted.items():
+        position = len(said[rows[row][0]]) - 1
+        assert after[:, row].tolist() == [token, position + 1, *rows[row]]
+        assert letters[:, row].tolist() == ([0, token] if position % 2 else [token, 0])
+    assert after[:, 1].tolist() == state[:, 1].tolist() and not letters[:, 1].any()
+    assert np.array_equal(left[1:3], logits[1:3])
