@@ -4,9 +4,9 @@
 
 Each row has a prompt of its own. Rates are medians of greedy steps, in tokens a second of all rows together. Each step
 is launched before the tokens of the one before are read, except with `--wait` those of rows. With `--sampled`, tokens
-are drawn on the device instead, at a temperature of 0.8 with a seed for each row. The first
-column is decode of one, of a runner that has one sequence. Rows whose tokens are not those of their sequence alone are
-counted: half precision may choose another of two tokens that are nearly as probable. What is printed is Markdown.
+are drawn on the device instead, at a temperature of 0.8 with a seed for each row. The first column is decode of one, of
+a runner that has one sequence. Rows whose tokens are not those of their sequence alone are counted: half precision may
+choose another of two tokens that are nearly as probable, or draw another where many are. What is printed is Markdown.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ STEPS, PROMPT = 48, 40
 
 def rates(
     path: str, backend: str, rows: list[int], depths: list[int], wait: bool, sampled: bool
-) -> tuple[list[list[float]], int]:
-    """For each depth the rate of decode of one, and of so many rows; and how many rows differ from those alone. To be
-    called in a process of its own, which the engine sets up as it does its worker."""
+) -> tuple[list[list[float]], list[int]]:
+    """For each depth the rate of decode of one, and of so many rows; and for each row how many tokens it has in common
+    with its sequence alone before they differ. To be called in a process of its own, which the engine sets up as it
+    does its worker."""
     from msgspec.structs import replace
 
     from engine.backends import install, prepare
@@ -68,7 +69,8 @@ def rates(
             texts[depth, s] = text
         found.append([1 / statistics.median(took)])
     del alone
-    runner, different = open_runner(Weights(file, spec, lambda _: None), context, parallel=parallel), 0
+    runner = open_runner(Weights(file, spec, lambda _: None), context, parallel=parallel)
+    common: list[int] = []
     assert isinstance(runner, FusedBatchRunner)
     for depth, line in zip(depths, found, strict=True):
         for count in rows:
@@ -95,8 +97,10 @@ def rates(
                 took.append(time.perf_counter() - started)
                 own.append(list(tokens[:count]))
             line.append(count / statistics.median(took))
-            different += sum([t[s] for t in own] != texts[depth, s] for s in range(count))
-    return found, different
+            for s in range(count):
+                pairs = enumerate(zip((step[s] for step in own), texts[depth, s], strict=True))
+                common.append(next((i for i, (one, other) in pairs if one != other), STEPS))
+    return found, common
 
 
 def main() -> None:
@@ -115,14 +119,15 @@ def main() -> None:
     print("|---" * (2 + len(given.rows)) + "|", flush=True)
     for path in given.models:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
-            found, different = own.submit(
+            found, common = own.submit(
                 rates, path, given.backend, given.rows, given.depths, given.wait, given.sampled
             ).result()
         for depth, line in zip(given.depths, found, strict=True):
             cells = [f"{line[0]:,.0f}", *(f"{rate:,.0f} ({rate / line[0]:.2f}x)" for rate in line[1:])]
             print(f"| {Path(path).stem} at {depth} | {' | '.join(cells)} |")
-        total = len(given.depths) * sum(given.rows)
-        print(f"\n{different} of {total} rows have other tokens than alone.\n", flush=True)
+        parted = [n for n in common if n < STEPS]
+        after = f", on average after {statistics.mean(parted):.0f}" if parted else ""
+        print(f"\n{len(parted)} of {len(common)} rows have other tokens than alone{after}.\n", flush=True)
 
 
 if __name__ == "__main__":
