@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.events import Step
+from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
 from engine.kernels.cpu.step_state import TILES, TOKENS
@@ -34,13 +35,18 @@ class CPUBatchRunner:
     max_rewind: int | None = None
 
     def __init__(
-        self, weights: Weights, context_length: int, parallel: int, keep_packed: bool = False
+        self,
+        weights: Weights,
+        context_length: int,
+        parallel: int,
+        keep_packed: bool = False,
+        kv: KVFormat = KVFormat.F16,
     ) -> None:
-        """`keep_packed`: as for `CPURunner`. Raises ModelFileError."""
+        """`keep_packed` and `kv`: as for `CPURunner`. Raises ModelFileError."""
         self.parallel, self._vocab = parallel, weights.spec.vocab
         self._lanes, pool = register_lanes(), default_pool()
         with timeline.span("weights"):
-            self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel)
+            self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel, kv)
         assert isinstance(self._model.cache, BlockCache)
         self._cache = self._model.cache
         self.kv_groups, self.assign, self.copy_block = (

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.events import Step
-from engine.formats.kv_format import QUANT_BLOCK
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
 from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
@@ -31,13 +31,19 @@ class CPURunner:
     chunk_sizes: tuple[int, ...] = (1,)
     decode_depths: tuple[int, ...] = (0,)
 
-    def __init__(self, weights: Weights, context_length: int, keep_packed: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        context_length: int,
+        keep_packed: bool = False,
+        kv: KVFormat = KVFormat.F16,
+    ) -> None:
         """`keep_packed`: reads packed weights from the cache on disk, or writes them there (`packed_weights_cache`).
-        Raises ModelFileError."""
+        `kv`: the format of the KV cache. Raises ModelFileError."""
         with timeline.span("threads"):
             self._lanes, pool = register_lanes(), default_pool()
         with timeline.span("weights"):
-            self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed)
+            self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, kv=kv)
         self.max_chunk = self._model.max_chunk
         self._state, self._tokens = memory.view(self._model.state), memory.view(self._model.tokens)
         self._logits = memory.view(self._model.logits)[: weights.spec.vocab]
@@ -69,17 +75,17 @@ class CPURunner:
 
     @property
     def export_layout(self) -> str:
-        heads = [h for h, _, _ in self._layers]
+        heads = [h for h, _ in self._layers]
         return (
             "" if any(h.dim % QUANT_BLOCK for h in heads) else repr([(h.kv, h.dim, h.window) for h in heads])
         )
 
     @property
     def widest_window(self) -> int:
-        return max(heads.window for heads, _, _ in self._layers)
+        return max(heads.window for heads, _ in self._layers)
 
     def oldest_in_windows(self, stored: int) -> int:
-        rings = [heads.length for heads, _, _ in self._layers if heads.window]
+        rings = [heads.length for heads, _ in self._layers if heads.window]
         return max(0, stored + self.max_chunk - min(rings)) if rings else 0
 
     def export_chunk(self, position: int) -> NDArray[np.uint8]:

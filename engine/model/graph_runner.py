@@ -11,6 +11,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.events import Step
 from engine.fixes import matvec_heuristic, search_trials
+from engine.formats.kv_format import KVFormat
 from engine.measure.profile import Replay
 from engine.model.lower.graph import Transformer
 from engine.model.model_runner import varied_tokens
@@ -27,11 +28,11 @@ class GraphRunner:
     decode_depths: tuple[int, ...] = (0,)
     max_rewind: int | None = None
 
-    def __init__(self, weights: Weights, context_length: int) -> None:
+    def __init__(self, weights: Weights, context_length: int, kv: KVFormat = KVFormat.F16) -> None:
         matvec_heuristic.apply()
         search_trials.apply()
         # The cache also holds the padding after a prompt, which later tokens overwrite before any token attends to it.
-        self._transformer = Transformer(weights, context_length + self.max_chunk, context_length)
+        self._transformer = Transformer(weights, context_length + self.max_chunk, context_length, kv)
         self._position = UOp.variable("position", 0, context_length - 1)
         self._prefill, self._decode = TinyJit(self._prefill_step), TinyJit(self._decode_step)
         self._prefill.cnt = self._decode.cnt = 1  # capture at the first call, not at the second

@@ -39,14 +39,14 @@ def open_runner(
     if device == "CUDA":
         cuda_binaries.apply()
     if runs_as_graph(weights.spec, device, kernels):
-        return GraphRunner(weights, context_length)
+        return GraphRunner(weights, context_length, kv)
     if device == "CPU":
         from engine.model.cpu_batch_runner import CPUBatchRunner
         from engine.model.cpu_runner import CPURunner
 
         if parallel > 1:
-            return CPUBatchRunner(weights, context_length, parallel, keep_packed)
-        return CPURunner(weights, context_length, keep_packed)
+            return CPUBatchRunner(weights, context_length, parallel, keep_packed, kv)
+        return CPURunner(weights, context_length, keep_packed, kv)
     if device in ("CUDA", "NV"):
         from engine.model.fused import FusedBatchRunner, FusedRunner, runs_batches
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from engine.formats.kv_format import KVFormat
 from engine.model.cpu_runner import CPURunner
+from engine.model.graph_runner import GraphRunner
 from tests import generated_model
 from tests.model.lower.layers import opened, written
 from tests.reference import Reference, divergence
@@ -37,3 +39,21 @@ def test_long_context(tmp_path):
     for position in range(290, 300):
         runner.decode(tokens[position], position)
         assert divergence(wanted[position], runner.logits()) < 1e-5
+
+
+def test_a_cache_of_integers_costs_little(tmp_path, monkeypatch):
+    """Our kernels and tensor graphs store the same integers, and read them alike."""
+    monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)
+    path = generated_model.write(
+        tmp_path / "m.gguf", layers=2, architecture="gemma3", quant="F32", heads=2, kv_heads=1
+    )
+    tokens = np.random.default_rng(1).integers(0, 200, 44).tolist()
+    wanted = Reference(path).logits(tokens)
+    runners = [kind(opened(path), 64, kv=KVFormat.Q8_0) for kind in (CPURunner, GraphRunner)]
+    for runner in runners:
+        runner.prefill(tokens[:32], 0)
+        runner.prefill(tokens[32:40], 32)
+    for position in range(40, 44):
+        ours, graphs = (runner.decode(tokens[position], position) and runner.logits() for runner in runners)
+        assert 1e-8 < divergence(wanted[position], ours) < 2e-4
+        assert divergence(graphs, ours) < 1e-8

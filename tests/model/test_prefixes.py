@@ -49,12 +49,13 @@ def answer(model, ids, **request) -> tuple[Finished, list[Prefilling]]:
     return end, events
 
 
-def test_a_later_engine_reads_what_an_earlier_one_kept(path, folder):
-    first, events = answer(start(path), PROMPT)
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_a_later_engine_reads_what_an_earlier_one_kept(path, folder, kv):
+    first, events = answer(start(path, kv=kv), PROMPT)
     assert first.cached_n == 0
     assert len(list(folder.iterdir())) == len(PROMPT) // CHUNK
     assert all(file.stat().st_mode & 0o077 == 0 for file in folder.iterdir())
-    again, repeated = answer(start(path), PROMPT)
+    again, repeated = answer(start(path, kv=kv), PROMPT)
     assert (
         again.cached_n == len(PROMPT) - 2 * CHUNK
     )  # the first chunk is computed, the last not whole in the prompt

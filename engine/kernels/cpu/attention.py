@@ -12,12 +12,14 @@ a prompt, or `rows` of different sequences, of which each is a task of its own.
 from __future__ import annotations
 
 import functools
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
+from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.kernel_builder import F32, Index, KernelBuilder
 from engine.kernels.cpu.rope import Heads
@@ -70,8 +72,8 @@ def mask(lanes: int) -> NDArray[np.float32]:
 
 @functools.cache
 def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
-    """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the cached keys and values,
-    `heads.dtype`; the state, unless there are `rows`; with tables these, int32 (sequences, heads.table), and the
+    """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the layer's cache
+    (`Heads.cached`); the state, unless there are `rows`; with tables these, int32 (sequences, heads.table), and the
     positions and sequences of the tokens, int32 (tokens,) each; the queries of `engine.kernels.cpu.rope.rotate`;
     `mask`; the sinks, float32 (query,), if there are any."""
     h, lanes = heads, heads.lanes
@@ -80,10 +82,14 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
     task_blocks = max_blocks(heads, tokens)
     vectors = h.dim // lanes
     at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _MAX_SUMS))
+    if h.is_quantized:  # whole blocks of elements with a scale, or a part of one
+        at_once = gcd(at_once, QUANT_BLOCK // lanes) if at_once * lanes % QUANT_BLOCK else at_once
+    groups, in_group = (h.dim // QUANT_BLOCK, QUANT_BLOCK) if h.is_quantized else (1, h.dim)
     width = h.query * h.dim
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
         out, scores, keys, values, *rest = buffers
+        key_scales, value_scales = (rest.pop(0) if h.is_quantized else None for _ in range(2))
         state = None if rows else rest.pop(0)
         tables, positions, sequences = (rest.pop(0) if h.table else None for _ in range(3))
         queries, score_mask, *sinks = rest
@@ -138,10 +144,17 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
                 first_token = (first + b) * lanes
                 slot = slot_of(first_token)
                 sums = [k.zeros() for _ in range(n)]
-                with k.loop(h.dim) as d:
-                    key = k.vector(keys, h.key_index(kv, slot // lanes, d)).cast(F32)
-                    for q, s in enumerate(sums):
-                        k.store(s, 0, k.vector(s, 0) + key * k.load(queries, query_at[q] + d))
+                with k.loop(groups) as group:
+                    scale = None
+                    if key_scales is not None:
+                        scale = k.vector(key_scales, h.scale_index(kv, slot // lanes, group)).cast(F32)
+                    with k.loop(in_group) as i:
+                        d = group * in_group + i
+                        key = k.vector(keys, h.key_index(kv, slot // lanes, d)).cast(F32)
+                        if scale is not None:
+                            key = key * scale
+                        for q, s in enumerate(sums):
+                            k.store(s, 0, k.vector(s, 0) + key * k.load(queries, query_at[q] + d))
                 for q, s in enumerate(sums):
                     # a query attends to the tokens up to its own
                     seen = seen_from + q // task_heads + 1 - first_token
@@ -169,19 +182,34 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
                     total = total + k.exp(sink(q) - k.load(peaks, q))
                 k.store(inverses, q, total.reciprocal())
 
-            # the weighted sum of values
+            # the weighted sum of values; with scales, the weights are multiplied by them
+            scaled_groups = max(1, at_once * lanes // QUANT_BLOCK)
+            scaled = k.registers(scaled_groups * n * lanes if h.is_quantized else 1)
             with k.loop(vectors // at_once) as j:
                 sums = [k.zeros() for _ in range(n * at_once)]
-                # in a ring, or with tables, a block of slots at a time
-                outer, inner = (blocks, lanes) if h.window or h.table else (1, end)
-                with k.loop(outer) as b, k.loop(inner) as t:
-                    slot = slot_of((first + b) * lanes) + t
-                    for v in range(at_once):
-                        value = k.vector(values, h.value_index(kv, slot, (j * at_once + v) * lanes)).cast(F32)
-                        for q in range(n):
-                            s = sums[v * n + q]
-                            weight = k.load(scores, score_index(b + t // lanes, q) + t % lanes)
-                            k.store(s, 0, k.vector(s, 0) + value * weight)
+                # in a ring, with tables or with scales, a block of slots at a time
+                outer, inner = (blocks, lanes) if h.window or h.table or h.is_quantized else (1, end)
+                with k.loop(outer) as b:
+                    first_slot = slot_of((first + b) * lanes)
+                    if value_scales is not None:
+                        for g in range(scaled_groups):
+                            group = (j * at_once + g * (QUANT_BLOCK // lanes)) * lanes // QUANT_BLOCK
+                            scale_at = h.scale_index(kv, first_slot // lanes, group)
+                            scale = k.vector(value_scales, scale_at).cast(F32)
+                            for q in range(n):
+                                weights = k.vector(scores, score_index(b, q)) * scale
+                                k.store(scaled, (g * n + q) * lanes, weights)
+                    with k.loop(inner) as t:
+                        for v in range(at_once):
+                            at = h.value_index(kv, first_slot + t, (j * at_once + v) * lanes)
+                            value = k.vector(values, at).cast(F32)
+                            for q in range(n):
+                                s = sums[v * n + q]
+                                if value_scales is not None:
+                                    weight = k.load(scaled, (v * lanes // QUANT_BLOCK * n + q) * lanes + t)
+                                else:
+                                    weight = k.load(scores, score_index(b + t // lanes, q) + t % lanes)
+                                k.store(s, 0, k.vector(s, 0) + value * weight)
                 for v in range(at_once):
                     for q in range(n):
                         result = k.vector(sums[v * n + q], 0) * k.load(inverses, q)

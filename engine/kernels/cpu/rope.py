@@ -8,10 +8,12 @@ from math import gcd
 
 from tinygrad import UOp
 from tinygrad.dtype import DType
+from tinygrad.uop.ops import Ops
 
+from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.activations import sum_of_squares
-from engine.kernels.cpu.kernel_builder import F16, Index, KernelBuilder, even_share
+from engine.kernels.cpu.kernel_builder import F16, F32, I8, I32, Index, KernelBuilder, even_share
 from engine.kernels.cpu.step_state import POSITION, n_tokens
 
 
@@ -24,10 +26,11 @@ class Heads:
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
     has `length` slots, a multiple of `lanes`, of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv,
-    length, dim). Without a window token t lies in slot t. With one it lies in slot t % length, and length is at least
-    the window and the tokens of a step together, since a step stores its tokens before it reads the first one's
-    window. With a `table`, the cache has blocks of `block` slots for several sequences: a table of so many entries
-    says which block holds each `block` tokens of a sequence."""
+    length, dim). If it is int8, the format is q8_0 (`engine.formats.kv_format`), and keys and values have scales as
+    well, float16 (kv, length / lanes, dim / 32, lanes) each. Without a window token t lies in slot t. With one it lies
+    in slot t % length, and length is at least the window and the tokens of a step together, since a step stores its
+    tokens before it reads the first one's window. With a `table`, the cache has blocks of `block` slots for several
+    sequences: a table of so many entries says which block holds each `block` tokens of a sequence."""
 
     query: int
     kv: int
@@ -56,6 +59,17 @@ class Heads:
         """Elements of the keys of a layer; its values have as many."""
         return self.kv * self.length * self.dim
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype is I8
+
+    @property
+    def cached(self) -> list[tuple[int, DType]]:
+        """The elements and the types of the buffers of a layer's cache: keys, values, and the scales of both if there
+        are any."""
+        scales = [(self.cache_size // QUANT_BLOCK, F16)] * 2 if self.is_quantized else []
+        return [(self.cache_size, self.dtype)] * 2 + scales
+
     def slot(self, token: Index) -> Index:
         """The slot of a token."""
         return token % self.length if self.window else token
@@ -67,20 +81,25 @@ class Heads:
     def value_index(self, head: Index, slot: Index, d: Index) -> Index:
         return (head * self.length + slot) * self.dim + d
 
+    def scale_index(self, head: Index, block: Index, group: Index) -> Index:
+        """The index of the scale of the group-th 32 elements of the first key or value in a block of `lanes` slots."""
+        return ((head * (self.length // self.lanes) + block) * (self.dim // QUANT_BLOCK) + group) * self.lanes
+
 
 @functools.cache
 def rotate(heads: Heads, tile: int) -> Kernel:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
-    (tokens, query * dim), multiplied by `scale`; the cached keys and values; the state, unless tile is 1 and there are
-    tables; with tables the position and the slot of each token, int32 (tokens,) each; the products' rows, float32
-    (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each; of the
-    queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one; the temperatures,
-    float32 (positions,), if there are any."""
+    (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`); the state, unless tile is 1 and
+    there are tables; with tables the position and the slot of each token, int32 (tokens,) each; the products' rows,
+    float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each;
+    of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one; the
+    temperatures, float32 (positions,), if there are any."""
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
         queries, keys, values, *rest = buffers
+        scales = [rest.pop(0) for _ in range(2)] if h.is_quantized else []
         state = rest.pop(0) if tile > 1 or not h.table else None
         positions, slots = (rest.pop(0) if h.table else None for _ in range(2))
         rows, cos, sin, *rest = rest
@@ -109,6 +128,8 @@ def rotate(heads: Heads, tile: int) -> Kernel:
             mean = sum_of_squares(k, rows, at, size, n) * (1.0 / size)
             k.store(factor, 0, (mean + h.norm_eps).sqrt().reciprocal())
             return factor
+
+        key_head = k.registers(h.dim) if h.is_quantized else None
 
         with k.loop(n_tokens(k, state, tile)) as t:
             position = start + t if positions is None else k.index(positions, t)
@@ -140,11 +161,41 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                     for v, offset in zip(
                         rotated(at, position, j * n, key_norm, factor, head), (0, half), strict=True
                     ):
+                        if key_head is not None:
+                            k.store(key_head, j * n + offset, v)
+                            continue
                         to = h.key_index(head, slot // h.lanes, j * n + offset) + slot % h.lanes
                         k.store_elements(keys, to, h.lanes, v.cast(h.dtype))
-                with k.loop(h.dim // n) as j:
-                    v = k.vector(rows, at + h.kv * h.dim + j * n, n)
-                    k.store(values, h.value_index(head, slot, j * n), v.cast(h.dtype))
+                if key_head is not None:
+                    with k.loop(h.dim // QUANT_BLOCK) as group:
+                        d = group * QUANT_BLOCK
+                        scale_at = h.scale_index(head, slot // h.lanes, group) + slot % h.lanes
+                        to = h.key_index(head, slot // h.lanes, d) + slot % h.lanes
+                        _store_quantized(k, key_head, d, keys, to, h.lanes, scales[0], scale_at)
+                        to = h.value_index(head, slot, d)
+                        value_at = at + h.kv * h.dim + d
+                        _store_quantized(k, rows, value_at, values, to, 1, scales[1], scale_at)
+                else:
+                    with k.loop(h.dim // n) as j:
+                        v = k.vector(rows, at + h.kv * h.dim + j * n, n)
+                        k.store(values, h.value_index(head, slot, j * n), v.cast(h.dtype))
         return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel
+
+
+def _store_quantized(
+    k: KernelBuilder, x: UOp, at: Index, out: UOp, to: Index, stride: int, scales: UOp, scale_at: Index
+) -> None:
+    """Rounds the 32 elements of x from `at` on to int8, and stores them `stride` apart, and their scale."""
+    vectors = [k.vector(x, at + i) for i in range(0, QUANT_BLOCK, k.lanes)]
+    magnitudes = (v.maximum(v * -1.0) for v in vectors)
+    largest = k.across(functools.reduce(UOp.maximum, magnitudes), Ops.MAX)
+    k.store(scales, scale_at, (largest * (1 / 127)).cast(F16))
+    inverse = largest.maximum(UOp.const(1e-30, F32)).reciprocal() * 127.0
+    for i, v in enumerate(vectors):
+        integers = ((v * inverse + 128.5).cast(I32) - 128).cast(I8)  # a cast truncates
+        if stride == 1:
+            k.store(out, to + i * k.lanes, integers)
+        else:
+            k.store_elements(out, to + i * k.lanes * stride, stride, integers)

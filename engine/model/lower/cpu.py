@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.activations import (
     Quantization,
@@ -55,7 +56,8 @@ PART_BYTES = 256 << 10  # of a matrix, in each part of its product
 
 @dataclass
 class Attention:
-    """The weights and the cache of a layer's attention. `norms`: those of queries and of keys, if there are any."""
+    """The weights and the cache (`Heads.cached`) of a layer's attention. `norms`: those of queries and of keys, if
+    there are any."""
 
     heads: Heads
     rope: int
@@ -65,8 +67,7 @@ class Attention:
     o: Matrix
     o_bias: Tensor | None
     sinks: list[Tensor]
-    keys: Tensor
-    values: Tensor
+    cached: list[Tensor]
 
 
 @dataclass
@@ -128,16 +129,20 @@ class CPUModel:
         lanes: int,
         keep_packed: bool,
         parallel: int = 1,
+        kv: KVFormat = KVFormat.F16,
     ) -> None:
-        """With `parallel` above 1, the cache is a `BlockCache` for as many conversations. Raises ModelFileError."""
+        """With `parallel` above 1, the cache is a `BlockCache` for as many conversations. `kv`: its format. Raises
+        ModelFileError."""
         spec = self.spec = weights.spec
         self._pool, self._lanes, self.max_chunk = pool, lanes, MAX_TILES * lanes
         self.state, self.tokens = (memory.zeros(n, dtypes.int32) for n in (SIZE, self.max_chunk))
+        floats = dtypes.float32 if spec.is_float32 else dtypes.float16
+        self._cache_type = dtypes.int8 if kv.is_quantized else floats
         self.cache: ContiguousCache | BlockCache
         if parallel == 1:
             self.cache = ContiguousCache(context, self.max_chunk, lanes, self.state)
         else:
-            self.cache = BlockCache(spec, context, self.max_chunk, lanes, parallel, self.state)
+            self.cache = BlockCache(spec, context, self.max_chunk, lanes, parallel, self.state, kv)
         loader = CPUWeights(weights, pool, lanes, keep_packed)
         self._sizes = loader.sizes
         # The largest matrices first, because repacking needs memory for both forms.
@@ -218,10 +223,9 @@ class CPUModel:
             norm_eps=self.spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
             temperature=self.spec.temperature is not None,
             window=window, table=table, block=BLOCK,
-            dtype=dtypes.float32 if self.spec.is_float32 else dtypes.float16,
+            dtype=self._cache_type,
             wide_norms=part.has_wide_norms, sinks=part.sinks is not None,
         )  # fmt: skip
-        keys, values = self.cache.add(heads)
         biases = part.q_bias, part.k_bias, part.v_bias
         return Attention(
             heads=heads,
@@ -232,8 +236,7 @@ class CPUModel:
             o=loader.matrix(part.o, added=added),
             o_bias=part.o_bias and loader.vector(part.o_bias),
             sinks=[loader.vector(part.sinks)] if part.sinks else [],
-            keys=keys,
-            values=values,
+            cached=self.cache.add(heads),
         )
 
     def max_rows(self, parallel: int) -> int:
@@ -282,7 +285,7 @@ class CPUModel:
                 case Attention() as a:
                     uses.add(BufferUse("QKV projection"), a.bias, *(matrix.stream for matrix in a.qkv))
                     cache = BufferUse("attention", "context", a.heads.length, a.heads.window)
-                    uses.add(cache, a.keys, a.values)
+                    uses.add(cache, *a.cached)
                     uses.add(BufferUse("attention output"), a.o.stream)
                     uses.add(BufferUse("attention"), *a.sinks)
                     uses.add(BufferUse("norm"), a.o_bias, *a.norms)
@@ -351,14 +354,14 @@ class _Step:
         inputs = self._quantize(x, a.qkv, norm=norm)
         for i, matrix in enumerate(a.qkv):
             self._multiply(rows, matrix, inputs, added=a.bias, concurrent=i > 0)
-        cached = [a.keys, a.values, *model.cache.rotating(heads, tile)]
+        cached = [*a.cached, *model.cache.rotating(heads, tile)]
         tables = [*model._ropes[a.rope], *a.norms, *model._temperatures]
         self._sequence.add(rotate(heads, tile), queries, *cached, rows, *tables)
         rows_n = self._n_rows
         scores = model.scratch("scores", tile, scratch_size(heads, threads, tile, rows_n), dtypes.float32)
         kernel, parts = attention(heads, threads, tile, rows_n), n_parts(heads, threads, tile, rows_n)
         state = self._state if heads.table and not rows_n else []
-        reads = a.keys, a.values, *state, *model.cache.attending(heads), queries, model._mask, *a.sinks
+        reads = *a.cached, *state, *model.cache.attending(heads), queries, model._mask, *a.sinks
         self._sequence.add(kernel, attended, scores, *reads, parts=parts)
         return a.o, self._quantize(attended, [a.o])
 

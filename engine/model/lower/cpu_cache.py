@@ -9,6 +9,7 @@ from typing import Protocol
 from tinygrad import Tensor, dtypes
 
 from engine.devices.system_files import meminfo
+from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.rope import Heads
 from engine.model.kv_blocks import BLOCK, KVGroup
@@ -30,8 +31,8 @@ class CPUCache(Protocol):
         """The fields `length`, `window` and `table` of the `Heads` of layers with a window, or with none (0)."""
         ...
 
-    def add(self, heads: Heads) -> tuple[Tensor, Tensor]:
-        """The keys and values of one more layer."""
+    def add(self, heads: Heads) -> list[Tensor]:
+        """The cache of one more layer (`Heads.cached`)."""
         ...
 
     def rotating(self, heads: Heads, tile: int) -> list[Tensor]:
@@ -60,10 +61,10 @@ class ContiguousCache:
             return ring, window, 0
         return self.positions, window if window < self.positions else 0, 0
 
-    def add(self, heads: Heads) -> tuple[Tensor, Tensor]:
-        keys, values = _keys_and_values(heads)
-        self.layers.append((heads, memory.view(keys), memory.view(values)))
-        return keys, values
+    def add(self, heads: Heads) -> list[Tensor]:
+        cached = _zeros(heads)
+        self.layers.append((heads, [memory.view(t) for t in cached]))
+        return cached
 
     def rotating(self, heads: Heads, tile: int) -> list[Tensor]:
         return [self._state]
@@ -84,7 +85,14 @@ class BlockCache:
     max_rewind: int | None = None
 
     def __init__(
-        self, spec: ModelSpec, context: int, max_chunk: int, lanes: int, parallel: int, state: Tensor
+        self,
+        spec: ModelSpec,
+        context: int,
+        max_chunk: int,
+        lanes: int,
+        parallel: int,
+        state: Tensor,
+        kv: KVFormat,
     ) -> None:
         assert BLOCK % lanes == 0
         self._lanes, self._state, self._parallel = lanes, state, parallel
@@ -92,7 +100,7 @@ class BlockCache:
         self.positions = entries * BLOCK
         self._windows = sorted({self._window(part.window) for part in spec.attention})
         self.groups = tuple(
-            KVGroup(window or None, _n_blocks(spec, window, context, max_chunk, parallel))
+            KVGroup(window or None, _n_blocks(spec, window, context, max_chunk, parallel, kv))
             for window in self._windows
         )
         self._layers: list[list[CachedLayer]] = [[] for _ in self.groups]
@@ -107,10 +115,10 @@ class BlockCache:
         window = self._window(window)
         return (self.groups[self._windows.index(window)].blocks + 1) * BLOCK, window, self._entries
 
-    def add(self, heads: Heads) -> tuple[Tensor, Tensor]:
-        keys, values = _keys_and_values(heads)
-        self._layers[self._group(heads)].append((heads, memory.view(keys), memory.view(values)))
-        return keys, values
+    def add(self, heads: Heads) -> list[Tensor]:
+        cached = _zeros(heads)
+        self._layers[self._group(heads)].append((heads, [memory.view(t) for t in cached]))
+        return cached
 
     def rotating(self, heads: Heads, tile: int) -> list[Tensor]:
         places = self._places[self._group(heads)]
@@ -131,12 +139,10 @@ class BlockCache:
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """See `BlockStore.copy_block`."""
-        vectors = BLOCK // self._lanes
-        for heads, keys, values in self._layers[group]:
-            k = keys.reshape(heads.kv, -1, heads.dim, self._lanes)
-            v = values.reshape(heads.kv, -1, heads.dim)
-            k[:, target * vectors :][:, :vectors] = k[:, source * vectors :][:, :vectors]
-            v[:, target * BLOCK :][:, :BLOCK] = v[:, source * BLOCK :][:, :BLOCK]
+        for heads, cached in self._layers[group]:
+            for buffer in cached:  # a head's elements of BLOCK slots lie together in all of them
+                blocks = buffer.reshape(heads.kv, heads.length // BLOCK, -1)
+                blocks[:, target] = blocks[:, source]
 
     def set_tokens(self, sequences: Sequence[int], positions: Sequence[int], tokens: int) -> None:
         """The sequence and the position of each token of the next step. It computes `tokens` tokens with those that
@@ -157,17 +163,16 @@ class BlockCache:
         return self._windows.index(heads.window)
 
 
-def _keys_and_values(heads: Heads) -> tuple[Tensor, Tensor]:
-    keys, values = (memory.zeros(heads.cache_size, heads.dtype, sparse=True) for _ in range(2))
-    return keys, values
+def _zeros(heads: Heads) -> list[Tensor]:
+    return [memory.zeros(n, dtype, sparse=True) for n, dtype in heads.cached]
 
 
-def _n_blocks(spec: ModelSpec, window: int, context: int, max_chunk: int, parallel: int) -> int:
+def _n_blocks(spec: ModelSpec, window: int, context: int, max_chunk: int, parallel: int, kv: KVFormat) -> int:
     """The blocks of a pool: so many that all conversations find room, and windows of earlier ones; but the pools of
     layers without a window take no more than half of the memory, if one conversation fits."""
     if window:
         return 2 * parallel * (ceil((window + REWIND + max_chunk) / BLOCK) + 2)
     one = ceil((context + max_chunk) / BLOCK) + 1
     free = meminfo().get("MemAvailable", 0) - spec.weight_bytes_per_token
-    block_bytes = BLOCK * spec.kv_bytes_per_token(windowed=False) or 1
+    block_bytes = BLOCK * spec.kv_bytes_per_token(windowed=False, kv=kv) or 1
     return max(one, min(parallel * one, free // 2 // block_bytes))

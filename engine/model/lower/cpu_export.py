@@ -7,6 +7,7 @@ kv_format`): int8 (layer, 2, kv heads, CHUNK, dim), then the scales, float16 (la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,8 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.cpu.rope import Heads
 from engine.model.prefix_store import CHUNK
 
-CachedLayer = tuple[Heads, NDArray[np.generic], NDArray[np.generic]]
-"""The keys and values of a layer, as `Heads` says they lie."""
+CachedLayer = tuple[Heads, list[NDArray[Any]]]
+"""The keys and values of a layer, and their scales if there are any, as `Heads` says they lie."""
 
 
 def export_chunk(layers: Sequence[CachedLayer], position: int) -> NDArray[np.uint8]:
@@ -27,7 +28,7 @@ def export_chunk(layers: Sequence[CachedLayer], position: int) -> NDArray[np.uin
 
 def import_chunk(layers: Sequence[CachedLayer], position: int, export: NDArray[np.uint8]) -> None:
     """Stores what `export_chunk` gave."""
-    sizes = [heads.kv * CHUNK * heads.dim for heads, _, _ in layers for _ in range(2)]
+    sizes = [heads.kv * CHUNK * heads.dim for heads, _ in layers for _ in range(2)]
     quants = export[: sum(sizes)].view(np.int8)
     scales = export[sum(sizes) :].view(np.float16)
     done = 0
@@ -53,19 +54,35 @@ def quantized(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.floa
 
 def _read(layer: CachedLayer, position: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Keys and values, float32 (kv heads, CHUNK, dim) each."""
-    heads, keys, values = layer
+    heads, (keys, values, *scales) = layer
     vectors, slots = _places(heads, position)
     k = keys.reshape(heads.kv, -1, heads.dim, heads.lanes)[:, vectors].swapaxes(2, 3)
     v = values.reshape(heads.kv, -1, heads.dim)[:, slots]
-    return k.reshape(heads.kv, CHUNK, heads.dim).astype(np.float32), v.astype(np.float32)
+    k, v = k.reshape(heads.kv, CHUNK, heads.dim).astype(np.float32), v.astype(np.float32)
+    if scales:
+        of_blocks = (
+            _scales(heads, s)[:, vectors].swapaxes(2, 3).reshape(heads.kv, CHUNK, -1) for s in scales
+        )
+        k, v = (x * s.repeat(QUANT_BLOCK, -1) for x, s in zip((k, v), of_blocks, strict=True))
+    return k, v
 
 
-def _write(layer: CachedLayer, position: int, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-    heads, keys, values = layer
+def _write(layer: CachedLayer, position: int, k: NDArray[Any], v: NDArray[Any]) -> None:
+    heads, (keys, values, *scales) = layer
     vectors, slots = _places(heads, position)
+    if scales:
+        (k, k_scales), (v, v_scales) = quantized(k), quantized(v)
+        for own_scales, new in zip(scales, (k_scales, v_scales), strict=True):
+            tiles = new.reshape(heads.kv, len(vectors), heads.lanes, -1).swapaxes(2, 3)
+            _scales(heads, own_scales)[:, vectors] = tiles
     k_tiles = k.reshape(heads.kv, len(vectors), heads.lanes, heads.dim).swapaxes(2, 3)
     keys.reshape(heads.kv, -1, heads.dim, heads.lanes)[:, vectors] = k_tiles
     values.reshape(heads.kv, -1, heads.dim)[:, slots] = v
+
+
+def _scales(heads: Heads, scales: NDArray[Any]) -> NDArray[Any]:
+    """(kv heads, vectors of slots, blocks of a head's elements, lanes)."""
+    return scales.reshape(heads.kv, -1, heads.dim // QUANT_BLOCK, heads.lanes)
 
 
 def _places(heads: Heads, position: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -10,6 +10,7 @@ from typing import cast
 
 from tinygrad import Device, Tensor, UOp, dtypes
 
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.kernels.gpu.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.kernel_roles import BufferUse
@@ -32,9 +33,10 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 class Transformer:
     """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache
     holds up to `length` tokens: for each attention (2, kv_heads, length, head_dim), zeros, in float16, or in float32 if
-    the weights are. `context`: the session's, which rotary embeddings may depend on."""
+    the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its elements:
+    (2, kv_heads, length, 34 / 32 * head_dim). `context`: the session's, which rotary embeddings may depend on."""
 
-    def __init__(self, weights: Weights, length: int, context: int) -> None:
+    def __init__(self, weights: Weights, length: int, context: int, kv: KVFormat = KVFormat.F16) -> None:
         """Raises ModelFileError."""
         spec = self.spec = weights.spec
         self.length = length
@@ -46,10 +48,12 @@ class Transformer:
         self._temperatures = None
         if spec.temperature:
             self._temperatures = Tensor(spec.temperature.factors(length)).realize()
-        self._kv_type = dtypes.float32 if spec.is_float32 else dtypes.float16
+        floats = dtypes.float32 if spec.is_float32 else dtypes.float16
+        self._kv_type = dtypes.int8 if kv.is_quantized else floats
+        widths = [kv.bytes(a.head_dim) if kv.is_quantized else a.head_dim for a in spec.attention]
         self._caches = [
-            Tensor.zeros(2, a.kv_heads, length, a.head_dim, dtype=self._kv_type).contiguous()
-            for a in spec.attention
+            Tensor.zeros(2, a.kv_heads, length, width, dtype=self._kv_type).contiguous()
+            for a, width in zip(spec.attention, widths, strict=True)
         ]
         Tensor.realize(*self._caches)
 
@@ -194,9 +198,13 @@ class Transformer:
         q, k = self._rotated(q, a.rope, position), self._rotated(k, a.rope, position)
         if self._temperatures is not None:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)
-        new = Tensor.stack(k, v).cast(self._kv_type)
+        new = Tensor.stack(k, v)
+        new = _quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)
         stored = Tensor(kv.uop.after(kv[:, :, position : position + n, :].uop.store(new.uop)))
-        keys, values = stored[:, :, 0 : position + n, :].cast(dtypes.float32)
+        cached = stored[:, :, 0 : position + n, :]
+        if self._kv_type == dtypes.int8:
+            cached = _dequantized(cached, a.head_dim)
+        keys, values = cached.cast(dtypes.float32)
 
         group = a.heads // a.kv_heads  # query heads that share keys and values
         q = q.reshape(a.kv_heads, group * n, a.head_dim) * a.scale
@@ -214,6 +222,21 @@ class Transformer:
         out = weights @ values
         out = out.reshape(a.heads, n, a.head_dim).transpose(0, 1).reshape(n, -1)
         return self._product(a.o, out, a.o_bias), stored
+
+
+def _quantized(x: Tensor) -> Tensor:
+    """Elements (..., head_dim) as int8, and after them the bytes of their blocks' float16 scales."""
+    blocks = x.reshape(*x.shape[:-1], -1, QUANT_BLOCK)
+    scales = blocks.abs().max(-1, keepdim=True) / 127
+    quants = (blocks / scales.maximum(1e-30)).round().cast(dtypes.int8).reshape(x.shape)
+    return quants.cat(scales.squeeze(-1).cast(dtypes.float16).bitcast(dtypes.int8), dim=-1)
+
+
+def _dequantized(x: Tensor, dim: int) -> Tensor:
+    """What `_quantized` gave, as float32 (..., dim)."""
+    quants, scales = x[..., :dim], x[..., dim:].bitcast(dtypes.float16)
+    blocks = quants.reshape(*x.shape[:-1], -1, QUANT_BLOCK) * scales.cast(dtypes.float32).unsqueeze(-1)
+    return blocks.reshape(*x.shape[:-1], dim)
 
 
 def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
