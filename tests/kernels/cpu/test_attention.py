@@ -126,13 +126,11 @@ def test_a_cache_of_float32(pool: ThreadPool) -> None:
     check(pool, replace(PLAIN, dtype=dtypes.float32, length=96, window=24), 64, 40, 1)
 
 
-@pytest.mark.parametrize(
-    ("dim", "lanes", "window"), [(32, 8, 0), (64, 4, 0), (96, 16, 0), (128, 16, 9), (256, 8, 20)]
-)
+@pytest.mark.parametrize(("dim", "lanes", "window"), [(64, 4, 0), (96, 16, 0), (32, 8, 20)])
 def test_a_cache_of_integers_with_scales(pool: ThreadPool, dim: int, lanes: int, window: int) -> None:
     length = 128 if not window else -(-(window + MAX_TILES * lanes) // lanes) * lanes
     heads = Heads(6, 2, dim, length, lanes, dim**-0.5, window=window, dtype=dtypes.int8)
-    check(pool, heads, 19, 1, 1, 40, 1)
+    check(pool, heads, 19, 1, 1, 32, 1)
 
 
 @pytest.mark.parametrize(("window", "lanes"), [(0, 8), (9, 16)])
