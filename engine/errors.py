@@ -45,6 +45,10 @@ class BackendError(OrinError):
     kind = "backend"
 
 
+SHORTEN = "Start a new chat, shorten the prompt, or restart with a larger --context."
+"""The hint of a `ContextFullError`."""
+
+
 class ContextFullError(OrinError):
     """The prompt, or the prompt and the reply, do not fit into the context."""
 

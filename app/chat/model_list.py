@@ -106,9 +106,11 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
                 record=record,
                 problem=problem,
             )
-    except (OrinError, OSError) as error:
+    except Exception as error:  # whatever is wrong with a file, it must not hide the others
         size = path.stat().st_size if path.is_file() else 0
+        is_known = isinstance(error, OrinError | OSError)
         problem = error.message if isinstance(error, OrinError) else str(error)
+        problem = problem if is_known else f"It cannot be read: {type(error).__name__} {problem}".strip()
         return Entry(name, source, path, size, quantization_of(path.name), record=record, problem=problem)
 
 

@@ -34,7 +34,8 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 _MAX_DIMENSIONS = 4  # of a tensor: GGML_MAX_DIMS in ggml.h
 _MAX_NESTING = 4  # levels of arrays in arrays
-_MAX_STRINGS = 1 << 22  # in one array: eight times the longest list of merges in published models
+_MAX_ENTRIES = 1 << 14  # metadata values, and tensors: published models have at most some thousands
+_MAX_STRINGS = 1 << 20  # in all arrays: published models have at most 780,000, tokens and merges
 _DOWNLOAD_AGAIN = "Download it again."
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
@@ -257,8 +258,9 @@ class _FileReader:
 
         self._check_magic()
         tensor_count, key_count = self._scalar("<u8"), self._scalar("<u8")
-        self._check_count(key_count, 8 + 4 + 1, "metadata entries")
-        self._check_count(tensor_count, 8 + 4 + 4 + 8, "tensors")
+        self._check_count(key_count, 8 + 4 + 1, "metadata entries", _MAX_ENTRIES)
+        self._check_count(tensor_count, 8 + 4 + 4 + 8, "tensors", _MAX_ENTRIES)
+        self._arrays, self._n_strings = 0, 0  # read so far: arrays in arrays, and strings in arrays
         self.metadata: dict[str, object] = {}
         for _ in range(key_count):
             key = self._string()
@@ -290,13 +292,16 @@ class _FileReader:
                 "Get a newer copy of the model." if version < 2 else "Update orin-chat.",
             )
 
-    def _check_count(self, count: int, min_bytes: int, items: str) -> None:
-        """Fails if the rest of the file cannot hold `count` items of at least `min_bytes` each."""
+    def _check_count(self, count: int, min_bytes: int, items: str, most: int | None = None) -> None:
+        """Fails if the rest of the file cannot hold `count` items of at least `min_bytes` each, or if these are more
+        than `most`, which would take long to read."""
         if count * min_bytes > self.size - self.pos:
             self.fail(
                 f"is truncated or damaged: it promises {count} {items}, more than it can hold.",
                 _DOWNLOAD_AGAIN,
             )
+        if most is not None and count > most:
+            raise damaged(self.path, f"it has {count:,} {items}; orin-chat reads at most {most:,}")
 
     def _fail_truncated(self) -> NoReturn:
         self.fail(
@@ -327,9 +332,9 @@ class _FileReader:
         return self.buffer[self.pos - length : self.pos].decode("utf-8", "replace")
 
     def _strings(self, count: int) -> StringArray:
-        if count > _MAX_STRINGS:
-            raise damaged(self.path, f"it has a list of {count} strings")
         self._check_count(count, 8, "strings")
+        self._n_strings += count
+        self._check_count(self._n_strings, 0, "strings in lists", _MAX_STRINGS)
         length_at = struct.Struct("<Q").unpack_from
         buffer, pos = self.buffer, self.pos
         offsets = array("q", [pos])
@@ -364,6 +369,8 @@ class _FileReader:
         if element == _STRING:
             return self._strings(count)
         self._check_count(count, 4 + 8, "arrays")
+        self._arrays += count
+        self._check_count(self._arrays, 0, "arrays in arrays", _MAX_ENTRIES)
         return [self._value(element, key, depth + 1) for _ in range(count)]
 
     def _tensors(self, count: int) -> list[TensorInfo]:

@@ -46,13 +46,16 @@ class PromptEncoder:
             self.template.encode([Message(role="user", content="Hello")])
         return tuple(warning for warning in (self.tokenizer.warning, self.template.warning) if warning)
 
-    def encode(self, prompt: Chat | RawText | TokenIds, effort: Effort | None = None) -> Prompt:
-        """The ids of `prompt`, at least one. `effort` is for a chat. Raises UsageError and TemplateError."""
+    def encode(
+        self, prompt: Chat | RawText | TokenIds, effort: Effort | None = None, most: int | None = None
+    ) -> Prompt:
+        """The ids of `prompt`, at least one. `effort` is for a chat. Raises UsageError and TemplateError, and
+        ContextFullError for a text that is certain to have more than `most` tokens: it is not tokenized."""
         match prompt:
             case Chat(messages=messages, think=think, tools=tools):
-                encoded = self.template.encode(messages, think=think, effort=effort, tools=tools)
+                encoded = self.template.encode(messages, think=think, effort=effort, tools=tools, most=most)
             case RawText(text=text):
-                encoded = Prompt(self.tokenizer.encode(text, add_special=True))
+                encoded = Prompt(self.tokenizer.encode(text, add_special=True, most=most))
             case TokenIds(ids=ids):
                 encoded = Prompt(list(ids))
         if not encoded.ids:

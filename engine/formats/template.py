@@ -83,6 +83,7 @@ class ChatTemplate:
         effort: Effort | None = None,
         tools: str = "",
         add_generation_prompt: bool = True,
+        most: int | None = None,
     ) -> Prompt:
         """The conversation as a prompt. With `add_generation_prompt` the prompt ends where the model's reply begins; if
         the last message is the model's, it ends in that message, so that the model continues it. `think` asks a
@@ -92,6 +93,7 @@ class ChatTemplate:
         If the template refuses the conversation, it gets a simpler one: the system text in the first user turn, turns
         of the same role joined. If it does not work at all, the template of the model's family is used, unless there
         are tools. Raises TemplateError if the template refuses the simpler one too, or takes too much time or memory.
+        `most` and what it raises: see `Tokenizer.encode_segments`.
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
@@ -123,7 +125,7 @@ class ChatTemplate:
         if unfinished:
             segments += _unfinished_reply(unfinished, text, self._marks)
             opens_thinking = not unfinished.content and bool(unfinished.thinking or opens_thinking)
-        ids = self._tokenizer.encode_segments(segments)
+        ids = self._tokenizer.encode_segments(segments, most)
         bos = self._tokenizer.bos_id
         if self._tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Merger
 
-from engine.errors import ModelFileError
+from engine.errors import SHORTEN, ContextFullError, ModelFileError
 from engine.formats.gguf import GGUF, StringArray, damaged, printable
 from engine.formats.pretokenizers import DEFAULT, GEMMA4, PRETOKENIZERS
 from engine.formats.thinking import MARK_TOKENS
@@ -103,6 +103,9 @@ class Tokenizer:
         shown = {special[mark] for mark in (MARK_TOKENS | CALL_TOKENS) & special.keys()} - self.eos_ids
         self._hidden = frozenset(hidden) - shown  # `thinking` and `tool_calls` look for the marks
         self.special_tokens: Mapping[str, int] = special
+        # Bytes that a token stands for, at most: with the byte alphabet, one for each character.
+        lengths = map(len, texts if self._writes_spaces else self._raw)
+        self._longest = max(1, *lengths, *(len(text.encode()) for text in special))
         self._text_tokens = {
             self._spaced(text): id
             for text, id in special.items()
@@ -221,19 +224,25 @@ class Tokenizer:
 
     # --- text to ids -------------------------------------------------------------------------------------
 
-    def encode(self, text: str, *, special: bool = False, add_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, special: bool = False, add_special: bool = False, most: int | None = None
+    ) -> list[int]:
         """The token ids of `text`. With `special`, the names of special tokens in it become these tokens; else they are
-        ordinary text. `add_special` adds BOS before and EOS after the text if the model expects them."""
-        ids = self.encode_segments([(text, special)])
+        ordinary text. `add_special` adds BOS before and EOS after the text if the model expects them. `most` and what
+        it raises: see `encode_segments`."""
+        ids = self.encode_segments([(text, special)], most)
         if add_special and self.add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         if add_special and self.add_eos and self.eos_id is not None:
             ids = [*ids, self.eos_id]
         return ids
 
-    def encode_segments(self, segments: Iterable[tuple[str, bool]]) -> list[int]:
+    def encode_segments(self, segments: Iterable[tuple[str, bool]], most: int | None = None) -> list[int]:
         """The token ids of consecutive segments (text, special). Special tokens are searched within each segment, and
-        only if its `special` is true. Plain text merges across segments."""
+        only if its `special` is true. Plain text merges across segments.
+
+        Raises ContextFullError, before any time and memory are spent, for a text that is certain to have more than
+        `most` tokens: as no token is longer than the longest of the vocabulary, the length of the text tells."""
         parts: list[str | int] = []  # plain text or the id of a special token; never two texts in a row
         for segment, special in segments:
             text = _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", segment)
@@ -245,6 +254,13 @@ class Tokenizer:
                 elif piece := piece.lstrip() if parts and parts[-1] in self._strips_after else piece:
                     parts.append(piece)
 
+        if most is not None:
+            least = sum(1 if isinstance(part, int) else -(-_n_bytes(part) // self._longest) for part in parts)
+            if least > most:
+                raise ContextFullError(
+                    f"The conversation has at least {least} tokens and the context holds {most}.",
+                    SHORTEN,
+                )
         ids: list[int] = []
         before = " " if self.add_space_prefix else ""  # such models expect a space before a text
         for part in parts:
@@ -288,6 +304,10 @@ class Tokenizer:
     def is_hidden(self, id: int) -> bool:
         """Whether a token is not part of a reply's text: control tokens, except the marks around thinking."""
         return id in self._hidden
+
+
+def _n_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 class StreamDecoder:

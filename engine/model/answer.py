@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ContextFullError
+from engine.errors import SHORTEN, ContextFullError
 from engine.events import (
     Chat,
     Event,
@@ -37,7 +37,7 @@ class Answers:
 
     def begin(self, request: Generate, report: Callable[[Event], None]) -> Answer:
         """The answer to a request, with no token yet. Raises ContextFullError, TemplateError and UsageError."""
-        prompt = self._prompts.encode(request.prompt, request.sampling.effort)
+        prompt = self._prompts.encode(request.prompt, request.sampling.effort, self._context_length)
         limit = _reply_limit(len(prompt.ids), request.max_tokens, self._context_length)
         answer = Answer(request, prompt, self._prompts, limit, report)
         if request.grammar:
@@ -174,6 +174,6 @@ def _reply_limit(prompt_n: int, max_tokens: int | None, context_length: int) -> 
     if limit < 1:
         raise ContextFullError(
             f"The conversation has {prompt_n} tokens and the context holds {context_length}.",
-            "Start a new chat, shorten the prompt, or restart with a larger --context.",
+            SHORTEN,
         )
     return limit if max_tokens is None else min(limit, max_tokens)

@@ -64,6 +64,9 @@ ARCHITECTURES: Mapping[str, Family] = {
 }
 
 
+_MAX_HEAD = 1 << 13  # elements: published models have at most 576
+
+
 def check_architecture(architecture: str, model: str) -> None:
     """Raises ModelFileError if the engine does not run this architecture; the message calls the model `model`."""
     if architecture not in ARCHITECTURES:
@@ -78,7 +81,10 @@ def read_spec(file: GGUF) -> ModelSpec:
     metadata."""
     architecture = file.get("general.architecture", str)
     check_architecture(architecture, printable(file.path.name))
-    return _Reader(file, architecture).spec()
+    try:
+        return _Reader(file, architecture).spec()
+    except (ArithmeticError, ValueError):  # scales close to 0, whose inverse is no number
+        raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
 
 
 class _Reader:
@@ -103,6 +109,7 @@ class _Reader:
         if (
             self.size("attention.value_length", self.head_dim) != self.head_dim
             or self.head_dim % 2
+            or self.head_dim > _MAX_HEAD  # before tables of this size are made
             or self.heads % self.kv_heads
             or self.rotated % 2
             or self.rotated > self.head_dim

@@ -306,6 +306,17 @@ REFUSED = {
         header(0, [entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1) * 9 + bytes(12))]),
         "unknown kind 9",
     ),
+    # What a file of this size can hold, but what would take long to read:
+    "many entries": (header(0, [b""] * 20_000) + bytes(13 * 20_000), "has 20,000 metadata entries"),
+    "many tensors": (header(20_000, []) + bytes(24 * 20_000), "has 20,000 tensors"),
+    "many arrays": (  # in two lists
+        header(0, [entry(key, ARRAY, struct.pack("<IQ", ARRAY, 9000) + bytes(12 * 9000)) for key in "ab"]),
+        "has 18,000 arrays in arrays",
+    ),
+    "many strings": (
+        header(0, [entry("k", ARRAY, struct.pack("<IQ", STRING, 1 << 21))]) + bytes(1 << 24),
+        "has 2,097,152 strings in lists",
+    ),
     "alignment": (header(0, [entry("general.alignment", 4, struct.pack("<I", 24))]), "general.alignment"),
     "alignment type": (header(0, [entry("general.alignment", STRING, string("32"))]), "general.alignment"),
     "dimensions": (LAYER + string("t") + struct.pack("<I", 5) + bytes(60), '"t" has 5 dimensions'),

@@ -1,3 +1,7 @@
+import pytest
+
+from engine.errors import ContextFullError
+from engine.events import Chat, Message, RawText
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from tests.generated_model import write
@@ -8,3 +12,21 @@ def test_a_template_that_does_not_work_is_told_before_the_first_prompt(tmp_path)
         with GGUF(write(tmp_path / "m.gguf", template=source)) as file:
             warnings = PromptEncoder(file).warnings
         assert [words in warning for words, warning in zip(says, warnings, strict=True)] == [True] * len(says)
+
+
+def test_a_prompt_that_is_certain_not_to_fit_is_not_tokenized(tmp_path, monkeypatch):
+    with GGUF(write(tmp_path / "m.gguf")) as file:
+        prompts = PromptEncoder(file)
+    with GGUF(write(tmp_path / "endless.gguf", template="{{ 'water ' * 100000 }}")) as file:
+        endless = PromptEncoder(file)
+    fitting = prompts.encode(RawText(text="the water " * 50))
+    assert prompts.encode(RawText(text="the water " * 50), most=len(fitting.ids)) == fitting
+    monkeypatch.setattr(prompts.tokenizer, "_encode_text", None)
+    monkeypatch.setattr(endless.tokenizer, "_encode_text", None)
+    for encoder, prompt in (
+        (prompts, RawText(text="the water " * 1000)),
+        (prompts, Chat(messages=(Message(role="user", content="größe " * 1000),))),
+        (endless, Chat(messages=(Message(role="user", content="Hi"),))),
+    ):
+        with pytest.raises(ContextFullError, match=r"has at least \d+ tokens and the context holds 100\."):
+            encoder.encode(prompt, most=100)

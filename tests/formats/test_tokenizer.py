@@ -42,6 +42,17 @@ def real():
     return get
 
 
+@needs_shared
+@pytest.mark.parametrize("name", ["llama-bpe", "phi-3", "gemma-4"])
+def test_no_text_has_fewer_tokens_than_its_length_says(real, name):
+    """It is refused by that only if it has too many."""
+    tokenizer = real(name)
+    for id in range(0, tokenizer.vocab_size, 7):
+        if not tokenizer.is_hidden(id):
+            text = tokenizer.piece(id).decode("utf-8", "replace")
+            tokenizer.encode(text * 3, most=len(tokenizer.encode(text * 3)))
+
+
 # --- against llama.cpp ----------------------------------------------------------------------------------
 
 

@@ -164,6 +164,13 @@ def test_multipliers(path_of):
         ({"llama__attention__head_count_kv": 3}, "heads of a shape"),
         ({"llama__attention__head_count_kv": 4}, "has blk.0.attn_k.weight with the shape"),
         ({"llama__rope__dimension_count": 7}, "heads of a shape"),
+        (
+            {
+                f"llama__{key}": (1 << 31) - 2
+                for key in ("attention__key_length", "attention__value_length", "rope__dimension_count")
+            },
+            "heads of a shape",
+        ),
         ({"llama__rope__dimension_count": 32}, "heads of a shape"),
         ({"llama__rope__scaling__type": "ntk"}, "RoPE scaling ntk"),
         ({"llama__rope__freq_base": -1.0}, "RoPE frequencies"),
@@ -176,6 +183,7 @@ def test_multipliers(path_of):
             "yarn has no bounds",
         ),
         ({"llama__attention__scale": 0.0}, "llama.attention.scale is 0"),
+        ({"llama__residual_scale": 1e-200}, "nothing can be computed with"),
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
     ],
 )

@@ -25,6 +25,7 @@ from engine.catalog.progress import Progress
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
 from engine.model import packed_weights_cache
+from engine.model.architectures import read_spec
 from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.catalog.fixtures import fake_hub
@@ -192,6 +193,21 @@ def test_known_models_that_are_here_are_listed_once(run, hub, monkeypatch):
     here = on_this_machine()
     assert [entry.name for entry in here] == ["qwen3:0.6b"]
     assert "qwen3:0.6b" not in [entry.name for entry in not_here(here)]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RecursionError("too deep"), OSError("no such disk")])
+def test_a_file_that_cannot_be_read_hides_no_other(monkeypatch, tmp_path, error):
+    paths = {name: write(tmp_path / f"{name}.gguf") for name in ("bad", "good")}
+
+    def read(file):
+        if file.path == paths["bad"]:
+            raise error
+        return read_spec(file)
+
+    monkeypatch.setattr("app.chat.model_list.read_spec", read)
+    entries = {entry.name: entry for entry in on_this_machine({n: str(path) for n, path in paths.items()})}
+    assert not entries["good"].problem and entries["bad"].problem
+    assert str(error) in entries["bad"].problem
 
 
 def test_ages_in_words():
