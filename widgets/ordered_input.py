@@ -1,4 +1,7 @@
-"""Input fields that handle keys in the order in which they were pressed.
+"""Input fields that show no terminal controls, and handle keys in the order in which they were pressed.
+
+Textual shows the text of a field as it is. Here all text is cleaned on its way in, whether it is loaded, typed, pasted
+or inserted.
 
 Textual lets the application run the bindings of a widget after the widget has inserted the characters of the same
 batch. If several keys arrive at once (a fast typist, a slow line, a busy machine), `a b Backspace c` would give `ab`
@@ -10,14 +13,27 @@ from __future__ import annotations
 from textual.events import Key
 from textual.widget import Widget
 from textual.widgets import Input, TextArea
+from textual.widgets.text_area import Edit, EditResult
+
+from widgets.text import editable
 
 
 class OrderedInput(Input):
+    def validate_value(self, value: str) -> str:
+        return editable(value).replace("\n", " ")
+
     async def _on_key(self, event: Key) -> None:
         await _run_binding(self, event)
 
 
 class OrderedTextArea(TextArea):
+    def _set_document(self, text: str, language: str | None) -> None:
+        super()._set_document(editable(text), language)
+
+    def edit(self, edit: Edit) -> EditResult:
+        edit.text = editable(edit.text)
+        return super().edit(edit)
+
     async def _on_key(self, event: Key) -> None:
         await _run_binding(self, event)
 

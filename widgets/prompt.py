@@ -111,7 +111,6 @@ class Prompt(OrderedTextArea):
             self.post_message(self.Submitted(self.text.strip("\n")))
 
     async def _on_paste(self, event: events.Paste) -> None:
-        # Terminals paste a line end as CR. It must not send the prompt.
         event.stop()
         event.prevent_default()
-        self.insert(clean(event.text.replace("\r\n", "\n").replace("\r", "\n")))
+        self.insert(event.text)  # whose line ends must not send the prompt

@@ -22,6 +22,11 @@ def clean(text: str) -> str:
     return text.translate(_HARMFUL)
 
 
+def editable(text: str) -> str:
+    """`text` cleaned, for a field in which it is edited. Line ends of any kind are newlines: terminals paste CR."""
+    return clean(text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
 def one_line(text: str) -> str:
     """`text` cleaned, its white space folded to single spaces."""
     return " ".join(clean(text).split())

@@ -12,10 +12,11 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.utils import is_dumb_terminal
 
-from widgets.text import clean
+from widgets.text import clean, editable
 
 PROMPT = "> "
 
@@ -30,7 +31,8 @@ class TerminalLines:
         keys = KeyBindings()
         keys.add("enter")(_send)
         keys.add("escape", "enter")(_new_line)
-        self._history = InMemoryHistory(list(history))
+        keys.add(Keys.BracketedPaste)(_paste)
+        self._history = InMemoryHistory([editable(text) for text in history])
         # PromptSession sends an escape sequence for the cursor, which a dumb terminal would show.
         with create_app_session(output=PlainTextOutput(sys.stdout) if is_dumb_terminal() else None):
             self._session: PromptSession[str] = PromptSession(
@@ -44,8 +46,9 @@ class TerminalLines:
             )
 
     async def read(self, draft: str) -> str:
+        draft = editable(draft)
         if draft and is_dumb_terminal():  # which cannot show a text to edit
-            print(clean(draft))
+            print(draft)
             draft = ""
         try:
             return await self._session.prompt_async(default=draft)
@@ -68,7 +71,7 @@ class FileLines:
         line = self._source.readline()
         if not line:
             raise EOFError
-        print(PROMPT + line.rstrip("\n"), file=self._echo, flush=True)
+        print(PROMPT + clean(line.rstrip("\n")), file=self._echo, flush=True)
         return line.rstrip("\n")
 
 
@@ -95,3 +98,7 @@ def _send(event: KeyPressEvent) -> None:
 
 def _new_line(event: KeyPressEvent) -> None:
     event.current_buffer.insert_text("\n")
+
+
+def _paste(event: KeyPressEvent) -> None:
+    event.current_buffer.insert_text(editable(event.data))

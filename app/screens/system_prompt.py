@@ -12,7 +12,6 @@ from app.screens.edit_page import EditPage
 from engine.events import Effort
 from widgets.ordered_input import OrderedTextArea
 from widgets.page import Frame
-from widgets.text import clean
 
 KEYS = ("Ctrl+S saves · Esc closes", "Ctrl+S saves")
 KEYS_WITH_EFFORT = ("Ctrl+S saves · Esc closes · Tab to the effort", *KEYS)
@@ -48,7 +47,7 @@ class SystemScreen(EditPage[Instructions]):
     def compose(self) -> ComposeResult:
         with Frame("System prompt", *(KEYS_WITH_EFFORT if self._effort.display else KEYS)):
             yield OrderedTextArea(
-                clean(self._now.system), soft_wrap=True, show_line_numbers=False, placeholder=Content(NONE)
+                self._now.system, soft_wrap=True, show_line_numbers=False, placeholder=Content(NONE)
             )
             yield self._effort
             yield self.problem_line

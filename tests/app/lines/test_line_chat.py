@@ -25,6 +25,7 @@ from engine.events import EngineOptions, Failed
 from presets import GUIDE
 from tests import synthetic
 from tests.app.fake_engine import DIED, TOO_LONG, FakeEngine, reply
+from tests.app.hostile_text import ATTACK, acting
 from tests.generated_model import write
 
 
@@ -411,6 +412,12 @@ async def test_lines_of_a_file():
     assert echo.getvalue() == "> one\n> \n> two\n"
 
 
+async def test_no_line_of_a_file_acts_on_the_terminal_that_it_is_echoed_to():
+    echo = io.StringIO()
+    assert await FileLines(io.StringIO(ATTACK), echo).read("") == ATTACK
+    assert echo.getvalue().startswith("> attack") and acting(echo.getvalue()) == []
+
+
 @pytest.fixture
 def keys(monkeypatch):
     """A terminal on which text can be typed."""
@@ -445,6 +452,16 @@ async def test_ctrl_z_suspends_the_program_and_is_no_text(keys, monkeypatch):
     keys.send_text("be\x1afore\r")
     assert await TerminalLines([], completions()).read("") == "before"
     assert suspended == ["be"]
+
+
+async def test_no_text_that_is_to_be_edited_acts_on_the_terminal(keys):
+    lines = TerminalLines([ATTACK], completions())
+    keys.send_text("\x1b[A\r")
+    assert acting(await lines.read("")) == []
+    keys.send_text("\r")
+    assert acting(await lines.read(ATTACK)) == []
+    keys.send_text("\x1b[200~one\rtwo\x1b]0;x\x07\x9b\u202e\x1b[201~\r")
+    assert await lines.read("") == "one\ntwo]0;x"
 
 
 async def test_a_dumb_terminal_is_shown_the_draft_and_sent_no_escape_sequences(monkeypatch, capsys):
