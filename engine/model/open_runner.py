@@ -48,8 +48,11 @@ def open_runner(
             return CPUBatchRunner(weights, context_length, parallel, keep_packed, kv)
         return CPURunner(weights, context_length, keep_packed, kv)
     if device in ("CUDA", "NV"):
+        from engine.kernels.gpu.device import has_tensor_cores
         from engine.model.fused import FusedBatchRunner, FusedRunner, runs_batches
 
+        if kv.is_quantized and not has_tensor_cores():
+            raise UsageError(f"A {kv.value} KV cache needs a GPU with tensor cores.", "Choose f16.")
         if parallel > 1 and runs_batches(weights.spec):
             return FusedBatchRunner(weights, context_length, parallel, kv)
         return FusedRunner(weights, context_length, kv)

@@ -21,9 +21,10 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.cache_tiles import four_values, load_halves
 from engine.kernels.gpu.decode_block import DecodeBlock
 from engine.kernels.gpu.few_columns import column_index
-from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.kv_cache import TILE, Heads
 from engine.kernels.gpu.matmul import as_half
 from engine.kernels.gpu.uops import (
     F16,
@@ -67,7 +68,7 @@ class Split:
     @property
     def max_tokens(self) -> int:
         """The largest number of tokens of a part, in whole tiles of one token for each thread."""
-        part = -(-self.limit // (self.splits * 4)) * 4
+        part = -(-self.limit // (self.splits * TILE)) * TILE
         return -(-part // self.threads) * self.threads
 
 
@@ -95,7 +96,13 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
     run, tile_tokens = dim // cuts, n_threads // cuts
     ahead = min(split.ahead, n_threads // (slices * 4))  # so that all tokens of a step have weights
     step_quads = slices * ahead
-    assert n_threads >= dim and h.shared_by % group == 0 and n_threads % (32 * cuts) == 0 and dim % 8 == 0
+    assert (
+        not h.kv_format.is_quantized
+        and n_threads >= dim
+        and h.shared_by % group == 0
+        and n_threads % (32 * cuts) == 0
+        and dim % 8 == 0
+    )
 
     def kernel(*buffers: UOp) -> UOp:
         thread = UOp.special(n_threads, "lidx0")
@@ -110,33 +117,30 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
 
         def key_tile(tile: UOp | int) -> list[UOp]:
             token = tile * tile_tokens + lane
-            first = h.key_index(kv, start + token, cut * run, block.pages)
-            return [
-                load(block.keys, first + (j // 4 * h.slots * 4 + j % 4), token < count) for j in range(run)
-            ]
+            places = (cut * (run // 4) + j for j in range(run // 4))
+            at = block.cache, 0, kv, start + token
+            return [x for quad in places for x in load_halves(h, *at, quad, token < count, block.pages)]
 
         def value_step(step: UOp | int) -> list[UOp]:
             quads = [step * step_quads + j * slices + slice_ for j in range(ahead)]
-            places = (h.run(kv, start // 4, quad, size=4, pages=block.pages) for quad in quads)
-            firsts = [(place * dim + column) * 4 for place in places]
-            runs = (
-                load_run(block.values, first, 4, quad * 4 < count)
-                for first, quad in zip(firsts, quads, strict=True)
-            )
-            return [x for run in runs for x in run]
+            return [
+                x
+                for quad in quads
+                for x in four_values(
+                    h, block.cache, kv, start + quad * 4, column, quad * 4 < count, block.pages
+                )
+            ]
 
         half = half_registers()
         next_keys, next_values = registers(run, 0, half), registers(ahead * 4, 1, half)
         first_loads = [*store_run(next_keys, 0, key_tile(0)), *store_run(next_values, 0, value_step(0))]
 
         new_rows = shared(block.n_rotated, slot=1)
-        elements, key_elements = block.rotate(first_loads)
+        elements = block.rotate(first_loads)
         stores = [store(new_rows, e, x) for e, x in elements]
-        results = [store(block.keys, index, x, ok & block.stores_token) for index, ok, x in key_elements]
         new_value = load(block.rows, block.value_row(column)).cast(F16)
-        value_index = block.value_place(column)
-        results.append(store(block.values, value_index, new_value, block.stores_token & (thread < dim)))
         new_rows = new_rows.after(UOp.group(*stores, *first_loads))
+        results = block.store_token(new_rows)
         next_keys, next_values = next_keys.after(new_rows), next_values.after(new_rows)
 
         # Scores: a thread has a token and one of `cuts` runs of dimensions.

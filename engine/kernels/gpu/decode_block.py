@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from tinygrad import UOp
 
+from engine.kernels.gpu.cache_tiles import store_quad
 from engine.kernels.gpu.few_columns import column_index
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, Pages
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, TILE, Heads, Pages
 from engine.kernels.gpu.matmul import as_half
 from engine.kernels.gpu.uops import (
     F16,
@@ -32,9 +33,9 @@ from engine.kernels.gpu.weight_layout import UNIT, permuted
 class DecodeBlock:
     """A block of decode attention: `group` query heads from `first_head` on, which share the key head `kv`, and `count`
     cached tokens from `start` on, one of `splits` equal parts of the tokens before `position`, or of those of them in
-    the window, from a multiple of four on (`sees`). The blocks of the first part also handle the new token.
+    the window, from a multiple of sixteen on (`sees`). The blocks of the first part also handle the new token.
 
-    Buffers: the outputs; the cached keys and values, float16 (`Heads`); the new token's rows of queries, keys and
+    Buffers: the outputs; the cached keys and values (`Heads.cache_planes`); the new token's rows of queries, keys and
     values, float32 ((query + 2 * kv) * dim,); cos and sin of its angles, float32 (dim,); the state, int32 (2,): token
     and position; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they are
     `wide`, over all heads together, float32 (query + kv, dim); the factors of queries by position, float32 (context,),
@@ -63,7 +64,12 @@ class DecodeBlock:
         sinks: bool = False, wide: bool = False, tokens: int = 0,
     ) -> None:  # fmt: skip
         n_outs = 1 if splits == 1 else 2
-        self.outs, (self.keys, self.values, self.rows, *rest) = buffers[:n_outs], buffers[n_outs:]
+        n_cache = n_outs + len(heads.cache_planes)
+        self.outs, self.cache, (self.rows, *rest) = (
+            buffers[:n_outs],
+            buffers[n_outs:n_cache],
+            buffers[n_cache:],
+        )
         self.tokens, self.is_whole = tokens, splits == 1
         angles = [rest.pop(0) for _ in range(2 if tokens else 1)]
         table = rest.pop(0) if heads.pool else None
@@ -95,10 +101,10 @@ class DecodeBlock:
         self.first_seen = heads.first_seen(self.position)
         self.start, self.count = UOp.const(0), self.position
         if heads.window:
-            self.start = self.first_seen // 4 * 4
+            self.start = self.first_seen // TILE * TILE
             self.count = (self.position - self.start).maximum(0)
         if splits > 1:
-            each = (self.count + splits * 4 - 1) // (splits * 4) * 4
+            each = (self.count + splits * TILE - 1) // (splits * TILE) * TILE
             self.start = self.start + self.part * each if heads.window else self.part * each
             self.count = (self.position - self.start).maximum(0).minimum(each)
         self.is_first_part = self.part.eq(0)
@@ -128,13 +134,12 @@ class DecodeBlock:
         """Elements of the rotated queries and the key, rounded up to whole elements for each thread."""
         return -(-(self.group + 1) * self.heads.dim // self.n_threads) * self.n_threads
 
-    def rotate(self, before: Sequence[UOp]) -> tuple[list[tuple[UOp, UOp]], list[tuple[UOp, UOp, UOp]]]:
+    def rotate(self, before: Sequence[UOp]) -> list[tuple[UOp, UOp]]:
         """Rotates (and norms, if the model does) this thread's elements of the queries and the key. `before`: effects
         that happen before the norm.
 
-        Returns the elements as (index in (group + 1, dim), float32): the queries scaled, and the key rounded as the
-        cache holds it. And the key's elements for the cache, as (index, whether it is an element of the key,
-        float16)."""
+        Returns the elements as (index in (group + 1, dim), float32): the queries scaled, and the key rounded to
+        float16."""
         h, dim, half = self.heads, self.heads.dim, self.heads.dim // 2
         n = (self.group + 1) * dim
 
@@ -173,16 +178,13 @@ class DecodeBlock:
                 weight = head.eq(self.group).where(UOp.const(dim), UOp.const(0))
                 xs[i] = xs[i] * load(self.norms, weight + e % dim) * norm
                 others[i] = others[i] * load(self.norms, weight + partners[i]) * norm
-        elements, key_elements = [], []
+        elements = []
         for e, x, other in zip(indices, xs, others, strict=True):
             d = e % dim
             z = rotated(x, other, d < half, *self._angles(d % half))
-            is_key, as_key = e >= self.group * dim, z.cast(F16)
-            elements.append((e, is_key.where(as_key.cast(F32), z * self.query_factor)))
-            key_elements.append(
-                (h.key_index(self.kv, self.position, d, self.pages), is_key & (e < n), as_key)
-            )
-        return elements, key_elements
+            as_key = z.cast(F16).cast(F32)
+            elements.append((e, (e >= self.group * dim).where(as_key, z * self.query_factor)))
+        return elements
 
     def _sums_over_heads(self, before: Sequence[UOp]) -> UOp:
         """Shared memory (n_threads,): partial sums of squares of all queries, then as many of all keys."""
@@ -196,6 +198,22 @@ class DecodeBlock:
         sums = shared(self.n_threads, slot=4)
         return sums.after(UOp.group(store(sums, self.thread, squares), *before))
 
+    def store_token(self, rows: UOp, run: UOp | int = 0, width: int = 0) -> list[UOp]:
+        """Stores the new token: its key, which is in shared memory after the queries, and of its value the dimensions
+        of a run of `width` (0: all). A thread stores four dimensions of each."""
+        h, width = self.heads, width or self.heads.dim
+        key, value = (self.thread.minimum(n // 4 - 1) for n in (h.dim, width))
+        has_key, has_value = (self.stores_token & (self.thread < n // 4) for n in (h.dim, width))
+        if width < h.dim:
+            has_key = has_key & UOp.const(0).eq(run)
+        at = h, self.cache
+        place = self.kv, self.position
+        first = self.value_row(UOp.const(0))
+        return [
+            *store_quad(*at, 0, *place, key, rows, UOp.const(self.group * h.dim), has_key, self.pages),
+            *store_quad(*at, 1, *place, run * (width // 4) + value, self.rows, first, has_value, self.pages),
+        ]
+
     def partial_scores(self, rotated_rows: UOp, slot: int) -> tuple[UOp, UOp]:
         """The new key's scores as sums of eight products each: shared memory (group, dim / 8), and the store to it."""
         eighths = self.heads.dim // 8
@@ -207,10 +225,6 @@ class DecodeBlock:
     def value_row(self, column: UOp) -> UOp:
         """The index of an element of the new token's value in `rows`."""
         return self._first_row + (self.heads.query + self.heads.kv + self.kv) * self.heads.dim + column
-
-    def value_place(self, column: UOp) -> UOp:
-        """The index of an element of the new token's value in the cache."""
-        return self.heads.value_index(self.kv, self.position, column, self.pages)
 
     def store_result(
         self,

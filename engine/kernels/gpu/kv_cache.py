@@ -1,8 +1,8 @@
 """The layout of the KV cache on GPUs.
 
-The cache of a layer holds, in float16, for each key head, keys as [dim / 4, token, dim % 4] and values as [token / 4,
-dim, token % 4]. In decode neighbouring threads (one for each token of the keys, one for each dimension of the values)
-load neighbouring 8 bytes. The same groups of four are the operands of tensor cores in prefill.
+Sixteen tokens are a tile: the keys of a tile are neighbours, and so are its values. The cache consists of words of 32
+bits in the order in which the threads of a warp load them, sixteen bytes each, so that every load of a warp is of
+neighbouring bytes. `engine.kernels.gpu.cache_tiles` says which elements a word holds.
 
 The cache of a layer with a sliding window is a ring, and "token" above is a slot of the ring: token t is in slot t %
 ring. A chunk of a prompt is stored before its attention, so the ring has room for a window and a chunk.
@@ -16,13 +16,15 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
 
-from engine.formats.kv_format import KVFormat
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.uops import LOG2_E, chain, finish, load_index, load_run, store_run
+from engine.kernels.gpu.uops import F16, LOG2_E, chain, finish, load_index, load_run, store_run
 
 CACHE_SLACK = 1024  # tokens of a cache beyond its context, because loads run ahead and take whole tiles
+TILE = 16  # tokens
 _TILES_SLACK = (
     256  # tokens of a window's tiles beyond the ring: the first and the last turn of prefill are not full
 )
@@ -59,7 +61,7 @@ class Heads:
     kv_format: KVFormat = KVFormat.F16
 
     def __post_init__(self) -> None:
-        assert self.ring % 16 == 0 and self.block % 16 == 0 and bool(self.block) == bool(self.pool)
+        assert self.slots % TILE == 0 and self.block % TILE == 0 and bool(self.block) == bool(self.pool)
         assert self.block or (bool(self.ring) == bool(self.window) and self.ring >= self.window)
         assert not (self.block and self.ring) and self.kv_format.fits(self.dim)
 
@@ -81,12 +83,20 @@ class Heads:
     @property
     def cache_size(self) -> int:
         """Elements of the keys of a layer; its values have as many."""
-        return self.kv * self.slots * self.dim
+        return self.kv * self.slots * self.chunks * 16
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of the keys of a layer; its values take as many."""
-        return self.kv_format.bytes(self.cache_size)
+    def chunks(self) -> int:
+        """Groups of sixteen dimensions; the last may have fewer."""
+        return -(-self.dim // 16)
+
+    @property
+    def cache_planes(self) -> tuple[tuple[int, DType], ...]:
+        """The buffers of a layer's cache, keys before values: numbers and type. If it is quantized, those of scales
+        come after those of the words."""
+        words = self.cache_size // (4 if self.kv_format.is_quantized else 2)
+        scales = self.cache_size // QUANT_BLOCK if self.kv_format.is_quantized else 0
+        return ((words, dtypes.uint32),) * 2 + ((scales, F16),) * (2 if scales else 0)
 
     @property
     def tiled(self) -> int:
@@ -112,8 +122,8 @@ class Heads:
         return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}"
 
     def cached(self, limit: int) -> int:
-        """The largest number of cached tokens that a query before position `limit` reads, in whole groups of four."""
-        return min(limit, self.window + 2) if self.window else limit
+        """The largest number of cached tokens that a query before position `limit` reads, in whole tiles."""
+        return min(limit, self.window + TILE - 2) if self.window else limit
 
     def holds(self, position: int, written: int) -> bool:
         """Whether the cache still holds all cached tokens that a query at `position` sees, after `written` tokens were
@@ -125,23 +135,15 @@ class Heads:
         """The first token that a query sees."""
         return (position - (self.window - 1)).maximum(0) if self.window else UOp.const(0)
 
-    def run(self, row: UOp, *number: UOp, size: int = 1, pages: Pages | None = None) -> UOp:
-        """Where a run of `size` tokens is in a row of the cache, in such runs. Its number is the sum of `number`;
-        `size` divides 16. With a pool, in the blocks of `pages`."""
-        n = self.slots // size
+    def tile(self, kv: UOp, *number: UOp, pages: Pages | None = None) -> UOp:
+        """Where a key head's tile of sixteen tokens is, in such tiles. Its number is the sum of `number`. With a pool,
+        in the blocks of `pages`."""
+        n = self.slots // TILE
         if pages is not None:
-            run, runs = chain(number), self.block // size
-            index = pages.first + (run // runs).minimum(self.table_size - 1)
-            return row * n + load_index(pages.table, index, self.pool) * runs + run % runs
-        return row * n + chain(number) % n if self.ring else chain([row * n, *number])
-
-    def key_index(self, head: UOp, token: UOp, d: UOp | int, pages: Pages | None = None) -> UOp:
-        """The index of element d of a token's key."""
-        return self.run(head * (self.dim // 4) + d // 4, token, pages=pages) * 4 + d % 4
-
-    def value_index(self, head: UOp, token: UOp, d: UOp, pages: Pages | None = None) -> UOp:
-        """The index of element d of a token's value."""
-        return (self.run(head, token // 4, size=4, pages=pages) * self.dim + d) * 4 + token % 4
+            tile, tiles = chain(number), self.block // TILE
+            index = pages.first + (tile // tiles).minimum(self.table_size - 1)
+            return kv * n + load_index(pages.table, index, self.pool) * tiles + tile % tiles
+        return kv * n + chain(number) % n if self.ring else chain([kv * n, *number])
 
 
 def ring_for(window: int, chunk: int) -> int:
@@ -151,24 +153,22 @@ def ring_for(window: int, chunk: int) -> int:
 
 @functools.cache
 def copy_block(heads: Heads) -> Kernel:
-    """Copies a block of a layer's pool to another. Buffers: the cached keys and values, float16 (`Heads`); the blocks,
-    int32 (2,): source and target."""
-    h, quads = heads, heads.dim // 4
-    run = (
-        h.block * 4
-    )  # neighbouring elements: four dimensions of keys, or a dimension of values of four tokens
+    """Copies a block of a layer's pool to another. Buffers: the cache (`Heads.cache_planes`); the blocks, int32 (2,):
+    source and target."""
+    h, threads = heads, 64
 
-    def kernel(keys: UOp, values: UOp, blocks: UOp) -> UOp:
-        thread = UOp.special(run // 4, "lidx0")
-        quad, kv = UOp.special(quads, "gidx0"), UOp.special(h.kv, "gidx1")
+    def kernel(*buffers: UOp) -> UOp:
+        *planes, blocks = buffers
+        thread, kv = UOp.special(threads, "lidx0"), UOp.special(h.kv, "gidx0")
         source, target = (load_index(blocks, i, h.pool) for i in (0, 1))
-        row, column = (kv * quads + quad) * h.pool, thread * 4
-        stores = store_run(
-            keys, (row + target) * run + column, load_run(keys, (row + source) * run + column, 4)
-        )
-        row = kv * h.pool
-        from_, to = (((row + block) * quads + quad) * run + column for block in (source, target))
-        stores += store_run(values, to, load_run(values, from_, 4))
+        stores = []
+        for plane, (size, _) in zip(planes, h.cache_planes, strict=True):
+            n = size // (h.kv * h.pool)  # neighbouring numbers of a key head
+            for first in range(0, n, threads * 4):
+                place = thread * 4 + first
+                ok = None if first + threads * 4 <= n else place < n
+                from_, to = ((kv * h.pool + block) * n + place for block in (source, target))
+                stores += store_run(plane, to, load_run(plane, from_, 4, ok), ok)
         return finish(f"copy_block_{h.name}", stores)
 
     return kernel

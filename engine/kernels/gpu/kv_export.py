@@ -10,6 +10,7 @@ from tinygrad import UOp
 
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.cache_tiles import load_halves, store_halves
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.uops import (
     F16,
@@ -37,16 +38,17 @@ def export_sizes(heads: Heads, tokens: int) -> tuple[int, int]:
 @functools.cache
 def export_tokens(heads: Heads, tokens: int) -> Kernel:
     """Quantizes a chunk of `tokens` tokens, a multiple of 32. Buffers: the quants, int8, and the scales, float16
-    (`export_sizes`); the cached keys and values, float16 (`Heads`); the position of the first token, int32 (1,)."""
+    (`export_sizes`); a float16 cache (`Heads.cache_planes`); the position of the first token, int32 (1,)."""
     h = heads
 
     def kernel(quants: UOp, scales: UOp, keys: UOp, values: UOp, position: UOp) -> UOp:
         head, block, token, number = _thread(h, tokens)
         cached = load_index(position, 0, h.length - CACHE_SLACK) + token
         stores: list[UOp] = []
-        for side, elements in enumerate(
-            (_keys(h, keys, head, cached, block), _values(h, values, head, cached, block))
-        ):
+        for side in (0, 1):
+            elements = [
+                x for quad in _quads(block) for x in load_halves(h, (keys, values), side, head, cached, quad)
+            ]
             xs = [x.cast(F32) for x in elements]
             scale = (maximum([x.maximum(x * f32(-1)) for x in xs]) * f32(1 / 127)).cast(F16)
             step = scale.cast(F32)
@@ -69,18 +71,15 @@ def import_tokens(heads: Heads, tokens: int) -> Kernel:
     def kernel(keys: UOp, values: UOp, quants: UOp, scales: UOp, position: UOp) -> UOp:
         head, block, token, number = _thread(h, tokens)
         cached = load_index(position, 0, h.length - CACHE_SLACK) + token
-        elements = []
+        stores = []
         for side in (0, 1):
             at = side * (h.kv * tokens * h.dim // QUANT_BLOCK) + number
             scale = load(scales, at).cast(F32)
-            run = load_run(quants, at * QUANT_BLOCK, QUANT_BLOCK)
-            elements.append([(x.cast(F32) * scale).cast(F16) for x in run])
-        stores = []
-        for i in range(0, QUANT_BLOCK, 4):
-            index = h.key_index(head, cached, block * QUANT_BLOCK + i)
-            stores += store_run(keys, index, elements[0][i : i + 4])
-        first = h.value_index(head, cached, block * QUANT_BLOCK)
-        stores += store_run(values, first, elements[1], stride=4)
+            elements = [x.cast(F32) * scale for x in load_run(quants, at * QUANT_BLOCK, QUANT_BLOCK)]
+            for i, quad in enumerate(_quads(block)):
+                stores += store_halves(
+                    h, (keys, values), side, head, cached, quad, elements[4 * i : 4 * i + 4]
+                )
         return finish(f"kv_import_{h.name}_{tokens}", stores)
 
     return kernel
@@ -95,11 +94,5 @@ def _thread(heads: Heads, tokens: int) -> tuple[UOp, UOp, UOp, UOp]:
     return head, block, token, (head * tokens + token) * blocks + block
 
 
-def _keys(heads: Heads, keys: UOp, head: UOp, token: UOp, block: UOp) -> list[UOp]:
-    firsts = (heads.key_index(head, token, block * QUANT_BLOCK + i) for i in range(0, QUANT_BLOCK, 4))
-    return [x for first in firsts for x in load_run(keys, first, 4)]
-
-
-def _values(heads: Heads, values: UOp, head: UOp, token: UOp, block: UOp) -> list[UOp]:
-    first = heads.value_index(head, token, block * QUANT_BLOCK)
-    return [load(values, first + 4 * i) for i in range(QUANT_BLOCK)]
+def _quads(block: UOp) -> list[UOp]:
+    return [block * (QUANT_BLOCK // 4) + i for i in range(QUANT_BLOCK // 4)]

@@ -11,6 +11,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.cache_tiles import store_quad
 from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import as_half, fragment_index
@@ -156,7 +157,7 @@ def rotate_prompt(
 ) -> Kernel:
     """Rotates the queries and keys of a prompt, and norms them if the model does; stores keys and values in the cache.
     The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers: the
-    queries, float16 (see `query_index`); the cached keys and values, float16 (see `Heads`); the sums of each run; the
+    queries, float16 (see `query_index`); the cache (`Heads.cache_planes`); the sums of each run; the
     tables of cos and of sin, float32 (context, dim / 2); the prompt, int32 (2,): position and number of tokens; the
     bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or
     if they are `wide`, float32 (query + kv, dim), and the factors of `wide_norms`; the factors of queries by position,
@@ -168,7 +169,10 @@ def rotate_prompt(
     per_block = max(1, 256 // dim)  # heads in a block
     blocks, runs = -(-total // per_block), _Runs(tokens, parts, sizes)
 
-    def kernel(queries: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
+    n_cache = len(h.cache_planes)
+
+    def kernel(queries: UOp, *buffers: UOp) -> UOp:
+        cache, rest = buffers[:n_cache], buffers[n_cache:]
         sums, (cos, sin, *rest_) = rest[: len(sizes)], rest[len(sizes) :]
         table = rest_.pop(0) if h.pool else None
         prompt = rest_.pop(0)
@@ -205,16 +209,13 @@ def rotate_prompt(
         if h.temperature:
             factor = factor * load(rest_[0], position, live & is_query)
         query = (z * factor).cast(F16)
-        stores = [
-            store(queries, query_index(h, tokens, head, token, d), query, live & is_query),
-            store(keys, h.key_index(head - h.query, position, d, pages), z.cast(F16), live & is_key),
-            store(
-                values,
-                h.value_index(head - (h.query + h.kv), position, d, pages),
-                own.cast(F16),
-                live & (head >= h.query + h.kv),
-            ),
-        ]
+        stores = [store(queries, query_index(h, tokens, head, token, d), query, live & is_query)]
+        kv = is_key.where(head - h.query, (head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
+        is_value = head >= h.query + h.kv
+        row, quad, stored = head_in_block * dim, d.minimum(dim // 4 - 1), live & (d < dim // 4)
+        kept = after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, own))
+        for which, ok in enumerate((is_key, is_value)):
+            stores += store_quad(h, cache, which, kv, position, quad, kept, row, stored & ok, pages)
         return finish(f"prefill_rotate_{h.name}_{tokens}", stores)
 
     return kernel

@@ -10,6 +10,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.cache_tiles import eight_keys, eight_values
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, Pages
 from engine.kernels.gpu.matmul import fragment_index, wmma
 from engine.kernels.gpu.uops import (
@@ -61,15 +62,16 @@ class PromptTiling:
 @functools.cache
 def tile_prompt(heads: Heads, blocks: int) -> Kernel:
     """Copies the keys and values of all tokens so far to the order in which the threads of `attend_prompt` hold them,
-    so that a warp loads neighbouring bytes. In the cache the elements of each four threads are in cache lines of their
-    own, and the time of a load depends on the number of lines. Buffers: tiles of keys, float16 (key heads, tiled / 16,
-    dim / 16, thread, 8); tiles of values, float16 (the same); the cached keys and values, float16; the prompt, int32
-    (2,): position and number of tokens. Each block copies every `blocks`-th tile of sixteen tokens. With a window, the
-    tiles begin with the one of the first token that the chunk sees (`first_tile`). With a pool, the tables of blocks,
-    int32 (sequences, `Heads.table_size`), come before the prompt, int32 (3,): also its sequence."""
+    in float16. Buffers: tiles of keys, float16 (key heads, tiled / 16, dim / 16, thread, 8); tiles of values, float16
+    (the same); the cache (`Heads.cache_planes`); the prompt, int32 (2,): position and number of tokens. Each block
+    copies every `blocks`-th tile of sixteen tokens. With a window, the tiles begin with the one of the first token that
+    the chunk sees (`first_tile`). With a pool, the tables of blocks, int32 (sequences, `Heads.table_size`), come before
+    the prompt, int32 (3,): also its sequence."""
     h, chunks = heads, heads.dim // 16
 
-    def kernel(key_tiles: UOp, value_tiles: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
+    def kernel(key_tiles: UOp, value_tiles: UOp, *buffers: UOp) -> UOp:
+        n = len(h.cache_planes)
+        cache, rest = buffers[:n], buffers[n:]
         prompt, pages = rest[-1], pages_of(h, rest[0], rest[-1])
         thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
@@ -79,12 +81,10 @@ def tile_prompt(heads: Heads, blocks: int) -> Kernel:
         steps = (seen + 15) // 16 - first
         loop = UOp.range((steps - block + (blocks - 1)) // blocks, 0, AxisType.LOOP)
         step = loop * blocks + block
-        place = h.run(kv * (h.dim // 4) + c * 4 + t, first, step, size=16, pages=pages)
-        key = (place * 16 + 2 * g) * 4
-        value = ((h.run(kv, first, step, size=16, pages=pages) * 4 + t) * h.dim + c * 16 + 2 * g) * 4
+        tile = h.tile(kv, first, step, pages=pages)
         index = tile_index(h, kv, step, c, thread)
-        stores = store_run(key_tiles, index, load_run(keys, key, 8))
-        stores += store_run(value_tiles, index, load_run(values, value, 8))
+        stores = store_run(key_tiles, index, eight_keys(h, cache, tile, c, t, g))
+        stores += store_run(value_tiles, index, eight_values(h, cache, tile, c, t, g))
         return finish(f"prefill_tile_{h.name}_{blocks}", [UOp.group(*stores).end(loop)])
 
     return kernel

@@ -131,7 +131,7 @@ class FusedBatchRunner:
         sequence = KernelSequence()
         for a in self._model.attention:
             if a.heads.window == window:
-                sequence.add(copy_block(a.heads), a.keys, a.values, self._copied)
+                sequence.add(copy_block(a.heads), *a.cache, self._copied)
         return sequence
 
     # ---- steps ----

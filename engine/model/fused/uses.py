@@ -35,7 +35,7 @@ def uses_of(
             case Attention() as a:
                 uses.add(BufferUse("QKV projection"), a.bias, *a.qkv.planes)
                 cache = BufferUse("attention", "context", a.heads.slots, a.heads.window)
-                uses.add(cache, a.keys, a.values)
+                uses.add(cache, *a.cache)
                 uses.add(BufferUse("attention"), a.tables)
                 uses.add(BufferUse("attention output"), *a.o.planes)
                 uses.add(BufferUse("attention", "past", a.heads.tiled, a.heads.window), *past(a.heads))

@@ -19,7 +19,7 @@ _LACKING = {
 }
 
 
-_KV_FORMATS = {"CPU": set(KVFormat), "GPU": {KVFormat.F16}, "graph": set(KVFormat)}
+_KV_FORMATS = {"CPU": set(KVFormat), "GPU": set(KVFormat), "graph": set(KVFormat)}
 
 
 def lacks_format_because(spec: ModelSpec, device: str, is_graph: bool, kv: KVFormat) -> str:

@@ -146,8 +146,7 @@ class _RowsStep(PromptStep):
         sinks, tables, ropes = given(a.sinks), given(a.tables), self._model.ropes[a.rope]
         kernel = flash_attention(heads, split, bool(sinks), a.wide, tokens)
         ins = [
-            a.keys,
-            a.values,
+            *a.cache,
             rows,
             *ropes,
             *tables,

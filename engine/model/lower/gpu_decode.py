@@ -137,7 +137,7 @@ class DecodeKernels:
         self._multiply_normed(step, a.qkv, stream, STORE_BIASED if bias else STORE, [qkv], bias, "qkv")
         norms = given(a.norms)
         prescale = self._prescales.of(a.o.single_matrix.layout)
-        ins = [a.keys, a.values, qkv, self._angles[a.rope], *given(a.tables), self.state]
+        ins = [*a.cache, qkv, self._angles[a.rope], *given(a.tables), self.state]
         ins += [*norms, *self._model.temperatures]
         flash = isinstance(split, FlashSplit)
         sinks = given(a.sinks)

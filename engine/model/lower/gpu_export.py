@@ -62,12 +62,12 @@ class CacheExport:
     def _export(self) -> Callable[[], None]:
         sequence = KernelSequence()
         for a, parts in zip(self._layers, self._parts, strict=True):
-            sequence.add(export_tokens(a.heads, CHUNK), *parts, a.keys, a.values, self._position)
+            sequence.add(export_tokens(a.heads, CHUNK), *parts, *a.cache, self._position)
         return sequence.capture()
 
     @functools.cached_property
     def _import(self) -> Callable[[], None]:
         sequence = KernelSequence()
         for a, parts in zip(self._layers, self._parts, strict=True):
-            sequence.add(import_tokens(a.heads, CHUNK), a.keys, a.values, *parts, self._position)
+            sequence.add(import_tokens(a.heads, CHUNK), *a.cache, *parts, self._position)
         return sequence.capture()

@@ -132,14 +132,14 @@ class PromptStep:
         extra = [*bias, *given(a.norms), *factors, *self._model.temperatures]
         kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), wide=a.wide)
         ropes, tables = self._model.ropes[a.rope], given(a.tables)
-        self._sequence.add(kernel, queries, a.keys, a.values, *sums, *ropes, *tables, self._prompt, *extra)
+        self._sequence.add(kernel, queries, *a.cache, *sums, *ropes, *tables, self._prompt, *extra)
         return queries
 
     def _attend(self, layer: Layer, a: Attention, queries: Tensor) -> None:
         heads, past = a.heads, self._owner.past(a.heads)
         attended = self._fragments("attended", heads.query * heads.dim)
         tile = tile_prompt(heads, multiprocessors())
-        self._sequence.add(tile, *past, a.keys, a.values, *given(a.tables), self._prompt)
+        self._sequence.add(tile, *past, *a.cache, *given(a.tables), self._prompt)
         sinks = given(a.sinks)
         kernel = attend_prompt(heads, self._tokens, prompt_tiling(heads, self._tokens), bool(sinks))
         self._sequence.add(kernel, attended, queries, *past, self._prompt, *sinks)

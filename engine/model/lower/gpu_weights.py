@@ -115,8 +115,9 @@ class Product:
 @dataclass
 class Attention:
     """The weights and the cache of a layer's attention. `norms`: those of queries and of keys, one after the other;
-    `wide`: they are over all heads together. `tables`: those of blocks, int32 (sequences, `Heads.table_size`), which
-    all layers of a window share, if there are several sequences."""
+    `wide`: they are over all heads together. `cache`: keys and values (`Heads.cache_planes`). `tables`: those of
+    blocks, int32 (sequences, `Heads.table_size`), which all layers of a window share, if there are several
+    sequences."""
 
     heads: Heads
     rope: int
@@ -127,8 +128,7 @@ class Attention:
     sinks: Tensor | None
     o: Product
     o_bias: Tensor | None
-    keys: Tensor
-    values: Tensor
+    cache: list[Tensor]
     tables: Tensor | None
 
     @property
@@ -324,7 +324,6 @@ def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
     )
     if is_pool and window not in room.tables:
         room.tables[window] = device_zeros(room.parallel * heads.table_size, dtypes.int32)
-    keys, values = (device_zeros(heads.cache_size, dtypes.float16) for _ in range(2))
     return Attention(
         heads=heads,
         rope=part.rope,
@@ -335,8 +334,7 @@ def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
         sinks=_vector(weights, part.sinks),
         o=_product([part.o]),
         o_bias=_vector(weights, part.o_bias),
-        keys=keys,
-        values=values,
+        cache=[device_zeros(n, dtype) for n, dtype in heads.cache_planes],
         tables=room.tables.get(window),
     )
 

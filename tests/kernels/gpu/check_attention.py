@@ -3,6 +3,7 @@
 import numpy as np
 from tinygrad import dtypes
 
+from engine.formats.kv_format import KVFormat
 from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
@@ -11,6 +12,7 @@ from engine.kernels.gpu.prefill import rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt, prompt_tiling, tile_prompt
 from engine.kernels.gpu.weight_layout import UNIT, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
+from tests.kernels.gpu.cache_layout import cache_of, kept, stored_in
 
 
 class Cache:
@@ -24,8 +26,8 @@ class Cache:
         here = np.arange(max(0, position - h.slots), position)
         k, v = np.full((2, h.kv, h.slots, h.dim), 100, np.float16)
         k[:, here % h.slots], v[:, here % h.slots] = self.k[:, here], self.v[:, here]
-        self.keys = buffer(k.reshape(h.kv, h.slots, h.dim // 4, 4).transpose(0, 2, 1, 3))
-        self.values = buffer(v.reshape(h.kv, h.slots // 4, 4, h.dim).transpose(0, 1, 3, 2))
+        self.buffers = cache_of(h, k, v)
+        self.k, self.v = kept(h, self.k), kept(h, self.v)
 
     def attended(self, q, k, v, sinks=None):
         """float64 (query heads * dim): `q` (query, dim) of the last token, `k` and `v` (kv, n, dim) of all tokens,
@@ -44,11 +46,9 @@ class Cache:
         return np.concatenate(outs)
 
     def stored(self, tokens):
-        """The keys and values of tokens as they are in the cache: float16 (tokens, kv, dim) each."""
-        h, slots = self.heads, np.asarray(tokens) % self.heads.slots
-        k = self.keys.numpy().reshape(h.kv, h.dim // 4, h.slots, 4).transpose(2, 0, 1, 3)
-        v = self.values.numpy().reshape(h.kv, h.slots // 4, h.dim, 4).transpose(1, 3, 0, 2)
-        return (x.reshape(h.slots, h.kv, h.dim)[slots] for x in (k, v))
+        """The keys and values of tokens as they are in the cache: float32 (tokens, kv, dim) each."""
+        slots = np.asarray(tokens) % self.heads.slots
+        return (x[:, slots].transpose(1, 0, 2) for x in stored_in(self.heads, self.buffers))
 
 
 def heads_of(dim=16, query=4, kv=2, norm_eps=None, **options):
@@ -91,7 +91,7 @@ def decode_attention(position, split, h, sinks=False, wide=False):
 
     sink, norm = [buffer(s) for s in sink], [buffer(np.concatenate(norms))] if h.norm_eps else []
     state = buffer(np.array([7, position], np.int32))
-    ins = [cache.keys, cache.values, buffer(rows), buffer(angles), state, *norm, *temperature]
+    ins = [*cache.buffers, buffer(rows), buffer(angles), state, *norm, *temperature]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
     attend = flash_attention if isinstance(split, FlashSplit) else attention
     if split.splits == 1:
@@ -102,8 +102,8 @@ def decode_attention(position, split, h, sinks=False, wide=False):
         run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
     stored_key, stored_value = cache.stored([position])
-    assert np.array_equal(stored_value[0], rows[-h.kv :].astype(np.float16))
-    close(stored_key[0], k, 1e-3)
+    close(stored_value[0], kept(h, rows[-h.kv :]), 1e-6)
+    close(stored_key[0], kept(h, k), 1e-2 if h.kv_format.is_quantized else 1e-3)
 
 
 def check_one_block_a_head() -> None:
@@ -122,9 +122,9 @@ def check_several_blocks_a_head() -> None:
 def check_tensor_cores() -> None:
     """As above: one round and several, blocks that share heads or the values' dimensions, parts without tokens."""
     decode_attention(0, FlashSplit(64, 1, 2, 2, 2), heads_of())
-    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(norm_eps=1e-6))
+    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32, norm_eps=1e-6))
     decode_attention(100, FlashSplit(128, 1, 2, 2, 1), heads_of())
-    decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), heads_of(norm_eps=1e-6))
+    decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), heads_of(32, norm_eps=1e-6))
     decode_attention(70, FlashSplit(128, 3, 2, 2, 1), heads_of(norm_eps=1e-6))
 
 
@@ -148,7 +148,7 @@ def check_windows() -> None:
         decode_attention(position, FlashSplit(22, 1, 2, 2, 2), small)
         decode_attention(position, Split(22, 1, 1, 64, 2, 4), small)
     for position in (3, 101, 127, 128, 230, 231, 400):
-        decode_attention(position, FlashSplit(103, 3, 1, 2, 1, 2), large)
+        decode_attention(position, FlashSplit(103, 3, 1, 2, 1), large)
         decode_attention(position, Split(103, 3, 2, 64, 2, 4), large)
 
 
@@ -156,7 +156,7 @@ def check_sinks() -> None:
     """Sinks below all scores, among them and above them: one block a head and several, with a window and without."""
     windowed = heads_of(window=20, ring=48, temperature=True)
     for position in (0, 50):
-        decode_attention(position, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(), sinks=True)
+        decode_attention(position, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32), sinks=True)
         decode_attention(position, Split(128, 1, 2, 64, 2, 4), heads_of(), sinks=True)
     decode_attention(49, FlashSplit(22, 1, 2, 2, 2), windowed, sinks=True)
     for split in (FlashSplit(128, 3, 2, 2, 1), Split(256, 3, 2, 64, 2, 4)):
@@ -226,20 +226,21 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
         run(wide_norms(h, tokens, *shape), norm[1], buffer(sums), *biases)
     kernel = rotate_prompt(h, tokens, *shape, wide)
     ins = [buffer(sums), buffer(cos), buffer(sin), prompt, *biases, *norm, *temperature]
-    run(kernel, queries, cache.keys, cache.values, *ins)
+    run(kernel, queries, *cache.buffers, *ins)
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
     tiles = [buffer(np.full(h.tiles_size, 100, np.float16)) for _ in range(2)]
-    run(tile_prompt(h, 2), *tiles, cache.keys, cache.values, prompt)
+    run(tile_prompt(h, 2), *tiles, *cache.buffers, prompt)
     run(attend_prompt(h, tokens, cut, sinks), out, queries, *tiles, prompt, *map(buffer, sink))
 
     rows = (sums.sum(0) + sum(bias)).reshape(tokens, total, h.dim)[:n]
     here = [t[position : position + n, None] for t in (cos, sin)]
     q = turned(rows[:, : h.query], *here, norms[0], h.norm_eps) * factors[position : position + n, None, None]
-    k = turned(rows[:, h.query : h.query + h.kv], *here, norms[1], h.norm_eps).astype(np.float16)
-    v = rows[:, -h.kv :].astype(np.float16)
+    k = turned(rows[:, h.query : h.query + h.kv], *here, norms[1], h.norm_eps)
+    v = kept(h, rows[:, -h.kv :])
     stored_keys, stored_values = cache.stored(np.arange(position, position + n))
-    close(stored_keys, k, 1e-3)
-    assert np.array_equal(stored_values, v)
+    k = kept(h, k)
+    close(stored_keys, k, 1e-2 if h.kv_format.is_quantized else 1e-3)
+    close(stored_values, v, 1e-3 if h.kv_format.is_quantized else 1e-6)
     keys = np.concatenate([cache.k[:, :position], k.transpose(1, 0, 2)], 1)
     values = np.concatenate([cache.v[:, :position], v.transpose(1, 0, 2)], 1)
     place = prompt_index(lambda m, e: fragment_index(m, e, h.query * h.dim), n, h.query * h.dim)
@@ -247,3 +248,15 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
     for i in range(n):
         seen = position + i + 1
         close(got[i], cache.attended(q[i], keys[:, :seen], values[:, :seen], *sink), 5e-3)
+
+
+def check_a_quantized_cache() -> None:
+    """q8_0: one block a head and several, one round and several, runs of the values' dimensions, a window, a prompt."""
+    q8_0 = {"kv_format": KVFormat.Q8_0}
+    small, windowed = heads_of(32, norm_eps=1e-6, **q8_0), heads_of(32, window=101, ring=128, **q8_0)
+    decode_attention(0, FlashSplit(64, 1, 2, 2, 2), small)
+    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(64, **q8_0))
+    decode_attention(130, FlashSplit(256, 3, 2, 2, 1), small)
+    decode_attention(231, FlashSplit(103, 3, 1, 2, 1), windowed)
+    for n, position in ((1, 0), (11, 40)):
+        attended_prompt(PromptTiling(1, 2, 1, 2), n, position, small)

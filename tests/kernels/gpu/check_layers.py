@@ -60,7 +60,7 @@ def hold(**shape: Any) -> None:
     wanted = reference.streams(TOKENS)
     runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
     model, need = runner._model, memory_need(read_spec(file), CONTEXT, "CUDA")
-    assert need.cache_bytes == sum(t.nbytes() for a in model.attention for t in (a.keys, a.values))
+    assert need.cache_bytes == sum(t.nbytes() for a in model.attention for t in a.cache)
     stream = runner._decode._h
     calls = runner._decode_step(runner._decode.context_limits[0], False, False).compile().src
     ends = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]

@@ -11,6 +11,7 @@ from engine.kernels.gpu.matmul import fragment_index, fragments_size
 from engine.kernels.gpu.prefill import rotate_prompt
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
+from tests.kernels.gpu.cache_layout import cache_of, kept, stored_in
 from tests.kernels.gpu.check_attention import temperatures, turned
 
 BLOCK, POOL, CONTEXT = 32, 40, 512
@@ -38,10 +39,13 @@ class Pool:
                 table[i] = free.pop()
             k, v = (rng.standard_normal((h.kv, n, h.dim)).astype(np.float16) for _ in range(2))
             self.past.append((k, v))
-            kept = np.arange(first, n)
-            self.k[:, self.places(table, kept)], self.v[:, self.places(table, kept)] = k[:, kept], v[:, kept]
-        self.keys = buffer(self.k.reshape(h.kv, h.slots, h.dim // 4, 4).transpose(0, 2, 1, 3))
-        self.values = buffer(self.v.reshape(h.kv, h.slots // 4, 4, h.dim).transpose(0, 1, 3, 2))
+            there = np.arange(first, n)
+            self.k[:, self.places(table, there)], self.v[:, self.places(table, there)] = (
+                k[:, there],
+                v[:, there],
+            )
+        self.buffers = cache_of(h, self.k, self.v)
+        self.past = [(kept(h, k), kept(h, v)) for k, v in self.past]
 
     def places(self, table, tokens):
         return table[tokens // BLOCK] * BLOCK + tokens % BLOCK
@@ -62,10 +66,9 @@ class Pool:
         h = self.heads
         for place, (k, v) in new.items():
             self.k[:, place], self.v[:, place] = k, v
-        keys = self.keys.numpy().reshape(h.kv, h.dim // 4, h.slots, 4).transpose(0, 2, 1, 3)
-        close(keys.reshape(self.k.shape), self.k.astype(np.float64), 1e-3)
-        values = self.values.numpy().reshape(h.kv, h.slots // 4, h.dim, 4).transpose(0, 1, 3, 2)
-        assert np.array_equal(values.reshape(self.v.shape), self.v)
+        keys, values = stored_in(h, self.buffers)
+        close(keys, kept(h, self.k), 1e-2 if h.kv_format.is_quantized else 1e-3)
+        close(values, kept(h, self.v), 1e-2 if h.kv_format.is_quantized else 1e-6)
 
 
 def decode(split, h, lengths, sequences, sinks=False, wide=False):
@@ -82,7 +85,7 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
     columns = [(7, p, max(s, 0), s >= 0) for p, s in zip(positions, sequences, strict=True)]
     state = buffer(np.array(columns, np.int32).T)
     norm, sink_buffer = [buffer(np.concatenate(norms))] if norms else [], [buffer(s) for s in sink]
-    ins = [pool.keys, pool.values, buffer(rows), buffer(cos), buffer(sin), buffer(pool.tables), state]
+    ins = [*pool.buffers, buffer(rows), buffer(cos), buffer(sin), buffer(pool.tables), state]
     ins += [*norm, *temperature]
     out = zeros(columns_size(tokens, n), dtypes.float16)
     kernel = (flash_attention if isinstance(split, FlashSplit) else attention)(h, split, sinks, wide, tokens)
@@ -118,7 +121,7 @@ def check_rows_of_several_sequences() -> None:
 
 def check_rows_on_tensor_cores() -> None:
     """The same on tensor cores."""
-    decode(FlashSplit(64, 1, 2, 2, 2, 2), pooled(norm_eps=1e-6), (50, 0, 33), (2, -1, 0, 1), sinks=True)
+    decode(FlashSplit(64, 1, 2, 2, 2, 2), pooled(32, norm_eps=1e-6), (50, 0, 33), (2, -1, 0, 1), sinks=True)
     decode(FlashSplit(256, 3, 2, 2, 1), pooled(norm_eps=1e-6), (130, 5), (1, 0), wide=True)
     decode(FlashSplit(256, 2, 2, 2, 1), pooled(window=40, temperature=True), (130, 5), (0, 1))
 
@@ -134,9 +137,9 @@ def check_prompt_in_blocks() -> None:
         queries, out = zeros(tokens * n, dtypes.float16), zeros(fragments_size(tokens, n), dtypes.float16)
         width, table = rows.shape[1] * h.dim, buffer(pool.tables)
         rotate = rotate_prompt(h, tokens, (1,), (width,), False)
-        run(rotate, queries, pool.keys, pool.values, *map(buffer, (rows, cos, sin)), table, prompt)
+        run(rotate, queries, *pool.buffers, *map(buffer, (rows, cos, sin)), table, prompt)
         tiles = [zeros(h.tiles_size, dtypes.float16) for _ in range(2)]
-        run(tile_prompt(h, 2), *tiles, pool.keys, pool.values, table, prompt)
+        run(tile_prompt(h, 2), *tiles, *pool.buffers, table, prompt)
         run(attend_prompt(h, tokens, prompt_tiling(h, tokens)), out, queries, *tiles, prompt)
         got = out.numpy()[prompt_index(lambda m, e, n=n: fragment_index(m, e, n), live, n)]
         new, (past_k, past_v) = {}, pool.past[sequence]
@@ -144,8 +147,8 @@ def check_prompt_in_blocks() -> None:
             at = position + i
             q, k = (turned(x, cos[at], sin[at]) for x in (rows[i, : h.query], rows[i, h.query : -h.kv]))
             v = rows[i, -h.kv :].astype(np.float16)
-            past_k = np.concatenate([past_k, k[:, None].astype(np.float16)], 1)
-            past_v = np.concatenate([past_v, v[:, None]], 1)
+            past_k = np.concatenate([past_k, kept(h, k)[:, None]], 1)
+            past_v = np.concatenate([past_v, kept(h, v)[:, None]], 1)
             close(got[i], pool.attended(q, past_k, past_v), 3e-3)
             new[pool.places(pool.tables[sequence], at)] = k, v
         pool.check_stored(new)

@@ -60,7 +60,7 @@ from tests import generated_model
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
 
 F, H = dtypes.float32, dtypes.float16
-CONTEXT = 600  # prompts in chunks of both sizes, decode near the start and deep in the context
+CONTEXT = 608  # prompts in chunks of both sizes, decode near the start and deep in the context
 PATHS: dict[str, Callable[[Weights, int], ModelRunner]] = {"fused": FusedRunner, "graph": GraphRunner}
 
 
@@ -107,7 +107,7 @@ def render_window() -> None:
     """The attention of a layer with a window, and queries that depend on the position."""
     h, tokens = Heads(4, 2, 96, CONTEXT + CACHE_SLACK, None, 0.1, 100, ring_for(100, 64), True), 64
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
-    cache, tiles, queries = [(h.cache_size, H)] * 2, [(h.tiles_size, H)] * 2, (tokens * size, H)
+    cache, tiles, queries = list(h.cache_planes), [(h.tiles_size, H)] * 2, (tokens * size, H)
     table, ints, factors = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (CONTEXT, F)
     ins = *cache, (rows, F), (h.dim, F), ints, factors
     for attend, split in (
@@ -131,7 +131,7 @@ def render_wide_norms_and_sinks() -> None:
     """Attention in prefill with norms over all heads, and with sinks."""
     h, tokens = Heads(4, 2, 64, CONTEXT + CACHE_SLACK, 1e-6, 0.1), 64
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
-    cache, tiles, queries = [(h.cache_size, H)] * 2, [(h.tiles_size, H)] * 2, (tokens * size, H)
+    cache, tiles, queries = list(h.cache_planes), [(h.tiles_size, H)] * 2, (tokens * size, H)
     table, ints, sums = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (2 * tokens * rows, F)
     render(wide_norms(h, tokens, (2,), (rows,), True), (2 * tokens, F), sums, (rows, F))
     rotate, norms = rotate_prompt(h, tokens, (2,), (rows,), True, wide=True), ((h.query + h.kv) * h.dim, F)
@@ -144,7 +144,7 @@ def render_rows_in_blocks() -> None:
     """Attention over a cache in blocks: decode of several sequences, and a prompt."""
     h, tokens = Heads(4, 2, 64, CONTEXT + CACHE_SLACK, 1e-6, 0.1, 100, block=32, pool=40), 3
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
-    cache, tiles, x = [(h.cache_size, H)] * 2, [(h.tiles_size, H)] * 2, (few.columns_size(tokens, size), H)
+    cache, tiles, x = list(h.cache_planes), [(h.tiles_size, H)] * 2, (few.columns_size(tokens, size), H)
     angles, tables = [(CONTEXT * h.dim // 2, F)] * 2, (8 * h.table_size, dtypes.int32)
     ins = *cache, (tokens * rows, F), *angles, tables, (4 * tokens, dtypes.int32), (2 * h.dim, F)
     for attend, split in (

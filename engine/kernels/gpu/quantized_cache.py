@@ -1,0 +1,115 @@
+"""The layout of a q8_0 KV cache on GPUs, and how kernels store and load it.
+
+An element is a byte: its integer plus 128. A word holds four neighbouring dimensions of a token, in the order 0, 2, 1,
+3, so that a mask leaves two neighbouring ones as two numbers of 16 bits. Sixteen tokens are a tile, whose words lie in
+the order in which the threads 4g + t of a warp load them, sixteen bytes each:
+
+    keys     [key head, tile, block of 32 dimensions, t, g, token % 2, 2 quads]: of the tokens 2g and 2g + 1 the
+             dimensions 4t to 4t + 3 of both halves of the block
+    values   [key head, tile, quad of dimensions, token]: quad 8i + g of block i, of the tokens 4t to 4t + 3
+    scales   [key head, tile, t, block, 4]: of the tokens 4t to 4t + 3; of the keys, and as many of the values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tinygrad import UOp, dtypes
+
+from engine.formats.kv_format import QUANT_BLOCK
+from engine.kernels.gpu.kv_cache import TILE, Heads, Pages
+from engine.kernels.gpu.uops import (
+    F16,
+    bitwise_or,
+    f32,
+    load,
+    load_run,
+    mask,
+    maximum,
+    shift,
+    store,
+    u32,
+)
+
+OFFSET = 128  # what is added to an integer
+_MOST = 127.0
+_BASE_BITS, _BASE = 0x6400, 1024.0  # a float16 whose lowest bits count ones
+_ORDER = (0, 2, 1, 3)  # the byte of each dimension of a quad
+
+
+def key_words(heads: Heads, tile: UOp, block: UOp | int, t: UOp, g: UOp) -> UOp:
+    """The index of the four words of thread 4g + t: of each of two tokens, two quads."""
+    return (((tile * (heads.dim // QUANT_BLOCK) + block) * 4 + t) * 8 + g) * 4
+
+
+def value_words(heads: Heads, tile: UOp, quad: UOp, t: UOp) -> UOp:
+    """The index of the four words of a quad of dimensions: of each of four tokens one."""
+    return ((tile * (heads.dim // 4) + quad) * 4 + t) * 4
+
+
+def scales(heads: Heads, tile: UOp, t: UOp) -> UOp:
+    """The index of the scales of four tokens: four for each block."""
+    return (tile * 4 + t) * (heads.dim // 8)
+
+
+def store_quad(
+    heads: Heads, cache: Sequence[UOp], which: int, kv: UOp, token: UOp, quad: UOp, block: Sequence[UOp],
+    own: Sequence[UOp], valid: UOp, pages: Pages | None = None,
+) -> list[UOp]:  # fmt: skip
+    """As `engine.kernels.gpu.cache_tiles.store_quad`. The first quad of a block stores the scale."""
+    tile, place = heads.tile(kv, token // TILE, pages=pages), token % TILE
+    largest = maximum([x for e in block for x in (e, e * f32(-1))])
+    inverse = (largest > f32(0)).where(f32(_MOST) / largest, f32(0))
+    whole = [(x * inverse + f32(OFFSET + 0.5)).cast(dtypes.uint32) for x in own]
+    word = bitwise_or([shift(x, -8 * byte) for x, byte in zip(whole, _ORDER, strict=True)])
+    if which == 0:
+        first = key_words(heads, tile, quad // 8, quad % 4, place // 2)
+        index = first + place % 2 * 2 + quad % 8 // 4
+    else:
+        index = value_words(heads, tile, quad, place // 4) + place % 4
+    scale = scales(heads, tile, place // 4) + quad // 8 * 4 + place % 4
+    return [
+        store(cache[which], index, word, valid),
+        store(cache[2 + which], scale, (largest * f32(1 / _MOST)).cast(F16), valid & (quad % 8).eq(0)),
+    ]
+
+
+def eight_keys(heads: Heads, cache: Sequence[UOp], tile: UOp, chunk: UOp, t: UOp, g: UOp) -> list[UOp]:
+    """Eight float16: the dimensions 16 * chunk + 4t to 4t + 3 of a tile's tokens 2g and 2g + 1."""
+    words = key_words(heads, tile, chunk // 2, t, g) + chunk % 2
+    scale = scales(heads, tile, g // 2) + chunk // 2 * 4 + g % 2 * 2
+    return [
+        x * load(cache[2], scale + token)
+        for token in (0, 1)
+        for x in _integers(load(cache[0], words + 2 * token))
+    ]
+
+
+def eight_values(heads: Heads, cache: Sequence[UOp], tile: UOp, chunk: UOp, t: UOp, g: UOp) -> list[UOp]:
+    """Eight float16: of the tokens 4t to 4t + 3 of a tile the dimension 16 * chunk + 2g, then the one after it."""
+    words = load_run(cache[1], value_words(heads, tile, chunk * 4 + g // 2, t), 4)
+    of_tokens = load_run(cache[3], scales(heads, tile, t) + chunk // 2 * 4, 4)
+    is_first = (g % 2).eq(0)
+    tokens = [is_first.where(word, shift(word, 8)) for word in words]
+    return [
+        (_half(bitwise_or([mask(shift(word, 16 * d), 0xFF), u32(_BASE_BITS)])) - _half_of(_BASE + OFFSET))
+        * scale
+        for d in (0, 1)
+        for word, scale in zip(tokens, of_tokens, strict=True)
+    ]
+
+
+def _integers(word: UOp) -> list[UOp]:
+    """The four integers of a word, float16."""
+    base = u32(_BASE_BITS << 16 | _BASE_BITS)
+    pairs = [bitwise_or([mask(shift(word, by), 0x00FF00FF), base]) for by in (0, 8)]
+    return [_half(shift(pair, by)) - _half_of(_BASE + OFFSET) for pair in pairs for by in (0, 16)]
+
+
+def _half(bits: UOp) -> UOp:
+    """The lower 16 bits of a word as a float16."""
+    return bits.cast(dtypes.uint16).bitcast(F16)
+
+
+def _half_of(value: float) -> UOp:
+    return f32(value).cast(F16)
