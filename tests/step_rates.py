@@ -1,10 +1,11 @@
 """A model's steps beside llama.cpp's own bench, on one machine in one run:
 
-    python -m tests.step_rates MODEL... [--llama-bench PROGRAM] [--depths 0,4096] [--starts 3]
+    python -m tests.step_rates MODEL... [--llama-bench PROGRAM] [--depths 0,4096] [--kv q8_0]
 
 Both sides are timed at their steps: no prompt, no text and no other process between. Ours are medians of greedy
-decode, one step ahead, and of prefill; llama-bench's are its means, with flash attention. `--starts` also times a
-one-shot as a whole process, first with nothing kept, then with its kernels kept. What is printed is Markdown.
+decode, one step ahead, and of prefill; llama-bench's are its means, with flash attention. `--kv` is the format of
+both KV caches. `--starts N` also times a one-shot as a whole process, first with nothing kept, then with its kernels
+kept. What is printed is Markdown.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class Rates:
     about: str = ""
 
 
-def ours(path: str, backend: str, depths: list[int], repetitions: int) -> Rates:
+def ours(path: str, backend: str, depths: list[int], repetitions: int, kv: str) -> Rates:
     """To be called in a process of its own, which the engine sets up as it does its worker."""
     from engine.backends import install, prepare
     from engine.events import EngineOptions, Measure
 
     options = EngineOptions(
-        model_path=path, backend=backend, context_length=max(depths) + max(PROMPT, REPLY) + 1
+        model_path=path, backend=backend, context_length=max(depths) + max(PROMPT, REPLY) + 1, kv=kv
     )
     install(prepare(options))
     from tinygrad import Device
@@ -91,12 +92,12 @@ def _seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def theirs(program: str, path: str, depths: list[int], repetitions: int, threads: int) -> Rates:
+def theirs(program: str, path: str, depths: list[int], repetitions: int, threads: int, kv: str) -> Rates:
     """Raises CalledProcessError."""
     # fmt: off
     command = [
         program, "-m", path, "-p", str(PROMPT), "-n", str(REPLY), "-d", ",".join(map(str, depths)),
-        "-r", str(repetitions), "-t", str(threads), "-ngl", "99", "-fa", "1", "-o", "json",
+        "-r", str(repetitions), "-t", str(threads), "-ngl", "99", "-fa", "1", "-ctk", kv, "-ctv", kv, "-o", "json",
     ]
     # fmt: on
     tests = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--depths", default="0,4096", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--kv", default="f16", help="the format of the KV cache")
     parser.add_argument("--llama-bench", metavar="PROGRAM")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="llama-bench's")
     parser.add_argument("--starts", type=int, default=0, metavar="N", help="one-shots with kept kernels")
@@ -140,10 +142,10 @@ def main() -> None:
     notes = []
     for path in given.models:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
-            our = own.submit(ours, path, given.backend, given.depths, given.repetitions).result()
+            our = own.submit(ours, path, given.backend, given.depths, given.repetitions, given.kv).result()
         their = Rates({}, {})
         if given.llama_bench:
-            their = theirs(given.llama_bench, path, given.depths, 5, given.threads)
+            their = theirs(given.llama_bench, path, given.depths, 5, given.threads, given.kv)
         cells = [pair(our.decode[depth], their.decode.get(depth)) for depth in given.depths]
         cells += [pair(our.prefill[depth], their.prefill.get(depth)) for depth in given.depths]
         print(f"| {Path(path).stem} | " + " | ".join(cells) + " |", flush=True)
