@@ -175,7 +175,7 @@ def main() -> None:
                 gbps = timing.n_bytes / us / 1e3
                 return f"{us:.2f} µs {gbps:,.0f} ({gbps / copy:.0%})"
 
-            own = few_tiles(shape.rows, shape.cols, multiprocessors())
+            own = few_tiles(timing.layout, 8, shape.rows, shape.cols, multiprocessors())
             tiles = list(dict.fromkeys([own, *other_tiles(shape.cols)]))
             one = timing.one()
             few = {

@@ -1,6 +1,6 @@
 """A model's steps beside llama.cpp's own bench, on one machine in one run:
 
-    python -m tests.step_rates MODEL... [--llama-bench PROGRAM] [--depths 0,4096] [--kv q8_0]
+    python -m tests.step_rates MODEL... [--llama-bench PROGRAM] [--depths 0,4096] [--prompts 32,64,512] [--kv q8_0]
 
 Both sides are timed at their steps: no prompt, no text and no other process between. Ours are medians of greedy
 decode, one step ahead, and of prefill; llama-bench's are its means, with flash attention. `--kv` is the format of
@@ -27,25 +27,26 @@ from pathlib import Path
 
 from tests.paths import ROOT
 
-PROMPT, REPLY = 512, 128
+REPLY = 128
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a side reached on a file, in tokens a second by depth of the context."""
+    """What a side reached on a file, in tokens a second: decode by depth of the context, prefill by the prompt's
+    tokens and depth."""
 
     decode: dict[int, float]
-    prefill: dict[int, float]
+    prefill: dict[tuple[int, int], float]
     about: str = ""
 
 
-def ours(path: str, backend: str, depths: list[int], repetitions: int, kv: str) -> Rates:
+def ours(path: str, backend: str, depths: list[int], prompts: list[int], repetitions: int, kv: str) -> Rates:
     """To be called in a process of its own, which the engine sets up as it does its worker."""
     from engine.backends import install, prepare
     from engine.events import EngineOptions, Measure
 
     options = EngineOptions(
-        model_path=path, backend=backend, context_length=max(depths) + max(PROMPT, REPLY) + 1, kv=kv
+        model_path=path, backend=backend, context_length=max(depths) + max(*prompts, REPLY) + 1, kv=kv
     )
     install(prepare(options))
     from tinygrad import Device
@@ -55,7 +56,7 @@ def ours(path: str, backend: str, depths: list[int], repetitions: int, kv: str) 
     model = TextModel(options, lambda _: None)
     model.warm_up(lambda: False)
     runner, device, draw = model._runner, Device[Device.DEFAULT], random.Random(0)
-    ids = [draw.randrange(1000) for _ in range(max(depths) + PROMPT)]
+    ids = [draw.randrange(1000) for _ in range(max(depths) + max(prompts))]
 
     def prefill(tokens: list[int], position: int) -> None:
         for start in range(0, len(tokens), runner.max_chunk):
@@ -75,7 +76,13 @@ def ours(path: str, backend: str, depths: list[int], repetitions: int, kv: str) 
             yield depth, n / statistics.median(took)
 
     decoded = dict(rates(decode, REPLY))
-    prefilled = dict(rates(lambda depth: prefill(ids[depth : depth + PROMPT], depth), PROMPT))
+    prefilled: dict[tuple[int, int], float] = {}
+    for n in prompts:
+
+        def prompt(depth: int, n: int = n) -> None:
+            prefill(ids[depth : depth + n], depth)
+
+        prefilled |= {(n, depth): rate for depth, rate in rates(prompt, n)}
     measured = model.measure(Measure(request_id=0))
     read = model.ready.weight_bytes_per_token
     about = (
@@ -92,17 +99,20 @@ def _seconds(run: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def theirs(program: str, path: str, depths: list[int], repetitions: int, threads: int, kv: str) -> Rates:
+def theirs(
+    program: str, path: str, depths: list[int], prompts: list[int], repetitions: int, threads: int, kv: str
+) -> Rates:
     """Raises CalledProcessError."""
     # fmt: off
     command = [
-        program, "-m", path, "-p", str(PROMPT), "-n", str(REPLY), "-d", ",".join(map(str, depths)),
+        program, "-m", path, "-p", ",".join(map(str, prompts)), "-n", str(REPLY), "-d", ",".join(map(str, depths)),
         "-r", str(repetitions), "-t", str(threads), "-ngl", "99", "-fa", "1", "-ctk", kv, "-ctv", kv, "-o", "json",
     ]
     # fmt: on
     tests = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    by_depth = lambda key: {test["n_depth"]: test["avg_ts"] for test in tests if test[key]}
-    return Rates(by_depth("n_gen"), by_depth("n_prompt"), f"llama.cpp {tests[0]['build_commit']}")
+    decode = {test["n_depth"]: test["avg_ts"] for test in tests if test["n_gen"]}
+    prefill = {(test["n_prompt"], test["n_depth"]): test["avg_ts"] for test in tests if test["n_prompt"]}
+    return Rates(decode, prefill, f"llama.cpp {tests[0]['build_commit']}")
 
 
 def starts(path: str, backend: str, kept: int) -> list[float]:
@@ -126,28 +136,32 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="GGUF files")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--depths", default="0,4096", type=lambda text: [int(n) for n in text.split(",")])
+    numbers = lambda text: [int(n) for n in text.split(",")]
+    parser.add_argument("--depths", default="0,4096", type=numbers)
+    parser.add_argument("--prompts", default="512", type=numbers, help="tokens of the prompts")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--kv", default="f16", help="the format of the KV cache")
     parser.add_argument("--llama-bench", metavar="PROGRAM")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="llama-bench's")
     parser.add_argument("--starts", type=int, default=0, metavar="N", help="one-shots with kept kernels")
     given = parser.parse_args()
-    print(
-        "| | "
-        + " | ".join(f"{test} at {depth}" for test in ("tg128", "pp512") for depth in given.depths)
-        + " |"
-    )
-    print("|---" * (1 + 2 * len(given.depths)) + "|", flush=True)
+    prompts = [(n, depth) for n in given.prompts for depth in given.depths]
+    tests = [f"tg{REPLY} at {depth}" for depth in given.depths] + [
+        f"pp{n} at {depth}" for n, depth in prompts
+    ]
+    print(f"| | {' | '.join(tests)} |")
+    print("|---" * (1 + len(tests)) + "|", flush=True)
     notes = []
     for path in given.models:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
-            our = own.submit(ours, path, given.backend, given.depths, given.repetitions, given.kv).result()
+            our = own.submit(
+                ours, path, given.backend, given.depths, given.prompts, given.repetitions, given.kv
+            ).result()
         their = Rates({}, {})
         if given.llama_bench:
-            their = theirs(given.llama_bench, path, given.depths, 5, given.threads, given.kv)
+            their = theirs(given.llama_bench, path, given.depths, given.prompts, 5, given.threads, given.kv)
         cells = [pair(our.decode[depth], their.decode.get(depth)) for depth in given.depths]
-        cells += [pair(our.prefill[depth], their.prefill.get(depth)) for depth in given.depths]
+        cells += [pair(our.prefill[test], their.prefill.get(test)) for test in prompts]
         print(f"| {Path(path).stem} | " + " | ".join(cells) + " |", flush=True)
         notes.append(f"{Path(path).stem}: {our.about}" + (f"; beside {their.about}" if their.about else ""))
         if given.starts:

@@ -1,9 +1,9 @@
 """A quantized matrix times the activations of a few tokens at once, on tensor cores: for conversations that decode
-together.
+together, and for short prompts.
 
 The weights are read once for all tokens, and their bytes are what the time goes to. The matrix is the left operand of
 mma.m16n8k16 (see `engine.kernels.gpu.matmul`), and the tokens are the eight columns of the right one: so 2 to 8 tokens
-cost no more than one tile, 9 to 16 take two, and 17 to 32 four.
+cost no more than one tile, 9 to 16 take two, 17 to 32 four, and 33 to 64 eight.
 
 A warp works on 16 rows and four units at a time. Thread 4g + t has unit t of rows g and g + 8, so that the threads of a
 row load neighbouring 16 bytes, and the scales of a thread's weights are those of one unit. Sixteen instructions take
@@ -47,8 +47,11 @@ from engine.kernels.gpu.uops import (
 )
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, units_of
 
-MAX_TOKENS = 32
+MAX_TOKENS = 64
 _TILE, _ROWS, _ABREAST = 8, 16, 4  # tokens and rows of a tile; units that a warp works on at a time
+_WARPS = 24  # of a multiprocessor that together read weights as fast as memory gives them
+_CACHED = 0.3  # the time of a byte from the L2 cache beside a byte of weights
+_SUMS_BYTES = 34 << 10  # of shared memory, which leaves some for an epilogue
 _RUN = 8  # halves that a thread loads at once
 
 
@@ -75,13 +78,52 @@ class FewTiles:
         return 32 * self.across * self.parts
 
 
-def few_tiles(rows: int, cols: int, multiprocessors: int) -> FewTiles:
-    """Tiles for a matrix of any shape: a block for every 16 rows, whose columns are divided among the more warps the
-    fewer blocks there are, evenly if possible (measured on an H200)."""
-    steps, blocks = steps_of(cols), -(-rows // _ROWS)
-    most = min(steps, 16 if blocks <= 2 * multiprocessors else 8 if blocks <= 16 * multiprocessors else 4)
+def few_tiles(
+    layout: WeightLayout, tokens: int, rows: int, cols: int, multiprocessors: int, divided: bool = False
+) -> FewTiles:
+    """Tiles for a matrix of any shape, as was fastest on an H200. The columns are `divided` among blocks, where that
+    takes least time by an estimate (`_cost`), if the product may leave several sums. Else there is a block for every 16
+    rows, or 32 for more than 32 tokens, whose columns are divided among the more warps the fewer blocks there are."""
+    columns, steps = -(-tokens // _TILE), steps_of(cols)
+    if divided:
+        candidates = [
+            FewTiles(tile_rows, across, parts, splits=splits)
+            for tile_rows in ((1, 2) if columns > 1 else (1,))
+            for across in (1, 2, 3, 4, 6)
+            for parts in (1, 2, 3, 4, 6, 8, 12, 16)
+            for splits in (1, 2, 3, 4, 6, 8)
+            if parts * splits <= steps and across * parts <= 16
+        ]
+        fits = [t for t in candidates if t.parts * t.width * (columns * _TILE + 1) * 4 <= _SUMS_BYTES]
+        bytes_of_row = layout.n_bytes(rows, cols) / rows
+        return min(fits, key=lambda t: _cost(t, tokens, rows, cols, bytes_of_row, multiprocessors))
+    tile_rows = 2 if columns > 4 else 1
+    blocks = -(-rows // (_ROWS * tile_rows))
+    most = 16 if blocks <= 2 * multiprocessors else 8 if blocks <= 16 * multiprocessors else 4
+    most = min(steps, 4 if columns > 4 else most)
     parts = next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
-    return FewTiles(1, max(1, 4 // parts), parts)
+    return FewTiles(tile_rows, max(1, 4 // parts), parts)
+
+
+def _cost(
+    tiles: FewTiles, tokens: int, rows: int, cols: int, bytes_of_row: float, multiprocessors: int
+) -> float:
+    """An estimate of a product's time, in bytes of weights that a multiprocessor reads in it. It agrees with what was
+    measured on an H200 where enough warps read weights at full speed, where too few do, and where each block reads all
+    activations from the L2 cache. The norm of a token, on one multiprocessor, reads all sums."""
+    columns, steps = -(-tokens // _TILE), steps_of(cols)
+    registers = min(255, 20 + 40 * tiles.rows + columns * (10 + 8 * tiles.rows))
+    warps = tiles.across * tiles.parts
+    resident = max(1, min(64, 65536 // (32 * registers)) // warps)
+    turns = tiles.parts * tiles.splits
+    block_bytes = tiles.width * bytes_of_row * -(-steps // turns) * tiles.parts / steps
+    blocks = n_blocks(rows, tiles)
+    rounds, rest = divmod(-(-blocks * tiles.splits // multiprocessors), resident)
+    cost = sum(
+        times * block_bytes * max(together, _WARPS / warps)
+        for together, times in ((resident, rounds), (rest, 1 if rest else 0))
+    )
+    return cost + _CACHED * (blocks * tokens * cols * 2 / multiprocessors + tiles.splits * rows * 4)
 
 
 def steps_of(cols: int) -> int:

@@ -11,6 +11,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.cache_tiles import eight_keys, eight_values
+from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, Pages
 from engine.kernels.gpu.matmul import fragment_index, wmma
 from engine.kernels.gpu.uops import (
@@ -148,11 +149,14 @@ def _turns(
 
 
 @functools.cache
-def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling, sinks: bool = False) -> Kernel:
+def attend_prompt(
+    heads: Heads, tokens: int, tiling: PromptTiling, sinks: bool = False, columns: bool = False
+) -> Kernel:
     """Causal attention of a prompt over the cache. Scores stay in registers: a first pass over the keys finds each
     query's largest score, and a second pass sums the values. The threads of a warp share queries and have different
     keys, so they exchange results only after a pass. Query heads that share keys are neighbours in a block, which loads
-    the keys once. Buffers: the output, float16 fragments of (tokens, query heads * dim); the queries of
+    the keys once. Buffers: the output, float16 fragments of (tokens, query heads * dim), or `columns` of
+    `engine.kernels.gpu.few_columns`; the queries of
     `engine.kernels.gpu.prefill.rotate_prompt`; the tiles of `tile_prompt`; the prompt, int32 (2,): position and number
     of tokens; with `sinks`, float32 (query heads,): a score of each head that is not scaled and weighs no value."""
     h, dim, rows, warps, parts = heads, heads.dim, tiling.rows, tiling.warps, tiling.parts
@@ -274,7 +278,7 @@ def attend_prompt(heads: Heads, tokens: int, tiling: PromptTiling, sinks: bool =
                     for e in range(4):
                         value = sums[(2 * j + e % 2) * 4 + 2 * side + e // 2] * factor[side]
                         token, column = (tile + r) * 16 + g + 8 * side, head * dim + j * 16 + t * 4 + e
-                        index = fragment_index(token, column, h.query * dim)
+                        index = (column_index if columns else fragment_index)(token, column, h.query * dim)
                         ok = live if parts == 1 else live & part.eq(0)
                         stores.append(store(out, index, value.cast(F16), ok))
         shape = f"{rows}_{warps}_{parts}_{tiling.steps}"

@@ -36,7 +36,7 @@ from engine.model.sampling import Logits
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
 
-CHUNK_SIZES = (64, 128, 256, 512)
+CHUNK_SIZES = (32, 64, 128, 256, 512)
 """Between the decode steps of other conversations, prompts go in pieces that take about as long as such a step."""
 
 

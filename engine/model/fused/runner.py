@@ -40,8 +40,8 @@ from engine.model.model_runner import SearchReport, varied_tokens
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
-CHUNK_SIZES = (64, 512)
-_DECODE_AT_MOST = 8  # so few tokens of a prompt are faster one by one
+CHUNK_SIZES = (32, 64, 512)
+_DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _UNKNOWN = (-1, -1)
 _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
 _TIMING_S = 0.03

@@ -21,22 +21,16 @@ from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.few_columns import (
     ARGMAX,
-    Epilogue,
-    activated,
-    columns_size,
-    few_columns,
-    few_tiles,
     n_blocks,
     stored,
 )
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, rows_split
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
-from engine.kernels.gpu.prefill import activate_prompt
 from engine.kernels.gpu.sampling import StepRows, next_tokens
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_prefill import Pending, PrefillKernels, PromptStep
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture, given
+from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Mixture, given
 from engine.model.lower.prescales import Prescales
 
 ROW_COUNTS = (4, 8, 16, 32)
@@ -101,32 +95,29 @@ class _RowsStep(PromptStep):
         super().__init__(owner, model, prescales, rows)
         self._state, self._limit, self._next_ids = owner.state(rows), limit, next_ids
         self._sampler = sampler
-        self._by_rows, self._by_columns = self._x, self._columns("x", model.spec.dim)
 
     def kernels(self) -> KernelSequence:
         model = self._model
         self._embed(self._state)
         for layer in model.layers:
-            is_mixture = isinstance(layer.mix, Mixture)
-            self._x = self._by_rows if is_mixture else self._by_columns
-            self._norm(layer.norm, "rows" if is_mixture else "columns")
+            self._norm(layer.norm, "rows" if isinstance(layer.mix, Mixture) else "columns")
             match layer.mix:
                 case Attention() as a:
                     self._attend_rows(layer, a)
                 case FeedForward() as f:
-                    self._gate(layer, f)
+                    self._feed_forward(layer, f)
                 case Mixture() as m:
                     self._experts(layer, m)
-        self._x = self._by_columns
         self._norm(model.output_norm, "columns")
         part = model.head.single_matrix
-        blocks = n_blocks(part.rows, few_tiles(part.rows, part.cols, multiprocessors()))
+        tiles = self._tiles(part)
+        blocks = n_blocks(part.rows, tiles)
         best = [
             self._owner.buffer(name, blocks * self._tokens, dtype)
             for name, dtype in (("largest", dtypes.float32), ("largest rows", dtypes.int32))
         ]
         logits = self._owner.logits[self._tokens]
-        self._multiply(part, self._x, ARGMAX, "head", [logits, *best])
+        self._multiply(part, self._x, tiles, ARGMAX, "head", [logits, *best])
         if self._sampler:
             self._sampler.add_to(self._sequence, logits, self._state, self._next_ids, True, self._tokens)
         else:
@@ -136,11 +127,12 @@ class _RowsStep(PromptStep):
     def _attend_rows(self, layer: Layer, a: Attention) -> None:
         """Adds attention, whose last product is pending."""
         heads, tokens, total = a.heads, self._tokens, a.qkv.stack.rows
-        rows, attended = self._owner.buffer("qkv", tokens * total), self._columns("attended", a.o.stack.cols)
+        rows = self._owner.buffer("qkv", tokens * total)
+        attended = self._activations("attended", a.o.stack.cols, "columns")
         first, bias = 0, given(a.bias)
         for i, part in enumerate(a.qkv.matrices):
             epilogue = stored(total, first, bool(bias))
-            self._multiply(part, self._x, epilogue, f"qkv{i}", [rows], bias)
+            self._multiply(part, self._x, self._tiles(part), epilogue, f"qkv{i}", [rows], bias)
             first += part.rows
         split = self._split(heads)
         sinks, tables, ropes = given(a.sinks), given(a.tables), self._model.ropes[a.rope]
@@ -163,39 +155,9 @@ class _RowsStep(PromptStep):
             ]
             self._sequence.add(kernel, *parts, *ins)
             self._sequence.add(combine(heads, split.splits, bool(sinks), tokens), attended, *parts, *sinks)
-        self._pending = self._last(layer, a.o.single_matrix, attended, "o", a.o_bias)
-
-    def _gate(self, layer: Layer, f: FeedForward) -> None:
-        """Adds a feed-forward layer, whose last product is pending."""
-        out = self._columns("activated", f.width)
-        if len(f.gate_up.matrices) == 1:
-            epilogue = activated(f.activation)
-            self._multiply(f.gate_up.single_matrix, self._x, epilogue, "gate_up", [out])
-        else:
-            halves = [self._owner.buffer(name, self._tokens * f.width) for name in ("gate", "up")]
-            for part, half in zip(f.gate_up.matrices, halves, strict=True):
-                self._multiply(part, self._x, stored(part.rows), "gate_up", [half])
-            kernel = activate_prompt(self._tokens, f.width, (1, 1), f.activation, "columns")
-            self._sequence.add(kernel, out, *halves)
-        self._pending = self._last(layer, f.down.single_matrix, out, "down", None)
-
-    def _last(self, layer: Layer, part: Matrix, x: Tensor, name: str, bias: Tensor | None) -> Pending:
-        """Adds the last product of a sublayer."""
-        out = self._owner.buffer(name, self._tokens * part.rows)
-        self._multiply(part, x, stored(part.rows), name, [out])
-        return Pending(out, 1, bias, layer.post_norm)
-
-    def _multiply(
-        self, part: Matrix, x: Tensor, epilogue: Epilogue, name: str, outs: list[Tensor], ins: Sequence[Tensor] = ()
-    ) -> None:  # fmt: skip
-        tiles = few_tiles(part.rows, part.cols, multiprocessors())
-        kernel = few_columns(part.layout, self._tokens, part.rows, part.cols, tiles, epilogue, name)
-        self._sequence.add(kernel, *outs, x, *ins, *part.planes)
+        sums, count = self._product(a.o.single_matrix, attended, "o")
+        self._pending = Pending(sums, count, a.o_bias, layer.post_norm)
 
     def _split(self, heads: Heads) -> FlashSplit:
         """How attention is split into thread blocks."""
         return rows_split(heads, self._limit, self._tokens, multiprocessors())
-
-    def _columns(self, name: str, cols: int) -> Tensor:
-        """Scratch activations, float16 (see `engine.kernels.gpu.few_columns`), zeros where there are none."""
-        return self._owner.buffer(f"{name} in columns", columns_size(self._tokens, cols), dtypes.float16)

@@ -1,10 +1,12 @@
 """The kernels of a prefill step on a GPU: products on tensor cores, and norms, rotation and attention between them.
 
 A product whose result is added to the residual stream leaves partial sums. The norm before the next product adds them.
+Chunks of a few tokens take the products of `engine.kernels.gpu.few_columns`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,6 +18,16 @@ from tinygrad.dtype import DType
 from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros
 from engine.kernels.gpu.embedding import embed_prompt
+from engine.kernels.gpu.few_columns import (
+    MAX_TOKENS,
+    Epilogue,
+    FewTiles,
+    activated,
+    columns_size,
+    few_columns,
+    few_tiles,
+    stored,
+)
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.matmul import expert_tiles, fragments_size, matmul, tiles_for
@@ -27,6 +39,7 @@ from engine.kernels.gpu.prefill_experts import (
     router_logits,
     sort_assignments,
 )
+from engine.kernels.gpu.uops import Activation
 from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture, given
 from engine.model.lower.prescales import Prescales
 
@@ -74,7 +87,7 @@ class PromptStep:
         self._owner, self._model, self._prescales, self._tokens = owner, model, prescales, tokens
         self._sequence, self._prompt = KernelSequence(), owner.prompt
         self._h = owner.buffer("h", tokens * model.spec.dim)
-        self._x = self._fragments("x", model.spec.dim)
+        self._order: Order = "columns" if tokens <= MAX_TOKENS else "fragments"
         self._pending: Pending | None = None
 
     def kernels(self) -> KernelSequence:
@@ -82,7 +95,7 @@ class PromptStep:
         self._embed(self._owner.ids)
         last = model.attention[-1]
         for layer in model.layers:
-            self._norm(layer.norm, "rows" if isinstance(layer.mix, Mixture) else "fragments")
+            self._norm(layer.norm, "rows" if isinstance(layer.mix, Mixture) else self._order)
             match layer.mix:
                 case Attention() as a:
                     queries = self._store_tokens(a)
@@ -103,7 +116,9 @@ class PromptStep:
         self._sequence.add(kernel, self._h, ids, *model.embedding.planes)
 
     def _norm(self, weight: NDArray[np.float32], order: Order) -> None:
-        """Adds the pending product to the residual stream, and norms the stream."""
+        """Adds the pending product to the residual stream, and norms the stream for products with activations in an
+        order."""
+        self._x = self._activations("x", self._model.spec.dim, order)
         spec, pending = self._model.spec, self._pending
         extra = given(pending.sums, pending.bias, pending.post_norm) if pending else []
         kernel = norm_prompt(
@@ -137,32 +152,36 @@ class PromptStep:
 
     def _attend(self, layer: Layer, a: Attention, queries: Tensor) -> None:
         heads, past = a.heads, self._owner.past(a.heads)
-        attended = self._fragments("attended", heads.query * heads.dim)
+        attended = self._activations("attended", heads.query * heads.dim, self._order)
         tile = tile_prompt(heads, multiprocessors())
         self._sequence.add(tile, *past, *a.cache, *given(a.tables), self._prompt)
         sinks = given(a.sinks)
-        kernel = attend_prompt(heads, self._tokens, prompt_tiling(heads, self._tokens), bool(sinks))
+        tiling, columns = prompt_tiling(heads, self._tokens), self._order == "columns"
+        kernel = attend_prompt(heads, self._tokens, tiling, bool(sinks), columns)
         self._sequence.add(kernel, attended, queries, *past, self._prompt, *sinks)
         sums, parts = self._product(a.o.single_matrix, attended, "o")
         self._pending = Pending(sums, parts, a.o_bias, layer.post_norm)
 
     def _feed_forward(self, layer: Layer, f: FeedForward) -> None:
-        activated = self._fragments("activated", f.width)
+        out = self._activations("activated", f.width, self._order)
         if len(f.gate_up.matrices) == 1:
-            part = f.gate_up.single_matrix
-            tiles = tiles_for(self._tokens, part.rows, part.cols, multiprocessors(), True)
-            kernel = matmul(
-                part.layout, self._tokens, part.rows, part.cols, tiles, True, "gate_up", f.activation
-            )
-            self._sequence.add(kernel, activated, self._x, self._prompt, *part.planes)
+            self._gate(f.gate_up.single_matrix, f.activation, out)
         else:
             runs = [self._product(p, self._x, f"gate_up{i}") for i, p in enumerate(f.gate_up.matrices)]
             (gate, a), (up, b) = runs
-            self._sequence.add(
-                activate_prompt(self._tokens, f.width, (a, b), f.activation), activated, gate, up
-            )
-        sums, parts = self._product(f.down.single_matrix, activated, "down")
+            kernel = activate_prompt(self._tokens, f.width, (a, b), f.activation, self._order)
+            self._sequence.add(kernel, out, gate, up)
+        sums, parts = self._product(f.down.single_matrix, out, "down")
         self._pending = Pending(sums, parts, None, layer.post_norm)
+
+    def _gate(self, part: Matrix, activation: Activation, out: Tensor) -> None:
+        """Adds the product with a matrix whose rows alternate between gate and up."""
+        if self._order == "columns":
+            self._multiply(part, self._x, self._tiles(part), activated(activation), "gate_up", [out])
+            return
+        tiles = tiles_for(self._tokens, part.rows, part.cols, multiprocessors(), True)
+        kernel = matmul(part.layout, self._tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
+        self._sequence.add(kernel, out, self._x, self._prompt, *part.planes)
 
     def _experts(self, layer: Layer, m: Mixture) -> None:
         """The tokens are sorted by expert, and each tile of them is multiplied by its expert's matrices. The products
@@ -199,15 +218,34 @@ class PromptStep:
         add(kernel, sums, activated, assignments, tile_experts, probabilities, *given(bias), *matrix.planes)
         self._pending = Pending(sums, used, None, layer.post_norm)
 
-    def _product(self, part: Matrix, x: Tensor, name: str) -> tuple[Tensor, int]:
-        """Adds a product; returns its partial sums, and their number."""
+    def _product(self, part: Matrix, x: Tensor, name: str, order: Order | None = None) -> tuple[Tensor, int]:
+        """Adds a product of activations in an order; returns its partial sums, and their number."""
         tokens = self._tokens
+        if (order or self._order) == "columns":
+            few = self._tiles(part, divided=True)
+            out = self._owner.buffer(name, few.splits * tokens * part.rows)
+            self._multiply(part, x, few, stored(part.rows), name, [out])
+            return out, few.splits
         tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), False)
         out = self._owner.buffer(name, tiles.parts * tokens * part.rows)
         kernel = matmul(part.layout, tokens, part.rows, part.cols, tiles, False, name)
         self._sequence.add(kernel, out, x, self._prompt, *part.planes)
         return out, tiles.parts
 
-    def _fragments(self, name: str, cols: int) -> Tensor:
-        """Scratch activations, float16 (see `engine.kernels.gpu.matmul`)."""
-        return self._owner.buffer(name, fragments_size(self._tokens, cols), dtypes.float16)
+    def _tiles(self, part: Matrix, divided: bool = False) -> FewTiles:
+        """How a product of few tokens is divided."""
+        return few_tiles(part.layout, self._tokens, part.rows, part.cols, multiprocessors(), divided)
+
+    def _multiply(
+        self, part: Matrix, x: Tensor, tiles: FewTiles, epilogue: Epilogue, name: str, outs: Sequence[Tensor],
+        ins: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        """Adds a product of few tokens."""
+        kernel = few_columns(part.layout, self._tokens, part.rows, part.cols, tiles, epilogue, name)
+        self._sequence.add(kernel, *outs, x, *ins, *part.planes)
+
+    def _activations(self, name: str, cols: int, order: Order) -> Tensor:
+        """Scratch activations, float16, in an order. Those of an order are not of another: what is no activation is
+        zero."""
+        size = columns_size if order == "columns" else fragments_size
+        return self._owner.buffer(f"{name} in {order}", size(self._tokens, cols), dtypes.float16)

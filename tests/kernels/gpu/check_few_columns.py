@@ -47,13 +47,16 @@ def check_few_columns_of_every_type() -> None:
 
 
 def check_few_columns_divided() -> None:
-    """One tile of tokens and two, warps side by side and in turn, several steps for a warp."""
-    for tokens, tiles in ((8, FewTiles(2, 2, 2)), (11, FewTiles(1, 2, 3, 4)), (30, FewTiles(2, 1, 1))):
+    """One tile of tokens and more, warps side by side and in turn, several steps for a warp, columns divided among
+    blocks too."""
+    for tokens, tiles in (
+        (8, FewTiles(2, 2, 2)), (11, FewTiles(1, 2, 3, 4)), (30, FewTiles(2, 1, 1)), (9, FewTiles(1, 1, 2, splits=2)),
+    ):  # fmt: skip
         rows, cols = 64, 1280
         layout, planes, x, wanted = given(12, tokens, rows, cols)
-        out = zeros(tokens * rows)
+        out = zeros(tiles.splits * tokens * rows)
         run(few_columns(layout, tokens, rows, cols, tiles, stored(rows), "t"), out, x, *planes)
-        close(out.numpy().reshape(tokens, rows), wanted, 1e-3)
+        close(out.numpy().reshape(tiles.splits, tokens, rows).sum(0), wanted, 1e-3)
 
 
 def check_few_columns_epilogues() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.events import Sampling
 from engine.formats.gguf import GGUF
+from engine.kernels.gpu.few_columns import columns_size
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.sampling import Shortlist
 from engine.measure import profile
@@ -63,7 +64,7 @@ def roles_and_bytes(
     replay = profile.Replay(sequence.compile().src, runner._uses(), tokens, run=lambda: None)
     told = {}
     for call, role in zip(replay.calls, roles_of(replay.calls, replay.uses), strict=True):
-        name = profile._name(call).removeprefix("prefill_").split("_")
+        name = profile._name(call).removeprefix("prefill_").removeprefix("few_").split("_")
         told["_".join(name[:2])] = role, profile._bytes(replay, call, role, position)
     return told
 
@@ -116,5 +117,6 @@ def check_profile_of_a_prompt() -> None:
     }
     row = heads * attention.head_dim * 2  # bytes of a token's keys, or values
     assert told["tile"][1] == 4 * row * (position + tokens) + 8, told
-    queries = 2 * padded * attention.query_size * 2  # and what comes of them
+    queries = padded * attention.query_size * 2
+    queries += columns_size(padded, attention.query_size) * 2  # what comes of them
     assert told["attend"][1] == queries + 2 * row * (position + tokens) + 8, told
