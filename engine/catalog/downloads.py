@@ -71,6 +71,8 @@ def find_on_hub(model: HubModel) -> RemoteModel:
     if repository.architecture:
         check_architecture(repository.architecture, str(model))
     files = tuple(repository.files[name] for name in picked.files)
+    if empty := next((file.name for file in files if file.size_bytes == 0), ""):
+        raise DownloadError(f"{printable(empty)} is empty on the hub.", "Choose another repository.")
     return RemoteModel(repository.commit, files)
 
 

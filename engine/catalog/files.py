@@ -72,7 +72,8 @@ def models_among(files: Iterable[str]) -> list[ModelFiles]:
 def is_safe(file: str) -> bool:
     """Whether a relative path from a server stays within the folder that it is joined to."""
     return (
-        "\\" not in file and "\0" not in file and all(part not in ("", ".", "..") for part in file.split("/"))
+        not re.search("[\\\\\0\ud800-\udfff]", file)  # lone surrogates are in no name of a file
+        and all(part not in ("", ".", "..") for part in file.split("/"))
     )
 
 

@@ -24,6 +24,7 @@ TIMEOUT_S = 10.0  # for a response to begin, and between two reads of it
 RETRIES = 4  # in a row, if none of them brings a byte
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0
+SILENCE_S = 10.0  # a longer wait needs someone who is told of it
 
 
 class DownloadError(ModelFileError):
@@ -62,7 +63,7 @@ def fetch_repository(model: HubModel) -> Repository:
         files = [
             RemoteFile(
                 sibling.rfilename,
-                sibling.lfs.size if sibling.lfs else sibling.size,
+                _size(sibling.lfs.size if sibling.lfs else sibling.size),
                 str(sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or ""),
             )
             for sibling in info.siblings or ()
@@ -76,13 +77,26 @@ def fetch_repository(model: HubModel) -> Repository:
         )
     except http_errors() as error:
         raise_download_error(error, str(model))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:  # the response has an unknown form
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # the response has an unknown form
         if isinstance(error, hub.errors.HFValidationError):
             raise UsageError(f"hf.co/{model.repository} cannot be the name of a repository.") from None
         raise DownloadError(
             f"{endpoint()} does not answer as the hub does.",
             "Check HF_ENDPOINT, and whether the network shows a log-in page first.",
         ) from None
+
+
+def _size(stated: object) -> int | None:
+    """A size in bytes that a server states. Raises ValueError if it cannot be one."""
+    if stated is None or (type(stated) is int and stated >= 0):
+        return stated
+    raise ValueError("no size")
 
 
 def endpoint() -> str:
@@ -131,6 +145,8 @@ def http_status(error: Exception) -> int:
 def retry_after_s(error: Exception, failures: int) -> float | None:
     """How long to wait before the next try after `failures` tries in a row; None if another try makes no sense."""
     if isinstance(error, _library().errors.OfflineModeIsEnabled) or failures > RETRIES:
+        return None
+    if type(error).__name__ in ("TooManyRedirects", "UnsupportedProtocol"):  # of whichever HTTP client it is
         return None
     delay: float = FIRST_DELAY_S * 2 ** (failures - 1)
     if not http_status(error):
@@ -189,7 +205,7 @@ def _with_retries(request: Callable[[], Any]) -> Any:
         except http_errors() as error:
             failures += 1
             delay = retry_after_s(error, failures)
-            if delay is None or not http_status(error):
+            if delay is None or not http_status(error) or delay > SILENCE_S:
                 raise
             time.sleep(delay)
 

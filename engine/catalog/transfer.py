@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,12 @@ def _verify(target: Target, meter: Meter) -> None:
 
 def _download(target: Target, meter: Meter) -> None:
     """Completes and verifies `target.incomplete_path`. Tries again after an interruption: as often as necessary while
-    each try brings some bytes, else `hub.RETRIES` times."""
+    each try brings bytes that no try has brought before, else `hub.RETRIES` times."""
     failures = 0
     with _PartialFile(target, meter) as partial:
         _check_free_space(target, partial.size_bytes, partial.have)
+        furthest = partial.have  # a server that ignores ranges begins anew each time
         while not partial.is_complete:
-            before = partial.have
             cut: Exception = ConnectionError("the server ends the transfer early")
             try:
                 partial.fetch()
@@ -117,7 +117,8 @@ def _download(target: Target, meter: Meter) -> None:
                 cut = error
             if partial.is_complete:
                 break
-            failures = 1 if partial.have > before else failures + 1
+            failures = 1 if partial.have > furthest else failures + 1
+            furthest = max(furthest, partial.have)
             delay = hub.retry_after_s(cut, failures)
             if delay is None:
                 name = printable(target.name if target.on_hub else target.url)
@@ -202,18 +203,23 @@ class _PartialFile:
     def _read_headers(self, response: Any) -> None:
         """Checks where the response's body begins and which size it states, and stores its version."""
         start, _, total = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-        if self.have and (response.status_code != 206 or start.partition("-")[0] != str(self.have)):
+        version = _version_in(response.headers)
+        if response.status_code != 206:
             self._start_over()  # the server sends the whole file
+        elif start.partition("-")[0] != str(self.have):
+            raise _DamagedError("the server sends another part than it was asked for")
+        elif not self.target.digest and _are_different(self._version, version):
+            raise _DamagedError("the server has another version of it than arrived before")
+        if not self.target.digest and not self.have:
+            self.target.version_path.write_text(version)
         stated = total if response.status_code == 206 else response.headers.get("Content-Length", "")
-        if stated.isdecimal() and self.size_bytes is None:
+        if not (stated.isdecimal() and len(stated) < 19):
+            return
+        if self.size_bytes is None:
             self.size_bytes = self.meter.total_bytes = int(stated)
             _check_free_space(self.target, self.size_bytes, self.have)
-        elif stated.isdecimal() and int(stated) != self.size_bytes:
+        elif int(stated) != self.size_bytes:
             raise _DamagedError(f"the server sends {stated} bytes and states {self.size_bytes}")
-        if not self.target.digest and not self.have:
-            etag = response.headers.get("ETag", "")
-            date = response.headers.get("Last-Modified", "")
-            self.target.version_path.write_text(date if etag.startswith("W/") else etag or date)
 
     def _start_over(self) -> None:
         self.file.truncate(0)
@@ -230,6 +236,17 @@ class _PartialFile:
         self.have += len(block)
         if self.hash is not None:
             self.hash.update(block)
+
+
+def _version_in(headers: Mapping[str, str]) -> str:
+    """A response's ETag or, without one that tells all versions apart, its date; "" if it has neither."""
+    etag, date = headers.get("ETag", ""), headers.get("Last-Modified", "")
+    return date if etag.startswith("W/") else etag or date
+
+
+def _are_different(one: str, other: str) -> bool:
+    """Whether two versions differ, as far as they can be compared: both are ETags, or both are dates."""
+    return bool(one and other) and one.startswith('"') == other.startswith('"') and one != other
 
 
 def _check_free_space(target: Target, size_bytes: int | None, have: int) -> None:

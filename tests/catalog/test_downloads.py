@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import random
 import signal
@@ -15,11 +16,11 @@ import pytest
 
 from engine.catalog import cache, transfer
 from engine.catalog.downloads import download
-from engine.catalog.hub import DownloadError
+from engine.catalog.hub import RETRIES, DownloadError
 from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Cancelled
 from engine.errors import ModelFileError
-from tests.catalog.fake_hub import FakeHub
+from tests.catalog.fake_hub import COMMIT, FakeHub
 from tests.generated_model import write
 from tests.waiting import wait_until
 
@@ -172,6 +173,25 @@ def test_a_server_that_ignores_ranges_is_believed(fake_hub, model):
     fake_hub.ranges = False
     fake_hub.cuts.append(100_000)
     assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
+
+
+def test_a_server_that_ignores_ranges_and_always_ends_early_is_given_up(fake_hub, model):
+    fake_hub.ranges = False
+    fake_hub.cuts.extend([100_000] * 50)
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        download(model)
+    assert len([path for path in fake_hub.paths() if path.startswith("/cdn/")]) <= RETRIES + 2
+
+
+def test_another_part_than_was_asked_for_is_not_taken(fake_hub, model):
+    fake_hub.shift = 4096
+    fake_hub.cuts.append(100_000)
+    assert is_right(download(model), fake_hub, "model-Q8_0.gguf"), "the second time it comes in one piece"
+    (cache.find(model)).resolve().unlink()
+    fake_hub.cuts.extend([100_000] * 50)
+    with pytest.raises(DownloadError, match="damaged twice: the server sends another part"):
+        download(model)
+    assert cache.find(model) is None
 
 
 def test_a_server_that_gives_nothing_is_given_up(fake_hub, model):
@@ -349,12 +369,21 @@ def test_offline_mode(fake_hub, model, monkeypatch):
 EVIL = b'{"id": "a/b", "sha": "../../../../evil", "siblings": []}'
 
 
+def _with_file(**changes):
+    """The hub's answer with one file, in which something is wrong."""
+    sibling = {"rfilename": "model-Q8_0.gguf", "size": 5, "blobId": "0" * 40} | changes
+    return json.dumps({"id": FakeHub.repository, "sha": COMMIT, "siblings": [sibling]}).encode()
+
+
 def test_what_is_no_hub(fake_hub, model):
     for answer in (
         b"<html>Log in</html>",
         b"[]",
         b'{"siblings": 5}',
         b'{"sha": null, "siblings": [{}]}',
+        b"[" * 200_000,
+        _with_file(size="many"),
+        _with_file(size=-1),
         EVIL,
     ):
         fake_hub.info = lambda answer=answer: answer
@@ -377,6 +406,30 @@ def test_what_is_not_there(fake_hub, wanted, sentence):
     with pytest.raises(Exception, match=sentence) as caught:
         download(wanted)
     assert caught.value.hint or "cannot be the name" in sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"size": 0}, "is empty on the hub"), ({"rfilename": "\ud800-Q8_0.gguf"}, "holds no GGUF model")],
+)
+def test_files_that_cannot_be_models(fake_hub, model, changes, sentence):
+    fake_hub.info = lambda: _with_file(**changes)
+    with pytest.raises(ModelFileError, match=sentence):
+        download(model)
+
+
+def test_a_server_that_leads_nowhere_is_asked_once(fake_hub, model):
+    fake_hub.answers.extend([(302, {"Location": "file:///etc/passwd"})] * 9)
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        download(model)
+    assert len(fake_hub.answers) == 8
+
+
+def test_no_wait_is_silent_for_long(fake_hub, model):
+    fake_hub.api_answers.extend([(429, {"Retry-After": "9" * 20})] * 9)
+    with pytest.raises(DownloadError, match="too many requests"):
+        download(model)
+    assert len(fake_hub.api_answers) == 8
 
 
 def test_names_that_lead_out_of_the_cache_are_not_followed(fake_hub):
@@ -472,6 +525,14 @@ def test_its_download_starts_over_if_it_is_another_file(fake_hub, web, tmp_path)
     fake_hub.cuts.clear()
     fake_hub.files["tiny.gguf"] = write(tmp_path / "other.gguf", seed=5).read_bytes()
     assert download(web).read_bytes() == fake_hub.files["tiny.gguf"]
+
+
+def test_two_versions_of_a_file_are_never_joined(fake_hub, web, tmp_path):
+    test_its_download_starts_over_if_it_is_another_file(fake_hub, web, tmp_path)
+    cache.find(web).unlink()
+    fake_hub.files["tiny.gguf"] = write(tmp_path / "third.gguf", seed=7).read_bytes()
+    fake_hub.checks_version = False
+    test_its_download_starts_over_if_it_is_another_file(fake_hub, web, tmp_path)
 
 
 def test_what_is_no_model_is_not_kept(fake_hub, web):
