@@ -62,12 +62,14 @@ def install(dev: str) -> None:
     compiler_processes.apply()
     device = _device(dev)
     if device in ("CUDA", "NV"):
-        from engine.fixes import cuda_headers
+        from engine.fixes import cuda_headers, float_instructions
 
         cuda_headers.apply()
+        float_instructions.apply()
     if device == "CUDA":
-        from engine.fixes import early_launch
+        from engine.fixes import dynamic_shared, early_launch
 
+        dynamic_shared.apply()
         early_launch.apply()
     if device == "NV":
         from engine.fixes import nv_windows

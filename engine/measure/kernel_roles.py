@@ -22,12 +22,11 @@ from engine.events import KernelRole
 @dataclass(frozen=True)
 class BufferUse:
     """What a buffer of the model is for, and which of its `rows` a step uses: all of them; the rows of the step's
-    tokens ("token"), which may choose `each` of them; the rows of all tokens up to the last ("past"); or these for
-    reading and its own for writing ("context"). With a `window`, a token uses those of no more tokens than that, its
-    own included."""
+    tokens ("token"), which may choose `each` of them; or for reading the rows of all tokens up to the last, and for
+    writing its own ("context"). With a `window`, a token uses those of no more tokens than that, its own included."""
 
     role: KernelRole
-    rows_used: Literal["all", "token", "past", "context"] = "all"
+    rows_used: Literal["all", "token", "context"] = "all"
     rows: int = 1
     window: int = 0
     each: int = 1

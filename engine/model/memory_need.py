@@ -245,10 +245,6 @@ def _scratch_bytes(spec: ModelSpec, path: _Path, context: int) -> int:
     token = 4 * spec.dim + 3 * attention + max(widths)
     tables = sum(2 * rope.pairs * context for rope in spec.ropes) + spec.vocab
     n_bytes = 4 * (path.chunk * token + tables)
-    if (
-        path is _GPU
-    ):  # prefill reads keys and values from tiles of 16-bit numbers, which layers with as many share
-        n_bytes += 4 * sum({a.kv_size * _cached(a, path, context) for a in spec.attention})
     if path is _GRAPH:  # each token gets its experts' matrices
         mixes = ((_stored_bytes(w, path) for w in (mix.gate, mix.up, mix.down)) for mix in spec.experts)
         n_bytes += path.chunk * max((sum(mix) // spec.experts[0].count for mix in mixes), default=0)

@@ -45,6 +45,67 @@ def test_a_name_asks_for_blocks_per_multiprocessor():
     assert others == ["__launch_bounds__(64"] * 2
 
 
+FLOATS = """
+import sys
+from tinygrad import UOp, dtypes
+from tinygrad.runtime.support import compiler_cuda
+def init(self, *args, **options):
+    self.compile_options, self.cachekey = [], "key"
+compiler_cuda.NVRTCCompiler.__init__ = init
+from tinygrad.codegen import to_program
+from tinygrad.helpers import Target
+from tinygrad.uop.ops import KernelInfo
+from tinygrad.renderer.cstyle import CUDARenderer
+if sys.argv[1:] == ["with"]:
+    from engine.fixes import float_instructions
+    float_instructions.apply()
+renderer = CUDARenderer(Target.parse("CUDA::sm_90"))
+print(*renderer.compiler.compile_options, renderer.compiler.cachekey)
+renderer.compiler.compile_cached = lambda source: b""
+for dtype in (dtypes.float32, dtypes.int32):
+    a = UOp.placeholder((2,), dtype, slot=0)
+    largest = a.index(UOp.const(0)).load().maximum(a.index(UOp.const(1)).load())
+    graph = a.index(UOp.const(0)).store(largest).sink(arg=KernelInfo(), tag=1)
+    print(to_program(graph, renderer).src[2].arg.count("fmaxf"))
+"""
+
+
+def test_a_maximum_and_a_power_of_two_take_one_instruction():
+    assert python(FLOATS).split() == ["key", "0", "0"]
+    assert python("import sys; sys.argv.append('with')\n" + FLOATS).split() == [
+        "--ftz=true",
+        "key_ftz",
+        "1",
+        "0",
+    ]
+
+
+SHARED = """
+import sys
+import tinygrad.renderer.cstyle as cstyle, tinygrad.runtime.ops_cuda as cuda
+declared = "__shared__ __align__(16) half buf0[20000];\\n __shared__ __align__(16) float buf1[9];\\n}"
+cstyle.CStyleLanguage.render_kernel = lambda *a, **k: "__global__ void t(half* a) {\\n" + declared
+cuda.CUDAProgram.__init__ = lambda self, dev, obj, smem=0: print(smem)
+class Renderer(cstyle.CUDARenderer):
+    def __init__(self): pass
+class Object: pass
+if sys.argv[1:] == ["with"]:
+    from engine.fixes import dynamic_shared
+    dynamic_shared.apply()
+for Object.name in ("t", "t_sm65536"):
+    cuda.CUDAProgram(None, Object)
+    source = Renderer().render_kernel(Object.name, [], [], [])
+    print(source.count("__shared__ __align__(16) half"), source.count("extern __shared__"))
+    print(source.count("float* buf1 = (float*)(shared_bytes + 40000);"))
+"""
+
+
+def test_a_name_asks_for_shared_memory():
+    assert python(SHARED).split() == ["0", "1", "0", "0", "0", "1", "0", "0"]
+    asked = python("import sys; sys.argv.append('with')\n" + SHARED).split()
+    assert asked == ["0", "1", "0", "0", "65536", "0", "1", "1"]
+
+
 BINARIES = """
 import sys
 import tinygrad.runtime.support.compiler_cuda as compilers

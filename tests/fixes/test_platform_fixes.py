@@ -195,9 +195,9 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
     "dev, wanted",
     [
         ("CPU", []),
-        ("CUDA", ["cuda_headers", "early_launch"]),
-        ("TEGRA+NV:CUDA", ["cuda_headers", "nv_windows"]),
-        ("NV;CPU", ["cuda_headers", "nv_windows"]),
+        ("CUDA", ["cuda_headers", "dynamic_shared", "early_launch", "float_instructions"]),
+        ("TEGRA+NV:CUDA", ["cuda_headers", "float_instructions", "nv_windows"]),
+        ("NV;CPU", ["cuda_headers", "float_instructions", "nv_windows"]),
     ],
 )
 def test_a_device_gets_the_changes_that_are_for_it(dev, wanted):

@@ -22,6 +22,12 @@ def has_tensor_cores() -> bool:
     return int(capability()[3:]) >= 80
 
 
+def shared_limit() -> int:
+    """The most bytes of shared memory of a block: what every GPU with tensor cores has, where tinygrad can ask for more
+    than 48 KB (`engine.fixes.dynamic_shared`)."""
+    return (99 if Device.DEFAULT.split(":")[0] == "CUDA" and has_tensor_cores() else 48) << 10
+
+
 @functools.cache
 def multiprocessors() -> int:
     """The number of multiprocessors; a guess if the device does not report it."""

@@ -25,9 +25,6 @@ from engine.kernels.gpu.uops import F16, LOG2_E, chain, finish, load_index, load
 
 CACHE_SLACK = 1024  # tokens of a cache beyond its context, because loads run ahead and take whole tiles
 TILE = 16  # tokens
-_TILES_SLACK = (
-    256  # tokens of a window's tiles beyond the ring: the first and the last turn of prefill are not full
-)
 
 
 @dataclass(frozen=True)
@@ -97,16 +94,6 @@ class Heads:
         words = self.cache_size // (4 if self.kv_format.is_quantized else 2)
         scales = self.cache_size // QUANT_BLOCK if self.kv_format.is_quantized else 0
         return ((words, dtypes.uint32),) * 2 + ((scales, F16),) * (2 if scales else 0)
-
-    @property
-    def tiled(self) -> int:
-        """Tokens for which `engine.kernels.gpu.prefill_attention.tile_prompt` has room."""
-        return self.ring + _TILES_SLACK if self.ring else self.length
-
-    @property
-    def tiles_size(self) -> int:
-        """Elements of the tiles of keys of `tile_prompt`; those of values are as many."""
-        return self.kv * self.tiled * self.dim
 
     @property
     def query_scale(self) -> float:

@@ -1,10 +1,24 @@
-"""Causal attention of a prompt's chunk on tensor cores."""
+"""Causal attention of a prompt's chunk on tensor cores, in one pass over the cache.
+
+A block has queries of neighbouring tokens and of all heads that share keys. Its warps go over the keys together, some
+at a time: a step. Keys and values come from the cache once for all of them, into shared memory, in the order in which
+threads hold operands of tensor cores, so that a warp loads sixteen bytes a thread without conflicts. There is room for
+two steps: while one step's keys and values are used, those of the next are on their way.
+
+Scores, weights and weighted sums stay in registers. The threads of a warp that share queries have different keys. They
+learn the largest score of each query through tensor cores: a product with ones and zeros hands numbers on. If it has
+grown, earlier sums are scaled down. Weights are operands of the product with the values where they are: the thread
+that computes a key's score needs its weight.
+
+If there are too few queries for all multiprocessors, several blocks share the keys of the same queries, and
+`combine_prompt` adds their sums.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
@@ -16,6 +30,7 @@ from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, Pages
 from engine.kernels.gpu.matmul import fragment_index, wmma
 from engine.kernels.gpu.uops import (
     F16,
+    F32,
     INDEX,
     LOG2_E,
     LOWEST,
@@ -26,13 +41,64 @@ from engine.kernels.gpu.uops import (
     load_index,
     load_run,
     maximum,
+    registers,
     shared,
     store,
     store_run,
     zeroed_registers,
 )
 
-_MAX_SHARED_BYTES = 40 << 10  # of a block; every GPU has 48 KB
+STATIC_SHARED = 48 << 10  # bytes of a block; for more see `engine.fixes.dynamic_shared`
+_MAX_SPLITS = 32
+_SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
+_TOP_UNIT = 16.0  # a largest score passes through a float16, in this unit: up to a million
+_LEAST_TOP = -1e6
+_SUM_UNIT = 256.0  # the same for sums of weights
+_LEAST_TOTAL = 1e-30  # for queries that see nothing: no tokens have them
+
+
+@dataclass(frozen=True)
+class PromptTiling:
+    """How prefill attention is divided. A warp has 16 * `rows` queries of a head; a block has `warps` warps, which read
+    the same keys, 16 * `steps` at a time; `splits` blocks share the keys of the same queries. Queries are in registers,
+    or if they are `shared`, in shared memory."""
+
+    rows: int
+    warps: int
+    steps: int
+    splits: int
+    shared: bool = False
+
+    def shared_bytes(self, dim: int) -> int:
+        """Shared memory of a block: keys and values of two steps, and queries."""
+        return (4 * self.steps + self.shared * self.warps * self.rows) * 16 * dim * 2
+
+    def sums_size(self, heads: Heads, tokens: int) -> int:
+        """The size of the sums of all splits, float32."""
+        return self.splits * heads.query * tokens * (heads.dim + 8)
+
+
+def prompt_tiling(
+    heads: Heads, tokens: int, multiprocessors: int, limit: int = STATIC_SHARED
+) -> PromptTiling:
+    """The tiling for a chunk of `tokens` tokens, with up to `limit` bytes of shared memory for a block. A warp loads
+    operands from shared memory for all its queries, so it gets as many as its registers hold. Sums are scaled down and
+    the block's warps wait for each other once a step, so steps are as large as fits. The fewest splits that give the
+    multiprocessors blocks evenly."""
+    dim, is_large = heads.dim, heads.dim > 128
+    rows = 2 if dim <= 64 and heads.shared_by * tokens >= 512 else 1
+    units = heads.shared_by * tokens // (16 * rows)
+    shapes = [(8, 1), (4, 1), (2, 1)] if is_large else [(8, 4)] * (units >= 8) + [(8, 2), (8, 1)]
+    tilings = [PromptTiling(rows, min(units, warps), steps, 1, is_large) for warps, steps in shapes]
+    tiling = next((t for t in tilings if t.shared_bytes(dim) <= limit), tilings[-1])
+    blocks = heads.kv * -(-units // tiling.warps)
+
+    def cost(splits: int) -> float:
+        """The time of the blocks, if one at a time runs on a multiprocessor, over what it is if none is idle."""
+        rounds = -(-blocks * splits // multiprocessors)
+        return rounds * multiprocessors / (blocks * splits) + splits * _SPLIT_COST
+
+    return replace(tiling, splits=min(range(1, _MAX_SPLITS + 1), key=cost))
 
 
 def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp:
@@ -43,54 +109,6 @@ def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp
     return (((head * (tokens // 16) + token // 16) * (heads.dim // 16) + d // 16) * 32 + thread) * 8 + element
 
 
-@dataclass(frozen=True)
-class PromptTiling:
-    """How prefill attention is divided. A warp has 16 * `rows` queries of a head; a block has `warps` such warps, which
-    read the same keys, and `parts` times as many, which share the queries and take turns with the keys: `steps` times
-    sixteen keys each time."""
-
-    rows: int
-    warps: int
-    parts: int
-    steps: int
-
-    def shared_bytes(self, dim: int) -> int:
-        """Shared memory of a block: the sums that the other parts pass to the first one, and the largest scores."""
-        sums = (self.parts - 1) * self.rows * accumulators(dim)
-        return (sums + self.parts * 2 * self.rows) * self.warps * 32 * 4
-
-
-@functools.cache
-def tile_prompt(heads: Heads, blocks: int) -> Kernel:
-    """Copies the keys and values of all tokens so far to the order in which the threads of `attend_prompt` hold them,
-    in float16. Buffers: tiles of keys, float16 (key heads, tiled / 16, dim / 16, thread, 8); tiles of values, float16
-    (the same); the cache (`Heads.cache_planes`); the prompt, int32 (2,): position and number of tokens. Each block
-    copies every `blocks`-th tile of sixteen tokens. With a window, the tiles begin with the one of the first token that
-    the chunk sees (`first_tile`). With a pool, the tables of blocks, int32 (sequences, `Heads.table_size`), come before
-    the prompt, int32 (3,): also its sequence."""
-    h, chunks = heads, heads.dim // 16
-
-    def kernel(key_tiles: UOp, value_tiles: UOp, *buffers: UOp) -> UOp:
-        n = len(h.cache_planes)
-        cache, rest = buffers[:n], buffers[n:]
-        prompt, pages = rest[-1], pages_of(h, rest[0], rest[-1])
-        thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
-        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
-        g, t = thread // 4, thread % 4
-        position = load_index(prompt, 0, h.length - CACHE_SLACK)
-        seen, first = position + load_index(prompt, 1, CACHE_SLACK), first_tile(h, position)
-        steps = (seen + 15) // 16 - first
-        loop = UOp.range((steps - block + (blocks - 1)) // blocks, 0, AxisType.LOOP)
-        step = loop * blocks + block
-        tile = h.tile(kv, first, step, pages=pages)
-        index = tile_index(h, kv, step, c, thread)
-        stores = store_run(key_tiles, index, eight_keys(h, cache, tile, c, t, g))
-        stores += store_run(value_tiles, index, eight_values(h, cache, tile, c, t, g))
-        return finish(f"prefill_tile_{h.name}_{blocks}", [UOp.group(*stores).end(loop)])
-
-    return kernel
-
-
 def pages_of(heads: Heads, table: UOp | None, prompt: UOp) -> Pages | None:
     """The blocks of the prompt's sequence, if the cache is a pool."""
     if not heads.pool:
@@ -99,189 +117,308 @@ def pages_of(heads: Heads, table: UOp | None, prompt: UOp) -> Pages | None:
     return Pages(table, load(prompt, 2).cast(INDEX) * heads.table_size)
 
 
-def first_tile(heads: Heads, position: UOp) -> UOp:
-    """The first tile of sixteen tokens that queries from `position` on see."""
-    return heads.first_seen(position) // 16
+def _quad_maxima(own: Sequence[UOp], g: UOp, t: UOp) -> list[UOp]:
+    """The largest of the values of four threads 4g + t, of rows g and g + 8."""
+    zero, one = (f32(x).cast(F16) for x in (0, 1))
+    halves = [(x.maximum(_LEAST_TOP) * f32(1 / _TOP_UNIT)).cast(F16) for x in own]
+    left = [halves[0], zero, halves[1], zero, zero, zero, zero, zero]
+    # Columns 2t and 2t + 1 of the product are a thread's: the values of threads 0 and 1, then those of 2 and 3.
+    chosen = [t.eq(g % 2 + first).where(one, zero) for first in (0, 2)]
+    pairs = [wmma(left, [x, zero, zero, zero], [f32(0)] * 4) for x in chosen]
+    return [maximum([x for pair in pairs for x in pair[k : k + 2]]) * f32(_TOP_UNIT) for k in (0, 2)]
 
 
-def tile_index(heads: Heads, kv: UOp, step: UOp, chunk: UOp | int, thread: UOp) -> UOp:
-    """The index of a thread's eight elements in the tiles: four dimensions of two neighbouring keys, or the values of
-    four tokens in two neighbouring dimensions. `step` counts tiles of sixteen tokens from the first tile on."""
-    return (((kv * (heads.tiled // 16) + step) * (heads.dim // 16) + chunk) * 32 + thread) * 8
+def _quad_sums(own: Sequence[UOp]) -> list[UOp]:
+    """The sums of the values of four threads, of rows g and g + 8: in two float16, which are as accurate as needed."""
+    zero, one = (f32(x).cast(F16) for x in (0, 1))
+    scaled = [x * f32(1 / _SUM_UNIT) for x in own]
+    upper = [x.cast(F16) for x in scaled]
+    lower = [(x - u.cast(F32)).cast(F16) for x, u in zip(scaled, upper, strict=True)]
+    left = [upper[0], lower[0], upper[1], lower[1], zero, zero, zero, zero]
+    return [x * f32(_SUM_UNIT) for x in wmma(left, [one] * 4, [f32(0)] * 4)[::2]]
 
 
-def accumulators(dim: int) -> int:
-    """A thread's accumulators for sixteen queries: the weighted sums of values, and the sums of weights, computed as if
-    the values had another column of ones."""
-    return (dim // 8 + 1) * 4
+class _Tiles:
+    """The keys and values of two steps in shared memory, and how threads copy them there."""
+
+    def __init__(self, heads: Heads, tiling: PromptTiling, cache: Sequence[UOp], kv: UOp, warp: UOp, thread: UOp,
+                 pages: Pages | None) -> None:  # fmt: skip
+        self._heads, self._steps, self._cache, self._kv, self._pages = heads, tiling.steps, cache, kv, pages
+        self._chunks = heads.dim // 16
+        pieces = tiling.steps * self._chunks  # of 512 bytes
+        numbers = [warp + k * tiling.warps for k in range(-(-pieces // tiling.warps))]
+        self._pieces = [n.minimum(pieces - 1) if pieces % tiling.warps else n for n in numbers]
+        self._size = pieces * 256  # elements of the keys of a step, or of its values
+        self._t, self._g = thread // 8, thread % 8  # so that neighbouring threads load neighbouring bytes
+        self._read_place = self._place(thread % 4, thread // 4)
+        self.array = shared(4 * self._size, 0, F16)
+
+    @staticmethod
+    def _place(t: UOp, g: UOp) -> UOp:
+        """Where the eight elements of thread 4g + t are, so that eight threads that load or store at once meet no
+        conflict."""
+        return (t * 8 + (g + 2 * t) % 8) * 8
+
+    def from_cache(self, step: UOp) -> list[UOp]:
+        """A thread's part of the keys and values of a step."""
+        loads = []
+        for eight in (eight_keys, eight_values):
+            for piece in self._pieces:
+                number, c = step * self._steps + piece // self._chunks, piece % self._chunks
+                tile = self._heads.tile(self._kv, number, pages=self._pages)
+                loads += eight(self._heads, self._cache, tile, c, self._t, self._g)
+        return loads
+
+    def put(self, step: UOp, elements: Sequence[UOp]) -> UOp:
+        """Stores what `from_cache` loaded."""
+        stores = []
+        for i in range(0, len(elements), 8):
+            which, k = divmod(i // 8, len(self._pieces))
+            first = (
+                (step % 2 * 2 + which) * self._size + self._pieces[k] * 256 + self._place(self._t, self._g)
+            )
+            stores += store_run(self.array, first, elements[i : i + 8])
+        return UOp.group(*stores)
+
+    def operands(self, array: UOp, step: UOp, which: int, s: int, c: int) -> list[list[UOp]]:
+        """Two right tiles: of keys (`which` is 0) or values, of the s-th sixteen tokens of a step, in sixteen
+        dimensions: of even keys and odd ones, or of even dimensions and odd ones."""
+        first = (step % 2 * 2 + which) * self._size + (s * self._chunks + c) * 256 + self._read_place
+        eight = load_run(array, first, 8)
+        return [eight[:4], eight[4:]]
 
 
-def prompt_tiling(heads: Heads, tokens: int) -> PromptTiling:
-    """The tiling for a chunk of `tokens` tokens. A warp loads the keys once for all its queries, and these loads limit
-    the speed for many queries, so a warp gets as many queries as its registers hold, and the larger heads leave room
-    for the scores of one step only. Few queries give too few warps, so several of them share the keys."""
-    few = tokens <= 64
-    rows, warps, steps = (1, 1, 1) if few else (2 if heads.dim <= 64 else 1, 2, 2 if heads.dim <= 128 else 1)
-    tilings = [PromptTiling(rows, warps, parts, steps) for parts in ((8, 4, 2, 1) if few else (2, 1))]
-    return next((t for t in tilings if t.shared_bytes(heads.dim) <= _MAX_SHARED_BYTES), tilings[-1])
-
-
-def _turns(
-    heads: Heads, first: UOp, last: UOp, seen: UOp, size: int, live: UOp
-) -> list[tuple[UOp, Callable[[UOp], UOp], bool]]:
-    """The turns of `size` keys for the queries of tokens `first` to `last`, of which the last sees `seen` keys; none if
-    they are not `live`. Those that all queries see whole, then those that need a mask: (how many there are, the number
-    of each, whether there is a mask). Tokens are counted from the first tile's on."""
-    whole, end = live.where((first + 1) // size, 0), (seen + (size - 1)) // size
-    if not heads.window:
-        return [(whole, lambda i: i, False), (live.where(end - whole, 0), lambda i: i + whole, True)]
-    # a window's turns are `left` masked ones, those between `start` and `stop`, and more masked ones
-    start = ((heads.first_seen(last) + (size - 1)) // size).minimum(end)
-    stop, left = whole.maximum(start), start - heads.first_seen(first) // size
-    return [
-        (live.where(stop - start, 0), lambda i: i + start, False),
-        (
-            live.where(left + (end - stop), 0),
-            lambda i: (i < left).where(i + (start - left), i + (stop - left)),
-            True,
-        ),
-    ]
+def _before(array: UOp, elements: Sequence[UOp], *others: UOp) -> UOp:
+    """The array after a barrier that the loads of `elements` come before. The compiler would put them off until
+    their numbers are stored, which would wait for them."""
+    loads = [u for u in UOp.sink(*elements).toposort() if u.op is Ops.LOAD]
+    return array.after(*others, loads[0].barrier(*loads[1:]))
 
 
 @functools.cache
 def attend_prompt(
     heads: Heads, tokens: int, tiling: PromptTiling, sinks: bool = False, columns: bool = False
 ) -> Kernel:
-    """Causal attention of a prompt over the cache. Scores stay in registers: a first pass over the keys finds each
-    query's largest score, and a second pass sums the values. The threads of a warp share queries and have different
-    keys, so they exchange results only after a pass. Query heads that share keys are neighbours in a block, which loads
-    the keys once. Buffers: the output, float16 fragments of (tokens, query heads * dim), or `columns` of
-    `engine.kernels.gpu.few_columns`; the queries of
-    `engine.kernels.gpu.prefill.rotate_prompt`; the tiles of `tile_prompt`; the prompt, int32 (2,): position and number
-    of tokens; with `sinks`, float32 (query heads,): a score of each head that is not scaled and weighs no value."""
-    h, dim, rows, warps, parts = heads, heads.dim, tiling.rows, tiling.warps, tiling.parts
-    chunks, tiles = dim // 16, tokens // (16 * rows)
-    blocks = h.shared_by * tiles // warps  # of a key head
-    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and h.shared_by * tiles % warps == 0
+    """Causal attention of a prompt over the cache. Buffers: the output, float16 fragments of (tokens, query heads *
+    dim), or `columns` of `engine.kernels.gpu.few_columns`, or with several splits the sums of each, float32
+    (`PromptTiling.sums_size`); the queries of `engine.kernels.gpu.prefill.rotate_prompt`; the cache
+    (`Heads.cache_planes`); with a pool, the tables of blocks,
+    int32 (sequences, `Heads.table_size`); the prompt, int32 (2,): position and number of tokens, and with a pool (3,):
+    its sequence; with `sinks`, unless there are several splits, float32 (query heads,): a score of each head that is
+    not scaled and weighs no value."""
+    h, dim, rows, warps, steps, splits = (
+        heads,
+        heads.dim,
+        tiling.rows,
+        tiling.warps,
+        tiling.steps,
+        tiling.splits,
+    )
+    chunks, size = dim // 16, 16 * steps
+    units = h.shared_by * (tokens // (16 * rows))  # warps of a key head
+    blocks = -(-units // warps)
+    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and not (sinks and splits > 1)
+    n_sums = rows * chunks * 8
 
-    def kernel(out: UOp, queries: UOp, keys: UOp, values: UOp, prompt: UOp, *sink: UOp) -> UOp:
+    def kernel(out: UOp, queries: UOp, *rest: UOp) -> UOp:
+        n_cache = len(h.cache_planes)
+        cache, rest = rest[:n_cache], rest[n_cache:]
+        prompt, sink = rest[bool(h.pool)], rest[bool(h.pool) + 1 :]
+        pages = pages_of(h, rest[0], prompt)
         thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
-        part = UOp.special(parts, "lidx2") if parts > 1 else UOp.const(0)
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
-        unit = (blocks - 1 - block) * warps + warp  # the longest work starts first
+        split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
+        block = blocks - 1 - block  # the longest work starts first
+        unit, g, t = block * warps + warp, thread // 4, thread % 4
+        exists = unit < units
+        if units % warps:
+            unit = unit.minimum(units - 1)
         head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
-        g, t = thread // 4, thread % 4
         position, n = load_index(prompt, 0, h.length - CACHE_SLACK), load_index(prompt, 1, tokens + 1)
-        first, live = tile * 16, tile * 16 < n
-        begin = first_tile(h, position) * 16
-        own = position - begin + first  # the first query's token
-        seen = (own + 16 * rows).minimum(position - begin + n)
-        turns = _turns(h, own, own + (16 * rows - 1), seen, 16 * parts * tiling.steps, live)
-        q = [
+        last_unit = (block * warps + (warps - 1)).minimum(units - 1)
+        first, after = (u // h.shared_by * (16 * rows) for u in (block * warps, last_unit + h.shared_by))
+        turns = _turns(h, position, first, after, n, size, split, splits)
+
+        tiles = _Tiles(h, tiling, cache, kv, warp, thread, pages)
+        query_rows = [
             load_run(queries, (((head * (tokens // 16) + tile + r) * chunks + c) * 32 + thread) * 8, 8)
             for r in range(rows)
             for c in range(chunks)
         ]
+        first_store = [tiles.put(turns[0][0], tiles.from_cache(turns[0][0]))]
+        query_array = shared(warps * rows * chunks * 256, 1, F16) if tiling.shared else tiles.array
+        own_queries = warp * (rows * chunks * 256) + thread * 8
+        if tiling.shared:
+            for i, row in enumerate(query_rows):
+                first_store += store_run(query_array, own_queries + i * 256, row)
+        ready = UOp.group(*first_store)
+        array, query_array = tiles.array.after(ready), query_array.after(ready)
+        sums_array, totals = zeroed_registers(n_sums, 2), zeroed_registers(2 * rows, 3)
+        tops = registers(2 * rows, 4)
+        tops = tops.after(UOp.group(*store_run(tops, 0, [f32(LOWEST)] * (2 * rows))))
 
-        def scores(step: UOp, masked: bool) -> list[list[UOp]]:
-            """The scores of a thread's four neighbouring keys, for each of its rows of queries: row g of the first
-            tile, its row g + 8, row g of the second tile, and so on."""
-            pairs = [load_run(keys, tile_index(h, kv, step, c, thread), 8) for c in range(chunks)]
-            result = []
-            for r in range(rows):
-                acc = [[f32(0)] * 4 for _ in (0, 1)]
+        def scores(array: UOp, step: UOp, masked: bool, queries: Sequence[Sequence[UOp]]) -> list[list[UOp]]:
+            """For each row of queries (row g of the first tile, its row g + 8, row g of the second tile, and so on) the
+            scores of a thread's keys: four neighbours of each sixteen."""
+            result: list[list[UOp]] = [[] for _ in range(2 * rows)]
+            for s in range(steps):
+                acc = [[[f32(0)] * 4 for _ in (0, 1)] for _ in range(rows)]
                 for c in range(chunks):
-                    for half in (0, 1):
-                        acc[half] = wmma(q[r * chunks + c], pairs[c][half * 4 : half * 4 + 4], acc[half])
-                for side in (0, 1):
-                    four = [acc[e % 2][2 * side + e // 2] for e in range(4)]
+                    for odd, keys in enumerate(tiles.operands(array, step, 0, s, c)):
+                        for r in range(rows):
+                            acc[r][odd] = wmma(queries[r * chunks + c], keys, acc[r][odd])
+                for i in range(2 * rows):
+                    r, side = divmod(i, 2)
+                    four = [acc[r][e % 2][2 * side + e // 2] for e in range(4)]
                     if masked:
-                        ahead = own + (16 * r + 8 * side) + g - (step * 16 + t * 4)
+                        ahead = position + (tile + r) * 16 + 8 * side + g - ((step * steps + s) * 16 + t * 4)
                         sees = [ahead >= e for e in range(4)]
                         if h.window:
                             sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
                         four = [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
-                    result.append(four)
+                    result[i] += four
             return result
 
-        lanes = warps * 32
-
-        def steps_of(turn: UOp) -> list[UOp]:
-            return [(turn * tiling.steps + k) * parts + part for k in range(tiling.steps)]
-
-        def maxima(own: Sequence[UOp]) -> list[UOp]:
-            """The largest value for each row among the four threads and all parts that share the row."""
-            n = len(own)
-            values = shared(parts * lanes * n, slot=0)
-            index = ((part * warps + warp) * 32 + thread) * n
-            values = values.after(UOp.group(*store_run(values, index, own)))
-            others = [((k * warps + warp) * 32 + g * 4 + j) * n for k in range(parts) for j in range(4)]
-            return [maximum([load(values, other + r) for other in others]) for r in range(n)]
-
-        row_max: list[UOp] = []
-        for axis, (count, turn_of, masked) in enumerate(turns):
-            loop = UOp.range(count, axis, AxisType.REDUCE)
-            all_scores = [scores(s, masked) for s in steps_of(turn_of(loop))]
-            largest = [maximum([x for s in all_scores for x in s[r]]) for r in range(2 * rows)]
-            row_max += [x.reduce(loop, arg=Ops.MAX) for x in largest]
-        unmasked_and_masked = zip(row_max[: 2 * rows], row_max[2 * rows :], strict=True)
-        top = maxima([a.alu(Ops.MAX, b) for a, b in unmasked_and_masked])
-        if sinks:
-            sink_score = load(sink[0], head) * f32(LOG2_E)
-            top = [x.alu(Ops.MAX, sink_score) for x in top]
-
-        per_row = accumulators(dim) // 4
-        n_acc = rows * per_row * 4
-        ones = [f32(1).cast(F16)] * 4
-        acc = zeroed_registers(n_acc, 1)
-        for axis, (count, turn_of, masked) in enumerate(turns, 2):
-            loop = UOp.range(count, axis, AxisType.REDUCE)
-            sums = load_run(acc.after(loop), 0, n_acc)
-            for step in steps_of(turn_of(loop)):
-                s = scores(step, masked)
-                weights = [[(x - top[r]).exp2().cast(F16) for x in s[r]] for r in range(2 * rows)]
+        done: tuple[UOp, ...] = ()
+        for axis, (start, stop, masked) in enumerate(turns):
+            loop = UOp.range(stop - start, axis, AxisType.LOOP)
+            step, before = start + loop, (loop, *done)
+            following = tiles.from_cache(step + 1)
+            now = _before(array, following, *before)
+            if tiling.shared:
+                held = query_array.after(*before)
+                query_rows = [load_run(held, own_queries + i * 256, 8) for i in range(rows * chunks)]
+            own = scores(now, step, masked, query_rows)
+            old = load_run(tops.after(*before), 0, 2 * rows)
+            top = []
+            for r in range(rows):
+                top += _quad_maxima([maximum(x) for x in own[2 * r : 2 * r + 2]], g, t)
+            top = [a.alu(Ops.MAX, b) for a, b in zip(old, top, strict=True)]
+            factors = [(a - b).exp2() for a, b in zip(old, top, strict=True)]
+            weights = [[(x - b).exp2() for x in row] for row, b in zip(own, top, strict=True)]
+            so_far = load_run(totals.after(*before), 0, 2 * rows)
+            stores = store_run(
+                totals, 0, [chain([x * f, *row]) for x, f, row in zip(so_far, factors, weights, strict=True)]
+            )
+            sums = load_run(sums_array.after(*before), 0, n_sums)
+            sums = [x * factors[i // (chunks * 8) * 2 + i % 4 // 2] for i, x in enumerate(sums)]
+            halves = [[x.cast(F16) for x in row] for row in weights]
+            for s in range(steps):
                 # a left tile's elements of a thread: two of row g, two of row g + 8, and the same again
                 lefts = [
-                    [weights[2 * r + side][k + i] for k in (0, 2) for side in (0, 1) for i in (0, 1)]
+                    [halves[2 * r + side][4 * s + k + i] for k in (0, 2) for side in (0, 1) for i in (0, 1)]
                     for r in range(rows)
                 ]
-                for j in range(per_row):
-                    if j == per_row - 1:
-                        right = ones
-                    elif j % 2 == 0:
-                        pair = load_run(values, tile_index(h, kv, step, j // 2, thread), 8)
-                        right = pair[:4]
-                    else:
-                        right = pair[4:]
-                    for r in range(rows):
-                        k = (r * per_row + j) * 4
-                        sums[k : k + 4] = wmma(lefts[r], right, sums[k : k + 4])
-            acc = acc.after(UOp.group(*store_run(acc, 0, sums)).end(loop))
-        result = load_run(acc, 0, n_acc)
-        if parts > 1:
-            others = shared((parts - 1) * n_acc * lanes, slot=3)
-            lane = warp * 32 + thread
-            first_index = ((part - 1) * n_acc) * lanes + warp * 32 + thread
-            others = others.after(UOp.group(*store_run(others, first_index, result, part > 0, stride=lanes)))
-            for i, x in enumerate(result):
-                other_sums = (load(others, (k * n_acc + i) * lanes + lane) for k in range(parts - 1))
-                result[i] = chain([x, *other_sums])
+                for c in range(chunks):
+                    for odd, values in enumerate(tiles.operands(now, step, 1, s, c)):
+                        for r in range(rows):
+                            k = ((r * chunks + c) * 2 + odd) * 4
+                            sums[k : k + 4] = wmma(lefts[r], values, sums[k : k + 4])
+            stores += store_run(sums_array, 0, sums) + store_run(tops, 0, top)
+            done = (UOp.group(*stores, tiles.put(step + 1, following)).end(loop),)
+
+        sums, top = load_run(sums_array.after(*done), 0, n_sums), load_run(tops.after(*done), 0, 2 * rows)
+        thread_totals, total = load_run(totals.after(*done), 0, 2 * rows), []
+        for r in range(rows):
+            total += _quad_sums(thread_totals[2 * r : 2 * r + 2])
+        live = (tile * 16 < n) & exists if units % warps else tile * 16 < n
         stores = []
         for r in range(rows):
-            sums = result[r * per_row * 4 : (r + 1) * per_row * 4]
-            totals = [sums[-4 + 2 * side] for side in (0, 1)]
+            own_top, own_total = top[2 * r : 2 * r + 2], total[2 * r : 2 * r + 2]
+            own_sums = sums[r * chunks * 8 : (r + 1) * chunks * 8]
+            if splits > 1:
+                record = [*own_sums, own_total[0], own_top[0], own_total[1], own_top[1]]
+                index = _record(h, tokens, split, head, tile + r) + thread * 4
+                for i in range(0, len(record), 4):
+                    stores += store_run(out, index + i * 32, record[i : i + 4], live)
+                continue
             if sinks:
-                totals = [x + (sink_score - top[2 * r + side]).exp2() for side, x in enumerate(totals)]
-            factor = [x.reciprocal() for x in totals]
-            for j in range(chunks):
-                for side in (0, 1):
-                    for e in range(4):
-                        value = sums[(2 * j + e % 2) * 4 + 2 * side + e // 2] * factor[side]
-                        token, column = (tile + r) * 16 + g + 8 * side, head * dim + j * 16 + t * 4 + e
-                        index = (column_index if columns else fragment_index)(token, column, h.query * dim)
-                        ok = live if parts == 1 else live & part.eq(0)
-                        stores.append(store(out, index, value.cast(F16), ok))
-        shape = f"{rows}_{warps}_{parts}_{tiling.steps}"
-        return finish(f"prefill_attend_{h.name}_{tokens}_{shape}", stores)
+                score = load(sink[0], head) * f32(LOG2_E)
+                own_total = [x + (score - b).exp2() for x, b in zip(own_total, own_top, strict=True)]
+            factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in own_total]
+            for c in range(chunks):
+                results = own_sums[8 * c : 8 * c + 8]
+                stores += _store(
+                    h, out, columns, head, tile + r, UOp.const(c), thread, results, factors, live
+                )
+        shape = f"{rows}_{warps}_{steps}_{splits}{'_sinks' * sinks}{'_columns' * columns}"
+        used = tiling.shared_bytes(dim)
+        big = f"_sm{used}" if used > STATIC_SHARED else ""
+        return finish(f"prefill_attend_{h.name}_{tokens}_{shape}{big}", stores)
+
+    return kernel
+
+
+def _turns(
+    heads: Heads, position: UOp, first: UOp, after: UOp, n: UOp, size: int, split: UOp, splits: int
+) -> list[tuple[UOp, UOp, bool]]:
+    """The steps of `size` keys that the queries of a chunk's tokens from `first` on and before `after` see, as far as
+    they are the split's: each as the first, the one after the last, and whether there is a mask."""
+    own, last = position + first, position + after - 1
+    start = heads.first_seen(own) // size
+    stop = ((position + after.minimum(n)) + (size - 1)) // size
+    stop = (first < n).where(stop, start)
+    if splits > 1:
+        part = (stop - start + (splits - 1)) // splits
+        start = (start + part * split).minimum(stop)
+        stop = (start + part).minimum(stop)
+    whole = ((own + 1) // size).maximum(start).minimum(stop)  # from here on some queries see some keys
+    if not heads.window:
+        return [(start, whole, False), (whole, stop, True)]
+    left = ((heads.first_seen(last) + (size - 1)) // size).maximum(start).minimum(stop)
+    whole = whole.maximum(left)
+    return [(start, left, True), (left, whole, False), (whole, stop, True)]
+
+
+def _record(heads: Heads, tokens: int, split: UOp | int, head: UOp, tile: UOp) -> UOp:
+    """The index of a split's sums for sixteen queries: [16 values, four elements, thread, 4], and of the sums of
+    weights and the largest scores of rows g and g + 8, [thread, 4]."""
+    return ((split * heads.query + head) * (tokens // 16) + tile) * ((heads.dim + 8) * 16)
+
+
+def _store(
+    h: Heads, out: UOp, columns: bool, head: UOp, tile: UOp, c: UOp, thread: UOp, sums: Sequence[UOp],
+    factors: Sequence[UOp], live: UOp,
+) -> list[UOp]:  # fmt: skip
+    """Stores a thread's sums of sixteen dimensions, times the factors of its two queries."""
+    g, t, stores = thread // 4, thread % 4, []
+    order = column_index if columns else fragment_index
+    for side in (0, 1):
+        for e in range(4):
+            value = sums[e % 2 * 4 + 2 * side + e // 2] * factors[side]
+            token, column = tile * 16 + g + 8 * side, head * h.dim + c * 16 + t * 4 + e
+            stores.append(store(out, order(token, column, h.query * h.dim), value.cast(F16), live))
+    return stores
+
+
+@functools.cache
+def combine_prompt(
+    heads: Heads, tokens: int, splits: int, sinks: bool = False, columns: bool = False
+) -> Kernel:
+    """Adds the sums of several splits of `attend_prompt`. Buffers: the output as there; the sums; the prompt, int32
+    (2,) or (3,); with `sinks`, these, float32 (query heads,)."""
+    h, chunks = heads, heads.dim // 16
+
+    def kernel(out: UOp, sums: UOp, prompt: UOp, *sink: UOp) -> UOp:
+        thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
+        tile, head = UOp.special(tokens // 16, "gidx0"), UOp.special(h.query, "gidx1")
+        live = tile * 16 < load_index(prompt, 1, tokens + 1)
+        firsts = [_record(h, tokens, split, head, tile) + thread * 4 for split in range(splits)]
+        ends = [load_run(sums, first + chunks * 256, 4) for first in firsts]
+        top = [maximum([end[2 * side + 1] for end in ends]) for side in (0, 1)]
+        weights = [[(end[2 * side + 1] - top[side]).exp2() for side in (0, 1)] for end in ends]
+        total = [chain(end[2 * k] * w[k] for end, w in zip(ends, weights, strict=True)) for k in (0, 1)]
+        if sinks:
+            score = load(sink[0], head) * f32(LOG2_E)
+            total = [x + (score - b).exp2() for x, b in zip(total, top, strict=True)]
+        parts = [
+            load_run(sums, first + c * 256, 4) + load_run(sums, first + c * 256 + 128, 4) for first in firsts
+        ]
+        results = [chain(p[i] * w[i % 4 // 2] for p, w in zip(parts, weights, strict=True)) for i in range(8)]
+        factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in total]
+        stores = _store(h, out, columns, head, tile, c, thread, results, factors, live)
+        return finish(
+            f"prefill_combine_{h.name}_{tokens}_{splits}{'_sinks' * sinks}{'_columns' * columns}", stores
+        )
 
     return kernel

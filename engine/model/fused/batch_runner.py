@@ -175,8 +175,8 @@ class FusedBatchRunner:
     def replay(self, step: Step, position: int) -> Replay:
         self._steps.finish()
         self._steps.end(0)
-        parts = self._one.attention_parts
-        uses = uses_of(self._model, self._prescales, self._context, self._prefill.past, parts)
+        parts = [*self._one.attention_parts, *self._prefill.attention_parts]
+        uses = uses_of(self._model, self._prescales, self._context, parts)
         if step == "prefill":
             size, count = self.chunk_sizes[-1], min(self.chunk_sizes[-1], self._context - position)
             tokens = varied_tokens(count, self._model.spec.vocab)

@@ -263,5 +263,5 @@ class FusedRunner:
         self._prefill_steps[size]()
 
     def _uses(self) -> BufferUses:
-        past = self._prefill.past if self._decode.uses_tensor_cores else lambda heads: []
-        return uses_of(self._model, self._prescales, self._context, past, self._decode.attention_parts)
+        parts = [*self._decode.attention_parts, *self._prefill.attention_parts]
+        return uses_of(self._model, self._prescales, self._context, parts)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tinygrad import Tensor
 
-from engine.kernels.gpu.kv_cache import Heads
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
 from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Mixture
@@ -17,11 +16,10 @@ def uses_of(
     model: GPUModel,
     prescales: Prescales,
     context: int,
-    past: Callable[[Heads], Iterable[Tensor]],
     attention_parts: Iterable[Tensor] = (),
 ) -> BufferUses:
-    """The uses of the weights, the cache and the scratch buffers. `past`: a layer's tiles of keys and values in
-    prefill; `attention_parts`: what attention leaves for another kernel in decode."""
+    """The uses of the weights, the cache and the scratch buffers. `attention_parts`: what attention leaves for another
+    kernel."""
     uses = BufferUses()
     uses.add(BufferUse("output head"), *model.head.planes)
     uses.add(BufferUse("embedding", "token", model.spec.vocab), *model.embedding.planes)
@@ -38,7 +36,6 @@ def uses_of(
                 uses.add(cache, *a.cache)
                 uses.add(BufferUse("attention"), a.tables)
                 uses.add(BufferUse("attention output"), *a.o.planes)
-                uses.add(BufferUse("attention", "past", a.heads.tiled, a.heads.window), *past(a.heads))
             case FeedForward() as f:
                 uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)
                 uses.add(BufferUse("FFN down"), *f.down.planes)

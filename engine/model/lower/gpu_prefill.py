@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from engine.kernels.gpu.device import multiprocessors
+from engine.kernels.gpu.device import multiprocessors, shared_limit
 from engine.kernels.gpu.device_memory import device_zeros
 from engine.kernels.gpu.embedding import embed_prompt
 from engine.kernels.gpu.few_columns import (
@@ -29,10 +29,9 @@ from engine.kernels.gpu.few_columns import (
     stored,
 )
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.matmul import expert_tiles, fragments_size, matmul, tiles_for
 from engine.kernels.gpu.prefill import Order, activate_prompt, norm_prompt, rotate_prompt, wide_norms
-from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
+from engine.kernels.gpu.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
 from engine.kernels.gpu.prefill_experts import (
     choose_experts,
     count_assignments,
@@ -59,9 +58,10 @@ class PrefillKernels:
         after it."""
         return PromptStep(self, self._model, self._prescales, tokens).kernels()
 
-    def past(self, heads: Heads) -> list[Tensor]:
-        """A layer's keys and values in the tiles that attention reads: float16 (`tile_prompt`)."""
-        return [self.buffer(name, heads.tiles_size, dtypes.float16) for name in ("keys", "values")]
+    @property
+    def attention_parts(self) -> list[Tensor]:
+        """What the attention of the steps so far leaves for another kernel."""
+        return [buffer for (name, _), buffer in self._scratch.items() if name == "attention"]
 
     def buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
         """Scratch memory that all layers share."""
@@ -151,14 +151,21 @@ class PromptStep:
         return queries
 
     def _attend(self, layer: Layer, a: Attention, queries: Tensor) -> None:
-        heads, past = a.heads, self._owner.past(a.heads)
+        heads, tokens, sinks = a.heads, self._tokens, given(a.sinks)
         attended = self._activations("attended", heads.query * heads.dim, self._order)
-        tile = tile_prompt(heads, multiprocessors())
-        self._sequence.add(tile, *past, *a.cache, *given(a.tables), self._prompt)
-        sinks = given(a.sinks)
-        tiling, columns = prompt_tiling(heads, self._tokens), self._order == "columns"
-        kernel = attend_prompt(heads, self._tokens, tiling, bool(sinks), columns)
-        self._sequence.add(kernel, attended, queries, *past, self._prompt, *sinks)
+        tiling, columns = (
+            prompt_tiling(heads, tokens, multiprocessors(), shared_limit()),
+            self._order == "columns",
+        )
+        ins = [queries, *a.cache, *given(a.tables), self._prompt]
+        if tiling.splits == 1:
+            kernel = attend_prompt(heads, tokens, tiling, bool(sinks), columns)
+            self._sequence.add(kernel, attended, *ins, *sinks)
+        else:
+            sums = self._owner.buffer("attention", tiling.sums_size(heads, tokens))
+            self._sequence.add(attend_prompt(heads, tokens, tiling), sums, *ins)
+            combine = combine_prompt(heads, tokens, tiling.splits, bool(sinks), columns)
+            self._sequence.add(combine, attended, sums, self._prompt, *sinks)
         sums, parts = self._product(a.o.single_matrix, attended, "o")
         self._pending = Pending(sums, parts, a.o_bias, layer.post_norm)
 

@@ -9,7 +9,7 @@ from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flas
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import fragment_index, fragments_size
 from engine.kernels.gpu.prefill import rotate_prompt, wide_norms
-from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt, prompt_tiling, tile_prompt
+from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt, combine_prompt, prompt_tiling
 from engine.kernels.gpu.weight_layout import UNIT, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
 from tests.kernels.gpu.cache_layout import cache_of, kept, stored_in
@@ -136,7 +136,7 @@ def check_head_sizes() -> None:
     for split in (flash_split(large, 256, 32, 2), split_for(large, 256, 32, 2)):
         decode_attention(130, split, large)
     for h in (odd, large):
-        attended_prompt(prompt_tiling(h, 32), 18, 100, h)
+        attended_prompt(prompt_tiling(h, 32, 16), 18, 100, h)
 
 
 def check_windows() -> None:
@@ -175,32 +175,34 @@ def check_norms_over_all_heads() -> None:
 def check_prompt_attention() -> None:
     """A prompt's queries and keys rotated and put away, and its causal attention over what came before too."""
     heads = heads_of(norm_eps=1e-6)
-    attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18, heads)
-    # keys that all queries see and keys that they do not, a row unused
-    attended_prompt(PromptTiling(2, 1, 1, 2), 30, 37, heads)
-    attended_prompt(PromptTiling(1, 1, 1, 1), 9, 40, heads_of(temperature=True))
+    attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads)
+    # keys that all queries see and keys that they do not, a row unused, blocks that share the keys
+    attended_prompt(PromptTiling(2, 2, 2, 3, shared=True), 30, 137, heads)
+    # more warps than parts of the keys to copy, and fewer; warps without queries
+    attended_prompt(PromptTiling(1, 4, 2, 1), 9, 40, heads_of(temperature=True))
+    attended_prompt(PromptTiling(1, 4, 4, 2), 32, 90, heads_of(16, 6, 2))
 
 
 def check_windows_of_prompts() -> None:
     """Windows smaller than a chunk and larger, before, at and after the end of the ring."""
     small, large = heads_of(window=20, ring=64, norm_eps=1e-6), heads_of(window=100, ring=144, scale=0.3)
     for position, n in ((0, 32), (19, 21), (40, 32), (64, 30), (333, 32)):
-        attended_prompt(PromptTiling(1, 2, 2, 1), n, position, small)
+        attended_prompt(PromptTiling(1, 2, 1, 1), n, position, small)
     for position, n in ((0, 20), (90, 32), (112, 32), (130, 32), (144, 5), (301, 32)):
-        attended_prompt(PromptTiling(2, 1, 1, 2), n, position, large)
-        attended_prompt(PromptTiling(1, 1, 1, 1), n, position, large)
+        attended_prompt(PromptTiling(2, 1, 2, 3), n, position, large)
+        attended_prompt(PromptTiling(1, 4, 2, 1), n, position, large)
 
 
 def check_sinks_of_prompts() -> None:
     """Sinks below all scores, among them and above them, with a window and without."""
-    attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18, heads_of(), sinks=True)
+    attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads_of(), sinks=True)
     windowed = heads_of(window=20, ring=64, norm_eps=1e-6)
     attended_prompt(PromptTiling(2, 1, 1, 2), 30, 37, windowed, sinks=True)
 
 
 def check_norms_over_all_heads_of_prompts() -> None:
     """Fewer elements than threads and more, with a bias; as many heads of keys as of queries, and fewer."""
-    attended_prompt(PromptTiling(1, 1, 2, 1), 21, 18, heads_of(norm_eps=1e-6), wide=True)
+    attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads_of(norm_eps=1e-6), wide=True)
     attended_prompt(PromptTiling(1, 1, 1, 1), 9, 3, heads_of(80, 4, 4, norm_eps=1e-5), wide=True)
 
 
@@ -228,9 +230,13 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
     ins = [buffer(sums), buffer(cos), buffer(sin), prompt, *biases, *norm, *temperature]
     run(kernel, queries, *cache.buffers, *ins)
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
-    tiles = [buffer(np.full(h.tiles_size, 100, np.float16)) for _ in range(2)]
-    run(tile_prompt(h, 2), *tiles, *cache.buffers, prompt)
-    run(attend_prompt(h, tokens, cut, sinks), out, queries, *tiles, prompt, *map(buffer, sink))
+    sink_buffers, parts = [buffer(s) for s in sink], zeros(cut.sums_size(h, tokens))
+    ins = [queries, *cache.buffers, prompt]
+    if cut.splits == 1:
+        run(attend_prompt(h, tokens, cut, sinks), out, *ins, *sink_buffers)
+    else:
+        run(attend_prompt(h, tokens, cut), parts, *ins)
+        run(combine_prompt(h, tokens, cut.splits, sinks), out, parts, prompt, *sink_buffers)
 
     rows = (sums.sum(0) + sum(bias)).reshape(tokens, total, h.dim)[:n]
     here = [t[position : position + n, None] for t in (cos, sin)]

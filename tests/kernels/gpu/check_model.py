@@ -8,8 +8,10 @@ import numpy as np
 
 from engine.events import Sampling
 from engine.formats.gguf import GGUF
+from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.few_columns import columns_size
 from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.prefill_attention import prompt_tiling
 from engine.kernels.gpu.sampling import Shortlist
 from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
@@ -104,19 +106,21 @@ def check_profile_of_a_prompt() -> None:
     attention = runner._model.spec.attention[0]
     steps = roles_and_bytes(runner, runner._prefill.step(padded), tokens, position)
     told = {name.split("_")[0]: values for name, values in steps.items()}
+    h = runner._model.attention[0].heads
+    tiling = prompt_tiling(h, padded, multiprocessors())
     assert {name: role for name, (role, _) in told.items()} == {
         "embed": "embedding",
         "norm": "norm",
         "qkv0": "QKV projection",
         "rotate": "attention",
-        "tile": "attention",
         "attend": "attention",
+        **({"combine": "attention"} if tiling.splits > 1 else {}),
         "o": "attention output",
         "gate": "FFN gate+up",
         "down": "FFN down",
     }
     row = heads * attention.head_dim * 2  # bytes of a token's keys, or values
-    assert told["tile"][1] == 4 * row * (position + tokens) + 8, told
     queries = padded * attention.query_size * 2
-    queries += columns_size(padded, attention.query_size) * 2  # what comes of them
-    assert told["attend"][1] == queries + 2 * row * (position + tokens) + 8, told
+    came = columns_size(padded, attention.query_size) * 2
+    result = tiling.sums_size(h, padded) * 4 if tiling.splits > 1 else came
+    assert told["attend"][1] == queries + result + 2 * row * (position + tokens) + 8, told

@@ -301,9 +301,10 @@ def check_any_shape_has_a_schedule() -> None:
         ring = ring_for(window, 512) if window else 0
         heads = Heads(query, kv, dim, CACHE_SLACK, None, dim**-0.5, window, ring)
         for tokens in (64, 512):
-            cut = prompt_tiling(heads, tokens)
-            assert cut.shared_bytes(dim) <= 48 << 10, (heads, cut)
-            attend_prompt(heads, tokens, cut)
+            for sms, limit in ((8, 48 << 10), (132, 99 << 10)):
+                cut = prompt_tiling(heads, tokens, sms, limit)
+                assert cut.shared_bytes(dim) <= limit, (heads, cut)
+                attend_prompt(heads, tokens, cut)
         for sms, limit in ((n, limit) for n in (8, 16, 132) for limit in (256, 8192, 131072)):
             split = flash_split(heads, limit, 256, sms)
             assert split.shared_bytes(dim) < 46 << 10 and heads.shared_by % split.group == 0, (heads, split)

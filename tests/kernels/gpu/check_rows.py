@@ -10,7 +10,7 @@ from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, copy_block
 from engine.kernels.gpu.matmul import fragment_index, fragments_size
 from engine.kernels.gpu.prefill import rotate_prompt
-from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
+from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
 from tests.kernels.gpu.cache_layout import cache_of, kept, stored_in
 from tests.kernels.gpu.check_attention import temperatures, turned
@@ -155,9 +155,8 @@ def check_prompt_in_blocks() -> None:
         width, table = rows.shape[1] * h.dim, buffer(pool.tables)
         rotate = rotate_prompt(h, tokens, (1,), (width,), False)
         run(rotate, queries, *pool.buffers, *map(buffer, (rows, cos, sin)), table, prompt)
-        tiles = [zeros(h.tiles_size, dtypes.float16) for _ in range(2)]
-        run(tile_prompt(h, 2), *tiles, *pool.buffers, table, prompt)
-        run(attend_prompt(h, tokens, prompt_tiling(h, tokens)), out, queries, *tiles, prompt)
+        attend = attend_prompt(h, tokens, PromptTiling(1, 4, 2, 1))
+        run(attend, out, queries, *pool.buffers, table, prompt)
         got = out.numpy()[prompt_index(lambda m, e, n=n: fragment_index(m, e, n), live, n)]
         new, (past_k, past_v) = {}, pool.past[sequence]
         for i in range(live):

@@ -42,7 +42,7 @@ from engine.kernels.gpu.matvec import (
 )
 from engine.kernels.gpu.post_norm import add_normed
 from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
-from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling, tile_prompt
+from engine.kernels.gpu.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
 from engine.kernels.gpu.prefill_experts import (
     choose_experts,
     count_assignments,
@@ -107,7 +107,7 @@ def render_window() -> None:
     """The attention of a layer with a window, and queries that depend on the position."""
     h, tokens = Heads(4, 2, 96, CONTEXT + CACHE_SLACK, None, 0.1, 100, ring_for(100, 64), True), 64
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
-    cache, tiles, queries = list(h.cache_planes), [(h.tiles_size, H)] * 2, (tokens * size, H)
+    cache, queries = list(h.cache_planes), (tokens * size, H)
     table, ints, factors = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (CONTEXT, F)
     ins = *cache, (rows, F), (h.dim, F), ints, factors
     for attend, split in (
@@ -123,28 +123,30 @@ def render_window() -> None:
         render(combine(h, split.splits, True), *outs[0], *outs[1], (UNIT, F), (h.query, F))
     rotate = rotate_prompt(h, tokens, (1,), (rows,), False)
     render(rotate, queries, *cache, (tokens * rows, F), table, table, ints, factors)
-    render(tile_prompt(h, 16), *tiles, *cache, ints)
-    render(attend_prompt(h, tokens, prompt_tiling(h, tokens)), queries, queries, *tiles, ints)
+    cut = prompt_tiling(h, tokens, 16)
+    sums = cut.sums_size(h, tokens), F
+    render(attend_prompt(h, tokens, cut), sums, queries, *cache, ints)
+    render(combine_prompt(h, tokens, cut.splits), queries, sums, ints)
 
 
 def render_wide_norms_and_sinks() -> None:
     """Attention in prefill with norms over all heads, and with sinks."""
     h, tokens = Heads(4, 2, 64, CONTEXT + CACHE_SLACK, 1e-6, 0.1), 64
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
-    cache, tiles, queries = list(h.cache_planes), [(h.tiles_size, H)] * 2, (tokens * size, H)
+    cache, queries = list(h.cache_planes), (tokens * size, H)
     table, ints, sums = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (2 * tokens * rows, F)
     render(wide_norms(h, tokens, (2,), (rows,), True), (2 * tokens, F), sums, (rows, F))
     rotate, norms = rotate_prompt(h, tokens, (2,), (rows,), True, wide=True), ((h.query + h.kv) * h.dim, F)
     render(rotate, queries, *cache, sums, table, table, ints, (rows, F), norms, (2 * tokens, F))
-    attend = attend_prompt(h, tokens, prompt_tiling(h, tokens), sinks=True)
-    render(attend, queries, queries, *tiles, ints, (h.query, F))
+    attend = attend_prompt(h, tokens, replace(prompt_tiling(h, tokens, 16), splits=1), sinks=True)
+    render(attend, queries, queries, *cache, ints, (h.query, F))
 
 
 def render_rows_in_blocks() -> None:
     """Attention over a cache in blocks: decode of several sequences, and a prompt."""
     h, tokens = Heads(4, 2, 64, CONTEXT + CACHE_SLACK, 1e-6, 0.1, 100, block=32, pool=40), 3
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
-    cache, tiles, x = list(h.cache_planes), [(h.tiles_size, H)] * 2, (few.columns_size(tokens, size), H)
+    cache, x = list(h.cache_planes), (few.columns_size(tokens, size), H)
     angles, tables = [(CONTEXT * h.dim // 2, F)] * 2, (8 * h.table_size, dtypes.int32)
     ins = *cache, (tokens * rows, F), *angles, tables, (4 * tokens, dtypes.int32), (2 * h.dim, F)
     for attend, split in (
@@ -158,7 +160,8 @@ def render_rows_in_blocks() -> None:
         render(attend(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *alone)
     rotate, prompt = rotate_prompt(h, 64, (1,), (rows,), False), (3, dtypes.int32)
     render(rotate, (64 * size, H), *cache, (64 * rows, F), *angles, tables, prompt, (2 * h.dim, F))
-    render(tile_prompt(h, 16), *tiles, *cache, tables, prompt)
+    attend = attend_prompt(h, 64, replace(prompt_tiling(h, 64, 16), splits=1))
+    render(attend, (64 * size, H), (64 * size, H), *cache, tables, prompt)
 
 
 def render_experts() -> None:

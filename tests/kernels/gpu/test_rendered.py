@@ -23,7 +23,7 @@ CHIPS = {87: "Jetson AGX Orin", 89: "GeForce RTX 40", 90: "H100, H200"}
 FAMILIES = (
     "embed", "qkv", "attention", "combine", "o_", "gate_up", "down", "head", "next_token", "biased", "mixed",
     "activate", "penalize", "leaders", "ranked", "draw",
-    "prefill_embed", "prefill_norm", "prefill_qkv", "prefill_rotate", "prefill_tile", "prefill_attend", "prefill_o",
+    "prefill_embed", "prefill_norm", "prefill_qkv", "prefill_rotate", "prefill_attend", "prefill_combine", "prefill_o",
     "prefill_gate_up", "prefill_down", "prefill_activate", "add_normed", "96_window",
     "prefill_router", "prefill_choose", "prefill_count", "prefill_sort", "prefill_experts_gate_up",
     "prefill_experts_down", "prefill_wide_norms", "_4_of_32", "few_t", "_pool_40_",
