@@ -49,23 +49,21 @@ MAX_BLOCK = 256  # columns of the largest quantization block
 @dataclass(frozen=True)
 class Schedule:
     """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
-    once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
-    `early`: whether it loads its first weights before it waits for the kernel before (`engine.fixes.early_launch`),
-    which pays if blocks of both fit on a multiprocessor."""
+    once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none."""
 
     threads: int
     groups: int
     rows: int
     blocks: int = 0
-    early: bool = False
 
     @property
     def block_rows(self) -> int:
         return self.groups * self.rows
 
-    def suffix(self, first_weights: int) -> str:
-        """The end of the name of a kernel whose buffers from `first_weights` on are weights: what it asks for."""
-        return (f"_w{first_weights}" if self.early else "") + (f"_mb{self.blocks}" if self.blocks else "")
+    @property
+    def suffix(self) -> str:
+        """The end of the kernel's name, which asks for the resident blocks."""
+        return f"_mb{self.blocks}" if self.blocks else ""
 
     def fits(self) -> bool:
         """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""
@@ -373,7 +371,7 @@ def matvec(
         names = "_".join(layout.name for layout, _ in matrices)
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
         shape = f"{stack.rows}x{cols}{mixture}_{s.threads}_{s.groups}_{s.rows}"
-        full_name = f"{name}_{names}_{shape}{s.suffix(first_weights)}"
+        full_name = f"{name}_{names}_{shape}_w{first_weights}{s.suffix}"
         n_vectors = chosen.used if chosen and chosen.added else len(xs)
         n_bytes = stack.n_bytes + permuted_size(cols) * 4 * n_vectors
         n_ops = 2 * stack.rows * cols * (chosen.used if chosen else 1)
