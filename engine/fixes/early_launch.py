@@ -6,12 +6,7 @@ previous one itself (CUDA C++ Programming Guide, "Programmatic Dependent Launch 
 griddepcontrol). With this fix every kernel begins with that wait, and a graph edge between two such kernels launches
 the second as blocks of the first end. Decode on an H200 is 4 to 8 % faster.
 
-Weights do not depend on the previous kernel. A kernel whose name ends in `_wN` reads weights, which no kernel of a
-graph writes, from its buffer N on. It loads the first of them before it waits, and lets the next kernel start before
-its threads first meet. A token takes another 11 to 12 % less if blocks have so few registers that those of the next
-kernel fit beside them (measured on layers of Llama 3B and Qwen3 8B).
-
-The order stays strict. A kernel does nothing else until its predecessor has ended, and that one waited for its own
+The order stays strict. A kernel does nothing until its predecessor has ended, and that one waited for its own
 predecessor, so one edge replaces the many of a chain. A kernel that depends on several independent kernels keeps its
 ordinary edges.
 """
@@ -35,8 +30,6 @@ from engine.devices import cuda_driver
 from engine.fixes import once
 
 _WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
-_LAUNCH = 'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");'
-_BARRIER = "__syncthreads();"
 _MIN_CAPABILITY = 90  # the first compute capability, times ten, that has griddepcontrol
 
 _stock_render = CUDARenderer.render_kernel
@@ -57,33 +50,7 @@ def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -
     arch = re.match(r"sm_(\d+)", self.target.arch)
     if arch is None or int(arch[1]) < _MIN_CAPABILITY:
         return source
-    before, opening, body = re.split(r"(__global__ [^{]*\{\n)", source, maxsplit=1)
-    weights = re.search(r"_w(\d+)(_mb\d+)?$", function_name)
-    late = waiting_late(body, int(weights[1])) if weights else f"  {_WAIT}\n{body}"
-    return before + opening + late
-
-
-def waiting_late(body: str, weights: int) -> str:
-    """The lines of a kernel that waits before its first access to a buffer below number `weights`, and lets the next
-    kernel start before its first barrier. Each loop has a wait of its own, and there is one after it, since a loop may
-    have no steps. Every wait but the first returns at once. No wait depends on a condition."""
-    lines: list[str] = []
-    loops, waits, launches, condition = False, False, False, 0
-    for line in body.splitlines(keepends=True):
-        if line.startswith("  for (") or (loops and line == "  }\n"):
-            loops, waits = not loops, False
-        if not waits and any(int(number) < weights for number in re.findall(r"\bdata(\d+)_", line)):
-            lines.insert(condition or len(lines), f"  {_WAIT}\n")
-            waits = True
-        if not launches and line.strip() == _BARRIER:
-            lines.append(f"  {_LAUNCH}\n")
-            launches = True
-        lines.append(line)
-        if line.lstrip().startswith("if ("):
-            condition = condition or len(lines) - 1
-        elif line.strip() == "}":
-            condition = 0
-    return "".join(lines)
+    return re.sub(r"(__global__ [^{]*\{\n)", lambda opening: f"{opening[1]}  {_WAIT}\n", source, count=1)
 
 
 def _node(self: CUDAGraph, bufs: Any, write: Any) -> Any:

@@ -315,7 +315,6 @@ def matvec(
             ExpertRows(chosen, results, rest, stack.rows, thread, s.threads * s.groups) if chosen else None
         )
         ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
-        first_weights = len(buffers) - len(planes)
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
         first, end, factor = block * s.block_rows, UOp.const(matrices[0][1]), f32(matrices[0][0].scale)
@@ -370,8 +369,7 @@ def matvec(
         result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
         names = "_".join(layout.name for layout, _ in matrices)
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
-        shape = f"{stack.rows}x{cols}{mixture}_{s.threads}_{s.groups}_{s.rows}"
-        full_name = f"{name}_{names}_{shape}_w{first_weights}{s.suffix}"
+        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
         n_vectors = chosen.used if chosen and chosen.added else len(xs)
         n_bytes = stack.n_bytes + permuted_size(cols) * 4 * n_vectors
         n_ops = 2 * stack.rows * cols * (chosen.used if chosen else 1)
