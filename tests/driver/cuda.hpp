@@ -116,6 +116,7 @@ INLINE unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned in
 INLINE float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
 #define sqrt(x) __builtin_sqrtf(x)
 #define trunc(x) __builtin_truncf(x)
+INLINE float fmaxf(float a, float b) { return a < b || a != a ? b : a; }
 #define exp2(x) context->functions.exp2(x)
 #define log2(x) context->functions.log2(x)
 #define sin(x) context->functions.sin(x)

@@ -109,7 +109,9 @@ class Heads:
         return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}"
 
     def cached(self, limit: int) -> int:
-        """The largest number of cached tokens that a query before position `limit` reads, in whole tiles."""
+        """The largest number of cached tokens that a query before position `limit` reads, in whole tiles. Beyond the
+        cache, loops would have one round at most, and tinygrad would not place them before what follows them."""
+        limit = min(limit, self.length - CACHE_SLACK)
         return min(limit, self.window + TILE - 2) if self.window else limit
 
     def holds(self, position: int, written: int) -> bool:
