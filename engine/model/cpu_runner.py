@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.events import Step
-from engine.formats.kv_format import QUANT_BLOCK, KVFormat
+from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
 from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
@@ -20,6 +20,7 @@ from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_cache import ContiguousCache
 from engine.model.lower.cpu_export import CachedLayer, export_chunk, import_chunk
 from engine.model.model_runner import varied_tokens
+from engine.model.prefix_store import export_layout
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -75,10 +76,7 @@ class CPURunner:
 
     @property
     def export_layout(self) -> str:
-        heads = [h for h, _ in self._layers]
-        return (
-            "" if any(h.dim % QUANT_BLOCK for h in heads) else repr([(h.kv, h.dim, h.window) for h in heads])
-        )
+        return export_layout((h.kv, h.dim, h.window) for h, _ in self._layers)
 
     @property
     def widest_window(self) -> int:

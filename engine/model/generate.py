@@ -183,7 +183,7 @@ class TextModel:
             self._cached.clear()
         answer.cached = self._reuse_prefix(answer.tokens)
         if self._keeper and not request.fresh:
-            answer.cached += self._restore(self._keeper, answer.tokens, cancelled)
+            answer.cached = self._restore(self._keeper, answer.tokens, cancelled)
         self._choices.begin()
         on_device = self._prepare_sampling(answer)
         if not self._prefill(answer, cancelled):
@@ -279,12 +279,13 @@ class TextModel:
         return common
 
     def _restore(self, keeper: PrefixKeeper, prompt: list[int], cancelled: Callable[[], bool]) -> int:
-        """Reads what the disk has of the prompt, but for its last token; returns how many tokens were read."""
-        done, read = keeper.restore(prompt[:-1], len(self._cached), cancelled)
+        """Reads what the disk has of the prompt, but for its last token; returns how many tokens were not computed."""
+        shared = len(self._cached)
+        done, read = keeper.restore(prompt[:-1], shared, cancelled)
         self._cached = prompt[:done]
         if read:  # a layer with a window has only the last one: nothing may be cut back
             self._stored = done + (self._runner.max_rewind or 0)
-        return read
+        return min(shared, done) + read
 
     def _prefill(self, answer: Answer, cancelled: Callable[[], bool]) -> bool:
         """Stores all tokens of the prompt but the last one, which the first decode step runs. False if cancelled."""

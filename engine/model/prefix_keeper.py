@@ -23,7 +23,8 @@ class PrefixKeeper:
 
     def restore(self, tokens: Sequence[int], cached: int, cancelled: Callable[[], bool]) -> tuple[int, int]:
         """Reads what is stored of `tokens`, of which `cached` are in the KV cache. Returns how many are there then, and
-        how many of these were read. A layer with a window has no more than the last one before that place. One chunk
+        how many of these were read: none at all if reading ends early and a layer has a window, else a layer with a
+        window has no more than the last one before that place. One chunk
         is computed first: a fast device computes faster than a disk reads, and then the rest is left to it."""
         chunks = self._usable(self._store.find(tokens), cached)
         first = cached // CHUNK
@@ -39,8 +40,9 @@ class PrefixKeeper:
                 export = None if cancelled() else exports.pop(i).result()
                 took_s = (time.perf_counter() - started) / (read // CHUNK + 1)
                 is_slow = read >= _READERS * CHUNK and took_s > compute_s  # the first reads come all at once
-                if export is None or is_slow:  # layers with a window lack the tokens before this place
-                    return ((first + 1) * CHUNK, 0) if self._runner.widest_window else (done, read)
+                if export is None or is_slow:
+                    # What was read overwrote the windows before this place, so these layers can go on from nowhere.
+                    return (0, 0) if self._runner.widest_window else (done, read)
                 if i + _READERS in ids:
                     exports[i + _READERS] = readers.submit(chunks[i + _READERS].read, ids[i + _READERS])
                 self._runner.import_chunk(i * CHUNK, export)

@@ -15,7 +15,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.gguf import GGUF
+from engine.formats.kv_format import QUANT_BLOCK
 from engine.model.prefix_folder import folder
 
 CHUNK = 512
@@ -31,6 +32,13 @@ CHUNK = 512
 _HEADER = struct.Struct("<8sqq")  # magic, first token of windows, CRC-32
 _MAGIC = b"orinkv01"
 _SUFFIX = ".kv"
+
+
+def export_layout(layers: Iterable[tuple[int, int, int]]) -> str:
+    """What an export holds of layers with so many key heads, of so many elements, and a window of so many tokens (0:
+    none). "" if it cannot: a head's elements must be whole blocks."""
+    layers = list(layers)
+    return "" if any(dim % QUANT_BLOCK for _, dim, _ in layers) else repr(layers)
 
 
 @dataclass(frozen=True)

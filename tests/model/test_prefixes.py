@@ -72,6 +72,20 @@ def test_a_fast_device_computes(path, monkeypatch):
     assert tokens[0] == tokens[1]
 
 
+def test_windows_that_reading_overwrote_are_computed_again(tmp_path, monkeypatch):
+    """Reading ends early: what was read took the places of tokens that the next ones see."""
+    keys = {"attention.sliding_window": 256, "attention.sliding_window_pattern": 2}
+    path = generated_model.write(
+        tmp_path / "m.gguf", architecture="gemma3", context=2 * CONTEXT, heads=2, kv_heads=1, keys=keys
+    )
+    first, second, prompt = start(path), start(path), (*PROMPT, *PROMPT[:50])
+    answer(first, prompt)
+    monkeypatch.setattr(prefix_keeper, "_seconds", lambda work: (work(), 0.0)[1])
+    assert answer(second, prompt)[0].cached_n == 0
+    exports = [model._runner.export_chunk(CHUNK).copy() for model in (first, second)]
+    assert np.array_equal(*exports)
+
+
 def test_another_beginning_reads_nothing(path):
     answer(start(path), PROMPT)
     assert answer(start(path), (5, *PROMPT[1:]))[0].cached_n == 0

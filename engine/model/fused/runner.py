@@ -17,7 +17,7 @@ from tinygrad import Device
 from engine.errors import UsageError
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
-from engine.formats.kv_format import QUANT_BLOCK, KVFormat
+from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.device_memory import overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
@@ -37,6 +37,7 @@ from engine.model.lower.gpu_prefill import PrefillKernels
 from engine.model.lower.gpu_weights import allocate
 from engine.model.lower.prescales import Prescales
 from engine.model.model_runner import SearchReport, varied_tokens
+from engine.model.prefix_store import export_layout
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
@@ -127,9 +128,9 @@ class FusedRunner:
     @property
     def export_layout(self) -> str:
         heads = [a.heads for a in self._model.attention]
-        if any(h.kv_format.is_quantized or h.dim % QUANT_BLOCK for h in heads):
+        if any(h.kv_format.is_quantized for h in heads):
             return ""
-        return repr([(h.kv, h.dim, h.window) for h in heads])
+        return export_layout((h.kv, h.dim, h.window) for h in heads)
 
     @property
     def widest_window(self) -> int:
