@@ -118,6 +118,7 @@ INLINE float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
 #define trunc(x) __builtin_truncf(x)
 INLINE float fmaxf(float a, float b) { return a < b || a != a ? b : a; }
 #define exp2(x) context->functions.exp2(x)
+#define __nvvm_ex2_approx_ftz_f(x) context->functions.exp2(x)
 #define log2(x) context->functions.log2(x)
 #define sin(x) context->functions.sin(x)
 #define hsqrt(x) ((half)__builtin_sqrtf((float)(x)))
