@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
-from engine.model.spec import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Vector, Weight
+from engine.model.mixes import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Vector, Weight
 
 Floats = NDArray[np.float32]
 

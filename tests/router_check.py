@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.model.spec import MIN_PROBABILITY, ModelSpec
+from engine.model.mixes import MIN_PROBABILITY
+from engine.model.spec import ModelSpec
 from tests import oracles
 from tests.model.lower.layers import TIE, opened
 from tests.model.lower.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep

@@ -16,18 +16,8 @@ from numpy.typing import NDArray
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.rope_order import HeadOrder
-from engine.model.spec import (
-    Activation,
-    Attend,
-    Dense,
-    Experts,
-    ModelSpec,
-    Rope,
-    Sublayer,
-    Temperature,
-    Vector,
-    Weight,
-)
+from engine.model.mixes import Activation, Attend, Dense, Experts, Vector, Weight
+from engine.model.spec import ModelSpec, Rope, Sublayer, Temperature
 
 
 @dataclass(frozen=True)

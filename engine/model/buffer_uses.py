@@ -8,7 +8,8 @@ from tinygrad import Tensor, UOp
 
 from engine.events import KernelRole
 from engine.measure.kernel_roles import BufferUse
-from engine.model.spec import Attend, Dense, Experts, ModelSpec, Weight
+from engine.model.mixes import Attend, Dense, Experts, Weight
+from engine.model.spec import ModelSpec
 
 
 class BufferUses(dict[UOp, BufferUse]):

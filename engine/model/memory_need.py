@@ -16,7 +16,8 @@ from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 from engine.model.lower import REWIND
 from engine.model.lower.coverage import lacking_parts, lacks_format_because
-from engine.model.spec import Attend, ModelSpec, Weight
+from engine.model.mixes import Attend, Weight
+from engine.model.spec import ModelSpec
 
 DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
 PIECE_BYTES = 64 << 20
@@ -225,7 +226,7 @@ def _stored_bytes(weight: Weight, path: _Path) -> int:
 
 def _cache_bytes(spec: ModelSpec, path: _Path, context: int, kv: KVFormat) -> int:
     wider = 2 if spec.is_float32 and path is not _GPU and not kv.is_quantized else 1
-    return sum(2 * kv.bytes(a.kv_size) * _cached(a, path, context) * wider for a in spec.attention)
+    return sum(2 * kv.bytes(a.kv_size) * _cached(a, path, context) * wider for a in spec.caching)
 
 
 def _cached(attend: Attend, path: _Path, context: int) -> int:

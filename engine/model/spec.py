@@ -2,6 +2,7 @@
 
     x = embedding;  for each sublayer:  x += post_norm(mix(norm(x)));  logits = head(output_norm(x))
 
+`engine.model.mixes` has what a sublayer's `mix` may be.
 `engine.model.architectures` reads it from a file, and `engine.model.lower` makes the kernels of each device from it.
 What is loaded, with which shapes, what a token reads and how large the cache is are derived here.
 """
@@ -11,63 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
-from engine.formats.rope_order import HeadOrder
-
-Activation = Literal["silu", "gelu", "swiglu_oai"]
-"""Of a gate g and u: silu(g) * u, gelu(g) * u in the form with tanh, or gpt-oss's:
-g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A matrix (rows, cols) of the ggml type `type`: the rows of a tensor of the file from `first` on. `order`: the
-    rows are those of heads, to be reordered. With `experts`, as many such matrices, one after the other."""
-
-    tensor: str
-    rows: int
-    cols: int
-    type: int
-    first: int = 0
-    order: HeadOrder | None = None
-    experts: int = 1
-
-    @property
-    def name(self) -> str:
-        """The tensor's name without the layer and the suffix: attn_q."""
-        return self.tensor.removesuffix(".weight").rpartition(".")[2]
-
-    @property
-    def key(self) -> str:
-        """Tells the matrix from all others of its file."""
-        return f"{self.tensor}@{self.first}"
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in the file."""
-        type = GGML_TYPES[self.type]
-        return self.cols // type.block * type.block_bytes
-
-    @property
-    def n_bytes(self) -> int:
-        return self.experts * self.rows * self.row_bytes
-
-
-@dataclass(frozen=True)
-class Vector:
-    """Floats of a tensor of the file: `size` from `first` on, reordered if they are those of heads, times `factor`."""
-
-    tensor: str
-    size: int
-    first: int = 0
-    order: HeadOrder | None = None
-    factor: float = 1.0
+from engine.model.mixes import Attend, Beside, Delta, Dense, Experts, LayerEmbedding, Mix, Vector, Weight
 
 
 @dataclass(frozen=True)
@@ -106,131 +57,34 @@ class Temperature:
 
 
 @dataclass(frozen=True)
-class Attend:
-    """Attention. `heads` query heads share `kv_heads` heads of keys and values, of `head_dim` elements each. The norms
-    of queries and keys are over a head (head_dim weights), or over all heads together. `rope` is an index in
-    `ModelSpec.ropes`. Scores are multiplied by `scale`. With a `window`, a query at position p attends to the keys at
-    p - window + 1 to p; 0 means to all. `sinks`: for each head a score
-    that joins those of the keys, unscaled, and whose value is zero."""
-
-    q: Weight
-    k: Weight
-    v: Weight
-    o: Weight
-    q_bias: Vector | None
-    k_bias: Vector | None
-    v_bias: Vector | None
-    o_bias: Vector | None
-    q_norm: Vector | None
-    k_norm: Vector | None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope: int
-    scale: float
-    window: int = 0
-    sinks: Vector | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.heads, self.kv_heads, self.head_dim
-
-    @property
-    def query_size(self) -> int:
-        """Elements of a token's queries, over all heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Elements of a token's keys, over all heads; as many as of its values."""
-        return self.kv_heads * self.head_dim
-
-    @property
-    def has_wide_norms(self) -> bool:
-        """Whether queries or keys are normed over all heads together."""
-        return any(norm and norm.size != self.head_dim for norm in (self.q_norm, self.k_norm))
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        return self.q, self.k, self.v, self.o
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        biases = self.q_bias, self.k_bias, self.v_bias, self.o_bias
-        all_vectors = *biases, self.q_norm, self.k_norm, self.sinks
-        return tuple(vector for vector in all_vectors if vector)
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A feed-forward layer: down(activation(gate x) * up x)."""
-
-    gate: Weight
-    up: Weight
-    down: Weight
-    activation: Activation
-
-    @property
-    def width(self) -> int:
-        return self.up.rows
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        return self.gate, self.up, self.down
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        return ()
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts, which are feed-forward layers. The router gives each expert a probability, a softmax of
-    `router` x. The `used` most probable ones are computed, and their results are added, each times its probability; if
-    they are `renormalised`, divided by the sum of these. The biases of all experts are one after the other."""
-
-    router: Weight
-    router_bias: Vector | None
-    gate: Weight
-    up: Weight
-    down: Weight
-    gate_bias: Vector | None
-    up_bias: Vector | None
-    down_bias: Vector | None
-    used: int
-    renormalised: bool
-    activation: Activation
-
-    @property
-    def count(self) -> int:
-        return self.down.experts
-
-    @property
-    def least_sum(self) -> float | None:
-        """What the probabilities of the chosen experts are divided by at least, if they are divided by their sum."""
-        return MIN_PROBABILITY if self.renormalised else None
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        return self.router, self.gate, self.up, self.down
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        biases = self.router_bias, self.gate_bias, self.up_bias, self.down_bias
-        return tuple(bias for bias in biases if bias)
-
-
-MIN_PROBABILITY = 6.1e-5
-"""What the probabilities of chosen experts are divided by at least: build_moe_ffn in src/llama-graph.cpp."""
-
-
-@dataclass(frozen=True)
 class Sublayer:
-    """What the residual stream passes through: x += post_norm(mix(norm(x))). A norm that is None is left out."""
+    """What the residual stream passes through: x += post_norm(mix(norm(x))). A norm that is None is left out. `scale`:
+    a number by which x is multiplied at last."""
 
     norm: Vector | None
-    mix: Attend | Dense | Experts
+    mix: Mix
     post_norm: Vector | None
+    scale: Vector | None = None
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        own = tuple(vector for vector in (self.norm, self.post_norm, self.scale) if vector)
+        return *own, *self.mix.vectors
+
+
+@dataclass(frozen=True)
+class LayerEmbeddings:
+    """What a token gives each of `layers` layers, `size` elements each (`LayerEmbedding`). Of a token and its scaled
+    embedding x: e = (norm(`projection` x * dim ** -0.5) + `table`[token] * sqrt(size)) / sqrt(2). The norm is over the
+    elements of a layer."""
+
+    table: Weight
+    """(vocab, layers * size)"""
+    projection: Weight
+    """(layers * size, dim)"""
+    norm: Vector
+    size: int
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -254,6 +108,7 @@ class ModelSpec:
     stream_eps: float
     softcap: float = 0.0
     temperature: Temperature | None = None
+    layer_embeddings: LayerEmbeddings | None = None
 
     @property
     def is_tied(self) -> bool:
@@ -265,31 +120,56 @@ class ModelSpec:
         """Whether all matrices are float32."""
         return all(GGML_TYPES[weight.type].name == "F32" for weight in self.weights())
 
+    def mixes(self) -> Iterator[Mix]:
+        """What all sublayers compute, and also the layers that some consist of."""
+        for sublayer in self.sublayers:
+            mix = sublayer.mix
+            yield mix
+            if isinstance(mix, Beside):
+                yield mix.dense
+                yield mix.experts
+            elif isinstance(mix, Experts) and mix.shared:
+                yield mix.shared
+
     @property
     def attention(self) -> list[Attend]:
-        return [sublayer.mix for sublayer in self.sublayers if isinstance(sublayer.mix, Attend)]
+        return [mix for mix in self.mixes() if isinstance(mix, Attend)]
+
+    @property
+    def caching(self) -> list[Attend]:
+        """The attention that has a KV cache of its own."""
+        return [a for a in self.attention if a.cache_of is None]
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [mix for mix in self.mixes() if isinstance(mix, Delta)]
 
     @property
     def feed_forward(self) -> list[Dense]:
-        return [sublayer.mix for sublayer in self.sublayers if isinstance(sublayer.mix, Dense)]
+        """All feed-forward layers, those beside experts too."""
+        return [mix for mix in self.mixes() if isinstance(mix, Dense)]
 
     @property
     def experts(self) -> list[Experts]:
-        return [sublayer.mix for sublayer in self.sublayers if isinstance(sublayer.mix, Experts)]
+        return [mix for mix in self.mixes() if isinstance(mix, Experts)]
 
     def weights(self) -> Iterator[Weight]:
         """All matrices, a tied head once."""
         yield self.embedding
         if not self.is_tied:
             yield self.head
+        if self.layer_embeddings:
+            yield self.layer_embeddings.table
+            yield self.layer_embeddings.projection
         for sublayer in self.sublayers:
             yield from sublayer.mix.weights
 
     def vectors(self) -> Iterator[Vector]:
         """All vectors."""
+        if self.layer_embeddings:
+            yield self.layer_embeddings.norm
         for sublayer in self.sublayers:
-            yield from filter(None, (sublayer.norm, sublayer.post_norm))
-            yield from sublayer.mix.vectors
+            yield from sublayer.vectors
         yield self.output_norm
 
     @property
@@ -301,13 +181,16 @@ class ModelSpec:
 
     @property
     def weight_bytes_per_token(self) -> int:
-        """Bytes of weights that a decode step reads: all, but of experts only the chosen ones, and of an embedding that
-        is not the head as well one row."""
+        """Bytes of weights that a decode step reads: all, but of experts only the chosen ones, and one row of the
+        embeddings, unless they are the head as well."""
         n_bytes = sum(weight.n_bytes for weight in self.weights()) + self.vector_bytes
         for mix in self.experts:
             for weight in (mix.gate, mix.up, mix.down):
                 n_bytes -= weight.n_bytes * (mix.count - mix.used) // mix.count
-        return n_bytes if self.is_tied else n_bytes - self.embedding.n_bytes + self.embedding.row_bytes
+        tables = [] if self.is_tied else [self.embedding]
+        if self.layer_embeddings:
+            tables.append(self.layer_embeddings.table)
+        return n_bytes - sum(table.n_bytes - table.row_bytes for table in tables)
 
     @property
     def idle_parameters(self) -> int:
@@ -327,12 +210,38 @@ class ModelSpec:
         """Bytes that a token takes in the KV cache of the layers with or without a window. In place of float16 it is
         float32 if all matrices are (but float16 in the kernels of GPUs)."""
         wider = 2 if self.is_float32 and not kv.is_quantized else 1
-        return sum(2 * kv.bytes(a.kv_size) * wider for a in self.attention if bool(a.window) == windowed)
+        return sum(2 * kv.bytes(a.kv_size) * wider for a in self.caching if bool(a.window) == windowed)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a sequence, however long it is: 0 if the model has none."""
+        return sum(delta.state_bytes for delta in self.deltas)
 
     def parts(self) -> Iterator[str]:
         """What the model needs beyond a llama's parts, in words: a target may lack it."""
         attention = self.attention
-        if any(sublayer.norm is None for sublayer in self.sublayers):
+        if self.deltas:
+            yield "gated delta nets"
+        if any(a.gate for a in attention):
+            yield "gated attention"
+        if any(a.cache_of is not None for a in attention):
+            yield "layers that share a KV cache"
+        if any(a.k and not a.v for a in attention):
+            yield "keys as values"
+        if any(a.has_normed_values for a in attention):
+            yield "normed values"
+        if self.layer_embeddings:
+            yield "embeddings of each layer"
+        if any(isinstance(mix, Beside) for mix in self.mixes()):
+            yield "feed-forward layers side by side"
+        if any(mix.scales for mix in self.experts):
+            yield "scaled experts"
+        if any(mix.shared for mix in self.experts):
+            yield "shared experts"
+        if any(sublayer.scale for sublayer in self.sublayers):
+            yield "scaled layers"
+        without = (Beside, LayerEmbedding)  # named already
+        if any(s.norm is None and not isinstance(s.mix, without) for s in self.sublayers):
             yield "layers without a norm before them"
         if any(a.has_wide_norms for a in attention):
             yield "norms over all heads"

@@ -14,7 +14,8 @@ from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.model.memory_need import PIECE_BYTES
-from engine.model.spec import ModelSpec, Vector, Weight
+from engine.model.mixes import Vector, Weight
+from engine.model.spec import ModelSpec
 
 
 def pieces(weight: Weight, multiple: int = 1, side_by_side: int = 1) -> list[range]:
@@ -31,6 +32,13 @@ def pieces(weight: Weight, multiple: int = 1, side_by_side: int = 1) -> list[ran
     even = (rows // n for n in range(fewest, 2 * fewest) if not rows % n)
     length = next((n for n in even if not n % multiple or n == rows), most)
     return [range(first, min(first + length, rows)) for first in range(0, rows, length)]
+
+
+def _place(weight: Weight, row: int) -> int:
+    """Which row of its tensor a row of a matrix is."""
+    if weight.every:
+        row = row // weight.run * weight.every + row % weight.run
+    return weight.first + row
 
 
 class Weights:
@@ -53,20 +61,26 @@ class Weights:
                 )
 
     def read(self, weight: Weight, rows: range) -> NDArray[np.uint8]:
-        """The bytes of a matrix's rows in the file, uint8 (len(rows) * weight.row_bytes,), not copied."""
-        return self._data(self.file.tensors[weight.tensor], *self._extent(weight, rows))
+        """The bytes of a matrix's rows in the file, uint8 (len(rows) * weight.row_bytes,), not copied if they lie one
+        after the other."""
+        data = self._data(self.file.tensors[weight.tensor], *self._extent(weight, rows))
+        if not weight.every:
+            return data
+        places = [_place(weight, row) - _place(weight, rows.start) for row in rows]
+        return data.reshape(-1, weight.row_bytes)[places].reshape(-1)
 
     def release(self, weight: Weight, rows: range) -> None:
         """Removes these rows' pages of the file from memory, and reports them as done."""
         start, n_bytes = self._extent(weight, rows)
         self.file.tensors[weight.tensor].release(start, n_bytes, self._keep_cached)
-        self._bytes_done += n_bytes
+        self._bytes_done += len(rows) * weight.row_bytes
         self._report(self._bytes_done)
 
     @staticmethod
     def _extent(weight: Weight, rows: range) -> tuple[int, int]:
-        """Where rows of a matrix are in their tensor, and how many bytes they have."""
-        return (weight.first + rows.start) * weight.row_bytes, len(rows) * weight.row_bytes
+        """Where rows of a matrix are in their tensor, and how many bytes there are from the first to the last."""
+        first, last = _place(weight, rows.start), _place(weight, rows.stop - 1)
+        return first * weight.row_bytes, (last + 1 - first) * weight.row_bytes
 
     def vector(self, vector: Vector) -> NDArray[np.float32]:
         """float32 (vector.size,). Raises ModelFileError."""

@@ -30,7 +30,7 @@ from engine.model.memory_need import (
     memory_need,
     squeezed_because,
 )
-from engine.model.spec import Weight
+from engine.model.mixes import Weight
 from tests import generated_model
 
 GB = 10**9

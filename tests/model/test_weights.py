@@ -9,7 +9,7 @@ from engine.model import weights
 from engine.model.architectures import read_spec
 from engine.model.lower.cpu_weights import CPUWeights
 from engine.model.lower.graph import _load_matrix
-from engine.model.spec import Weight
+from engine.model.mixes import Weight
 from engine.model.weights import Weights, pieces
 from tests import generated_model
 
@@ -67,3 +67,16 @@ def test_one_piece_at_a_time_is_in_memory(tmp_path, monkeypatch, device):
     assert (counted.live, counted.released) == (0, weight.n_bytes)
     assert counted.most <= 2048 < weight.n_bytes / 4
     assert done == [*range(counted.most, weight.n_bytes, counted.most), weight.n_bytes]
+
+
+def test_rows_that_lie_between_those_of_another_matrix(tmp_path):
+    file = GGUF(generated_model.write(tmp_path / "model.gguf", quant="F32", layers=1))
+    tensor = "blk.0.ffn_up.weight"
+    rows, cols = file.tensors[tensor].shape
+    opened = Weights(file, read_spec(file), lambda done: None)
+    values = opened.read(Weight(tensor, rows, cols, 0), range(rows)).view("float32").reshape(rows, cols)
+    second = Weight(tensor, rows // 2, cols, 0, first=4, every=8, run=4)
+    for piece in range(rows // 2), range(3, 9):
+        read = opened.read(second, piece).view("float32").reshape(-1, cols)
+        opened.release(second, piece)
+        assert (read == values[[row // 4 * 8 + 4 + row % 4 for row in piece]]).all()

@@ -5,9 +5,26 @@ from __future__ import annotations
 from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.model.spec import ModelSpec
 
+_NEW = frozenset(
+    {
+        "gated delta nets",
+        "gated attention",
+        "layers that share a KV cache",
+        "keys as values",
+        "normed values",
+        "embeddings of each layer",
+        "feed-forward layers side by side",
+        "scaled experts",
+        "shared experts",
+        "scaled layers",
+    }
+)
+"""What no kernels have yet."""
+
 _LACKING = {
-    "CPU": frozenset({"a soft cap of the logits"}),
-    "GPU": frozenset(
+    "CPU": _NEW | {"a soft cap of the logits"},
+    "GPU": _NEW
+    | frozenset(
         {
             "layers without a norm before them",
             "a soft cap of the logits",

@@ -48,7 +48,8 @@ from engine.model.buffer_uses import BufferUses
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower.cpu_cache import BlockCache, ContiguousCache
 from engine.model.lower.cpu_weights import CPUWeights, Matrix
-from engine.model.spec import Activation, Attend, Dense, Experts, Sublayer
+from engine.model.mixes import Activation, Attend, Dense, Experts
+from engine.model.spec import Sublayer
 from engine.model.weights import Weights
 
 PART_BYTES = 256 << 10  # of a matrix, in each part of its product
@@ -216,6 +217,7 @@ class CPUModel:
             part.query_size + 2 * part.kv_size,
             (0, part.query_size, part.query_size + part.kv_size),
         )
+        assert part.k and part.v
         qkv = part.q, part.k, part.v
         length, window, table = self.cache.slots(part.window)
         heads = Heads(

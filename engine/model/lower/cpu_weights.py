@@ -15,8 +15,8 @@ from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import WeightLayout
 from engine.kernels.cpu.weight_repacking import repack
 from engine.model import packed_weights_cache
+from engine.model.mixes import Vector, Weight
 from engine.model.packed_weights_cache import PackedReader
-from engine.model.spec import Vector, Weight
 from engine.model.weights import Weights, pieces
 
 

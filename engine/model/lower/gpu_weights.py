@@ -21,16 +21,8 @@ from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower import REWIND
-from engine.model.spec import (
-    Activation,
-    Attend,
-    Dense,
-    Experts,
-    ModelSpec,
-    Sublayer,
-    Vector,
-    Weight,
-)
+from engine.model.mixes import Activation, Attend, Dense, Experts, Vector, Weight
+from engine.model.spec import ModelSpec, Sublayer
 from engine.model.weights import Weights, pieces
 
 _PIECE_ROWS = 32  # so that a plane of a piece begins where kernels may load several numbers at once
@@ -303,6 +295,7 @@ def _vector(weights: Weights, vector: Vector | None) -> Tensor | None:
 
 
 def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
+    assert part.k and part.v
     window, is_pool = part.window if part.window < room.context else 0, room.parallel > 1
     sizes = (part.query_size, part.kv_size) if part.has_wide_norms else (part.head_dim, part.head_dim)
     norms = weights.joined_vectors(list(zip((part.q_norm, part.k_norm), sizes, strict=True)), 1.0)

@@ -15,7 +15,7 @@ from engine.kernels.gpu.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses, role_of
-from engine.model.spec import MIN_PROBABILITY, Activation, Attend, Experts, Vector, Weight
+from engine.model.mixes import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Vector, Weight
 from engine.model.weights import Weights, pieces
 
 
@@ -118,6 +118,7 @@ class Transformer:
             elif isinstance(mix, Experts):
                 y = self._experts(mix, h)
             else:
+                assert isinstance(mix, Dense)
                 hidden = gated(self._product(mix.gate, h), self._product(mix.up, h), mix.activation)
                 y = self._product(mix.down, hidden)
             x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
@@ -192,6 +193,7 @@ class Transformer:
         """The output projection of attention over x (n, dim), which is normed, and the layer's cache with the new keys
         and values stored. The mask, if any, is added to the scores: (n, position + n)."""
         a, n = part, cast(int, x.shape[0])
+        assert a.k and a.v
         q = self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm)
         k = self._heads(self._product(a.k, x, a.k_bias), a.kv_heads, a.k_norm)
         v = self._heads(self._product(a.v, x, a.v_bias), a.kv_heads, None)

@@ -13,7 +13,7 @@ from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
 from engine.model.fused import FusedRunner
 from engine.model.memory_need import memory_need
-from engine.model.spec import Experts
+from engine.model.mixes import Experts
 from engine.model.weights import Weights
 from tests import generated_model
 from tests.reference import Reference, wrong_by

@@ -11,7 +11,7 @@ from engine.kernels.cpu import memory
 from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.graph import Transformer
-from engine.model.spec import Experts
+from engine.model.mixes import Experts
 
 Array = NDArray[Any]
 
