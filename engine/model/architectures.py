@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.rope_order import HeadOrder
+from engine.model.checked_file import CheckedFile
 from engine.model.mixes import Activation, Attend, Dense, Experts, Vector, Weight
 from engine.model.spec import ModelSpec, Rope, Sublayer, Temperature
 
@@ -77,18 +78,17 @@ def read_spec(file: GGUF) -> ModelSpec:
         raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
 
 
-class _Reader:
-    """Reads one file. The tensors that were read are noted, so that none is left out without a word."""
+class _Reader(CheckedFile):
+    """Reads one file."""
 
     def __init__(self, file: GGUF, architecture: str) -> None:
-        self.file, self.architecture, self.family = file, architecture, ARCHITECTURES[architecture]
-        self.name = printable(file.path.name)
+        super().__init__(file, architecture)
+        self.family = ARCHITECTURES[architecture]
         if "token_embd.weight" not in file.tensors:
             raise ModelFileError(
                 f"{self.name} has no weights (there is no token_embd.weight).",
                 "It may be a vocabulary or an adapter; choose a model file.",
             )
-        self._read: set[str] = set()
         self._ropes: list[Rope] = []
         self.dim, self.heads = self.size("embedding_length"), self.size("attention.head_count")
         self.head_dim = self.size("attention.key_length", self.dim // self.heads)
@@ -111,82 +111,6 @@ class _Reader:
         order = HeadOrder(self.head_dim, self.rotated, self.family.interleaved)
         self.order = None if order.is_engines else order
 
-    # --- metadata --------------------------------------------------------------------------------------
-
-    def key(self, key: str) -> str:
-        return f"{self.architecture}.{key}"
-
-    def size(self, key: str, default: int | None = None) -> int:
-        full_key = self.key(key)
-        value = self.file.get(full_key, int) if default is None else self.file.get(full_key, int, default)
-        if not 0 < value < 1 << 31:
-            raise damaged(self.file.path, f"{full_key} is {value}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = float(self.file.get(self.key(key), float, default))
-        if not math.isfinite(value):
-            raise damaged(self.file.path, f"{self.key(key)} is {value}")
-        return value
-
-    def factor(self, key: str, default: float) -> float:
-        """A number that is not 0."""
-        if (value := self.number(key, default)) == 0:
-            raise damaged(self.file.path, f"{self.key(key)} is 0")
-        return value
-
-    # --- tensors ---------------------------------------------------------------------------------------
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.file.tensors
-
-    def _check(self, tensor: str, shape: tuple[int, ...]) -> int:
-        """The type of a tensor. Raises ModelFileError if the file does not have it with this shape."""
-        info = self.file.tensors.get(tensor)
-        if info is None or info.shape != shape:
-            problem = f"has no {tensor}" if info is None else f"has {tensor} with the shape {info.shape}"
-            raise ModelFileError(
-                f"{self.name} {problem}; the model needs it with the shape {shape}.",
-                "The file is damaged, or of a variant that orin-chat does not run. Get another copy.",
-            )
-        self._read.add(tensor)
-        return info.type
-
-    def weight(
-        self,
-        tensor: str,
-        rows: int,
-        cols: int,
-        first: int = 0,
-        of: int = 0,
-        order: HeadOrder | None = None,
-        experts: int = 1,
-    ) -> Weight:
-        """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many)."""
-        type = self._check(f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols))
-        return Weight(f"{tensor}.weight", rows, cols, type, first, order, experts)
-
-    def vector(
-        self,
-        tensor: str,
-        size: int,
-        order: HeadOrder | None = None,
-        first: int = 0,
-        of: int = 0,
-        experts: int = 1,
-    ) -> Vector | None:
-        """A vector, or None if the file does not have it. With `experts`, as many of this size."""
-        if not self.has(tensor):
-            return None
-        self._check(tensor, (*([experts] if experts > 1 else []), of or size))
-        return Vector(tensor, size * experts, first, order)
-
-    def required(self, vector: Vector | None, tensor: str) -> Vector:
-        if vector is None:
-            self._check(tensor, (self.dim,))
-        assert vector
-        return vector
-
     # --- the model -------------------------------------------------------------------------------------
 
     def spec(self) -> ModelSpec:
@@ -199,7 +123,7 @@ class _Reader:
         residual = self.factor("residual_scale", 1.0)
         scale = self.number("embedding_scale", math.sqrt(self.dim) if self.family.scaled_embedding else 1.0)
         eps = self.number("attention.layer_norm_rms_epsilon", 1e-5)
-        norm = self.required(self.vector("output_norm.weight", self.dim), "output_norm.weight")
+        norm = self.required("output_norm.weight", self.dim)
         slope = self.number("attention.temperature_scale", 0.0)
         spec = ModelSpec(
             architecture=self.architecture,
@@ -218,7 +142,7 @@ class _Reader:
             softcap=self.number("final_logit_softcapping", 0.0),
             temperature=Temperature(slope, self.original_context) if slope else None,
         )
-        if unread := sorted(self.file.tensors.keys() - self._read):
+        if unread := sorted(self.file.tensors.keys() - self.used):
             raise ModelFileError(
                 f"{self.name} holds {printable(unread[0])}, which orin-chat does not know in a model of the "
                 f"architecture {self.architecture}.",
@@ -238,9 +162,9 @@ class _Reader:
         before = [norm("attn_norm"), norm("ffn_norm")]
         after = [norm("post_attention_norm"), norm("post_ffw_norm")] if has_post_norms else [None, None]
         if not has_post_norms:
-            before[1] = before[1] or norm("post_attention_norm")
-            names = f"{prefix}attn_norm.weight", f"{prefix}ffn_norm.weight"
-            before = [self.required(vector, name) for vector, name in zip(before, names, strict=True)]
+            is_renamed = not before[1] and self.has(f"{prefix}post_attention_norm.weight")
+            names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
+            before = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
         return (
             Sublayer(before[0], self.attend(i, prefix), after[0]),
             Sublayer(before[1], self.feed_forward(prefix), after[1]),
@@ -424,5 +348,5 @@ class _Reader:
         info = self.file.tensors[tensor]
         if info.type != 0 or info.shape != (self.rotated // 2,):
             raise damaged(self.file.path, f"the shape or type of {tensor} does not fit its heads")
-        self._read.add(tensor)
+        self.used.add(tensor)
         return info.data.view(np.float32)
