@@ -188,22 +188,23 @@ def add_normed(eps: float, lanes: int, tile: int) -> Kernel:
     return kernel
 
 
-def _sigmoid(k: KernelBuilder, x: UOp) -> UOp:
+def sigmoid(k: KernelBuilder, x: UOp) -> UOp:
+    """1 / (1 + e**-x)."""
     return (k.exp(x * -1.0) + 1.0).reciprocal()
 
 
 def _silu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
-    return x * _sigmoid(k, x) * other
+    return x * sigmoid(k, x) * other
 
 
 def _gelu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     """The form with tanh: 0.5 x (1 + tanh(y)) = x sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x**3)."""
-    return x * _sigmoid(k, x * (x * x * (_GELU * 0.044715) + _GELU)) * other
+    return x * sigmoid(k, x * (x * x * (_GELU * 0.044715) + _GELU)) * other
 
 
 def _swiglu_oai(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     x, other = x.minimum(_SWIGLU_LIMIT), other.maximum(-_SWIGLU_LIMIT).minimum(_SWIGLU_LIMIT)
-    return x * _sigmoid(k, x * 1.702) * (other + 1.0)
+    return x * sigmoid(k, x * 1.702) * (other + 1.0)
 
 
 _GELU = 2 * (2 / pi) ** 0.5
