@@ -102,6 +102,14 @@ class Answer:
         return not self.is_best_token and not host
 
     @property
+    def turn_ends(self) -> list[int]:
+        """Where the first turn of the prompt and its last two end, in tokens: other prompts are likely to part with it
+        there."""
+        tokens = self.tokens[: self.prompt_n]
+        ends = [n for n, token in enumerate(tokens, 1) if token in self._eos_ids]
+        return ends[:1] + ends[-2:]
+
+    @property
     def uniforms(self) -> NDArray[np.float64]:
         """The uniform numbers that `choose` would use for the tokens that may follow, float64 (left,)."""
         n = len(self.tokens) - self.prompt_n

@@ -43,6 +43,7 @@ from engine.measure.timeline import timeline
 from engine.model import file_summary
 from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
+from engine.model.checkpoints import Checkpoints
 from engine.model.choice_reporter import ChoiceReporter
 from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
@@ -53,6 +54,7 @@ from engine.model.model_runner import (
     Row,
     RowSampler,
     SamplingRunner,
+    StateRunner,
     TunableRunner,
 )
 from engine.model.open_runner import open_runner
@@ -108,6 +110,7 @@ class TextModel:
                 weights, self.context_length, options.kernels, options.keep_packed, options.parallel, kv
             )
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
+            self._states = _checkpoints(self._runner)
             self.scheduler: Scheduler | None = None
             if isinstance(self._runner, BatchRunner):
                 self.scheduler = Scheduler(self._runner, lambda slots: self._report_slots(slots, report))
@@ -194,6 +197,9 @@ class TextModel:
                 break
             token = self._next_token(answer, on_device)
             self._cached = list(answer.tokens)
+            if self._states:
+                self._cached = [*answer.tokens, token][: self._states.position()]
+                self._states.save(self._cached)
             answer.add(token, self._runner.logits)
             self._choices.report_if_due()
         self._choices.report()
@@ -238,8 +244,14 @@ class TextModel:
         it is full. With a scheduler, in room of its own that is as deep in the context as the last conversation."""
         if self.scheduler is None:
             position = min(len(self._cached), self.context_length - 1)
+            if self._states and self._states.position() == len(self._cached):
+                self._states.save(self._cached, ends_turn=True)
             del self._cached[position:]
-            yield position
+            try:
+                yield position
+            finally:
+                if self._states:
+                    self._states.load(self._cached, position)
             return
         position = min(self.scheduler.last_length, self.context_length - 1)
         with self.scheduler.blocks.room(position + tokens):
@@ -265,7 +277,7 @@ class TextModel:
         """Cuts the KV cache to the longest prefix that it shares with the prompt, without the prompt's last token,
         whose logits are always needed; returns its length. Most templates leave the thinking out of earlier turns,
         so a reply that had some is prefilled again from there. If a layer with a window no longer has the tokens that
-        it needs (`ModelRunner.max_rewind`), nothing is shared."""
+        it needs (`ModelRunner.max_rewind`), nothing is shared. A recurrent state is shared up to a checkpoint."""
         common = 0
         for cached, wanted in zip(self._cached, prompt[:-1], strict=False):
             if cached != wanted:
@@ -275,6 +287,10 @@ class TextModel:
         rewind = self._runner.max_rewind
         if not common or (rewind is not None and self._stored - common > rewind):
             common = self._stored = 0
+        if self._states:
+            self._states.forget_after(common)
+            if not common == len(self._cached) == self._states.position():
+                common = self._states.load(prompt, common)
         del self._cached[common:]
         return common
 
@@ -289,16 +305,23 @@ class TextModel:
 
     def _prefill(self, answer: Answer, cancelled: Callable[[], bool]) -> bool:
         """Stores all tokens of the prompt but the last one, which the first decode step runs. False if cancelled."""
-        prompt = answer.tokens
-        while (done := len(self._cached)) < len(prompt) - 1:
+        prompt, end = answer.tokens, len(answer.tokens) - 1
+        turns = [len(self._cached), *answer.turn_ends, end] if self._states else []
+        while True:
+            done = len(self._cached)
+            if self._states:
+                self._states.save(self._cached, ends_turn=done in turns)
+            if done == end:
+                return True
             self._choices.report_if_due()
             answer.report_prefill(done)
             if cancelled():
                 return False
-            chunk = prompt[done : min(done + self._runner.max_chunk, len(prompt) - 1)]
-            self._runner.prefill(chunk, done)
-            self._cached += chunk
-        return True
+            step = min(done + self._runner.max_chunk, end)
+            if self._states:
+                step = self._states.end_of_step(done, step, turns)
+            self._runner.prefill(prompt[done:step], done)
+            self._cached += prompt[done:step]
 
     def _search(self, options: EngineOptions, report: Report) -> None:
         """Searches for faster schedules if the options give a width and the runner has kernels of its own. (Tensor
@@ -354,6 +377,11 @@ class TextModel:
             with blocks.room(depth + 1):
                 runner.decode_rows([Row(0, depth, 0)])
             yield
+
+
+def _checkpoints(runner: ModelRunner) -> Checkpoints | None:
+    """None for a model without recurrent state."""
+    return Checkpoints(runner) if isinstance(runner, StateRunner) and runner.state_slots else None
 
 
 def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:

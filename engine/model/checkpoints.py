@@ -1,0 +1,171 @@
+"""Which states of a model with recurrent state are kept, so that a text can be gone back to.
+
+Keys and values have positions: a sequence is cut back by forgetting the last ones. A recurrent state has none. It is
+that after all tokens so far, and no token can be taken out of it again. So copies of it are kept, checkpoints. A
+sequence that is cut back goes on after the last checkpoint before that place; the tokens between are computed again.
+
+There are slots for a few checkpoints. Ends of turns get one, as who regenerates or edits a message goes back there, and
+so do places in long turns. When all slots are taken, the checkpoint is given up that is worth least. What it is worth
+are the tokens that it saves, those after the checkpoint before it, divided by the tokens that were run since it was
+last of use. So checkpoints are the rarer the farther back they lie: who goes back a little never computes much again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+EVERY = 64
+"""Tokens after which a checkpoint is saved, even within a turn."""
+
+WORTH_A_STEP = 128
+"""A prefill step ends early for a checkpoint that saves so many tokens."""
+
+_OF_A_TURN = 64  # so much more likely is a return to the end of a turn than to another place
+
+
+def checkpoint_slots(parallel: int) -> int:
+    """The checkpoints for which a runner of a model with recurrent state has room, for so many sequences."""
+    return 8 if parallel == 1 else 4 * parallel
+
+
+class StateStore(Protocol):
+    """The memory of recurrent states. A sequence has one, which is that after all its tokens so far: a step at a
+    position needs the state after exactly so many tokens. A step at position 0 begins with zeros. Checkpoints are
+    copies, in slots 0 to `state_slots` - 1. Calls take effect in the order in which they and the steps are made."""
+
+    state_slots: int
+    """0 if the model has no recurrent state."""
+
+    state_bytes: int
+    """Bytes of a state."""
+
+    def state_position(self, sequence: int = 0) -> int:
+        """The number of tokens after which the state of a sequence is. A step that ran ahead counts, and its token is
+        the one that the step before it returned. Any number after a replay."""
+        ...
+
+    def save_state(self, slot: int, sequence: int = 0) -> None:
+        """Copies the state of a sequence to a slot, on the device."""
+        ...
+
+    def load_state(self, slot: int, sequence: int = 0) -> None:
+        """Gives a sequence the state in a slot, with its position."""
+        ...
+
+
+@dataclass(eq=False)
+class _Checkpoint:
+    """The state after a text (its tokens as int32), and that of the longest beginning of it, if there is one. `used`:
+    when it was saved or loaded last."""
+
+    text: bytes
+    slot: int
+    ends_turn: bool
+    used: int
+    parent: _Checkpoint | None
+
+    @property
+    def length(self) -> int:
+        """In tokens."""
+        return len(self.text) // _ITEM
+
+    @property
+    def saves(self) -> int:
+        """The tokens that need not be computed again."""
+        return self.length - (self.parent.length if self.parent else 0)
+
+    def worth(self, now: int) -> float:
+        ago = now - self.used + 1
+        if (
+            self.ends_turn
+        ):  # exactly this place is likely, so it saves a step too, which takes some time however short
+            return _OF_A_TURN * (self.saves + EVERY) / ago
+        return self.saves / ago
+
+
+class Checkpoints:
+    """Keeps states of `store`, which has slots for some."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._free = list(range(store.state_slots - 1, -1, -1))
+        self._kept: list[_Checkpoint] = []
+        self._now = 0  # the tokens that were run
+        self._last: dict[int, int] = {}  # where each sequence was saved or loaded last
+
+    def position(self, sequence: int = 0) -> int:
+        """See `StateStore.state_position`."""
+        return self._store.state_position(sequence)
+
+    def find(self, tokens: Sequence[int], most: int) -> int:
+        """The length of the longest beginning of `tokens`, at most `most` of them, after which there is a checkpoint; 0
+        if there is none."""
+        found = self._find(_text(tokens, most))
+        return found.length if found else 0
+
+    def load(self, tokens: Sequence[int], most: int, sequence: int = 0) -> int:
+        """Gives a sequence the state of the checkpoint that `find` finds; returns its length. With 0, the sequence has
+        to begin anew."""
+        found = self._find(_text(tokens, most))
+        if found:
+            found.used = self._now
+            self._store.load_state(found.slot, sequence)
+        length = self._last[sequence] = found.length if found else 0
+        return length
+
+    def save(self, tokens: Sequence[int], ends_turn: bool = False, sequence: int = 0) -> None:
+        """Keeps the state of a sequence, which is after `tokens`, if they end a turn or there is no checkpoint after
+        one of the last EVERY tokens."""
+        run = len(tokens) - self._last.get(sequence, 0)
+        if not tokens or (not ends_turn and run < EVERY):
+            return
+        assert self.position(sequence) == len(tokens)
+        self._last[sequence] = len(tokens)
+        self._now += run
+        text = _text(tokens, len(tokens))
+        parent = self._find(text)
+        if parent and parent.length == len(tokens):
+            parent.used, parent.ends_turn = self._now, parent.ends_turn or ends_turn
+            return
+        if not self._free:
+            self._give_up(min(self._kept, key=lambda c: c.worth(self._now)))
+            parent = self._find(text)
+        new = _Checkpoint(text, self._free.pop(), ends_turn, self._now, parent)
+        for other in self._kept:
+            if other.parent is parent and other.text.startswith(text):
+                other.parent = new
+        self._kept.append(new)
+        self._store.save_state(new.slot, sequence)
+
+    def forget_after(self, length: int) -> None:
+        """Gives up all after more than so many tokens."""
+        for checkpoint in [c for c in self._kept if c.length > length]:
+            self._give_up(checkpoint)
+
+    def end_of_step(self, done: int, end: int, marks: Iterable[int], sequence: int = 0) -> int:
+        """Where a prefill step from `done` to `end` should end, so that a checkpoint can be saved at one of `marks`:
+        at the first that saves enough tokens, else at `end`."""
+        least = max(done + 1, self._last.get(sequence, 0) + WORTH_A_STEP)
+        return min((mark for mark in marks if least <= mark < end), default=end)
+
+    def _find(self, text: bytes) -> _Checkpoint | None:
+        """That of the longest beginning of a text."""
+        return max((c for c in self._kept if text.startswith(c.text)), key=lambda c: c.length, default=None)
+
+    def _give_up(self, checkpoint: _Checkpoint) -> None:
+        self._kept.remove(checkpoint)
+        self._free.append(checkpoint.slot)
+        for other in self._kept:
+            if other.parent is checkpoint:
+                other.parent = checkpoint.parent
+
+
+_ITEM = array("i").itemsize
+
+
+def _text(tokens: Sequence[int], n: int) -> bytes:
+    """The first n tokens, to be compared at once."""
+    return array("i", tokens[:n]).tobytes()
