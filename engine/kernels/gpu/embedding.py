@@ -26,17 +26,17 @@ from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, permut
 
 @functools.cache
 def embed(
-    layout: WeightLayout, vocab: int, cols: int, n_norm_sums: int, copies: int, context: int, half: int,
-    kinds: int = 1, scale: float = 1.0,
+    layout: WeightLayout, vocab: int, cols: int, n_norm_sums: int, copies: int, context: int,
+    halves: tuple[int, ...], scale: float = 1.0,
 ) -> Kernel:  # fmt: skip
     """Starts the residual stream of a decode step with the token's row times `scale`, and looks up the position's
-    angles in the tables of each of `kinds` kinds of layers. Buffers: the outs of `add_residual` (the stream,
-    n_norm_sums partial sums of its squares, `copies` vectors for the first products); for each kind cos and sin of the
-    angles, float32 (2 * half,); the state, int32 (2,): token and position; for each kind the tables of cos and of sin,
-    float32 (context, half); for each copy the first norm's weight times the prescale, float32 (cols,); the matrix's
-    planes. Tokens outside the vocabulary are clamped."""
+    angles in the tables of each kind of layers, which has so many pairs: `halves`. Buffers: the outs of `add_residual`
+    (the stream, n_norm_sums partial sums of its squares, `copies` vectors for the first products); for each kind cos
+    and sin of the angles, float32 (2 * half,); the state, int32 (2,): token and position; for each kind the tables of
+    cos and of sin, float32 (context, half); for each copy the first norm's weight times the prescale, float32 (cols,);
+    the matrix's planes. Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
-    quarters = UNIT // QUARTER
+    quarters, kinds = UNIT // QUARTER, len(halves)
     assert n_norm_sums >= quarters
     threads = min(units, 256)
     steps = -(-units // threads)
@@ -67,12 +67,13 @@ def embed(
                     stores.append(store(out, permuted(column, cols), value * load(weight, column, ok), ok))
                 squares.append(value * value if ok is None else ok.where(value * value, f32(0)))
         position = load_index(state, 1, context)
-        for i in range(-(-half // threads)):
-            k = thread + i * threads
-            ok = quarter.eq(0) & (k < half)
-            for j, table in enumerate(tables):
-                value = load(table, position * half + k, ok)
-                stores.append(store(angles[j // 2], k + j % 2 * half, value, ok))
+        for kind, half in enumerate(halves):
+            for i in range(-(-half // threads)):
+                k = thread + i * threads
+                ok = quarter.eq(0) & (k < half)
+                for j, table in enumerate(tables[2 * kind : 2 * kind + 2]):
+                    value = load(table, position * half + k, ok)
+                    stores.append(store(angles[kind], k + j * half, value, ok))
         sums = after_store(shared(threads, slot=0), thread, chain(squares))
         total = tree(load_run(sums, 0, threads))
         each = -(-n_norm_sums // quarters)  # that this block stores: the total, then zeros

@@ -40,6 +40,7 @@ from engine.kernels.gpu.uops import (
     load,
     load_run,
     shared,
+    soft_capped,
     store,
     store_run,
     tree,
@@ -214,27 +215,31 @@ def activated(activation: Activation) -> Epilogue:
     return Epilogue(1, 0, stores)
 
 
-def _argmax(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
-    logits, largest, largest_row = outs
-    stride = sums.width + 1
-    values, results, kept = shared(sums.tokens * stride, slot=2), [], []
-    for i, token, ok in sums.shares():
-        value = sums.sum(i, token)
-        results.append(store(logits, token * sums.rows + sums.first + i, value, ok))
-        masked = (sums.first + i < sums.rows).where(value, f32(LOWEST_LOGIT))
-        kept.append(store(values, token * stride + i, masked))
-    values, token = values.after(UOp.group(*kept)), sums.thread.minimum(sums.tokens - 1)
-    best, row = argmax([(load(values, token * stride + i), UOp.const(i, I32)) for i in range(sums.width)])
-    blocks = -(-sums.rows // sums.width)
-    index, ok = token * blocks + sums.block, sums.thread < sums.tokens
-    results.append(store(largest, index, best, ok))
-    results.append(store(largest_row, index, row + sums.first.cast(I32), ok))
-    return results
+@functools.cache
+def as_logits(softcap: float = 0.0) -> Epilogue:
+    """Stores logits, with a soft cap if there is one, and the largest of each token and block, without it, with its
+    row. outs: the logits, float32 (tokens, rows); the largest, float32 (tokens, blocks); their rows, int32 (tokens,
+    blocks)."""
 
+    def stores(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
+        logits, largest, largest_row = outs
+        stride = sums.width + 1
+        values, results, kept = shared(sums.tokens * stride, slot=2), [], []
+        for i, token, ok in sums.shares():
+            value = sums.sum(i, token)
+            capped = soft_capped(value, softcap)
+            results.append(store(logits, token * sums.rows + sums.first + i, capped, ok))
+            masked = (sums.first + i < sums.rows).where(value, f32(LOWEST_LOGIT))
+            kept.append(store(values, token * stride + i, masked))
+        values, token = values.after(UOp.group(*kept)), sums.thread.minimum(sums.tokens - 1)
+        best, row = argmax([(load(values, token * stride + i), UOp.const(i, I32)) for i in range(sums.width)])
+        blocks = -(-sums.rows // sums.width)
+        index, ok = token * blocks + sums.block, sums.thread < sums.tokens
+        results.append(store(largest, index, best, ok))
+        results.append(store(largest_row, index, row + sums.first.cast(I32), ok))
+        return results
 
-ARGMAX = Epilogue(3, 0, _argmax)
-"""Stores logits, and the largest of each token and block with its row. outs: the logits, float32 (tokens, rows); the
-largest, float32 (tokens, blocks); their rows, int32 (tokens, blocks)."""
+    return Epilogue(3, 0, stores)
 
 
 def n_blocks(rows: int, tiles: FewTiles) -> int:

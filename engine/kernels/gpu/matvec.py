@@ -10,7 +10,7 @@ norm's weight and the prescale (`permuted`, `prescale`). Only one factor is left
 squares that the producer also stored.
 
 Epilogue: what the kernel does with the rows of a block: `STORE`, `STORE_SQUARES`, `add_residual`,
-`activated`, `ARGMAX`.
+`activated`, `as_logits`.
 
 In a mixture of experts (`ChosenExperts`) a product has the matrices of all experts, and reads those of the chosen ones.
 """
@@ -37,6 +37,7 @@ from engine.kernels.gpu.uops import (
     load,
     load_run,
     shared,
+    soft_capped,
     store,
     tree,
 )
@@ -198,21 +199,6 @@ def _store_sum_of_squares(out: UOp, value: UOp, ok: UOp, rows: BlockRows) -> UOp
     return store(out, rows.block, tree(load_run(squares, 0, rows.count)), i.eq(0))
 
 
-def _argmax(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-    logits, largest, largest_row = outs
-    i = rows.thread
-    ok, row, first = rows.valid(i), rows.index(i), i.eq(0)
-    value = rows.product(i, ok)
-    masked = ok.where(value, f32(LOWEST_LOGIT))
-    values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
-    block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
-    return [
-        store(logits, row, value, ok),
-        store(largest, rows.block, block_max, first),
-        store(largest_row, rows.block, block_row + rows.first.cast(I32), first),
-    ]
-
-
 STORE, STORE_BIASED = Epilogue(1, 0, 1, _store), Epilogue(1, 1, 1, _store)
 """out[row] = product, or product + bias[row]. outs: out, float32 (rows,); ins: the bias, float32 (rows,)."""
 
@@ -220,9 +206,27 @@ STORE_SQUARES = Epilogue(2, 0, 1, _store_squares)
 """As STORE, for `engine.kernels.gpu.post_norm`. outs: out, float32 (rows,); partial sums of its squares, float32
 (blocks,)."""
 
-ARGMAX = Epilogue(3, 0, 1, _argmax)
-"""Stores logits, and the largest of each block with its row. outs: the logits, float32 (rows,); the largest, float32
-(blocks,); their rows, int32 (blocks,)."""
+
+@functools.cache
+def as_logits(softcap: float = 0.0) -> Epilogue:
+    """Stores logits, with a soft cap if there is one, and the largest of each block, without it, with its row. outs:
+    the logits, float32 (rows,); the largest, float32 (blocks,); their rows, int32 (blocks,)."""
+
+    def stores(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+        logits, largest, largest_row = outs
+        i = rows.thread
+        ok, row, first = rows.valid(i), rows.index(i), i.eq(0)
+        value = rows.product(i, ok)
+        masked = ok.where(value, f32(LOWEST_LOGIT))
+        values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
+        block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
+        return [
+            store(logits, row, soft_capped(value, softcap), ok),
+            store(largest, rows.block, block_max, first),
+            store(largest_row, rows.block, block_row + rows.first.cast(I32), first),
+        ]
+
+    return Epilogue(3, 0, 1, stores)
 
 
 def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:

@@ -94,7 +94,7 @@ _ONE = StepRows()
 
 @functools.cache
 def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
-    """The most probable token, from the outs of `engine.kernels.gpu.matvec.ARGMAX`. Buffers: the state, int32 (2,):
+    """The most probable token, from the outs of `engine.kernels.gpu.matvec.as_logits`. Buffers: the state, int32 (2,):
     token and position, which advances by one; the token after each position, int32 (context,); the largest logit of
     each block, float32 (n_blocks,), and its row, int32 (n_blocks,)."""
 
@@ -112,7 +112,7 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
 
 @functools.cache
 def next_tokens(n_blocks: int, tokens: int, threads: int = 1024) -> Kernel:
-    """As `next_token`, for a step of several sequences, from the outs of `engine.kernels.gpu.few_columns.ARGMAX`.
+    """As `next_token`, for a step of several sequences, from the outs of `engine.kernels.gpu.few_columns.as_logits`.
     Buffers: the state (`StepRows`), in which tokens that are used become the next ones and positions advance; the next
     tokens (`StepRows.letter`); the largest logit of each token and block, float32 (tokens, n_blocks), and its row,
     int32 (tokens, n_blocks)."""

@@ -155,6 +155,14 @@ def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
     return gate * (f32(1) + (x * f32(-LOG2_E)).exp2()).reciprocal() * up
 
 
+def soft_capped(value: UOp, cap: float) -> UOp:
+    """cap * tanh(value / cap); the value itself if there is no cap (0)."""
+    if not cap:
+        return value
+    sigmoid = (f32(1) + (value * f32(-2 * LOG2_E / cap)).exp2()).reciprocal()
+    return (sigmoid * f32(2) - f32(1)) * f32(cap)
+
+
 def inverse_rms(sum_of_squares: UOp, n: int, eps: float) -> UOp:
     """The factor of an RMS norm over n elements."""
     return (sum_of_squares * f32(1.0 / n) + f32(eps)).sqrt().reciprocal()

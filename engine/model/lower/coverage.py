@@ -27,7 +27,6 @@ _LACKING = {
     | frozenset(
         {
             "layers without a norm before them",
-            "a soft cap of the logits",
             "experts whose gate and up differ in type",
             "attention of several shapes",
             "a residual multiplier with norms after layers",

@@ -20,7 +20,7 @@ from engine.kernels.gpu.decode_attention import combine
 from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.few_columns import (
-    ARGMAX,
+    as_logits,
     n_blocks,
     stored,
 )
@@ -117,7 +117,7 @@ class _RowsStep(PromptStep):
             for name, dtype in (("largest", dtypes.float32), ("largest rows", dtypes.int32))
         ]
         logits = self._owner.logits[self._tokens]
-        self._multiply(part, self._x, tiles, ARGMAX, "head", [logits, *best])
+        self._multiply(part, self._x, tiles, as_logits(model.spec.softcap), "head", [logits, *best])
         if self._sampler:
             self._sampler.add_to(self._sequence, logits, self._state, self._next_ids, True, self._tokens)
         else:

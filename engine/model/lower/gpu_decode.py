@@ -26,7 +26,6 @@ from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flas
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.matvec import (
-    ARGMAX,
     STORE,
     STORE_BIASED,
     STORE_SQUARES,
@@ -34,6 +33,7 @@ from engine.kernels.gpu.matvec import (
     activate,
     activated,
     add_residual,
+    as_logits,
     matvec,
 )
 from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
@@ -106,7 +106,8 @@ class DecodeKernels:
             stream = self._add(step, layer, x, bits, norm, (i + 1) % 2)
         blocks = model.head.n_blocks
         best = device_zeros(blocks), device_zeros(blocks, dtypes.int32)
-        self._multiply_normed(step, model.head, stream, ARGMAX, [self.logits, *best], [], "head")
+        epilogue = as_logits(model.spec.softcap)
+        self._multiply_normed(step, model.head, stream, epilogue, [self.logits, *best], [], "head")
         if sampler is None:
             step.add(next_token(blocks, self._context), self.state, history, *best)
         else:
@@ -120,7 +121,7 @@ class DecodeKernels:
         stream = self._stream(max(last.n_blocks, UNIT // QUARTER), first.input_bits, 0)
         kernel = embed(
             model.embedding.single_matrix.layout, spec.vocab, spec.dim, stream.n_parts, len(stream.inputs),
-            self._context, spec.ropes[0].pairs, len(spec.ropes), spec.embedding_scale,
+            self._context, tuple(rope.pairs for rope in spec.ropes), spec.embedding_scale,
         )  # fmt: skip
         norms = [self._prescales.norm_weight(first.norm, bits) for bits in stream.inputs]
         outs = stream.h, stream.parts, *stream.inputs.values(), *self._angles

@@ -13,7 +13,6 @@ from engine.kernels.gpu.flash_attention import flash_attention, flash_split, row
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
 from engine.kernels.gpu.matvec import (
-    ARGMAX,
     STORE,
     STORE_BIASED,
     STORE_SQUARES,
@@ -22,6 +21,7 @@ from engine.kernels.gpu.matvec import (
     activate,
     activated,
     add_residual,
+    as_logits,
     matvec,
 )
 from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
@@ -104,14 +104,14 @@ def check_epilogues() -> None:
 
     logits, best, best_row = zeros(rows), zeros(8), zeros(8, dtypes.int32)
     run(
-        matvec(StackedMatrices.single(layout, rows, cols), schedule, ARGMAX, "t"),
+        matvec(StackedMatrices.single(layout, rows, cols), schedule, as_logits(softcap=2.0), "t"),
         logits,
         best,
         best_row,
         vector,
         *planes,
     )
-    close(logits.numpy(), y)
+    close(logits.numpy(), 2 * np.tanh(y / 2))
     state, history = buffer(np.array([0, 2], np.int32)), zeros(4, dtypes.int32)
     run(next_token(8, 4, 32), state, history, best, best_row)
     assert state.numpy().tolist() == [y.argmax(), 3] and history.numpy()[2] == y.argmax()
@@ -214,30 +214,30 @@ def check_matrices_of_several_types() -> None:
         y = np.concatenate([weights.astype(np.float64) @ x for _, weights in matrices])
         logits, n = zeros(stack.rows), stack.n_blocks(schedule)
         best, best_row = zeros(n), zeros(n, dtypes.int32)
-        run(matvec(stack, schedule, ARGMAX, "t"), logits, best, best_row, *vectors, *planes)
+        run(matvec(stack, schedule, as_logits(), "t"), logits, best, best_row, *vectors, *planes)
         close(logits.numpy(), y)
         assert best_row.numpy()[best.numpy().argmax()] == y.argmax()
 
 
 def check_embedding() -> None:
     """A row of each kind of layout begins the stream; the angles of its position come along, of one table or two."""
-    for ggml_type, kinds, scale in (
-        (6, 1, 1.0),
-        (12, 1, 1.0),
-        (14, 2, 16.0),
-        (1, 1, 1.0),
-        (10, 1, 1.0),
-        (23, 1, 1.0),
-        (39, 1, 1.0),
+    for ggml_type, halves, scale in (
+        (6, (4,), 1.0),
+        (12, (4,), 1.0),
+        (14, (4, 6), 16.0),
+        (1, (4,), 1.0),
+        (10, (4,), 1.0),
+        (23, (4,), 1.0),
+        (39, (4,), 1.0),
     ):
-        layout, vocab, cols, half, context = WeightLayout(ggml_type), 3, 256, 4, 8
+        layout, vocab, cols, context = WeightLayout(ggml_type), 3, 256, 8
         planes, weights = packed(ggml_type, vocab, cols)
         weight = rng.standard_normal(cols).astype(np.float32)
-        tables = [rng.standard_normal((context, half)).astype(np.float32) for _ in range(2 * kinds)]
+        tables = [rng.standard_normal((context, n)).astype(np.float32) for n in halves for _ in (0, 1)]
         h, parts, following = zeros(cols), buffer(np.ones(6, np.float32)), zeros(cols)
-        angles = [zeros(2 * half) for _ in range(kinds)]
+        angles = [zeros(2 * n) for n in halves]
         state = buffer(np.array([2, 5], np.int32))
-        kernel = embed(layout, vocab, cols, 6, 1, context, half, kinds, scale)
+        kernel = embed(layout, vocab, cols, 6, 1, context, halves, scale)
         run(kernel, h, parts, following, *angles, state, *map(buffer, tables), buffer(weight), *planes)
         row = weights[2] * scale
         close(h.numpy(), row, 2e-5)
