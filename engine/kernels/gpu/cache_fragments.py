@@ -63,10 +63,14 @@ class Fragments(Protocol):
         ...
 
 
-def fragments(block: DecodeBlock, g: UOp, t: UOp, first: UOp, width: int) -> Fragments:
-    """Those of the format of the block's cache, and of `width` dimensions of values from `first` on."""
+Run = tuple[UOp, int]
+"""Dimensions: the first, and how many."""
+
+
+def fragments(block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> Fragments:
+    """Those of the format of the block's cache, and of runs of the dimensions of keys and of values."""
     kind = _QuantizedFragments if block.heads.kv_format.is_quantized else _HalfFragments
-    return kind(block, g, t, first, width)
+    return kind(block, g, t, keys, values)
 
 
 def tile_of(block: DecodeBlock, step: UOp) -> tuple[UOp, UOp]:
@@ -78,13 +82,15 @@ def tile_of(block: DecodeBlock, step: UOp) -> tuple[UOp, UOp]:
 class _HalfFragments:
     """float16. A load is of four dimensions of two keys, or of two dimensions of four values."""
 
-    def __init__(self, block: DecodeBlock, g: UOp, t: UOp, first: UOp, width: int) -> None:
-        self._block, self._g, self._t, self._first, self._width = block, g, t, first, width
+    def __init__(self, block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> None:
+        self._block, self._g, self._t, self._keys = block, g, t, keys
+        self._first, self._width = values
         self.key_types = self.value_types = (dtypes.uint32,)
-        self.n_sums = width // 4
+        self.n_sums = self._width // 4
 
     def keys(self, step: UOp) -> Loads:
-        return self._load(0, step, range(self._block.heads.chunks))
+        first, width = self._keys
+        return self._load(0, step, range(width // 16), first // 16)
 
     def values(self, step: UOp) -> Loads:
         return self._load(1, step, range(self._width // 16), self._first // 16)
@@ -128,17 +134,19 @@ class _QuantizedFragments:
     a sum of values the same for all its dimensions: a product with tiles of constants takes it away. The scales of keys
     multiply the scores of their blocks, those of values the weights."""
 
-    def __init__(self, block: DecodeBlock, g: UOp, t: UOp, first: UOp, width: int) -> None:
-        self._block, self._g, self._t, self._first, self._width = block, g, t, first, width
+    def __init__(self, block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> None:
+        self._block, self._g, self._t, self._keys = block, g, t, keys
+        self._first, self._width = values
         self.key_types = self.value_types = dtypes.uint32, half_registers()
-        self.n_sums = width // 4 + width // QUANT_BLOCK
+        self.n_sums = self._width // 4 + self._width // QUANT_BLOCK
 
     def keys(self, step: UOp) -> Loads:
         h, (tile, ok) = self._block.heads, tile_of(self._block, step)
-        firsts = (quantized.key_words(h, tile, i, self._t, self._g) for i in range(h.dim // QUANT_BLOCK))
+        first_block, n = self._keys[0] // QUANT_BLOCK, self._keys[1] // QUANT_BLOCK
+        firsts = (quantized.key_words(h, tile, first_block + i, self._t, self._g) for i in range(n))
         words = [x for first in firsts for x in load_run(self._block.cache[0], first, 4, ok)]
-        scales = quantized.scales(h, tile, self._t)
-        return [words, load_run(self._block.cache[2], scales, h.dim // QUANT_BLOCK * 4, ok)]
+        scales = quantized.scales(h, tile, self._t) + first_block * 4
+        return [words, load_run(self._block.cache[2], scales, n * 4, ok)]
 
     def values(self, step: UOp) -> Loads:
         h, (tile, ok) = self._block.heads, tile_of(self._block, step)

@@ -157,7 +157,6 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
         used = UOp.group(*stores)
         prefetch = store_run(next_keys.after(used), 0, key_tile(tile + 1))
         partial_scores, new_store = block.partial_scores(new_rows, slot=6)
-        eighths = dim // 8
         all_stores = UOp.group(UOp.group(used, *prefetch).end(tile), new_store)
         scores, partial_scores = scores.after(all_stores), partial_scores.after(all_stores)
 
@@ -178,7 +177,8 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
         lane_scores = for_lane(loop, lambda t: block.sees(t).where(score(warp_head, t), f32(LOWEST)))
         lane_max = maximum(lane_scores).reduce(loop, arg=Ops.MAX)
         largest = after_store(shared(group * 32, slot=3), thread, lane_max, has_head)
-        new_scores = [tree(load_run(partial_scores, g * eighths, eighths)) for g in range(group)]
+        n_parts = block.n_parts
+        new_scores = [tree(load_run(partial_scores, g * n_parts, n_parts)) for g in range(group)]
         new_scores = [is_first.where(score, f32(LOWEST)) for score in new_scores]
         top = [maximum([new_scores[g], *load_run(largest, g * 32, 32)]) for g in range(group)]
 

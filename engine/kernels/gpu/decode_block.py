@@ -166,8 +166,7 @@ class DecodeBlock:
                 xs[i] = xs[i] * load(self.norms, row + e % dim) * norm
                 others[i] = others[i] * load(self.norms, row + partners[i]) * norm
         elif self.norms is not None:  # sums of squares of a few elements each
-            few = next(k for k in (16, 8) if dim % k == 0)
-            assert n // few <= self.n_threads
+            few = next(k for k in (16, 8, 32, 64) if dim % k == 0 and n // k <= self.n_threads)
             sums, has_sum = shared(n // few, slot=4), self.thread < n // few
             first = own + first_row(self.thread // (dim // few)) + self.thread % (dim // few) * few
             squares = chain(x * x for x in load_run(self.rows, first, few, has_sum))
@@ -214,12 +213,20 @@ class DecodeBlock:
             *store_quad(*at, 1, *place, run * (width // 4) + value, self.rows, first, has_value, self.pages),
         ]
 
+    @property
+    def n_parts(self) -> int:
+        """Parts of the score of the new key: sums of eight products each, or of more if there are too few threads."""
+        dim = self.heads.dim
+        return next(dim // n for n in (8, 16, 32) if self.group * dim // n <= self.n_threads)
+
     def partial_scores(self, rotated_rows: UOp, slot: int) -> tuple[UOp, UOp]:
-        """The new key's scores as sums of eight products each: shared memory (group, dim / 8), and the store to it."""
-        eighths = self.heads.dim // 8
-        sums, has_sum = shared(self.group * eighths, slot), self.thread < self.group * eighths
-        query, key = self.thread * 8, self.group * self.heads.dim + self.thread % eighths * 8
-        pairs = zip(*(load_run(rotated_rows, first, 8, has_sum) for first in (query, key)), strict=True)
+        """The new key's scores in parts: shared memory (group, n_parts), and the store to it."""
+        dim, n = self.heads.dim, self.n_parts
+        sums, has_sum = shared(self.group * n, slot), self.thread < self.group * n
+        query, key = self.thread * (dim // n), self.group * dim + self.thread % n * (dim // n)
+        pairs = zip(
+            *(load_run(rotated_rows, first, dim // n, has_sum) for first in (query, key)), strict=True
+        )
         return sums, store(sums, self.thread, chain(a * b for a, b in pairs), has_sum)
 
     def value_row(self, column: UOp) -> UOp:

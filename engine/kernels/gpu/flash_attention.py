@@ -4,7 +4,8 @@ Tensor cores multiply tiles of 16 rows. A block's query heads, at most eight, ro
 eight rows; the others are zeros. A warp works on sixteen tokens at a time. The tokens are assigned to threads such that
 the thread that computes a token's score needs its weight as an operand of the product with the values (as in
 `engine.kernels.gpu.prefill_attention`), so scores stay in their thread. A warp keeps its own largest score: whenever it
-grows, the sums so far shrink. So warps meet only at the end.
+grows, the sums so far shrink. So warps meet only at the end. A large head does not fit into the registers of a warp:
+then several warps share the dimensions of their tokens, and add their parts of the scores through shared memory.
 
 The cache is read once, straight to registers, sixteen bytes at a time. Loads are issued a round ahead of their use, and
 the first ones before everything else.
@@ -31,6 +32,7 @@ from engine.kernels.gpu.uops import (
     F32,
     LOWEST,
     after_store,
+    all_of,
     chain,
     f32,
     finish,
@@ -51,13 +53,15 @@ _MAX_HEADS = 8  # query heads in a block
 _MIN_PART, _MAX_PART = 64, 2048  # tokens of a part: at least, for a window; at most, of several sequences
 _MAX_SUMS_BYTES = 16 << 10  # of a block's shared memory, for the sums of all dimensions
 _MAX_SHARED_BYTES = 46 << 10  # of a block
+_MAX_DIM, _WAY = 256, 128  # dimensions that one warp has of its tokens: at most, and if several share them
 _LARGEST = 60000.0  # scores are compared as half-precision numbers of up to this magnitude
 
 
 @dataclass(frozen=True)
 class FlashSplit:
     """How the attention of a decode step is divided: up to `limit` cached tokens in `splits` parts; a block has `group`
-    heads, one of `across` runs of the values' dimensions, and `warps` warps, each with `steps` times sixteen tokens."""
+    heads, one of `across` runs of the values' dimensions, and `warps` warps with `steps` times sixteen tokens each, or
+    for each of these `ways` warps, which share the dimensions."""
 
     limit: int
     splits: int
@@ -65,6 +69,11 @@ class FlashSplit:
     warps: int
     steps: int = 1
     across: int = 1
+    ways: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.ways
 
     @property
     def rounds(self) -> int:
@@ -73,9 +82,11 @@ class FlashSplit:
         return -(-part // (self.warps * self.steps * TILE))
 
     def shared_bytes(self, dim: int) -> int:
-        """Shared memory of a block, except a few hundred bytes: sums of warps, the new token and maxima."""
-        token = ((self.group + 1) * dim + self.warps * 32) * 8
-        return self.warps * self.group * (dim // self.across) * 4 + token + self.warps * 256
+        """Shared memory of a block, except a few hundred bytes: sums of warps, parts of scores, the new token and
+        maxima."""
+        token = -(-(self.group + 1) * dim // self.threads) * self.threads * 8
+        parts = 2 * self.steps * self.threads * 16 if self.ways > 1 else 0
+        return self.warps * self.group * (dim // self.across) * 4 + parts + token + self.warps * 256
 
 
 def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> FlashSplit:
@@ -83,12 +94,13 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
     dimensions (measured: reading all keys four times costs less than combining splits). For more, there are as many
     blocks as multiprocessors hold at a time, so that all stream the cache until the end."""
     limit = heads.cached(limit)
-    group, warps, across, most_across = _blocks(heads)
+    group, warps, across, most_across, ways = _blocks(heads)
     if limit <= short:
-        return FlashSplit(limit, 1, group, max(8, warps), 2, most_across)
+        warps, steps = (4, 1) if ways > 1 else (max(8, warps), 2)
+        return FlashSplit(limit, 1, group, warps, steps, most_across, ways)
     resident = 3 if heads.dim <= 64 else 2  # registers allow
     splits = max(2, resident * multiprocessors // (heads.query // group))
-    split = FlashSplit(limit, splits, group, warps, 1, across)
+    split = FlashSplit(limit, splits, group, warps, 1, across, ways)
     if heads.window:  # The few tokens by which `limit` exceeds it are to cost no round.
         fewer = min(splits, max(2, -(-limit // _MIN_PART)))
         split = min((replace(split, splits=n) for n in (fewer, fewer + 1)), key=lambda s: s.rounds)
@@ -99,20 +111,25 @@ def rows_split(heads: Heads, limit: int, tokens: int, multiprocessors: int) -> F
     """The division for `tokens` tokens of different sequences with up to `limit` tokens each. All of them together are
     to give two blocks for each multiprocessor."""
     limit = heads.cached(limit)
-    group, warps, across, _ = _blocks(heads)
+    group, warps, across, _, ways = _blocks(heads)
     wanted = 2 * multiprocessors // (tokens * (heads.query // group))
     splits = max(1, min(wanted, -(-limit // _MIN_PART)), -(-limit // _MAX_PART))
-    return FlashSplit(limit, splits, group, warps, 1, across)
+    return FlashSplit(limit, splits, group, warps, 1, across, ways)
 
 
-def _blocks(heads: Heads) -> tuple[int, int, int, int]:
-    """The heads and the warps of a block, the blocks that share the values' dimensions, and the most that may."""
-    max_group = min(_MAX_HEADS, heads.shared_by, 1024 // heads.dim)
-    group = next(n for n in range(max_group, 0, -1) if heads.shared_by % n == 0)
+def _blocks(heads: Heads) -> tuple[int, int, int, int, int]:
+    """The heads and the warps of a block, the blocks that share the values' dimensions, the most that may, and the
+    warps that share dimensions."""
+    ways = heads.dim // _WAY if heads.dim > _MAX_DIM and heads.dim % _WAY == 0 else 1
+    max_group = min(_MAX_HEADS, heads.shared_by, (2048 if ways > 1 else 1024) // heads.dim)
+    group = next(n for n in range(max(max_group, 1), 0, -1) if heads.shared_by % n == 0)
+    if ways > 1:
+        return group, 2, 1, 4, ways
     warps = max(4, -(-heads.dim // 32))
     least = QUANT_BLOCK if heads.kv_format.is_quantized else 16
     runs = [n for n in (4, 2, 1) if heads.dim % (least * n) == 0]
-    return group, warps, runs[-1] if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES else runs[0], runs[0]
+    across = runs[-1] if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES else runs[0]
+    return group, warps, across, runs[0], 1
 
 
 @functools.cache
@@ -120,20 +137,19 @@ def flash_attention(
     heads: Heads, split: FlashSplit, sinks: bool = False, wide: bool = False, tokens: int = 0
 ) -> Kernel:
     """Attention of one new token on tensor cores, or of those of `tokens` sequences. Buffers: see `DecodeBlock`."""
-    h, group, warps, n_threads = heads, split.group, split.warps, split.warps * 32
-    dim, eighths, width = h.dim, h.dim // 8, h.dim // split.across
-    chunks, lists = dim // 16, warps * 4
-    assert group <= _MAX_HEADS and h.shared_by % group == 0 and dim % 16 == 0 and width % 16 == 0
-    assert (
-        max(width, UNIT, (group + 1) * dim // 16) <= n_threads and split.shared_bytes(dim) < _MAX_SHARED_BYTES
-    )
+    h, group, warps, ways, n_threads = heads, split.group, split.warps, split.ways, split.threads
+    dim, width = h.dim, h.dim // split.across
+    own_dims, own_width, lists = dim // ways, width // ways, warps * 4
+    assert group <= _MAX_HEADS and h.shared_by % group == 0 and own_dims % 16 == 0 and own_width % 16 == 0
+    assert n_threads >= UNIT and split.shared_bytes(dim) < _MAX_SHARED_BYTES
 
     def kernel(*buffers: UOp) -> UOp:
-        lane, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
-        thread, g, t = warp * 32 + lane, lane // 4, lane % 4
+        lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
+        thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
+        warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
         block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
-        cache = fragments(block, g, t, run * width, width)
+        cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
 
         def steps_of(round_: UOp | int) -> list[UOp]:
             return [(round_ * split.steps + s) * warps + warp for s in range(split.steps)]
@@ -164,10 +180,11 @@ def flash_attention(
         elements = block.rotate(first_loads)
         stores = [store(new_rows, e, x) for e, x in elements]
         stores += [store(query_rows, e, x.cast(half)) for e, x in elements]
-        new_values, has_column = shared(width, slot=8), thread < width
-        column = run * width + thread
-        new_value = load(block.rows, block.value_row(column), has_column).cast(F16)
-        stores.append(store(new_values, thread, new_value.cast(F32), has_column))
+        new_values = shared(width, slot=8)
+        for first in range(0, width, n_threads):
+            place, has_place = thread + first, thread + first < width
+            new_value = load(block.rows, block.value_row(run * width + place), has_place).cast(F16)
+            stores.append(store(new_values, place, new_value.cast(F32), has_place))
         prescale = shared(UNIT, slot=9)
         if block.prescale is not None:
             stores.append(store(prescale, thread, load(block.prescale, thread, thread < UNIT), thread < UNIT))
@@ -185,8 +202,8 @@ def flash_attention(
         # Row g of a tile belongs to head g.
         head = g.minimum(group - 1)
         queries = []
-        for c in range(chunks):
-            quad = load_run(query_rows, head * dim + c * 16 + t * 4, 4)
+        for c in range(own_dims // 16):
+            quad = load_run(query_rows, head * dim + way * own_dims + c * 16 + t * 4, 4)
             queries.append(upper_rows(quad))
         constants = cache.prepared(queries)
         partial_scores, new_store = block.partial_scores(new_rows, slot=6)
@@ -204,9 +221,11 @@ def flash_attention(
 
         # The scores of a round, and the largest ones so far.
         tops = after_store(registers(1, 2), 0, f32(-_LARGEST))
+        fours = [cache.scores(queries, constants, loaded(next_keys, s)) for s in range(split.steps)]
+        if ways > 1:
+            fours = _added_ways(fours, loop, split, warp, way, lane)
         scores: list[UOp] = []
-        for s, step in enumerate(steps_of(loop)):
-            four = cache.scores(queries, constants, loaded(next_keys, s))
+        for four, step in zip(fours, steps_of(loop), strict=True):
             tokens_of = (step * TILE + t * 4 + k for k in range(4))
             scores += [
                 block.sees(x).where(score, f32(LOWEST)) for x, score in zip(tokens_of, four, strict=True)
@@ -237,10 +256,11 @@ def flash_attention(
             shared(8 * lists, slot=7),
             shared(8 * warps, slot=3),
         )
-        stores = [store(totals, g * lists + warp * 4 + t, load(sums_array, n)), new_store]
-        stores.append(store(largest, g * warps + warp, load(tops, 0), t.eq(0)))
+        is_first_way = way.eq(0) if ways > 1 else None
+        stores = [store(totals, g * lists + warp * 4 + t, load(sums_array, n), is_first_way), new_store]
+        stores.append(store(largest, g * warps + warp, load(tops, 0), all_of(t.eq(0), is_first_way)))
         for d, x in cache.results(load_run(sums_array, 0, n), t):
-            stores.append(store(partial, (warp * group + g) * width + d, x, g < group))
+            stores.append(store(partial, (warp * group + g) * width + way * own_width + d, x, g < group))
         all_stores = UOp.group(*stores, *cache_stores)  # before the loop, whose C variables end with it
         partial, totals, largest, partial_scores = (
             x.after(all_stores) for x in (partial, totals, largest, partial_scores)
@@ -253,7 +273,7 @@ def flash_attention(
         e = (loop * n_threads + thread).minimum(n_elements - 1)
         head, d = (e // width).minimum(group - 1), e % width
         new_score = block.is_first_part.where(
-            tree(load_run(partial_scores, head * eighths, eighths)), f32(LOWEST)
+            tree(load_run(partial_scores, head * block.n_parts, block.n_parts)), f32(LOWEST)
         )
         tops_of_warps = load_run(largest, head * warps, warps)
         head_top = maximum([new_score, *tops_of_warps])
@@ -269,11 +289,29 @@ def flash_attention(
         scale = None if block.prescale is None else prescale
         sink_of_head = None if block.sinks is None else load(own_sinks.after(ready, all_stores), head)
         results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink=sink_of_head)
-        shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}"
+        shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
         return finish(name + f"_{tokens}" * (tokens > 0), [UOp.group(*results).end(loop)])
 
     return kernel
+
+
+def _added_ways(
+    fours: Sequence[list[UOp]], loop: UOp, split: FlashSplit, warp: UOp, way: UOp, lane: UOp
+) -> list[list[UOp]]:
+    """The scores of each step, from the parts of the warps that share dimensions. All warps do a round at the same
+    time: there is room for the parts of two, so that the parts of the round before may still be read."""
+    size = len(fours) * split.threads * 4
+    parts = shared(2 * size, slot=13)
+    first = loop % 2 * size if split.rounds > 1 else UOp.const(0)
+
+    def place(s: int, way: UOp | int) -> UOp:
+        return first + ((s * split.warps + warp) * split.ways + way) * 128 + lane * 4
+
+    stores = [x for s, four in enumerate(fours) for x in store_run(parts, place(s, way), four)]
+    parts = parts.after(UOp.group(*stores))
+    ways = [[load_run(parts, place(s, k), 4) for k in range(split.ways)] for s in range(len(fours))]
+    return [[tree(column) for column in zip(*of_step, strict=True)] for of_step in ways]
 
 
 def stored(arrays: Sequence[UOp], loads: Loads) -> list[UOp]:
