@@ -34,6 +34,7 @@ from engine.kernels.gpu.uops import (
     INDEX,
     LOG2_E,
     LOWEST,
+    all_of,
     chain,
     f32,
     finish,
@@ -61,17 +62,24 @@ _LEAST_TOTAL = 1e-30  # for queries that see nothing: no tokens have them
 class PromptTiling:
     """How prefill attention is divided. A warp has 16 * `rows` queries of a head; a block has `warps` warps, which read
     the same keys, 16 * `steps` at a time; `splits` blocks share the keys of the same queries. Queries are in registers,
-    or if they are `shared`, in shared memory."""
+    or if they are `shared`, in shared memory. `across` warps have the same queries, and each a part of the values'
+    dimensions."""
 
     rows: int
     warps: int
     steps: int
     splits: int
     shared: bool = False
+    across: int = 1
+
+    @property
+    def units(self) -> int:
+        """Warps of a block that have queries of their own."""
+        return self.warps // self.across
 
     def shared_bytes(self, dim: int) -> int:
         """Shared memory of a block: keys and values of two steps, and queries."""
-        return (4 * self.steps + self.shared * self.warps * self.rows) * 16 * dim * 2
+        return (4 * self.steps + self.shared * self.units * self.rows) * 16 * dim * 2
 
     def sums_size(self, heads: Heads, tokens: int) -> int:
         """The size of the sums of all splits, float32."""
@@ -89,9 +97,12 @@ def prompt_tiling(
     rows = 2 if dim <= 64 and heads.shared_by * tokens >= 512 else 1
     units = heads.shared_by * tokens // (16 * rows)
     shapes = [(8, 1), (4, 1), (2, 1)] if is_large else [(8, 4)] * (units >= 8) + [(8, 2), (8, 1)]
-    tilings = [PromptTiling(rows, min(units, warps), steps, 1, is_large) for warps, steps in shapes]
+    across = 2 if dim > 256 else 1  # the sums of so many dimensions are more than a warp's registers hold
+    tilings = [
+        PromptTiling(rows, min(units * across, warps), steps, 1, is_large, across) for warps, steps in shapes
+    ]
     tiling = next((t for t in tilings if t.shared_bytes(dim) <= limit), tilings[-1])
-    blocks = heads.kv * -(-units // tiling.warps)
+    blocks = heads.kv * -(-units // tiling.units)
 
     def cost(splits: int) -> float:
         """The time of the blocks, if one at a time runs on a multiprocessor, over what it is if none is idle."""
@@ -180,7 +191,7 @@ class _Tiles:
             stores += store_run(self.array, first, elements[i : i + 8])
         return UOp.group(*stores)
 
-    def operands(self, array: UOp, step: UOp, which: int, s: int, c: int) -> list[list[UOp]]:
+    def operands(self, array: UOp, step: UOp, which: int, s: int, c: int | UOp) -> list[list[UOp]]:
         """Two right tiles: of keys (`which` is 0) or values, of the s-th sixteen tokens of a step, in sixteen
         dimensions: of even keys and odd ones, or of even dimensions and odd ones."""
         first = (step % 2 * 2 + which) * self._size + (s * self._chunks + c) * 256 + self._read_place
@@ -206,19 +217,15 @@ def attend_prompt(
     int32 (sequences, `Heads.table_size`); the prompt, int32 (2,): position and number of tokens, and with a pool (3,):
     its sequence; with `sinks`, unless there are several splits, float32 (query heads,): a score of each head that is
     not scaled and weighs no value."""
-    h, dim, rows, warps, steps, splits = (
-        heads,
-        heads.dim,
-        tiling.rows,
-        tiling.warps,
-        tiling.steps,
-        tiling.splits,
-    )
+    h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
+    splits, across, per_block = tiling.splits, tiling.across, tiling.units
     chunks, size = dim // 16, 16 * steps
-    units = h.shared_by * (tokens // (16 * rows))  # warps of a key head
-    blocks = -(-units // warps)
+    own_chunks = chunks // across  # of the values of a warp
+    units = h.shared_by * (tokens // (16 * rows))  # warps of a key head that have queries of their own
+    blocks = -(-units // per_block)
     assert dim % 16 == 0 and tokens % (16 * rows) == 0 and not (sinks and splits > 1)
-    n_sums = rows * chunks * 8
+    assert warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
+    n_sums = rows * own_chunks * 8
 
     def kernel(out: UOp, queries: UOp, *rest: UOp) -> UOp:
         n_cache = len(h.cache_planes)
@@ -229,28 +236,29 @@ def attend_prompt(
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
         split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
         block = blocks - 1 - block  # the longest work starts first
-        unit, g, t = block * warps + warp, thread // 4, thread % 4
+        own_unit, run = (warp // across, warp % across) if across > 1 else (warp, UOp.const(0))
+        unit, g, t = block * per_block + own_unit, thread // 4, thread % 4
         exists = unit < units
-        if units % warps:
+        if units % per_block:
             unit = unit.minimum(units - 1)
         head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
         position, n = load_index(prompt, 0, h.length - CACHE_SLACK), load_index(prompt, 1, tokens + 1)
-        last_unit = (block * warps + (warps - 1)).minimum(units - 1)
-        first, after = (u // h.shared_by * (16 * rows) for u in (block * warps, last_unit + h.shared_by))
+        last_unit = (block * per_block + (per_block - 1)).minimum(units - 1)
+        first, after = (u // h.shared_by * (16 * rows) for u in (block * per_block, last_unit + h.shared_by))
         turns = _turns(h, position, first, after, n, size, split, splits)
 
         tiles = _Tiles(h, tiling, cache, kv, warp, thread, pages)
-        query_rows = [
-            load_run(queries, (((head * (tokens // 16) + tile + r) * chunks + c) * 32 + thread) * 8, 8)
-            for r in range(rows)
-            for c in range(chunks)
+        first_query = (head * (tokens // 16) + tile) * chunks
+        query_rows = [  # of the warps that share queries, each copies every `across`-th sixteen dimensions
+            load_run(queries, ((first_query + i + run) * 32 + thread) * 8, 8)
+            for i in range(0, rows * chunks, across)
         ]
         first_store = [tiles.put(turns[0][0], tiles.from_cache(turns[0][0]))]
-        query_array = shared(warps * rows * chunks * 256, 1, F16) if tiling.shared else tiles.array
-        own_queries = warp * (rows * chunks * 256) + thread * 8
+        query_array = shared(per_block * rows * chunks * 256, 1, F16) if tiling.shared else tiles.array
+        own_queries = own_unit * (rows * chunks * 256) + thread * 8
         if tiling.shared:
             for i, row in enumerate(query_rows):
-                first_store += store_run(query_array, own_queries + i * 256, row)
+                first_store += store_run(query_array, own_queries + (i * across + run) * 256, row)
         ready = UOp.group(*first_store)
         array, query_array = tiles.array.after(ready), query_array.after(ready)
         sums_array, totals = zeroed_registers(n_sums, 2), zeroed_registers(2 * rows, 3)
@@ -301,7 +309,7 @@ def attend_prompt(
                 totals, 0, [chain([x * f, *row]) for x, f, row in zip(so_far, factors, weights, strict=True)]
             )
             sums = load_run(sums_array.after(*before), 0, n_sums)
-            sums = [x * factors[i // (chunks * 8) * 2 + i % 4 // 2] for i, x in enumerate(sums)]
+            sums = [x * factors[i // (own_chunks * 8) * 2 + i % 4 // 2] for i, x in enumerate(sums)]
             halves = [[x.cast(F16) for x in row] for row in weights]
             for s in range(steps):
                 # a left tile's elements of a thread: two of row g, two of row g + 8, and the same again
@@ -309,10 +317,10 @@ def attend_prompt(
                     [halves[2 * r + side][4 * s + k + i] for k in (0, 2) for side in (0, 1) for i in (0, 1)]
                     for r in range(rows)
                 ]
-                for c in range(chunks):
-                    for odd, values in enumerate(tiles.operands(now, step, 1, s, c)):
+                for c in range(own_chunks):
+                    for odd, values in enumerate(tiles.operands(now, step, 1, s, run * own_chunks + c)):
                         for r in range(rows):
-                            k = ((r * chunks + c) * 2 + odd) * 4
+                            k = ((r * own_chunks + c) * 2 + odd) * 4
                             sums[k : k + 4] = wmma(lefts[r], values, sums[k : k + 4])
             stores += store_run(sums_array, 0, sums) + store_run(tops, 0, top)
             done = (UOp.group(*stores, tiles.put(step + 1, following)).end(loop),)
@@ -321,27 +329,30 @@ def attend_prompt(
         thread_totals, total = load_run(totals.after(*done), 0, 2 * rows), []
         for r in range(rows):
             total += _quad_sums(thread_totals[2 * r : 2 * r + 2])
-        live = (tile * 16 < n) & exists if units % warps else tile * 16 < n
+        live = (tile * 16 < n) & exists if units % per_block else tile * 16 < n
         stores = []
         for r in range(rows):
             own_top, own_total = top[2 * r : 2 * r + 2], total[2 * r : 2 * r + 2]
-            own_sums = sums[r * chunks * 8 : (r + 1) * chunks * 8]
+            own_sums = sums[r * own_chunks * 8 : (r + 1) * own_chunks * 8]
             if splits > 1:
-                record = [*own_sums, own_total[0], own_top[0], own_total[1], own_top[1]]
-                index = _record(h, tokens, split, head, tile + r) + thread * 4
-                for i in range(0, len(record), 4):
-                    stores += store_run(out, index + i * 32, record[i : i + 4], live)
+                index, first_sum = (
+                    _record(h, tokens, split, head, tile + r) + thread * 4,
+                    run * (own_chunks * 256),
+                )
+                for i in range(0, len(own_sums), 4):
+                    stores += store_run(out, index + first_sum + i * 32, own_sums[i : i + 4], live)
+                ends = [own_total[0], own_top[0], own_total[1], own_top[1]]
+                stores += store_run(out, index + chunks * 256, ends, all_of(live, run.eq(0)))
                 continue
             if sinks:
                 score = load(sink[0], head) * f32(LOG2_E)
                 own_total = [x + (score - b).exp2() for x, b in zip(own_total, own_top, strict=True)]
             factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in own_total]
-            for c in range(chunks):
+            for c in range(own_chunks):
                 results = own_sums[8 * c : 8 * c + 8]
-                stores += _store(
-                    h, out, columns, head, tile + r, UOp.const(c), thread, results, factors, live
-                )
-        shape = f"{rows}_{warps}_{steps}_{splits}{'_sinks' * sinks}{'_columns' * columns}"
+                chunk = run * own_chunks + c
+                stores += _store(h, out, columns, head, tile + r, chunk, thread, results, factors, live)
+        shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_sinks' * sinks}{'_columns' * columns}"
         used = tiling.shared_bytes(dim)
         big = f"_sm{used}" if used > STATIC_SHARED else ""
         return finish(f"prefill_attend_{h.name}_{tokens}_{shape}{big}", stores)

@@ -21,17 +21,17 @@ _NEW = frozenset(
 )
 """What no kernels have yet."""
 
+_GPU = _NEW | {
+    "layers without a norm before them",
+    "experts whose gate and up differ in type",
+    "a residual multiplier with norms after layers",
+}
+
 _LACKING = {
     "CPU": _NEW | {"a soft cap of the logits"},
-    "GPU": _NEW
-    | frozenset(
-        {
-            "layers without a norm before them",
-            "experts whose gate and up differ in type",
-            "attention of several shapes",
-            "a residual multiplier with norms after layers",
-        }
-    ),
+    "CUDA": _GPU,
+    # tinygrad's NV device gives a block 48 KB of shared memory, and prefill attention of such heads takes 80 KB
+    "NV": _GPU | {"heads of more than 256 elements"},
 }
 
 
@@ -55,7 +55,7 @@ def lacks_format_because(spec: ModelSpec, device: str, is_graph: bool, kv: KVFor
 
 def lacking_parts(spec: ModelSpec, device: str) -> list[str]:
     """The parts of a model, in words, that tinygrad's device (CPU, CUDA, NV) has no kernels for."""
-    lacking = _LACKING["CPU" if device.startswith("CPU") else "GPU"]
+    lacking = _LACKING.get(device.split(":")[0], _GPU)
     return [part for part in spec.parts() if part in lacking]
 
 

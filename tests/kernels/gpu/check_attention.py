@@ -188,6 +188,9 @@ def check_prompt_attention() -> None:
     # more warps than parts of the keys to copy, and fewer; warps without queries
     attended_prompt(PromptTiling(1, 4, 2, 1), 9, 40, heads_of(temperature=True))
     attended_prompt(PromptTiling(1, 4, 4, 2), 32, 90, heads_of(16, 6, 2))
+    # warps that share queries, whole and in splits
+    attended_prompt(PromptTiling(1, 4, 2, 1, True, 2), 20, 40, heads_of(32))
+    attended_prompt(PromptTiling(1, 4, 1, 2, True, 2), 20, 40, heads_of(64, 3, 1))
 
 
 def check_windows_of_prompts() -> None:
