@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.events import Sampling
-from engine.kernels.gpu.device_memory import device_zeros, overwrite
+from engine.kernels.gpu.device_memory import device_zeros, overwrite, to_device
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.sampling import (
     SETTINGS,
@@ -32,7 +32,9 @@ class DeviceSampler:
 
     def __init__(self, shortlist: Shortlist, context: int, sequences: int = 1, rows: int = 1) -> None:
         self._shortlist, self._context, self._sequences = shortlist, context, sequences
-        self._settings, self._uniforms = device_zeros(sequences * SETTINGS), device_zeros(sequences * context)
+        # a step before the first settings come, as when it is captured, takes the most probable token
+        self._settings = to_device(np.tile(settings_of(Sampling(temperature=0)), sequences))
+        self._uniforms = device_zeros(sequences * context)
         self._tokens = device_zeros(sequences * (context + 1), dtypes.int32)
         levels = range(len(shortlist.spans) + 1)
         self._values = [device_zeros(rows * shortlist.entries(level)) for level in levels]

@@ -76,12 +76,12 @@ def check_sampling() -> None:
 
 
 def check_sampling_of_rows() -> None:
-    """Rows with settings of their own: sampled, greedy in spite of settings, not used. The tokens of even positions do
-    not lie where those of odd ones do."""
-    vocab, context, sequences = 150, 16, 3
-    logits = (rng.standard_normal((4, vocab)) * 2).astype(np.float32)
-    sampler = DeviceSampler(Shortlist(vocab, 16, (4, 2, 1)), context, sequences, 4)
-    said = [[9, 7, 9, 12], [int(logits[3].argmax())] * 3, [5, 6, 8, 3, 1]]
+    """Rows with settings of their own: sampled, greedy in spite of settings, not used, or of a sequence that has no
+    settings yet. The tokens of even positions do not lie where those of odd ones do."""
+    vocab, context, sequences, n = 150, 16, 4, 5
+    logits = (rng.standard_normal((n, vocab)) * 2).astype(np.float32)
+    sampler = DeviceSampler(Shortlist(vocab, 16, (4, 2, 1)), context, sequences, n)
+    said = [[9, 7, 9, 12], [int(logits[3].argmax())] * 3, [5, 6, 8, 3, 1], [4, 4]]
     settings = [
         Sampling(top_k=4, seed=1, repeat_penalty=1.5),
         Sampling(top_k=12, temperature=2.0, repeat_penalty=1.4, repeat_last_n=2, seed=2, top_p=1, min_p=0),
@@ -91,18 +91,19 @@ def check_sampling_of_rows() -> None:
     for i, s in enumerate(settings):
         assert sampler.prepare(s, said[i], uniforms[i], i)
     assert not sampler.prepare(Sampling(top_k=0), [1], uniforms[0], 1)
-    rows = [(2, StepRows.SAMPLED), (0, 0), (0, StepRows.USED), (1, StepRows.SAMPLED)]  # sequence, kind
+    drawn = StepRows.SAMPLED
+    rows = [(2, drawn), (0, 0), (0, StepRows.USED), (1, drawn), (3, drawn)]  # sequence, kind
     state = np.array([(said[s][-1], len(said[s]) - 1, s, kind) for s, kind in rows], np.int32).T
-    on_device, out, left = buffer(state), zeros(2 * 4, dtypes.int32), buffer(logits)
+    on_device, out, left = buffer(state), zeros(2 * n, dtypes.int32), buffer(logits)
     step = KernelSequence()
-    sampler.add_to(step, left, on_device, out, True, 4)
+    sampler.add_to(step, left, on_device, out, True, n)
     step.capture()()
     after, letters, left = (
-        on_device.numpy().reshape(4, 4),
-        out.numpy().reshape(2, 4),
-        left.numpy().reshape(4, -1),
+        on_device.numpy().reshape(4, n),
+        out.numpy().reshape(2, n),
+        left.numpy().reshape(n, -1),
     )
-    wanted = {2: int(logits[2].argmax())}
+    wanted = {row: int(logits[row].argmax()) for row in (2, 4)}
     for row in (0, 3):
         s = rows[row][0]
         wanted[row] = Sampler(settings[s]).sample(logits[row], said[s])
