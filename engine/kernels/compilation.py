@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from types import FunctionType
 
 from tinygrad import Device, UOp
@@ -78,6 +79,8 @@ def fingerprint(value: object) -> str:
     is defined, and the values that it captured from an outer function. Raises TypeError for other types of values."""
     if value is None or isinstance(value, bool | int | float | str | bytes | DType):
         return repr(value)
+    if isinstance(value, Enum):
+        return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(fingerprint, value))})"
     if isinstance(value, FunctionType):

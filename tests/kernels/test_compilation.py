@@ -1,6 +1,7 @@
 """Fingerprints, by which programs are found in the disk cache."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 import pytest
 
@@ -11,6 +12,11 @@ from engine.kernels.compilation import fingerprint
 class Shape:
     rows: int
     cols: tuple[int, ...]
+
+
+class Kind(Enum):
+    PLAIN = "plain"
+    PACKED = "packed"
 
 
 def factory(shape, name=None):
@@ -26,7 +32,8 @@ def test_functions_of_other_arguments_have_other_fingerprints():
     known = fingerprint(factory(Shape(3, (4,)), "t"))
     assert known == fingerprint(factory(Shape(3, (4,)), "t"))
     others = [factory(Shape(3, (5,)), "t"), factory(Shape(2, (4,)), "t"), factory(Shape(3, (4,)), "u")]
-    assert len({known, *map(fingerprint, others)}) == 4
+    others += [factory(Shape(3, (4,)), kind) for kind in Kind]
+    assert len({known, *map(fingerprint, others)}) == 6
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, Shape, lambda x=1: x])

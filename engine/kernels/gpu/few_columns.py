@@ -79,6 +79,7 @@ class FewTiles:
         return 32 * self.across * self.parts
 
 
+@functools.cache
 def few_tiles(
     layout: WeightLayout, tokens: int, rows: int, cols: int, multiprocessors: int, divided: bool = False
 ) -> FewTiles:

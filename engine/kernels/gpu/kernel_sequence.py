@@ -24,8 +24,11 @@ class KernelSequence:
     def add(self, kernel: Kernel, *buffers: Tensor) -> None:
         """`kernel` is called with a placeholder for each buffer; the same function always means the same kernel. The
         buffers are realized, whole tensors, and the kernel uses every one of them."""
-        shapes = tuple((int(b.numel()), b.dtype) for b in buffers)
-        self.calls.append(call_of(_program(kernel, shapes), [b.uop.base for b in buffers]))
+        uops = [b.uop.base for b in buffers]
+        shapes = tuple(
+            (int(uop.max_numel()), uop.dtype) for uop in uops
+        )  # a tensor takes longer to tell its own
+        self.calls.append(call_of(_program(kernel, shapes), uops))
 
     @property
     def linear(self) -> UOp:
