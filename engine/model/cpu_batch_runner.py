@@ -21,6 +21,7 @@ from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_cache import BlockCache
+from engine.model.lower.cpu_step import step_kernels
 from engine.model.model_runner import Row, varied_tokens
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
@@ -59,8 +60,8 @@ class CPUBatchRunner:
         self._logits = memory.view(self._model.logits)
         tiles = [1 << i for i in range(self._model.tile_of(parallel).bit_length())]
         rows = {tile: tile for tile in tiles} | {tiles[-1]: self._model.max_rows(parallel)}
-        decode = {tile: self._model.step(tile, n) for tile, n in rows.items()}
-        prefill = self._model.step(self._lanes)
+        decode = {tile: step_kernels(self._model, tile, n) for tile, n in rows.items()}
+        prefill = step_kernels(self._model, self._lanes)
         kernels = [kernel for step in (prefill, *decode.values()) for kernel in step.kernels]
         pool.compile(kernels)  # all at once, for several compiler processes
         self._decode, self._prefill = {n: step.compile() for n, step in decode.items()}, prefill.compile()

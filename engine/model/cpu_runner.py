@@ -19,6 +19,7 @@ from engine.measure.timeline import timeline
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_cache import ContiguousCache
 from engine.model.lower.cpu_export import CachedLayer, export_chunk, import_chunk
+from engine.model.lower.cpu_step import step_kernels
 from engine.model.model_runner import varied_tokens
 from engine.model.prefix_store import export_layout
 from engine.model.sampling import Logits
@@ -48,7 +49,7 @@ class CPURunner:
         self.max_chunk = self._model.max_chunk
         self._state, self._tokens = memory.view(self._model.state), memory.view(self._model.tokens)
         self._logits = memory.view(self._model.logits)[: weights.spec.vocab]
-        decode, prefill = self._model.step(1), self._model.step(self._lanes)
+        decode, prefill = step_kernels(self._model, 1), step_kernels(self._model, self._lanes)
         with timeline.span("kernels"):
             pool.compile([*prefill.kernels, *decode.kernels])  # all at once, for several compiler processes
             self._decode, self._prefill = decode.compile(), prefill.compile()

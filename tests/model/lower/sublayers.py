@@ -10,6 +10,7 @@ from tinygrad import Tensor, TinyJit, UOp
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
 from engine.model.lower.cpu import CPUModel
+from engine.model.lower.cpu_step import step_kernels
 from engine.model.lower.graph import Transformer
 from engine.model.mixes import Experts
 
@@ -39,7 +40,7 @@ def keep(chosen: Array, probabilities: Array, logits: Array) -> None:
 
 def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
     """A step of the CPU's kernels, which shows `see` every choice."""
-    sequence, pool = model.step(tile).compile(), model._pool
+    sequence, pool = step_kernels(model, tile).compile(), model.pool
     scratch = {buffer: name for (name, of, _), buffer in model._scratch.items() if of == tile}
     size = 1 if tile == 1 else model.max_chunk
 

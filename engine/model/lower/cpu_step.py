@@ -1,0 +1,257 @@
+"""A step of a model as the CPU's kernels, which all cores share.
+
+    embed · for attention: quantize · qkv · rotate · attend · quantize · o
+            for a feed-forward layer: quantize · gate+up · quantize · down        · quantize · head
+
+"quantize" (`quantize_activations`) norms the activations and rounds them to the integers that products take. All that
+changes from step to step (tokens, position, number of tokens) is in memory, so a step is one job of the thread pool.
+Prefill is the same with tiles of tokens instead of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from tinygrad import Tensor, dtypes
+
+from engine.kernels.cpu import memory
+from engine.kernels.cpu.activations import (
+    Quantization,
+    add_normed,
+    buffer_names,
+    buffer_type,
+    quantize_activations,
+)
+from engine.kernels.cpu.attention import attention, n_parts, scratch_size
+from engine.kernels.cpu.embedding import embed
+from engine.kernels.cpu.experts import (
+    add_experts,
+    choose_experts,
+    expert_product,
+    group_experts,
+    max_tiles,
+)
+from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.product import product, span_of
+from engine.kernels.cpu.rope import rotate
+from engine.kernels.cpu.step_state import SIZE
+from engine.kernels.cpu.weight_layout import UNIT
+from engine.model.lower.cpu import CPUModel
+from engine.model.lower.cpu_layers import Attention, FeedForward, Mixture
+from engine.model.lower.cpu_weights import Matrix
+from engine.model.mixes import Activation
+
+PART_BYTES = 256 << 10  # of a matrix, in each part of its product
+
+
+def step_kernels(model: CPUModel, tile: int, rows: int = 0) -> KernelSequence:
+    """The kernels of a step: if `tile` is 1, decode of one token, with logits; else prefill of as many tiles of tokens
+    as the state says. With `rows`, decode of as many tokens at most, each of another sequence."""
+    return _Step(model, tile, rows).kernels()
+
+
+@dataclass
+class Tiles:
+    """The tiles of experts that a step has (see `engine.kernels.cpu.experts`): `tokens` in all at most, a state with
+    the number of tiles, and their experts. `lists`: the token at each place and the place of each pair; none in
+    decode."""
+
+    tokens: int
+    state: Tensor
+    experts: Tensor
+    lists: list[Tensor]
+
+
+class _Step:
+    """Builds the kernels of one step."""
+
+    def __init__(self, model: CPUModel, tile: int, rows: int) -> None:
+        self._model, self._tile, self._n_rows = model, tile, rows
+        self._tokens = rows or (1 if tile == 1 else model.max_chunk)
+        self._state = [] if tile == 1 else [model.state]
+        self._sequence = KernelSequence(model.pool)
+
+    def kernels(self) -> KernelSequence:
+        model, spec, tile = self._model, self._model.spec, self._tile
+        x, y = (self._rows(name, spec.dim) for name in "xy")
+        embedding = model.embedding
+        self._sequence.add(
+            embed(embedding.layout, tile, spec.embedding_scale),
+            x,
+            model.sizes(embedding.rows, embedding.cols // embedding.layout.block),
+            *self._state,
+            model.tokens,
+            embedding.stream,
+        )
+        for layer in model.layers:
+            mix, post_norm = layer.mix, layer.post_norm
+            mixed, shape = self._rows("mixed", spec.dim), model.sizes(spec.dim // UNIT)
+            if isinstance(mix, Mixture):
+                self._mix(mix, x, layer.norm, mixed if post_norm else x)
+            else:
+                bias = None
+                if isinstance(mix, Attention):
+                    (matrix, inputs), bias = self._attend(mix, x, layer.norm), mix.o_bias
+                else:
+                    matrix, inputs = self._gate(mix, x, layer.norm)
+                if post_norm is None:
+                    self._multiply(y, matrix, inputs, added=x, bias=bias)
+                    x, y = y, x
+                else:
+                    self._multiply(mixed, matrix, inputs, added=bias)
+            if post_norm is not None:
+                kernel, parts = add_normed(spec.eps, model.lanes, tile), 1 if tile == 1 else 0
+                self._sequence.add(kernel, x, shape, *self._state, mixed, post_norm, parts=parts)
+        if tile == 1 or self._n_rows:
+            head = model.head
+            self._multiply(model.logits, head, self._quantize(x, [head], norm=model.output_norm))
+        return self._sequence
+
+    def _attend(self, a: Attention, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
+        """Adds the kernels of attention but its last product; returns that one's matrix and its activations."""
+        model, heads, tile, threads = self._model, a.heads, self._tile, self._model.pool.count
+        width = heads.query * heads.dim
+        rows, queries, attended = (
+            self._rows(name, n) for name, n in (("rows", heads.rows), ("queries", width), ("attended", width))
+        )
+        inputs = self._quantize(x, a.qkv, norm=norm)
+        for i, matrix in enumerate(a.qkv):
+            self._multiply(rows, matrix, inputs, added=a.bias, concurrent=i > 0)
+        cached = [*a.cached, *model.cache.rotating(heads, tile)]
+        tables = [*model.ropes[a.rope], *a.norms, *model.temperatures]
+        self._sequence.add(rotate(heads, tile), queries, *cached, rows, *tables)
+        rows_n = self._n_rows
+        scores = model.scratch("scores", tile, scratch_size(heads, threads, tile, rows_n), dtypes.float32)
+        kernel, parts = attention(heads, threads, tile, rows_n), n_parts(heads, threads, tile, rows_n)
+        state = self._state if heads.table and not rows_n else []
+        reads = *a.cached, *state, *model.cache.attending(heads), queries, model.mask, *a.sinks
+        self._sequence.add(kernel, attended, scores, *reads, parts=parts)
+        return a.o, self._quantize(attended, [a.o])
+
+    def _gate(self, f: FeedForward, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
+        """As `_attend`, for a feed-forward layer."""
+        gate, up = self._rows("gate", f.gate.rows), self._rows("up", f.up.rows)
+        inputs = self._quantize(x, [f.gate, f.up], norm=norm)
+        self._multiply(gate, f.gate, inputs)
+        self._multiply(up, f.up, inputs, concurrent=True)
+        return f.down, self._quantize(gate, [f.down], gate=(f.activation, up))
+
+    def _mix(self, m: Mixture, x: Tensor, norm: Tensor | None, out: Tensor) -> None:
+        """Adds the kernels of a mixture of experts: to x if that is `out`, else the result is in `out`."""
+        model, tile, spec, dim, state = self._model, self._tile, m.spec, m.down.rows, self._state
+        parts = 1 if tile == 1 else 0
+        logits = self._rows("router", m.router.layout.groups(spec.count) * model.lanes)
+        inputs = self._quantize(x, [m.router, m.gate, m.up] if tile == 1 else [m.router], norm=norm)
+        self._multiply(logits, m.router, inputs, added=m.router_bias)
+        chosen, probabilities = (
+            model.scratch(name, tile, self._tokens * spec.used, dtype)
+            for name, dtype in (("chosen", dtypes.int32), ("probabilities", dtypes.float32))
+        )
+        kernel = choose_experts(spec.count, spec.used, spec.least_sum, model.lanes, tile)
+        read = m.choices if tile == 1 else model.state
+        self._sequence.add(kernel, chosen, probabilities, read, logits, parts=parts)
+        if tile == 1:
+            tiles = Tiles(spec.used, model.sizes(0, 0, spec.used, 0), chosen, [])
+        else:
+            n = max_tiles(self._tokens, spec.used, spec.count, tile)
+            experts, sources, places, count = (
+                model.scratch(name, tile, size, dtypes.int32)
+                for name, size in (
+                    ("experts", n), ("sources", n * tile), ("places", chosen.numel()), ("tiles", SIZE)
+                )
+            )  # fmt: skip
+            tiles = Tiles(n * tile, count, experts, [sources, places])
+            kernel = group_experts(spec.count, spec.used, tile)
+            outs = experts, sources, places, count, m.choices
+            self._sequence.add(kernel, *outs, model.state, chosen, parts=1)
+            inputs = self._quantize(x, [m.gate, m.up], norm=norm, tiles=tiles, gathered=True)
+        rows = [
+            model.scratch(name, tile, tiles.tokens * matrix.rows, dtypes.float32)
+            for name, matrix in (("expert gate", m.gate), ("expert up", m.up), ("results", m.down))
+        ]
+        self._multiply_experts(rows[0], m.gate, inputs, tiles, m.biases[0])
+        self._multiply_experts(rows[1], m.up, inputs, tiles, m.biases[1], concurrent=True)
+        inputs = self._quantize(rows[0], [m.down], gate=(spec.activation, rows[1]), tiles=tiles)
+        self._multiply_experts(rows[2], m.down, inputs, tiles, m.biases[2], shared=False)
+        kernel = add_experts(spec.used, out is x, model.lanes, tile)
+        lists = [*state, tiles.lists[1]] if tiles.lists else []
+        self._sequence.add(kernel, out, model.sizes(dim // UNIT), *lists, probabilities, rows[2])
+
+    def _rows(self, name: str, n: int) -> Tensor:
+        """Scratch rows of n elements, one for each token: float32 (tokens * n,)."""
+        return self._model.scratch(name, self._tile, self._tokens * n, dtypes.float32)
+
+    def _quantize(
+        self,
+        rows: Tensor,
+        matrices: Sequence[Matrix],
+        norm: Tensor | None = None,
+        gate: tuple[Activation, Tensor] | None = None,
+        tiles: Tiles | None = None,
+        gathered: bool = False,
+    ) -> dict[str, Tensor]:
+        """Adds the kernel that quantizes rows for the products with `matrices`: normed, or gated and multiplied by
+        other rows; with `tiles` those of experts, `gathered` from the tokens. Returns its outputs by name."""
+        model, tile, cols = self._model, self._tile, matrices[0].cols
+        names = buffer_names([matrix.layout for matrix in matrices], tile)
+        outs = {}
+        for name in names:
+            dtype, columns = buffer_type(name)
+            tokens = tiles.tokens if tiles else self._tokens
+            outs[name] = model.scratch(f"{name}{cols}", tile, tokens * cols // columns, dtype)
+        eps = None if norm is None else model.spec.stream_eps
+        quantization = Quantization(names, eps, gate[0] if gate else "", tiles is not None, gathered)
+        state = self._state if tiles is None else [tiles.state, *(tiles.lists[:1] if gathered else [])]
+        others = [t for t in (norm, gate and gate[1]) if t is not None]
+        self._sequence.add(
+            quantize_activations(quantization, model.lanes, tile),
+            *outs.values(),
+            model.sizes(cols // UNIT),
+            *state,
+            rows,
+            *others,
+            parts=1 if tile == 1 else 0,
+        )
+        return outs
+
+    def _multiply(
+        self,
+        out: Tensor,
+        matrix: Matrix,
+        inputs: dict[str, Tensor],
+        added: Tensor | None = None,
+        bias: Tensor | None = None,
+        concurrent: bool = False,
+    ) -> None:
+        """Adds a product, in parts that are as many for each thread, and so small that a slow core delays the others
+        little."""
+        tile, threads = self._tile, self._model.pool.count
+        read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
+        added = self._model.zeros if added is None else added  # the kernel always reads one
+        kernel = product(matrix.layout, tile, span_of(matrix.cols) if tile > 1 else 1, bias is not None)
+        parts = threads * ceil(memory.view(matrix.stream).nbytes / threads / PART_BYTES)
+        buffers = matrix.shape, *self._state, *read, added, *([] if bias is None else [bias]), matrix.stream
+        self._sequence.add(kernel, out, *buffers, parts=parts, concurrent=concurrent)
+
+    def _multiply_experts(
+        self,
+        out: Tensor,
+        matrix: Matrix,
+        inputs: dict[str, Tensor],
+        tiles: Tiles,
+        bias: Tensor,
+        shared: bool = True,
+        concurrent: bool = False,
+    ) -> None:
+        """As `_multiply`, with the experts of the tiles. `shared`: in decode, all experts have the same input."""
+        tile, threads = self._tile, self._model.pool.count
+        read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
+        span = span_of(matrix.cols) if tile > 1 else 1
+        kernel = expert_product(matrix.layout, tile, span, shared and tile == 1)
+        expert = matrix.layout.size(matrix.rows, matrix.cols) * matrix.layout.dtype.itemsize
+        n_bytes = min(expert * tiles.tokens, memory.view(matrix.stream).nbytes)
+        parts = threads * ceil(n_bytes / threads / PART_BYTES)
+        buffers = matrix.shape, tiles.state, tiles.experts, *read, bias, matrix.stream
+        self._sequence.add(kernel, out, *buffers, parts=parts, concurrent=concurrent)
