@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 EVERY = 64
 """Tokens after which a checkpoint is saved, even within a turn."""
@@ -31,10 +31,15 @@ def checkpoint_slots(parallel: int) -> int:
     return 8 if parallel == 1 else 4 * parallel
 
 
+@runtime_checkable
 class StateStore(Protocol):
-    """The memory of recurrent states. A sequence has one, which is that after all its tokens so far: a step at a
-    position needs the state after exactly so many tokens. A step at position 0 begins with zeros. Checkpoints are
-    copies, in slots 0 to `state_slots` - 1. Calls take effect in the order in which they and the steps are made."""
+    """What a runner has too that can run models with recurrent state: the memory of the states. A sequence has one,
+    which is that after all its tokens so far: a step at a position needs the state after exactly so many tokens. A step
+    at position 0 begins with zeros. Checkpoints are copies, in slots 0 to `state_slots` - 1. Calls take effect in the
+    order in which they and the steps are made.
+
+    A step that ran ahead has changed the state. The caller asks for just that step then, or loads a state, or begins a
+    sequence anew."""
 
     state_slots: int
     """0 if the model has no recurrent state."""

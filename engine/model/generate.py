@@ -43,7 +43,7 @@ from engine.measure.timeline import timeline
 from engine.model import file_summary
 from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
-from engine.model.checkpoints import Checkpoints
+from engine.model.checkpoints import Checkpoints, StateStore
 from engine.model.choice_reporter import ChoiceReporter
 from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
@@ -54,7 +54,6 @@ from engine.model.model_runner import (
     Row,
     RowSampler,
     SamplingRunner,
-    StateRunner,
     TunableRunner,
 )
 from engine.model.open_runner import open_runner
@@ -381,7 +380,7 @@ class TextModel:
 
 def _checkpoints(runner: ModelRunner) -> Checkpoints | None:
     """None for a model without recurrent state."""
-    return Checkpoints(runner) if isinstance(runner, StateRunner) and runner.state_slots else None
+    return Checkpoints(runner) if isinstance(runner, StateStore) and runner.state_slots else None
 
 
 def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:

@@ -138,6 +138,15 @@ class KVBlocks:
 
     # --- growing -----------------------------------------------------------------------------------------
 
+    def known(self, sequence: int, tokens: Sequence[int]) -> int:
+        """The length of a sequence after `match`, which is not done."""
+        s = self._sequences[sequence]
+        if len(s.tokens) % BLOCK:
+            return len(s.tokens)
+        known = self._known(s, tokens)
+        n, _ = self._usable(known)
+        return max(len(s.tokens), sum(common for _, common in known[:n]))
+
     def match(self, sequence: int, tokens: Sequence[int]) -> int:
         """Continues a sequence with blocks in the tree that hold the next of `tokens`, all that it is to hold from
         its first on; returns its length. Shares full blocks. Of the block in which `tokens` part from known texts, it

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from engine.events import Sampling, Search, Step
 from engine.measure.profile import Replay
-from engine.model.checkpoints import StateStore
 from engine.model.kv_blocks import BlockStore
 from engine.model.sampling import Logits
 
@@ -100,14 +99,6 @@ class PrefixRunner(ModelRunner, Protocol):
     def import_chunk(self, position: int, export: NDArray[np.uint8]) -> None:
         """Stores the chunk from `position` on as `export_chunk` gave it."""
         ...
-
-
-@runtime_checkable
-class StateRunner(ModelRunner, StateStore, Protocol):
-    """A runner that can run models with recurrent state (`engine.model.checkpoints`). After a step with `run_ahead` the
-    caller asks for the step that ran ahead, or begins a sequence anew, or loads a state: nothing else fits the state
-    then. Where it is, `state_position` says. A `BatchRunner` has a state for each sequence. A replay leaves any
-    state."""
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from engine.errors import ContextFullError
 from engine.events import Finished, Slot, Slots
 from engine.model.answer import Answer
+from engine.model.checkpoints import Checkpoints, StateStore
 from engine.model.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.model.model_runner import BatchRunner, Row, RowSampler
 from engine.model.pace import Pace
@@ -67,6 +68,9 @@ class Scheduler:
     def __init__(self, runner: BatchRunner, report: Callable[[Slots], None]) -> None:
         self._runner, self._report = runner, report
         self.blocks = KVBlocks(runner)
+        self._states = None
+        if isinstance(runner, StateStore) and runner.state_slots:
+            self._states = Checkpoints(runner)
         self._slots: list[Job | None] = [None] * runner.parallel
         self._waiting: dict[str, collections.deque[Job]] = {}
         self._served: dict[str, int] = {}  # when each client that has requests got its last slot
@@ -103,7 +107,7 @@ class Scheduler:
         except Exception as error:
             self._is_ahead = False
             for sequence, job in self._live():
-                self._leave(sequence)
+                self._leave(sequence, is_whole=False)
                 job.end(error)
         if not self.busy or time.perf_counter() >= self._report_due_s:
             self._report_due_s = time.perf_counter() + REPORT_S
@@ -147,14 +151,19 @@ class Scheduler:
             if any(self._slots) and not self.blocks.has_room(len(job.answer.tokens)):
                 return
             self._waiting[client].popleft()
-            self._slots[self._slots.index(None)] = job
+            sequence = self._slots.index(None)
+            self._slots[sequence] = job
+            if self._states:
+                self._states.load([], 0, sequence)
             self._served[client] = next(self._count)
             self._tidy(client)
 
-    def _leave(self, sequence: int) -> Job:
-        """Takes the job out of a slot."""
+    def _leave(self, sequence: int, is_whole: bool = True) -> Job:
+        """Takes the job out of a slot. `is_whole`: the steps of its sequence have not failed."""
         job = self._slots[sequence]
         assert job
+        if self._states and is_whole:
+            self._keep_state(self._states, sequence, job.answer.tokens)
         self.last_length = self.blocks.length(sequence)
         self.blocks.drop(sequence)
         self._slots[sequence] = None
@@ -211,11 +220,16 @@ class Scheduler:
         n = min(piece, len(wanted) - done)
         if done + n < len(wanted) and n >= BLOCK:  # whole blocks can be shared at once
             n = (done + n) // BLOCK * BLOCK - done
+        turns = [*answer.turn_ends, len(wanted)] if self._states else []
+        if self._states:
+            n = self._states.end_of_step(done, done + n, turns, sequence) - done
         if not job.was_paused:
             answer.report_prefill(done)
         if n and self._reserve(sequence, n):
             self._runner.prefill(wanted[done : done + n], done, sequence)
             self.blocks.commit(sequence, wanted[done : done + n])
+            if self._states:
+                self._states.save(wanted[: done + n], done + n in turns, sequence)
         if self._slots[sequence] is job and self._is_prefilled(sequence, job):
             job.is_sampled = self._prepare_sampling(sequence, answer)
         return n
@@ -233,10 +247,25 @@ class Scheduler:
         done = self.blocks.length(sequence)
         if job.answer.request.fresh:
             return done
-        found = self.blocks.match(sequence, job.stored)
+        wanted = job.stored
+        if self._states:
+            n = self._states.find(wanted, len(wanted))
+            while n > done and (known := self.blocks.known(sequence, wanted[:n])) < n:
+                n = self._states.find(wanted, known)
+            del wanted[max(done, n) :]
+        found = self.blocks.match(sequence, wanted)
+        if self._states and found > done:
+            self._states.load(wanted, found, sequence)
         if not job.was_paused:
             job.answer.cached += found - done
         return found
+
+    def _keep_state(self, states: Checkpoints, sequence: int, tokens: list[int]) -> None:
+        """Keeps the state of a sequence that ends. If its last step ran ahead, its token is in the KV cache too."""
+        length, position = self.blocks.length(sequence), states.position(sequence)
+        if length and position in (length, length + 1):
+            self.blocks.commit(sequence, tokens[length:position])
+            states.save(tokens[:position], ends_turn=True, sequence=sequence)
 
     def _piece(self) -> int:
         """The most tokens to prefill now."""
@@ -258,6 +287,9 @@ class Scheduler:
         logits = dict(zip(host, self._runner.row_logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
             self.blocks.commit(sequence, [rows[n].token])
+            if self._states:
+                passed = [*job.answer.tokens, int(chosen[n])][: self._states.position(sequence)]
+                self._states.save(passed, sequence=sequence)
             try:
                 _take(job, int(chosen[n]), logits.get(n))
             except Exception as error:  # of its grammar, for example

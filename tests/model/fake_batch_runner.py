@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.model.checkpoints import checkpoint_slots
 from engine.model.kv_blocks import BLOCK, KVGroup
 from engine.model.sampling import Sampler
 
@@ -95,6 +96,33 @@ class FakeBatchRunner:
 
     def row_logits(self, rows=None):
         return self._logits if rows is None else self._logits[rows]
+
+
+class FakeStateRunner(FakeBatchRunner):
+    """With a state for each sequence, all its tokens so far: steps check that it is the one they need."""
+
+    state_bytes = 8
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.state_slots = checkpoint_slots(self.parallel)
+        self.states, self.saved = [()] * self.parallel, {}
+
+    def state_position(self, sequence=0):
+        return len(self.states[sequence])
+
+    def save_state(self, slot, sequence=0):
+        assert 0 <= slot < self.state_slots
+        self.saved[slot] = self.states[sequence]
+
+    def load_state(self, slot, sequence=0):
+        self.states[sequence] = self.saved[slot]
+
+    def _store(self, token, position, sequence):
+        before = self.states[sequence] if position else ()
+        self.states[sequence] = super()._store(token, position, sequence)
+        assert self.states[sequence] == (*before, token), (before, self.states[sequence], position, sequence)
+        return self.states[sequence]
 
 
 class FakeRowSampler(FakeBatchRunner):

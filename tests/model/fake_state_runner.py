@@ -1,4 +1,4 @@
-"""A StateRunner without a model: the next token is a function of all tokens before it, which are its state."""
+"""A runner without a model whose next token is a function of its state: of all tokens before it."""
 
 import zlib
 

@@ -7,11 +7,19 @@ from engine.errors import ContextFullError
 from engine.events import Generate, Prefilling, Sampling, Token, TokenIds
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
+from engine.model import checkpoints
 from engine.model.answer import Answers
 from engine.model.kv_blocks import KVGroup
 from engine.model.scheduler import Scheduler
 from tests import generated_model
-from tests.model.fake_batch_runner import VOCAB, FakeBatchRunner, FakeRowSampler, greedy_reply, next_logits
+from tests.model.fake_batch_runner import (
+    VOCAB,
+    FakeBatchRunner,
+    FakeRowSampler,
+    FakeStateRunner,
+    greedy_reply,
+    next_logits,
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +60,9 @@ class Bench:
         return [event.id for event in self.events[id] if isinstance(event, Token)]
 
 
-@pytest.fixture
-def bench(answers):
-    return lambda *args, **options: Bench(answers, FakeBatchRunner(*args, **options))
+@pytest.fixture(params=[FakeBatchRunner, FakeStateRunner])
+def bench(answers, request):
+    return lambda *args, **options: Bench(answers, request.param(*args, **options))
 
 
 def prompts(n, seed=0, most=200):
@@ -97,6 +105,32 @@ def test_what_others_have_computed_is_not_computed_again(bench):
     fresh = bench.ask([*system, 0], fresh=True)
     bench.run()
     assert bench.ends[fresh].cached_n == 0 and bench.reply(fresh) == bench.reply(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_go_on_where_others_were(bench, seed, monkeypatch):
+    """At any place of an earlier one, which may still be answered or was cancelled; with hardly enough room."""
+    monkeypatch.setattr(checkpoints, "EVERY", 8)
+    monkeypatch.setattr(checkpoints, "WORTH_A_STEP", 12)
+    bench, draw = bench(groups=(KVGroup(None, 24), KVGroup(40, 64))), np.random.default_rng(seed)
+    monkeypatch.setattr(bench.answers._prompts.tokenizer, "eos_ids", {3, 4, 5})
+    asked = [(prompts(1, seed)[0], 20)]
+    bench.ask(*asked[0])
+    for _ in range(30):
+        bench.run(int(draw.integers(0, 12)))
+        before = int(draw.integers(0, len(asked)))
+        text = [*asked[before][0], *bench.reply(before)]
+        asked.append(
+            ([*text[: draw.integers(0, len(text) + 1)], *draw.integers(0, 9, 30).tolist()][-500:], 20)
+        )
+        bench.ask(*asked[-1], client=str(before % 2), ignore_eos=bool(before % 3))
+        if draw.random() < 0.3:
+            bench.stopped.add(before)
+    bench.run()
+    for id, (prompt, n) in enumerate(asked):
+        said = bench.reply(id)
+        assert said == greedy_reply(prompt, n)[: len(said)]
+        assert bench.ends[id].reason != "length" or len(said) == n
 
 
 def test_a_request_is_cancelled_in_every_phase(bench):
