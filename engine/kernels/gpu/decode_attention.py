@@ -137,10 +137,12 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
 
         new_rows = shared(block.n_rotated, slot=1)
         elements = block.rotate(first_loads)
-        stores = [store(new_rows, e, x) for e, x in elements]
-        new_value = load(block.rows, block.value_row(column)).cast(F16)
-        new_rows = new_rows.after(UOp.group(*stores, *first_loads))
-        results = block.store_token(new_rows)
+        new_values, stores = shared(dim, slot=8), [store(new_rows, e, x) for e, x in elements]
+        if block.has_new:
+            stores += block.new_value(new_values, 0, dim)
+        ready = UOp.group(*stores, *first_loads)
+        new_rows, new_values = new_rows.after(ready), new_values.after(ready)
+        results = block.store_token(new_rows, new_values)
         next_keys, next_values = next_keys.after(new_rows), next_values.after(new_rows)
 
         # Scores: a thread has a token and one of `cuts` runs of dimensions.
@@ -156,8 +158,10 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
             stores.append(store(scores, index, _dot(key, query)))
         used = UOp.group(*stores)
         prefetch = store_run(next_keys.after(used), 0, key_tile(tile + 1))
-        partial_scores, new_store = block.partial_scores(new_rows, slot=6)
-        all_stores = UOp.group(UOp.group(used, *prefetch).end(tile), new_store)
+        partial_scores, own_scores = shared(1, slot=6), list[UOp]()
+        if block.has_new:
+            partial_scores, own_scores = block.partial_scores(new_rows, slot=6)
+        all_stores = UOp.group(UOp.group(used, *prefetch).end(tile), *own_scores)
         scores, partial_scores = scores.after(all_stores), partial_scores.after(all_stores)
 
         def score(g: int | UOp, token: UOp) -> UOp:
@@ -178,8 +182,10 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
         lane_max = maximum(lane_scores).reduce(loop, arg=Ops.MAX)
         largest = after_store(shared(group * 32, slot=3), thread, lane_max, has_head)
         n_parts = block.n_parts
-        new_scores = [tree(load_run(partial_scores, g * n_parts, n_parts)) for g in range(group)]
-        new_scores = [is_first.where(score, f32(LOWEST)) for score in new_scores]
+        new_scores = [f32(LOWEST)] * group
+        if block.has_new:
+            new_scores = [tree(load_run(partial_scores, g * n_parts, n_parts)) for g in range(group)]
+            new_scores = [is_first.where(score, f32(LOWEST)) for score in new_scores]
         top = [maximum([new_scores[g], *load_run(largest, g * 32, 32)]) for g in range(group)]
 
         # The weights of tokens replace the scores of the first cut.
@@ -228,11 +234,9 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
             new_weight = is_first.where((new_score - head_top).exp2(), f32(0))
             total = tree([load(partial, k * group * dim + e, inside) for k in range(slices)])
             weight = _pick(weight_of, head)
-            # If the threads of a block are a multiple of dim, all elements of a thread are in its own column.
-            own_value = (
-                new_value if n_threads % dim == 0 else load(block.rows, block.value_row(e % dim)).cast(F16)
-            )
-            sums_of_head = total + new_weight * own_value.cast(F32), weight + new_weight, head_top
+            if block.has_new:
+                total = total + new_weight * load(new_values, e % dim).cast(F16).cast(F32)
+            sums_of_head = total, weight + new_weight, head_top
             element = block.number * (group * dim) + e
             results += block.store_result(
                 element, head, (e % dim).eq(0), sums_of_head, block.prescale, inside

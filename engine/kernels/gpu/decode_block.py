@@ -33,10 +33,11 @@ from engine.kernels.gpu.weight_layout import UNIT, permuted
 class DecodeBlock:
     """A block of decode attention: `group` query heads from `first_head` on, which share the key head `kv`, and `count`
     cached tokens from `start` on, one of `splits` equal parts of the tokens before `position`, or of those of them in
-    the window, from a multiple of sixteen on (`sees`). The blocks of the first part also handle the new token.
+    the window, from a multiple of sixteen on (`sees`). The blocks of the first part also handle the new token, unless
+    the cache is another layer's: then it is among the cached ones.
 
     Buffers: the outputs; the cached keys and values (`Heads.cache_planes`); the new token's rows of queries, keys and
-    values, float32 ((query + 2 * kv) * dim,); cos and sin of its angles, float32 (dim,); the state, int32 (2,): token
+    values, float32 (`Heads.rows`,); cos and sin of its angles, float32 (dim,); the state, int32 (2,): token
     and position; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they are
     `wide`, over all heads together, float32 (query + kv, dim); the factors of queries by position, float32 (context,),
     if there is a temperature; with one split, the sinks, float32 (query,), if there are `sinks`, and the output's
@@ -85,7 +86,8 @@ class DecodeBlock:
         self.token = UOp.const(0)
         if tokens:
             self.token, self.number = self.number // blocks, self.number % blocks
-        self._first_row = self.token * ((heads.query + 2 * heads.kv) * heads.dim)
+        self.has_new = heads.stored != "nothing"
+        self._first_row = self.token * heads.rows
         self.first_head, self.kv = self.number * group, self.number // blocks_of_kv
         self.part = UOp.special(splits, "gidx1") if splits > 1 else UOp.const(0)
         place = self.token + tokens if tokens else 1
@@ -95,18 +97,20 @@ class DecodeBlock:
             sequence = load(state, self.token + 2 * tokens if tokens else 2).cast(INDEX)
             self.pages = Pages(table, sequence * heads.table_size)
         self._angles = self._angle_loads(angles)
+        self._value_factor: UOp | None = None
         self.query_factor = f32(heads.query_scale)
         if temperature is not None:
             self.query_factor = self.query_factor * load(temperature, self.position)
         self.first_seen = heads.first_seen(self.position)
-        self.start, self.count = UOp.const(0), self.position
+        stop = self.position if self.has_new else self.position + 1
+        self.start, self.count = UOp.const(0), stop
         if heads.window:
             self.start = self.first_seen // TILE * TILE
-            self.count = (self.position - self.start).maximum(0)
+            self.count = (stop - self.start).maximum(0)
         if splits > 1:
             each = (self.count + splits * TILE - 1) // (splits * TILE) * TILE
             self.start = self.start + self.part * each if heads.window else self.part * each
-            self.count = (self.position - self.start).maximum(0).minimum(each)
+            self.count = (stop - self.start).maximum(0).minimum(each)
         self.is_first_part = self.part.eq(0)
         is_first_of_kv = (self.number % blocks_of_kv).eq(0)
         self.stores_token = self.is_first_part & is_first_of_kv
@@ -130,25 +134,33 @@ class DecodeBlock:
         return within & (self.start + token >= self.first_seen) if self.heads.window else within
 
     @property
+    def _n_turned(self) -> int:
+        """Heads that are rotated: queries, and the key if there is a new one."""
+        return self.group + self.has_new
+
+    @property
     def n_rotated(self) -> int:
         """Elements of the rotated queries and the key, rounded up to whole elements for each thread."""
-        return -(-(self.group + 1) * self.heads.dim // self.n_threads) * self.n_threads
+        return -(-self._n_turned * self.heads.dim // self.n_threads) * self.n_threads
 
     def rotate(self, before: Sequence[UOp]) -> list[tuple[UOp, UOp]]:
         """Rotates (and norms, if the model does) this thread's elements of the queries and the key. `before`: effects
-        that happen before the norm.
+        that happen before the norm. If values are normed, `value_factor` is that of the new one from then on.
 
         Returns the elements as (index in (group + 1, dim), float32): the queries scaled, and the key rounded to
         float16."""
         h, dim, half = self.heads, self.heads.dim, self.heads.dim // 2
-        n = (self.group + 1) * dim
 
         def first_row(head: UOp) -> UOp:
-            """The first of a head's rows, of those of the token; head `group` is the key."""
-            return head.eq(self.group).where((h.query + self.kv) * dim, (self.first_head + head) * dim)
+            """The first of a head's rows, of those of the token; head `group` is the key, the next one the value."""
+            row = (self.first_head + head) * dim
+            for number, (first, kept) in enumerate(((h.query, self.has_new), (h.query + h.kv, extra))):
+                row = head.eq(self.group + number).where((first + self.kv) * dim, row) if kept else row
+            return row
 
+        extra = h.normed_values and h.stored == "keys and values"  # keys that are values have their factor
         indices = [self.thread + i * self.n_threads for i in range(self.n_rotated // self.n_threads)]
-        heads = [(e // dim).minimum(self.group) for e in indices]
+        heads = [(e // dim).minimum(self._n_turned - 1) for e in indices]
         partners = [(e % dim < half).where(e % dim + half, e % dim - half) for e in indices]
         own = self._first_row
         xs = [
@@ -166,14 +178,21 @@ class DecodeBlock:
                 xs[i] = xs[i] * load(self.norms, row + e % dim) * norm
                 others[i] = others[i] * load(self.norms, row + partners[i]) * norm
         elif self.norms is not None:  # sums of squares of a few elements each
+            n = (self._n_turned + extra) * dim
             few = next(k for k in (16, 8, 32, 64) if dim % k == 0 and n // k <= self.n_threads)
             sums, has_sum = shared(n // few, slot=4), self.thread < n // few
             first = own + first_row(self.thread // (dim // few)) + self.thread % (dim // few) * few
             squares = chain(x * x for x in load_run(self.rows, first, few, has_sum))
             sums = sums.after(UOp.group(store(sums, self.thread, squares, has_sum), *before))
-            for i, (head, e) in enumerate(zip(heads, indices, strict=True)):
+
+            def factor(head: UOp | int) -> UOp:
                 total = tree(load_run(sums, head * (dim // few), dim // few))
-                norm = inverse_rms(total, dim, h.norm_eps or 0.0)
+                return inverse_rms(total, dim, h.norm_eps or 0.0)
+
+            if h.normed_values and self.has_new:
+                self._value_factor = factor(self.group + extra)
+            for i, (head, e) in enumerate(zip(heads, indices, strict=True)):
+                norm = factor(head)
                 weight = head.eq(self.group).where(UOp.const(dim), UOp.const(0))
                 xs[i] = xs[i] * load(self.norms, weight + e % dim) * norm
                 others[i] = others[i] * load(self.norms, weight + partners[i]) * norm
@@ -181,9 +200,24 @@ class DecodeBlock:
         for e, x, other in zip(indices, xs, others, strict=True):
             d = e % dim
             z = rotated(x, other, d < half, *self._angles(d % half))
-            as_key = z.cast(F16).cast(F32)
-            elements.append((e, (e >= self.group * dim).where(as_key, z * self.query_factor)))
+            as_key, as_query = z.cast(F16).cast(F32), z * self.query_factor
+            is_key = e >= self.group * dim
+            elements.append((e, is_key.where(as_key, as_query) if self.has_new else as_query))
         return elements
+
+    def new_value(self, array: UOp, first: UOp | int, width: int) -> list[UOp]:
+        """The stores of `width` dimensions of the new token's value, from `first` on, to shared memory, float32. Their
+        place is after `rotate`."""
+        stores = []
+        head = self.heads.query + (self.heads.kv if self.heads.stored == "keys and values" else 0) + self.kv
+        for start in range(0, width, self.n_threads):
+            place = self.thread + start
+            ok = None if start + self.n_threads <= width else place < width
+            value = load(self.rows, self._first_row + head * self.heads.dim + first + place, ok)
+            if self._value_factor is not None:
+                value = value * self._value_factor
+            stores.append(store(array, place, value, ok))
+        return stores
 
     def _sums_over_heads(self, before: Sequence[UOp]) -> UOp:
         """Shared memory (n_threads,): partial sums of squares of all queries, then as many of all keys."""
@@ -197,20 +231,22 @@ class DecodeBlock:
         sums = shared(self.n_threads, slot=4)
         return sums.after(UOp.group(store(sums, self.thread, squares), *before))
 
-    def store_token(self, rows: UOp, run: UOp | int = 0, width: int = 0) -> list[UOp]:
+    def store_token(self, rows: UOp, values: UOp, run: UOp | int = 0, width: int = 0) -> list[UOp]:
         """Stores the new token: its key, which is in shared memory after the queries, and of its value the dimensions
-        of a run of `width` (0: all). A thread stores four dimensions of each."""
+        of a run of `width` (0: all), which are in shared memory too (`new_value`). A thread stores four dimensions of
+        each."""
         h, width = self.heads, width or self.heads.dim
+        if not self.has_new:
+            return []
         key, value = (self.thread.minimum(n // 4 - 1) for n in (h.dim, width))
         has_key, has_value = (self.stores_token & (self.thread < n // 4) for n in (h.dim, width))
         if width < h.dim:
             has_key = has_key & UOp.const(0).eq(run)
         at = h, self.cache
-        place = self.kv, self.position
-        first = self.value_row(UOp.const(0))
+        place, first = (self.kv, self.position), UOp.const(0) - run * width
         return [
             *store_quad(*at, 0, *place, key, rows, UOp.const(self.group * h.dim), has_key, self.pages),
-            *store_quad(*at, 1, *place, run * (width // 4) + value, self.rows, first, has_value, self.pages),
+            *store_quad(*at, 1, *place, run * (width // 4) + value, values, first, has_value, self.pages),
         ]
 
     @property
@@ -219,19 +255,15 @@ class DecodeBlock:
         dim = self.heads.dim
         return next(dim // n for n in (8, 16, 32) if self.group * dim // n <= self.n_threads)
 
-    def partial_scores(self, rotated_rows: UOp, slot: int) -> tuple[UOp, UOp]:
-        """The new key's scores in parts: shared memory (group, n_parts), and the store to it."""
+    def partial_scores(self, rotated_rows: UOp, slot: int) -> tuple[UOp, list[UOp]]:
+        """The new key's scores in parts: shared memory (group, n_parts), and the stores to it."""
         dim, n = self.heads.dim, self.n_parts
         sums, has_sum = shared(self.group * n, slot), self.thread < self.group * n
         query, key = self.thread * (dim // n), self.group * dim + self.thread % n * (dim // n)
         pairs = zip(
             *(load_run(rotated_rows, first, dim // n, has_sum) for first in (query, key)), strict=True
         )
-        return sums, store(sums, self.thread, chain(a * b for a, b in pairs), has_sum)
-
-    def value_row(self, column: UOp) -> UOp:
-        """The index of an element of the new token's value in `rows`."""
-        return self._first_row + (self.heads.query + self.heads.kv + self.kv) * self.heads.dim + column
+        return sums, [store(sums, self.thread, chain(a * b for a, b in pairs), has_sum)]
 
     def store_result(
         self,

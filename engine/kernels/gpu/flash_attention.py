@@ -181,10 +181,8 @@ def flash_attention(
         stores = [store(new_rows, e, x) for e, x in elements]
         stores += [store(query_rows, e, x.cast(half)) for e, x in elements]
         new_values = shared(width, slot=8)
-        for first in range(0, width, n_threads):
-            place, has_place = thread + first, thread + first < width
-            new_value = load(block.rows, block.value_row(run * width + place), has_place).cast(F16)
-            stores.append(store(new_values, place, new_value.cast(F32), has_place))
+        if block.has_new:
+            stores += block.new_value(new_values, run * width, width)
         prescale = shared(UNIT, slot=9)
         if block.prescale is not None:
             stores.append(store(prescale, thread, load(block.prescale, thread, thread < UNIT), thread < UNIT))
@@ -197,7 +195,7 @@ def flash_attention(
             x.after(ready) for x in (new_rows, query_rows, new_values, prescale)
         )
         next_keys, next_values = ([x.after(new_rows) for x in arrays] for arrays in (next_keys, next_values))
-        cache_stores = block.store_token(new_rows, run, width)
+        cache_stores = block.store_token(new_rows, new_values, run, width)
 
         # Row g of a tile belongs to head g.
         head = g.minimum(group - 1)
@@ -206,7 +204,9 @@ def flash_attention(
             quad = load_run(query_rows, head * dim + way * own_dims + c * 16 + t * 4, 4)
             queries.append(upper_rows(quad))
         constants = cache.prepared(queries)
-        partial_scores, new_store = block.partial_scores(new_rows, slot=6)
+        partial_scores, new_scores = shared(1, slot=6), list[UOp]()
+        if block.has_new:
+            partial_scores, new_scores = block.partial_scores(new_rows, slot=6)
         many = split.rounds > 1
         rounds = (block.count + (warps * split.steps * TILE - 1)) // (warps * split.steps * TILE)
         loop = UOp.range(rounds, 0, AxisType.LOOP) if many else UOp.const(0)
@@ -257,7 +257,7 @@ def flash_attention(
             shared(8 * warps, slot=3),
         )
         is_first_way = way.eq(0) if ways > 1 else None
-        stores = [store(totals, g * lists + warp * 4 + t, load(sums_array, n), is_first_way), new_store]
+        stores = [store(totals, g * lists + warp * 4 + t, load(sums_array, n), is_first_way), *new_scores]
         stores.append(store(largest, g * warps + warp, load(tops, 0), all_of(t.eq(0), is_first_way)))
         for d, x in cache.results(load_run(sums_array, 0, n), t):
             stores.append(store(partial, (warp * group + g) * width + way * own_width + d, x, g < group))
@@ -272,9 +272,10 @@ def flash_attention(
         # The minimum is for devices that run the loop's body in all threads.
         e = (loop * n_threads + thread).minimum(n_elements - 1)
         head, d = (e // width).minimum(group - 1), e % width
-        new_score = block.is_first_part.where(
-            tree(load_run(partial_scores, head * block.n_parts, block.n_parts)), f32(LOWEST)
-        )
+        new_score = f32(LOWEST)
+        if block.has_new:
+            own_score = tree(load_run(partial_scores, head * block.n_parts, block.n_parts))
+            new_score = block.is_first_part.where(own_score, new_score)
         tops_of_warps = load_run(largest, head * warps, warps)
         head_top = maximum([new_score, *tops_of_warps])
         new_weight = (new_score - head_top).exp2()
@@ -283,7 +284,8 @@ def flash_attention(
         total = tree([x * f for x, f in zip(sums_of_warps, factors, strict=True)])
         weights_of_warps = [tree(load_run(totals, head * lists + 4 * k, 4)) for k in range(warps)]
         weight = tree([x * f for x, f in zip(weights_of_warps, factors, strict=True)]) + new_weight
-        total = total + new_weight * load(new_values, d)
+        if block.has_new:
+            total = total + new_weight * load(new_values, d).cast(F16).cast(F32)
         element, is_first_element = (block.first_head + head) * dim + run * width + d, d.eq(0) & run.eq(0)
         sums_of_head = total, weight, head_top
         scale = None if block.prescale is None else prescale

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
@@ -22,6 +23,10 @@ from tinygrad.dtype import DType
 from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import F16, LOG2_E, chain, finish, load_index, load_run, store_run
+
+Stored = Literal["keys and values", "keys", "nothing"]
+"""What a layer computes of a token for the cache. "keys": before norm and rotation they are the values too. "nothing":
+the cache is another layer's, which has stored the token before."""
 
 CACHE_SLACK = 1024  # tokens of a cache beyond its context, because loads run ahead and take whole tiles
 TILE = 16  # tokens
@@ -42,7 +47,8 @@ class Heads:
     multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. With a
     `window`, a query sees the last `window` tokens, its own included, and the cache is a ring of `ring` tokens, a
     multiple of 16 (`ring_for`). With a `block`, a multiple of 16, it is a `pool` of so many blocks of so many tokens
-    instead, and places of tokens depend on `Pages`. `kv_format`: how the cache holds keys and values."""
+    instead, and places of tokens depend on `Pages`. `kv_format`: how the cache holds keys and values. With
+    `normed_values`, values are RMS-normed over a head, with `norm_eps`."""
 
     query: int
     kv: int
@@ -56,16 +62,26 @@ class Heads:
     block: int = 0
     pool: int = 0
     kv_format: KVFormat = KVFormat.F16
+    stored: Stored = "keys and values"
+    normed_values: bool = False
 
     def __post_init__(self) -> None:
         assert self.slots % TILE == 0 and self.block % TILE == 0 and bool(self.block) == bool(self.pool)
         assert self.block or (bool(self.ring) == bool(self.window) and self.ring >= self.window)
         assert not (self.block and self.ring) and self.kv_format.fits(self.dim)
+        assert not self.normed_values or self.norm_eps is not None
 
     @property
     def shared_by(self) -> int:
         """Query heads that share a key head."""
         return self.query // self.kv
+
+    @property
+    def rows(self) -> int:
+        """Elements of a token's queries, keys and values, as far as the layer computes them."""
+        return (
+            self.query + self.kv * {"keys and values": 2, "keys": 1, "nothing": 0}[self.stored]
+        ) * self.dim
 
     @property
     def slots(self) -> int:
@@ -106,13 +122,15 @@ class Heads:
         window = f"_window_{self.window}_{self.ring}" if self.window else ""
         pool = f"_pool_{self.pool}" if self.pool else ""
         kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
-        return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}"
+        stored = {"keys and values": "", "keys": "_keys", "nothing": "_shared"}[self.stored]
+        values = "_normed" * self.normed_values
+        return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}{stored}{values}"
 
     def cached(self, limit: int) -> int:
         """The largest number of cached tokens that a query before position `limit` reads, in whole tiles. Beyond the
         cache, loops would have one round at most, and tinygrad would not place them before what follows them."""
-        limit = min(limit, self.length - CACHE_SLACK)
-        return min(limit, self.window + TILE - 2) if self.window else limit
+        limit, own = min(limit, self.length - CACHE_SLACK), self.stored == "nothing"
+        return min(limit, self.window + TILE - 2 + own) if self.window else limit
 
     def holds(self, position: int, written: int) -> bool:
         """Whether the cache still holds all cached tokens that a query at `position` sees, after `written` tokens were

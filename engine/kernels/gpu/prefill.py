@@ -162,21 +162,22 @@ def rotate_prompt(
     bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or
     if they are `wide`, float32 (query + kv, dim), and the factors of `wide_norms`; the factors of queries by position,
     float32 (context,), if there is a temperature. With a pool, the prompt is int32 (3,), and the third is the sequence;
-    before it come the tables of blocks, int32 (sequences, `Heads.table_size`)."""
-    h, dim, half = heads, heads.dim, heads.dim // 2
+    before it come the tables of blocks, int32 (sequences, `Heads.table_size`). If the cache is another layer's, there
+    are only queries, and neither a cache nor tables of blocks."""
+    h, dim, half, stores_tokens = heads, heads.dim, heads.dim // 2, heads.stored != "nothing"
     assert not h.window or h.pool or h.window + tokens <= h.ring
-    total = h.query + 2 * h.kv
+    total = h.rows // dim
     per_block = max(1, 256 // dim)  # heads in a block
     blocks, runs = -(-total // per_block), _Runs(tokens, parts, sizes)
 
-    n_cache = len(h.cache_planes)
+    n_cache = len(h.cache_planes) if stores_tokens else 0
 
     def kernel(queries: UOp, *buffers: UOp) -> UOp:
         cache, rest = buffers[:n_cache], buffers[n_cache:]
         sums, (cos, sin, *rest_) = rest[: len(sizes)], rest[len(sizes) :]
-        table = rest_.pop(0) if h.pool else None
+        table = rest_.pop(0) if h.pool and stores_tokens else None
         prompt = rest_.pop(0)
-        pages = pages_of(h, table, prompt)
+        pages = pages_of(h, table, prompt) if stores_tokens else None
         biases = rest_.pop(0) if bias else None
         norms = rest_.pop(0) if h.norm_eps is not None else None
         d, head_in_block = UOp.special(dim, "lidx0"), UOp.special(per_block, "lidx1")
@@ -190,6 +191,7 @@ def rotate_prompt(
         partner_d = (d < half).where(d + half, d - half)
         own, partner = (runs.load(sums, biases, token, head * dim + e, inside) for e in (d, partner_d))
         is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
+        value = own
         if norms is not None and wide:
             normed = is_query | is_key
             norm = load(rest_.pop(0), token * 2 + is_query.where(UOp.const(0), UOp.const(1)))
@@ -201,6 +203,7 @@ def rotate_prompt(
             norm = inverse_rms(tree(fours), dim, h.norm_eps or 0.0)
             weight = is_query.where(UOp.const(0), UOp.const(dim))
             x, other = (v * load(norms, weight + e) * norm for v, e in ((own, d), (partner, partner_d)))
+            value = own * norm if h.normed_values else own
         else:
             x, other = own, partner
         angle = position * half + d % half
@@ -210,13 +213,19 @@ def rotate_prompt(
             factor = factor * load(rest_[0], position, live & is_query)
         query = (z * factor).cast(F16)
         stores = [store(queries, query_index(h, tokens, head, token, d), query, live & is_query)]
+        name = f"prefill_rotate_{h.name}_{tokens}"
+        if not stores_tokens:
+            return finish(name, stores)
         kv = is_key.where(head - h.query, (head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
-        is_value = head >= h.query + h.kv
+        is_value = is_key if h.stored == "keys" else head >= h.query + h.kv
         row, quad, stored = head_in_block * dim, d.minimum(dim // 4 - 1), live & (d < dim // 4)
-        kept = after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, own))
+        if h.stored == "keys":
+            kept = [after_store(shared(per_block * dim, slot=k), row + d, x) for k, x in ((1, z), (2, value))]
+        else:
+            kept = [after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, value))] * 2
         for which, ok in enumerate((is_key, is_value)):
-            stores += store_quad(h, cache, which, kv, position, quad, kept, row, stored & ok, pages)
-        return finish(f"prefill_rotate_{h.name}_{tokens}", stores)
+            stores += store_quad(h, cache, which, kv, position, quad, kept[which], row, stored & ok, pages)
+        return finish(name, stores)
 
     return kernel
 

@@ -23,7 +23,8 @@ class Cache:
         self.heads, self.position = heads, position
         h, n = heads, position + n_new
         self.k, self.v = (rng.standard_normal((h.kv, n, h.dim)).astype(np.float16) for _ in range(2))
-        here = np.arange(max(0, position - h.slots), position)
+        last = position if h.stored != "nothing" else n
+        here = np.arange(max(0, last - h.slots), last)
         k, v = np.full((2, h.kv, h.slots, h.dim), 100, np.float16)
         k[:, here % h.slots], v[:, here % h.slots] = self.k[:, here], self.v[:, here]
         self.buffers = cache_of(h, k, v)
@@ -73,9 +74,17 @@ def turned(x, cos, sin, norm=None, eps=1e-6):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def values_of(heads, rows):
+    """The values among rows of queries, keys and values (..., rows, dim), as far as there are values."""
+    values = rows[..., -heads.kv :, :]
+    if not heads.normed_values:
+        return values
+    return values / np.sqrt((values * values).mean(-1, keepdims=True) + heads.norm_eps)
+
+
 def decode_attention(position, split, h, sinks=False, wide=False):
     cache = Cache(h, position)
-    rows = rng.standard_normal((h.query + 2 * h.kv, h.dim)).astype(np.float32)
+    rows = rng.standard_normal((h.rows // h.dim, h.dim)).astype(np.float32)
     angles = rng.standard_normal(h.dim).astype(np.float32)
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
@@ -84,9 +93,11 @@ def decode_attention(position, split, h, sinks=False, wide=False):
     factors, temperature = temperatures(h)
     cos, sin = np.split(angles, 2)
     q = turned(rows[: h.query], cos, sin, norms[0]) * factors[position]
-    k = turned(rows[h.query : h.query + h.kv], cos, sin, norms[1])
-    keys = np.concatenate([cache.k[:, :position], k[:, None].astype(np.float16)], 1)
-    values = np.concatenate([cache.v[:, :position], rows[-h.kv :, None].astype(np.float16)], 1)
+    keys, values = cache.k, cache.v
+    if h.stored != "nothing":
+        k, v = turned(rows[h.query : h.query + h.kv], cos, sin, norms[1]), values_of(h, rows)
+        keys = np.concatenate([keys[:, :position], k[:, None].astype(np.float16)], 1)
+        values = np.concatenate([values[:, :position], v[:, None].astype(np.float16)], 1)
     wanted = cache.attended(q, keys, values, *sink)
 
     sink, norm = [buffer(s) for s in sink], [buffer(np.concatenate(norms))] if h.norm_eps else []
@@ -101,8 +112,10 @@ def decode_attention(position, split, h, sinks=False, wide=False):
         run(attend(h, split, sinks, wide), sums, tops, *ins)
         run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
+    if h.stored == "nothing":
+        return
     stored_key, stored_value = cache.stored([position])
-    close(stored_value[0], kept(h, rows[-h.kv :]), 1e-6)
+    close(stored_value[0], kept(h, v), 1e-3 if h.normed_values else 1e-6)
     close(stored_key[0], kept(h, k), 1e-2 if h.kv_format.is_quantized else 1e-3)
 
 
@@ -170,6 +183,24 @@ def check_sinks() -> None:
         decode_attention(70, split, heads_of(norm_eps=1e-6), sinks=True)
 
 
+def check_what_is_stored() -> None:
+    """Values that are normed, keys as values, and a cache that another layer has filled: of a token, of a prompt."""
+    options = {"norm_eps": 1e-6, "normed_values": True}
+    window = {"window": 20, "ring": 64}
+    for h in (
+        heads_of(**options),
+        heads_of(32, stored="keys", **options),
+        heads_of(stored="keys", **options | window),
+        heads_of(32, stored="nothing", **options),
+        heads_of(stored="nothing", **options | window),
+    ):
+        limit = h.cached(128)
+        for position in (0, 49):
+            decode_attention(position, FlashSplit(limit, 1, 2, 2, 1, h.dim // 16), h)
+            decode_attention(position, Split(limit, 2, 2, 64, 2, 4), h)
+        attended_prompt(PromptTiling(1, 2, 1, 1), 21, 30, h)
+
+
 def check_norms_over_all_heads() -> None:
     """Norms of queries and of keys over all heads: as many heads of keys as of queries, and fewer."""
     alike = heads_of(80, 3, 3, 1e-6)
@@ -218,7 +249,7 @@ def check_norms_over_all_heads_of_prompts() -> None:
 
 def attended_prompt(cut, n, position, h, sinks=False, wide=False):
     tokens, cache = 32, Cache(h, position, n)
-    total = h.query + 2 * h.kv
+    total = h.rows // h.dim
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
     sums = rng.standard_normal((2, tokens, total * h.dim)).astype(np.float32)
     cos, sin = (rng.standard_normal((512, h.dim // 2)).astype(np.float32) for _ in range(2))
@@ -238,7 +269,7 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
         run(wide_norms(h, tokens, *shape), norm[1], buffer(sums), *biases)
     kernel = rotate_prompt(h, tokens, *shape, wide)
     ins = [buffer(sums), buffer(cos), buffer(sin), prompt, *biases, *norm, *temperature]
-    run(kernel, queries, *cache.buffers, *ins)
+    run(kernel, queries, *(cache.buffers if h.stored != "nothing" else []), *ins)
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
     sink_buffers, parts = [buffer(s) for s in sink], zeros(cut.sums_size(h, tokens))
     ins = [queries, *cache.buffers, prompt]
@@ -251,14 +282,15 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
     rows = (sums.sum(0) + sum(bias)).reshape(tokens, total, h.dim)[:n]
     here = [t[position : position + n, None] for t in (cos, sin)]
     q = turned(rows[:, : h.query], *here, norms[0], h.norm_eps) * factors[position : position + n, None, None]
-    k = turned(rows[:, h.query : h.query + h.kv], *here, norms[1], h.norm_eps)
-    v = kept(h, rows[:, -h.kv :])
-    stored_keys, stored_values = cache.stored(np.arange(position, position + n))
-    k = kept(h, k)
-    close(stored_keys, k, 1e-2 if h.kv_format.is_quantized else 1e-3)
-    close(stored_values, v, 1e-3 if h.kv_format.is_quantized else 1e-6)
-    keys = np.concatenate([cache.k[:, :position], k.transpose(1, 0, 2)], 1)
-    values = np.concatenate([cache.v[:, :position], v.transpose(1, 0, 2)], 1)
+    keys, values = cache.k, cache.v
+    if h.stored != "nothing":
+        k = kept(h, turned(rows[:, h.query : h.query + h.kv], *here, norms[1], h.norm_eps))
+        v = kept(h, values_of(h, rows))
+        stored_keys, stored_values = cache.stored(np.arange(position, position + n))
+        close(stored_keys, k, 1e-2 if h.kv_format.is_quantized else 1e-3)
+        close(stored_values, v, 1e-3 if h.kv_format.is_quantized or h.normed_values else 1e-6)
+        keys = np.concatenate([keys[:, :position], k.transpose(1, 0, 2)], 1)
+        values = np.concatenate([values[:, :position], v.transpose(1, 0, 2)], 1)
     place = prompt_index(lambda m, e: fragment_index(m, e, h.query * h.dim), n, h.query * h.dim)
     got = out.numpy()[place]
     for i in range(n):
