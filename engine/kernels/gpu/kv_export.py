@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from tinygrad import UOp
 
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu import quantized_cache
 from engine.kernels.gpu.cache_tiles import load_halves, store_halves
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.uops import (
@@ -37,27 +39,20 @@ def export_sizes(heads: Heads, tokens: int) -> tuple[int, int]:
 
 @functools.cache
 def export_tokens(heads: Heads, tokens: int) -> Kernel:
-    """Quantizes a chunk of `tokens` tokens, a multiple of 32. Buffers: the quants, int8, and the scales, float16
-    (`export_sizes`); a float16 cache (`Heads.cache_planes`); the position of the first token, int32 (1,)."""
+    """Quantizes a chunk of `tokens` tokens, a multiple of 32, unless the cache is quantized already. Buffers: the
+    quants, int8, and the scales, float16 (`export_sizes`); the cache (`Heads.cache_planes`); the position of the first
+    token, int32 (1,)."""
     h = heads
 
-    def kernel(quants: UOp, scales: UOp, keys: UOp, values: UOp, position: UOp) -> UOp:
+    def kernel(quants: UOp, scales: UOp, *rest: UOp) -> UOp:
+        *cache, position = rest
         head, block, token, number = _thread(h, tokens)
         cached = load_index(position, 0, h.length - CACHE_SLACK) + token
         stores: list[UOp] = []
         for side in (0, 1):
-            elements = [
-                x for quad in _quads(block) for x in load_halves(h, (keys, values), side, head, cached, quad)
-            ]
-            xs = [x.cast(F32) for x in elements]
-            scale = (maximum([x.maximum(x * f32(-1)) for x in xs]) * f32(1 / 127)).cast(F16)
-            step = scale.cast(F32)
-            factor = (step > f32(0)).where(step.reciprocal(), f32(0))
-            # a cast to int32 cuts the fraction off, so the number to round is made positive
-            rounded = [(x * factor + f32(128.5)).cast(I32) - 128 for x in xs]
+            integers, scale = _quantized(h, cache, side, head, cached, block)
             at = side * (h.kv * tokens * h.dim // QUANT_BLOCK) + number
-            stores.append(store(scales, at, scale))
-            stores += store_run(quants, at * QUANT_BLOCK, [x.maximum(-127).minimum(127) for x in rounded])
+            stores += [store(scales, at, scale), *store_run(quants, at * QUANT_BLOCK, integers)]
         return finish(f"kv_export_{h.name}_{tokens}", stores)
 
     return kernel
@@ -65,10 +60,11 @@ def export_tokens(heads: Heads, tokens: int) -> Kernel:
 
 @functools.cache
 def import_tokens(heads: Heads, tokens: int) -> Kernel:
-    """The other way round. Buffers: the cached keys and values, then the quants, the scales and the position."""
+    """The other way round. Buffers: the cache, then the quants, the scales and the position."""
     h = heads
 
-    def kernel(keys: UOp, values: UOp, quants: UOp, scales: UOp, position: UOp) -> UOp:
+    def kernel(*args: UOp) -> UOp:
+        *cache, quants, scales, position = args
         head, block, token, number = _thread(h, tokens)
         cached = load_index(position, 0, h.length - CACHE_SLACK) + token
         stores = []
@@ -77,12 +73,33 @@ def import_tokens(heads: Heads, tokens: int) -> Kernel:
             scale = load(scales, at).cast(F32)
             elements = [x.cast(F32) * scale for x in load_run(quants, at * QUANT_BLOCK, QUANT_BLOCK)]
             for i, quad in enumerate(_quads(block)):
-                stores += store_halves(
-                    h, (keys, values), side, head, cached, quad, elements[4 * i : 4 * i + 4]
-                )
+                own = elements[4 * i : 4 * i + 4]
+                if h.kv_format.is_quantized:
+                    stores += quantized_cache.store_quad(
+                        h, cache, side, head, cached, quad, elements, own, None
+                    )
+                else:
+                    stores += store_halves(h, cache, side, head, cached, quad, own)
         return finish(f"kv_import_{h.name}_{tokens}", stores)
 
     return kernel
+
+
+def _quantized(
+    heads: Heads, cache: Sequence[UOp], side: int, head: UOp, token: UOp, block: UOp
+) -> tuple[list[UOp], UOp]:
+    """The integers of a block of a token's keys (`side` is 0) or values (1), int32, and its scale, float16."""
+    h, quads = heads, _quads(block)
+    if h.kv_format.is_quantized:
+        loaded = [quantized_cache.load_quad(h, cache, side, head, token, quad) for quad in quads]
+        return [x for integers, _ in loaded for x in integers], loaded[0][1]
+    xs = [x.cast(F32) for quad in quads for x in load_halves(h, cache, side, head, token, quad)]
+    scale = (maximum([x.maximum(x * f32(-1)) for x in xs]) * f32(1 / 127)).cast(F16)
+    step = scale.cast(F32)
+    factor = (step > f32(0)).where(step.reciprocal(), f32(0))
+    # a cast to int32 cuts the fraction off, so the number to round is made positive
+    rounded = [(x * factor + f32(128.5)).cast(I32) - 128 for x in xs]
+    return [x.maximum(-127).minimum(127) for x in rounded], scale
 
 
 def _thread(heads: Heads, tokens: int) -> tuple[UOp, UOp, UOp, UOp]:

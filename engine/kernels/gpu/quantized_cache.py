@@ -20,6 +20,7 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.gpu.kv_cache import TILE, Heads, Pages
 from engine.kernels.gpu.uops import (
     F16,
+    all_of,
     bitwise_or,
     f32,
     load,
@@ -54,24 +55,39 @@ def scales(heads: Heads, tile: UOp, t: UOp) -> UOp:
 
 def store_quad(
     heads: Heads, cache: Sequence[UOp], which: int, kv: UOp, token: UOp, quad: UOp, block: Sequence[UOp],
-    own: Sequence[UOp], valid: UOp, pages: Pages | None = None,
+    own: Sequence[UOp], valid: UOp | None, pages: Pages | None = None,
 ) -> list[UOp]:  # fmt: skip
     """As `engine.kernels.gpu.cache_tiles.store_quad`. The first quad of a block stores the scale."""
-    tile, place = heads.tile(kv, token // TILE, pages=pages), token % TILE
     largest = maximum([x for e in block for x in (e, e * f32(-1))])
     inverse = (largest > f32(0)).where(f32(_MOST) / largest, f32(0))
     whole = [(x * inverse + f32(OFFSET + 0.5)).cast(dtypes.uint32) for x in own]
     word = bitwise_or([shift(x, -8 * byte) for x, byte in zip(whole, _ORDER, strict=True)])
+    index, scale = _places(heads, which, kv, token, quad, pages)
+    return [
+        store(cache[which], index, word, valid),
+        store(cache[2 + which], scale, (largest * f32(1 / _MOST)).cast(F16), all_of(valid, (quad % 8).eq(0))),
+    ]
+
+
+def load_quad(
+    heads: Heads, cache: Sequence[UOp], which: int, kv: UOp, token: UOp, quad: UOp
+) -> tuple[list[UOp], UOp]:
+    """The integers of a quad of dimensions, int32, and the scale of its block, float16."""
+    index, scale = _places(heads, which, kv, token, quad, None)
+    word = load(cache[which], index)
+    integers = [mask(shift(word, 8 * byte), 0xFF).cast(dtypes.int32) - OFFSET for byte in _ORDER]
+    return integers, load(cache[2 + which], scale)
+
+
+def _places(heads: Heads, which: int, kv: UOp, token: UOp, quad: UOp, pages: Pages | None) -> tuple[UOp, UOp]:
+    """The indices of the word of a quad, and of the scale of its block."""
+    tile, place = heads.tile(kv, token // TILE, pages=pages), token % TILE
     if which == 0:
         first = key_words(heads, tile, quad // 8, quad % 4, place // 2)
         index = first + place % 2 * 2 + quad % 8 // 4
     else:
         index = value_words(heads, tile, quad, place // 4) + place % 4
-    scale = scales(heads, tile, place // 4) + quad // 8 * 4 + place % 4
-    return [
-        store(cache[which], index, word, valid),
-        store(cache[2 + which], scale, (largest * f32(1 / _MOST)).cast(F16), valid & (quad % 8).eq(0)),
-    ]
+    return index, scales(heads, tile, place // 4) + quad // 8 * 4 + place % 4
 
 
 def eight_keys(heads: Heads, cache: Sequence[UOp], tile: UOp, chunk: UOp, t: UOp, g: UOp) -> list[UOp]:

@@ -127,10 +127,7 @@ class FusedRunner:
 
     @property
     def export_layout(self) -> str:
-        heads = [a.heads for a in self._model.attention]
-        if any(h.kv_format.is_quantized for h in heads):
-            return ""
-        return export_layout((h.kv, h.dim, h.window) for h in heads)
+        return export_layout((h.kv, h.dim, h.window) for h in (a.heads for a in self._model.attention))
 
     @property
     def widest_window(self) -> int:

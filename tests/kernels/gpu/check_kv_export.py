@@ -3,6 +3,7 @@
 import numpy as np
 from tinygrad import dtypes
 
+from engine.formats.kv_format import KVFormat
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.kv_export import export_tokens, import_tokens
 from engine.model.lower.cpu_export import quantized
@@ -13,7 +14,8 @@ TOKENS = 64
 
 
 def check_exports():
-    for position, options in ((96, {}), (320, {"window": 128, "ring": 192})):
+    window = {"window": 128, "ring": 192}
+    for position, options in ((96, {}), (320, window), (96, {"kv_format": KVFormat.Q8_0})):
         h = Heads(4, 2, 64, CACHE_SLACK + 512, None, 0.1, **options)
         k, v = rng.standard_normal((2, h.kv, h.slots, h.dim)).astype(np.float16)
         k[0, position % h.slots, :32] = 0
@@ -23,7 +25,7 @@ def check_exports():
         at = buffer(np.array([position], np.int32))
         run(export_tokens(h, TOKENS), quants, scales, *cache, at)
         places = np.arange(position, position + TOKENS) % h.slots
-        wanted = [quantized(x[:, places].astype(np.float32)) for x in (k, v)]
+        wanted = [quantized(x[:, places].astype(np.float32)) for x in stored_in(h, cache)]
         found = quants.numpy().reshape(2, h.kv, TOKENS, h.dim), scales.numpy().reshape(2, h.kv, TOKENS, -1)
         for side in (0, 1):
             np.testing.assert_allclose(found[1][side], wanted[side][1], rtol=2e-3)
