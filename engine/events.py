@@ -20,7 +20,7 @@ ContextLength = int | Literal["max"] | None
 """Tokens. "max": as many as the model was trained for and memory has room for. None: the model's own, up to 8192."""
 Step = Literal["decode", "prefill"]
 KernelRole = Literal[
-    "embedding", "QKV projection", "attention", "attention output", "FFN gate+up", "FFN down", "router",
+    "embedding", "QKV projection", "attention", "delta net", "attention output", "FFN gate+up", "FFN down", "router",
     "experts gate+up", "experts down", "output head", "norm", "element-wise", "sampling", "copy",
 ]  # fmt: skip
 MESSAGE_CHARS = 500  # of a failure's message, and of its hint

@@ -30,6 +30,7 @@ THINK_MARKS = ("<think>", "</think>")
 class Parts:
     """What an architecture's files have beyond llama's. `norms`: those of queries and keys, over a "head" or over
     "all". `biases`: of "qkv", or of all matrices of a layer. `renamed`: ffn_norm is called post_attention_norm.
+    `delta`: gated delta nets in the layers without attention, which has a gate. `shared`: a shared expert.
     `keys`: metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
     biases: str = ""
@@ -40,6 +41,8 @@ class Parts:
     experts: int = 0
     sinks: bool = False
     renamed: bool = False
+    delta: bool = False
+    shared: bool = False
     thinks: bool = False
     keys: Mapping[str, int | float | str] = field(default_factory=dict)
 
@@ -59,6 +62,14 @@ WINDOW = {
 }
 MULTIPLIERS = {"attention.scale": 0.1, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}
 EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
+DELTA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+    "full_attention_interval": 2,
+}
 ARCHITECTURES: dict[str, Parts] = {
     "llama": Parts(),
     "qwen2": Parts(biases="qkv"),
@@ -81,6 +92,16 @@ ARCHITECTURES: dict[str, Parts] = {
         sinks=True,
         renamed=True,
         keys=EXPERTS | YARN | {"attention.sliding_window": 24},
+    ),
+    "qwen35": Parts(norms="head", renamed=True, delta=True, thinks=True, keys=DELTA),
+    "qwen35moe": Parts(
+        norms="head",
+        renamed=True,
+        delta=True,
+        experts=8,
+        shared=True,
+        thinks=True,
+        keys=DELTA | EXPERTS | {"expert_shared_feed_forward_length": 96},
     ),
 }
 
@@ -213,6 +234,25 @@ def write(
                 writer.add_tensor(f"{prefix}ffn_{name}_exps.bias", biases.astype(np.float32))
         if parts.biases == "all":
             vector(f"{prefix}ffn_gate_inp.bias", n, 0.0, 0.5)
+        if parts.shared:
+            width = metadata["expert_shared_feed_forward_length"]
+            vector(f"{prefix}ffn_gate_inp_shexp.weight", dim, 0.0, dim**-0.5)
+            for name, rows, cols in ("gate", width, dim), ("up", width, dim), ("down", dim, width):
+                matrix(f"{prefix}ffn_{name}_shexp", rows, cols)
+
+    def delta_net(prefix: str) -> None:
+        size, values = metadata["ssm.state_size"], metadata["ssm.time_step_rank"]
+        channels = (2 * metadata["ssm.group_count"] + values) * size
+        matrix(prefix + "attn_qkv", channels, dim)
+        matrix(prefix + "attn_gate", values * size, dim)
+        matrix(prefix + "ssm_beta", values, dim)
+        matrix(prefix + "ssm_alpha", values, dim)
+        matrix(prefix + "ssm_out", dim, values * size)
+        taps = _random_matrix(rng, channels, metadata["ssm.conv_kernel"], Type.F32)
+        writer.add_tensor(prefix + "ssm_conv1d.weight", taps)
+        writer.add_tensor(prefix + "ssm_a", -rng.uniform(0.2, 4, values).astype(np.float32))
+        vector(prefix + "ssm_dt.bias", values, -3.0, 1.0)
+        vector(prefix + "ssm_norm.weight", size, 1.0)
 
     matrix("token_embd", len(tokens) + len(specials), dim)
     vector("output_norm.weight", dim, 1.0)
@@ -225,15 +265,13 @@ def write(
             factors = np.geomspace(1, most, rotated // 2).astype(np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
     projections = {"attn_q": heads * head_dim, "attn_k": kv_heads * head_dim, "attn_v": kv_heads * head_dim}
-    for layer in range(layers):
-        prefix = f"blk.{layer}."
-        if parts.norms_before:
-            vector(prefix + "attn_norm.weight", dim, 1.0)
+
+    def attention(prefix: str) -> None:
         if parts.fused:
             matrix(prefix + "attn_qkv", sum(projections.values()), dim)
         else:
             for name, rows in projections.items():
-                matrix(prefix + name, rows, dim)
+                matrix(prefix + name, 2 * rows if parts.delta and name == "attn_q" else rows, dim)
         matrix(prefix + "attn_output", dim, heads * head_dim)
         if parts.biases:
             for name, rows in projections.items():
@@ -246,6 +284,13 @@ def write(
             for name in "attn_q", "attn_k":
                 size = head_dim if parts.norms == "head" else projections[name]
                 vector(f"{prefix}{name}_norm.weight", size, 1.0)
+
+    for layer in range(layers):
+        prefix = f"blk.{layer}."
+        if parts.norms_before:
+            vector(prefix + "attn_norm.weight", dim, 1.0)
+        is_delta = parts.delta and (layer + 1) % metadata["full_attention_interval"] != 0
+        (delta_net if is_delta else attention)(prefix)
         if parts.norms_before:
             vector(prefix + ("post_attention_norm.weight" if parts.renamed else "ffn_norm.weight"), dim, 1.0)
         if parts.norms_after:

@@ -32,6 +32,8 @@ VOCABULARY = {  # tokens that each model has
     "tiny-smollm3": 8448,
     "tiny-olmoe": 8224,
     "tiny-qwen3moe": 8224,
+    "tiny-qwen35": 8224,
+    "tiny-qwen35moe": 8224,
     "tiny-gpt-oss": 8480,
 }
 NAMES = tuple(

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
-from engine.model.mixes import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Vector, Weight
+from engine.model.mixes import MIN_PROBABILITY, Activation, Attend, Delta, Dense, Experts, Vector, Weight
 
 Floats = NDArray[np.float32]
 
@@ -71,9 +71,10 @@ class Reference:
             match sublayer.mix:
                 case Attend() as part:
                     y = self._attend(part, h)
+                case Delta() as part:
+                    y = self._delta(part, h)
                 case Dense() as part:
-                    gate, up = self._product(h, part.gate), self._product(h, part.up)
-                    y = self._product(gated(gate, up, part.activation), part.down)
+                    y = self._dense(part, h)
                 case Experts() as part:
                     y = self._experts(part, h)
             x = x + self._normed(y, sublayer.post_norm, spec.eps)
@@ -95,10 +96,13 @@ class Reference:
     # --- weights, as they lie in the file ----------------------------------------------------------------
 
     def _matrix(self, weight: Weight) -> Floats:
-        return self._tensors[weight.tensor][weight.first : weight.first + weight.rows]
+        rows = self._tensors[weight.tensor].reshape(-1, weight.cols)[weight.first :]
+        if weight.every:
+            rows = np.concatenate([rows[i : i + weight.run] for i in range(0, len(rows), weight.every)])
+        return rows[: weight.experts * weight.rows]
 
     def _vector(self, vector: Vector) -> Floats:
-        values = self._tensors[vector.tensor][vector.first : vector.first + vector.size]
+        values = self._tensors[vector.tensor].reshape(-1)[vector.first : vector.first + vector.size]
         return values * np.float32(vector.factor)
 
     def _product(self, x: Floats, weight: Weight, bias: Vector | None = None) -> Floats:
@@ -122,17 +126,50 @@ class Reference:
             for expert in chosen:
 
                 def product(x: Floats, weight: Weight, bias: Vector | None, expert: int = expert) -> Floats:
-                    y = self._tensors[weight.tensor][expert] @ x
+                    y = self._matrix(weight)[expert * weight.rows : (expert + 1) * weight.rows] @ x
                     return y + self._tensors[bias.tensor][expert] if bias else y
 
                 gate, up = product(x, part.gate, part.gate_bias), product(x, part.up, part.up_bias)
                 out = product(gated(gate, up, part.activation), part.down, part.down_bias)
                 y[token] += out * probabilities[expert] / (total if part.renormalised else np.float32(1))
+        if part.shared and part.shared_gate:
+            y += self._dense(part.shared, h) * sigmoid(self._product(h, part.shared_gate))
         return y
+
+    def _dense(self, part: Dense, h: Floats) -> Floats:
+        gate, up = self._product(h, part.gate), self._product(h, part.up)
+        return self._product(gated(gate, up, part.activation), part.down)
+
+    def _delta(self, part: Delta, h: Floats) -> Floats:
+        """Token by token, as the docstring of `Delta` has it."""
+        n, eps = len(h), np.float32(self.spec.eps)
+        inputs = np.concatenate(
+            [np.zeros((part.taps - 1, part.channels), np.float32), self._product(h, part.qkv)]
+        )
+        taps = self._vector(part.conv).reshape(part.channels, part.taps)
+        channels = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
+        of_keys = part.key_heads * part.size
+        parts = np.split(channels * sigmoid(channels), [of_keys, 2 * of_keys], -1)
+        q, k, v = (x.reshape(n, -1, part.size) for x in parts)
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + eps) for x in (q, k))
+        beta = sigmoid(self._product(h, part.beta))
+        softplus = np.logaddexp(0, self._product(h, part.alpha, part.decay_bias))
+        decay = np.exp(self._vector(part.decay) * softplus)
+        y = np.empty((n, part.value_heads, part.size), np.float32)
+        for head in range(part.value_heads):
+            of, state = head % part.key_heads, np.zeros((part.size, part.size), np.float32)
+            for t in range(n):
+                state *= decay[t, head]
+                state += np.outer(k[t, of], beta[t, head] * (v[t, head] - state.T @ k[t, of]))
+                y[t, head] = state.T @ q[t, of] * np.float32(part.size**-0.5)
+        gate = self._product(h, part.gate)
+        normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
+        return self._product(normed * gate * sigmoid(gate), part.out)
 
     def _attend(self, part: Attend, h: Floats) -> Floats:
         a, n = part, len(h)
         q = self._rotated(a, self._heads(a, self._product(h, a.q, a.q_bias), a.q_norm))
+        assert a.k and a.v
         k = self._rotated(a, self._heads(a, self._product(h, a.k, a.k_bias), a.k_norm))
         v = self._heads(a, self._product(h, a.v, a.v_bias), None)
         if temperature := self.spec.temperature:
@@ -147,7 +184,10 @@ class Reference:
             scores = np.where(hidden, -np.inf, q[:, head] @ k[:, of].T * np.float32(a.scale))
             weights = softmax(np.concatenate([scores, np.full((n, 1), sinks[head])], -1))
             out[:, head] = weights[:, :-1] @ v[:, of]
-        return self._product(out.reshape(n, -1), a.o, a.o_bias)
+        result = out.reshape(n, -1)
+        if a.gate:
+            result = result * sigmoid(self._product(h, a.gate))
+        return self._product(result, a.o, a.o_bias)
 
     def _heads(self, part: Attend, x: Floats, norm: Vector | None) -> Floats:
         """(n, heads * head_dim) -> (n, heads, head_dim), normed over a head or over all of them."""
@@ -184,6 +224,10 @@ def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
         case "swiglu_oai":  # gpt-oss's
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+
+
+def sigmoid(x: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-x)), np.float32)
 
 
 def softmax(x: Floats) -> Floats:

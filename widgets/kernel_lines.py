@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[KernelRole, ...]] = {
         "QKV projection", "attention output", "FFN gate+up", "FFN down", "router", "experts gate+up",
         "experts down", "output head",
     ),
-    "attention": ("attention",),
+    "attention": ("attention", "delta net"),
     "norm, element-wise": ("norm", "element-wise", "embedding", "copy"),
     "sampling": ("sampling",),
 }  # fmt: skip
@@ -31,8 +31,9 @@ busy machine."""
 
 _GROUP, _CALLS, _US, _SHARE, _GBPS, _ROOF, _BAR, _ROLE, _MIN_NAME = 19, 5, 10, 5, 7, 7, 10, 10, 20  # cells
 _SHORT_ROLES: dict[KernelRole, tuple[str, ...]] = {
-    "QKV projection": ("QKV",), "attention": ("attn",), "attention output": ("attn output", "attn o"),
-    "FFN gate+up": ("gate+up",), "FFN down": ("down",), "output head": ("head",), "element-wise": ("elemw",),
+    "QKV projection": ("QKV",), "attention": ("attn",), "delta net": ("delta",),
+    "attention output": ("attn output", "attn o"), "FFN gate+up": ("gate+up",),
+    "FFN down": ("down",), "output head": ("head",), "element-wise": ("elemw",),
     "embedding": ("embed",), "sampling": ("sample",), "experts gate+up": ("exp. gate", "experts"),
     "experts down": ("exp. down", "experts"),
 }  # fmt: skip

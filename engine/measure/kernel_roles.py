@@ -60,14 +60,15 @@ def _role_by_buffers(call: UOp, uses: Mapping[UOp, BufferUse]) -> KernelRole | N
         return "copy"
     used = [uses[b] for arg in get_call_arg_uops(call) for b in buffers_of(arg) if b in uses]
     routers = [use for use in used if use.role == "router"]
-    matrices = [use for use in used if use.role not in ("norm", "attention", "router")]
-    caches = [use for use in used if use.role == "attention"]
+    matrices = [use for use in used if use.role not in ("norm", "attention", "delta net", "router")]
+    caches = [use for use in used if use.role in ("attention", "delta net")]
     return next((use.role for use in (*matrices, *routers, *caches, *used)), None)
 
 
 def _role_between(before: set[KernelRole], after: set[KernelRole]) -> KernelRole:
-    if "attention" in before and "attention" in after:
-        return "attention"
+    mixers: tuple[KernelRole, ...] = ("attention", "delta net")
+    if role := next((role for role in mixers if role in before and role in after), None):
+        return role
     if before == {"router"}:  # chooses experts, or sorts tokens by expert
         return "router"
     if before and before <= {"output head", "sampling"}:

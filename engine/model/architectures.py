@@ -17,7 +17,7 @@ from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.rope_order import HeadOrder
 from engine.model.checked_file import CheckedFile
-from engine.model.mixes import Activation, Attend, Dense, Experts, Vector, Weight
+from engine.model.mixes import Activation, Attend, Delta, Dense, Experts, Vector, Weight
 from engine.model.spec import ModelSpec, Rope, Sublayer, Temperature
 
 
@@ -28,7 +28,9 @@ class Family:
     has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
     base of their own, and no scaling. Of `unrotated_every` layers the last has no rotary embedding. `scaled_embedding`:
     the embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the chosen experts are divided by
-    their sum."""
+    their sum. Of `attention_every` layers the last has attention, and the others are gated delta nets, unless the
+    metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the query come before
+    those of a gate of its result."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -37,6 +39,8 @@ class Family:
     unrotated_every: int = 0
     scaled_embedding: bool = False
     renormalised: bool = True
+    attention_every: int = 0
+    gated_attention: bool = False
 
 
 ARCHITECTURES: Mapping[str, Family] = {
@@ -52,8 +56,13 @@ ARCHITECTURES: Mapping[str, Family] = {
     "olmoe": Family(renormalised=False),
     "qwen3moe": Family(),
     "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
+    "qwen35": Family(attention_every=4, gated_attention=True),
+    "qwen35moe": Family(attention_every=4, gated_attention=True),
 }
 
+
+_VISION = "v.", "mm."
+"""How the names of tensors of a vision encoder begin: tools/mtmd/clip-impl.h of llama.cpp."""
 
 _MAX_HEAD = 1 << 13  # elements: published models have at most 576
 
@@ -94,7 +103,10 @@ class _Reader(CheckedFile):
         self.head_dim = self.size("attention.key_length", self.dim // self.heads)
         self.kv_heads = self.size("attention.head_count_kv", self.heads)
         self.rotated = self.size("rope.dimension_count", self.head_dim)
-        self.layers = self.size("block_count")
+        self.draft_layers = self.file.get(self.key("nextn_predict_layers"), int, 0)
+        self.layers = self.size("block_count") - self.draft_layers
+        if self.draft_layers < 0 or self.layers < 1:
+            raise damaged(self.file.path, f"{self.draft_layers} of its layers are draft layers")
         self.context = self.size("context_length")
         if (
             self.size("attention.value_length", self.head_dim) != self.head_dim
@@ -141,7 +153,13 @@ class _Reader(CheckedFile):
             stream_eps=eps / residual**2,
             softcap=self.number("final_logit_softcapping", 0.0),
             temperature=Temperature(slope, self.original_context) if slope else None,
+            draft_layers=self.draft_layers,
+            has_vision=any(name.startswith(_VISION) for name in self.file.tensors),
         )
+        if not spec.attention:
+            raise damaged(self.file.path, "no layer has attention")
+        left_out = tuple(f"blk.{self.layers + i}." for i in range(self.draft_layers)) + _VISION
+        self.used.update(name for name in self.file.tensors if name.startswith(left_out))
         if unread := sorted(self.file.tensors.keys() - self.used):
             raise ModelFileError(
                 f"{self.name} holds {printable(unread[0])}, which orin-chat does not know in a model of the "
@@ -151,8 +169,8 @@ class _Reader(CheckedFile):
         return spec
 
     def layer(self, i: int) -> tuple[Sublayer, Sublayer]:
-        """Attention and the feed-forward layer of layer i. A file that has post_ffw_norm norms the results of both; in
-        others post_attention_norm is another name of ffn_norm."""
+        """Attention or a delta net, and the feed-forward layer of layer i. A file that has post_ffw_norm norms the
+        results of both; in others post_attention_norm is another name of ffn_norm."""
         prefix = f"blk.{i}."
 
         def norm(name: str) -> Vector | None:
@@ -166,29 +184,79 @@ class _Reader(CheckedFile):
             names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
             before = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
         return (
-            Sublayer(before[0], self.attend(i, prefix), after[0]),
+            Sublayer(
+                before[0], self.delta(prefix) if self.is_recurrent(i) else self.attend(i, prefix), after[0]
+            ),
             Sublayer(before[1], self.feed_forward(prefix), after[1]),
         )
+
+    def is_recurrent(self, i: int) -> bool:
+        """Whether layer i is a gated delta net: `recurrent_layers` tells it, or the number of layers of which the last
+        has attention."""
+        if not self.family.attention_every:
+            return False
+        layers = self.file.metadata.get(self.key("attention.recurrent_layers"))
+        if isinstance(layers, np.ndarray):
+            if len(layers) < self.layers:
+                raise damaged(self.file.path, f"{len(layers)} of its layers are recurrent or not")
+            return bool(layers[i])
+        return (i + 1) % self.size("full_attention_interval", self.family.attention_every) != 0
+
+    def delta(self, prefix: str) -> Delta:
+        """A gated delta net. Raises ModelFileError for one that is cut into other heads than the engine's."""
+        key_heads, value_heads = self.size("ssm.group_count"), self.size("ssm.time_step_rank")
+        size, taps = self.size("ssm.state_size"), self.size("ssm.conv_kernel")
+        dim, channels, values = self.dim, (2 * key_heads + value_heads) * size, value_heads * size
+        if size > _MAX_HEAD or value_heads % key_heads or self.size("ssm.inner_size", values) != values:
+            raise ModelFileError(
+                f"{self.name} has gated delta nets of a shape that orin-chat does not run.",
+                "Choose another model.",
+            )
+        return Delta(
+            qkv=self.weight(f"{prefix}attn_qkv", channels, dim),
+            gate=self.weight(f"{prefix}attn_gate", values, dim),
+            beta=self.weight(f"{prefix}ssm_beta", value_heads, dim),
+            alpha=self.weight(f"{prefix}ssm_alpha", value_heads, dim),
+            out=self.weight(f"{prefix}ssm_out", dim, values),
+            conv=self.required(f"{prefix}ssm_conv1d.weight", channels, taps),
+            decay=self.required(f"{prefix}ssm_a", value_heads),
+            decay_bias=self.required(f"{prefix}ssm_dt.bias", value_heads),
+            norm=self.required(f"{prefix}ssm_norm.weight", size),
+            key_heads=key_heads, value_heads=value_heads, size=size, taps=taps,
+        )  # fmt: skip
 
     def attend(self, i: int, prefix: str) -> Attend:
         dim, head_dim = self.dim, self.head_dim
         sizes = {"q": self.heads * head_dim, "k": self.kv_heads * head_dim, "v": self.kv_heads * head_dim}
-        firsts = {"q": 0, "k": sizes["q"], "v": sizes["q"] + sizes["k"]}
+        is_gated = self.family.gated_attention
+        in_file = sizes | {"q": 2 * sizes["q"]} if is_gated else sizes
+        firsts = {"q": 0, "k": in_file["q"], "v": in_file["q"] + in_file["k"]}
         fused = self.has(f"{prefix}attn_qkv.weight")
 
         def source(x: str) -> tuple[str, int, int]:
             """The tensor with these rows, the first of them, and the tensor's rows."""
-            return (
-                (f"{prefix}attn_qkv", firsts[x], sum(sizes.values()))
-                if fused
-                else (f"{prefix}attn_{x}", 0, sizes[x])
-            )
+            if fused:
+                return f"{prefix}attn_qkv", firsts[x], sum(in_file.values())
+            return f"{prefix}attn_{x}", 0, in_file[x]
 
         def projection(x: str) -> tuple[Weight, Vector | None]:
             tensor, first, of = source(x)
             order = self.order if x != "v" else None
+            if x == "q" and is_gated:
+                return self.weight(
+                    tensor, sizes[x], dim, first, of, order, every=2 * head_dim, run=head_dim
+                ), None
             weight = self.weight(tensor, sizes[x], dim, first, of, order)
             return weight, self.vector(f"{tensor}.bias", sizes[x], order, first, of)
+
+        def gate() -> Weight | None:
+            tensor, first, of = source("q")
+            every, run = 2 * head_dim, head_dim
+            return (
+                self.weight(tensor, sizes["q"], dim, first + run, of, every=every, run=run)
+                if is_gated
+                else None
+            )
 
         def norm(x: str) -> Vector | None:
             tensor = f"{prefix}attn_{x}_norm.weight"
@@ -204,7 +272,7 @@ class _Reader(CheckedFile):
             heads=self.heads, kv_heads=self.kv_heads, head_dim=head_dim,
             rope=self.rope(i, window > 0 and self.family.plain_windows),
             scale=self.factor("attention.scale", self._default_scale()),
-            window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", self.heads),
+            window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", self.heads), gate=gate(),
         )  # fmt: skip
 
     def _default_scale(self) -> float:
@@ -215,18 +283,21 @@ class _Reader(CheckedFile):
     def feed_forward(self, prefix: str) -> Dense | Experts:
         return self.experts(prefix) if self.has(f"{prefix}ffn_gate_inp.weight") else self.dense(prefix)
 
-    def dense(self, prefix: str) -> Dense:
+    def dense(self, prefix: str, width: int = 0, suffix: str = "") -> Dense:
         """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3)."""
-        dim, width = self.dim, self.size("feed_forward_length")
-        down = self.weight(f"{prefix}ffn_down", dim, width)
-        if self.has(f"{prefix}ffn_gate.weight"):
-            gate, up = (self.weight(f"{prefix}ffn_{x}", width, dim) for x in ("gate", "up"))
+        dim, width = self.dim, width or self.size("feed_forward_length")
+        down = self.weight(f"{prefix}ffn_down{suffix}", dim, width)
+        if self.has(f"{prefix}ffn_gate{suffix}.weight"):
+            gate, up = (self.weight(f"{prefix}ffn_{x}{suffix}", width, dim) for x in ("gate", "up"))
         else:
-            gate, up = (self.weight(f"{prefix}ffn_up", width, dim, first, 2 * width) for first in (0, width))
+            gate, up = (
+                self.weight(f"{prefix}ffn_up{suffix}", width, dim, first, 2 * width) for first in (0, width)
+            )
         return Dense(gate, up, down, self.family.activation)
 
     def experts(self, prefix: str) -> Experts:
-        """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe)."""
+        """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe). Of each expert, the
+        rows of gate and then of up may be one tensor."""
         dim, count, used = self.dim, self.size("expert_count"), self.size("expert_used_count")
         if not count > 1 or used > count:
             raise damaged(self.file.path, f"it chooses {used} of {count} experts")
@@ -238,13 +309,24 @@ class _Reader(CheckedFile):
             bias = self.vector(f"{tensor}.bias", rows, experts=count)
             return self.weight(tensor, rows, cols, experts=count), bias
 
-        (gate, gate_bias), (up, up_bias) = (of_experts(x, width, dim) for x in ("gate", "up"))
+        def half(first: int) -> tuple[Weight, None]:
+            tensor, whole = f"{prefix}ffn_gate_up_exps", 2 * width
+            return self.weight(tensor, width, dim, first, whole, experts=count, every=whole, run=width), None
+
+        if self.has(f"{prefix}ffn_gate_up_exps.weight"):
+            (gate, gate_bias), (up, up_bias) = half(0), half(width)
+        else:
+            (gate, gate_bias), (up, up_bias) = (of_experts(x, width, dim) for x in ("gate", "up"))
         down, down_bias = of_experts("down", dim, width)
+        has_shared = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
+        shared_width = self.size("expert_shared_feed_forward_length", width)
         return Experts(
             router=self.weight(f"{prefix}ffn_gate_inp", count, dim),
             router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", count),
             gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
             used=used, renormalised=self.family.renormalised, activation=self.family.activation,
+            shared=self.dense(prefix, shared_width, "_shexp") if has_shared else None,
+            shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_shared else None,
         )  # fmt: skip
 
     def window(self, i: int) -> int:

@@ -8,7 +8,7 @@ from tinygrad import Tensor, UOp
 
 from engine.events import KernelRole
 from engine.measure.kernel_roles import BufferUse
-from engine.model.mixes import Attend, Dense, Experts, Weight
+from engine.model.mixes import Attend, Delta, Dense, Experts, Weight
 from engine.model.spec import ModelSpec
 
 
@@ -32,14 +32,16 @@ def role_of(spec: ModelSpec, weight: Weight) -> KernelRole:
         return "output head"
     if weight == spec.embedding:
         return "embedding"
-    for sublayer in spec.sublayers:
-        match sublayer.mix:
+    for mix in spec.mixes():
+        match mix:
             case Attend() as a if weight in a.weights:
                 return "attention output" if weight == a.o else "QKV projection"
+            case Delta() as delta if weight in delta.weights:
+                return "attention output" if weight == delta.out else "QKV projection"
             case Dense() as dense if weight in dense.weights:
                 return "FFN down" if weight == dense.down else "FFN gate+up"
-            case Experts() as e if weight in e.weights:
-                if weight == e.router:
-                    return "router"
+            case Experts() as e if weight in (e.router, e.shared_gate):
+                return "router"
+            case Experts() as e if weight in (e.gate, e.up, e.down):
                 return "experts down" if weight == e.down else "experts gate+up"
     raise KeyError(weight)

@@ -69,10 +69,15 @@ class CheckedFile:
         of: int = 0,
         order: HeadOrder | None = None,
         experts: int = 1,
+        every: int = 0,
+        run: int = 0,
     ) -> Weight:
-        """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many)."""
-        type = self.check(f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols))
-        return Weight(f"{tensor}.weight", rows, cols, type, first, order, experts)
+        """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many). `every`, `run`: see `Weight`.
+        A matrix of one row may be a vector in the file."""
+        name, shape = f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols)
+        is_vector = shape == (1, cols) and self.has(name) and len(self.file.tensors[name].shape) == 1
+        type = self.check(name, (cols,) if is_vector else shape)
+        return Weight(name, rows, cols, type, first, order, experts, every, run)
 
     def vector(
         self,
@@ -89,7 +94,7 @@ class CheckedFile:
         self.check(tensor, (*([experts] if experts > 1 else []), of or size))
         return Vector(tensor, size * experts, first, order)
 
-    def required(self, tensor: str, size: int) -> Vector:
-        """A vector that the file must have."""
-        self.check(tensor, (size,))
-        return Vector(tensor, size)
+    def required(self, tensor: str, *shape: int) -> Vector:
+        """A vector that the file must have: the elements of a tensor of this shape."""
+        self.check(tensor, shape)
+        return Vector(tensor, math.prod(shape))

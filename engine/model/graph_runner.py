@@ -13,6 +13,8 @@ from engine.events import Step
 from engine.fixes import matvec_heuristic, search_trials
 from engine.formats.kv_format import KVFormat
 from engine.measure.profile import Replay
+from engine.model.checkpoints import checkpoint_slots
+from engine.model.lower.delta_graph import StateCopies
 from engine.model.lower.graph import Transformer
 from engine.model.model_runner import varied_tokens
 from engine.model.sampling import Logits
@@ -20,7 +22,8 @@ from engine.model.weights import Weights
 
 
 class GraphRunner:
-    """Implements `ModelRunner`. Chunks of a prompt are padded to `max_chunk`, so one captured step serves all."""
+    """Implements `ModelRunner` and `StateStore`. Chunks of a prompt are padded to `max_chunk`, so one captured step
+    serves all."""
 
     precompiled = False
     max_chunk = 32
@@ -34,17 +37,41 @@ class GraphRunner:
         # The cache also holds the padding after a prompt, which later tokens overwrite before any token attends to it.
         self._transformer = Transformer(weights, context_length + self.max_chunk, context_length, kv)
         self._position = UOp.variable("position", 0, context_length - 1)
+        self._count = UOp.variable("count", 1, self.max_chunk)
         self._prefill, self._decode = TinyJit(self._prefill_step), TinyJit(self._decode_step)
         self._prefill.cnt = self._decode.cnt = 1  # capture at the first call, not at the second
         self._logits = Tensor.zeros(1)
+        self.state_bytes = weights.spec.state_bytes
+        self.state_slots = checkpoint_slots(1) if self.state_bytes else 0
+        self._states = StateCopies(self._transformer.states, self.state_slots)
+        self._positions = [0] * (self.state_slots + 1)  # those of the checkpoints, and of the state
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
+        self._begin(position)
         padded = [*tokens, *[0] * (self.max_chunk - len(tokens))]
-        self._prefill(_ids(padded), self._position.bind(position))
+        self._prefill(_ids(padded), self._position.bind(position), self._count.bind(len(tokens)))
+        self._positions[-1] = position + len(tokens)
 
     def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
+        self._begin(position)
         best, self._logits = self._decode(_ids([token]), self._position.bind(position))
+        self._positions[-1] = position + 1
         return int(best.item())
+
+    def _begin(self, position: int) -> None:
+        if position == 0:
+            self._states.clear()
+
+    def state_position(self, sequence: int = 0) -> int:
+        return self._positions[-1]
+
+    def save_state(self, slot: int, sequence: int = 0) -> None:
+        self._states.save(slot)
+        self._positions[slot] = self._positions[-1]
+
+    def load_state(self, slot: int, sequence: int = 0) -> None:
+        self._states.load(slot)
+        self._positions[-1] = self._positions[slot]
 
     def logits(self) -> Logits:
         return np.asarray(self._logits.numpy(), np.float32)
@@ -55,18 +82,19 @@ class GraphRunner:
     def replay(self, step: Step, position: int) -> Replay:
         jit, n = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
         ids = varied_tokens(n, self._transformer.spec.vocab)
-        tokens, bound = _ids(ids), self._position.bind(position)
+        bound = [self._position.bind(position), *([] if step == "decode" else [self._count.bind(n)])]
+        tokens = _ids(ids)
         return Replay(
             calls=[kernel for call in jit.captured.linear.src for kernel in _kernels(call)],
             uses=self._transformer.uses(),
             tokens=n,
-            run=lambda: jit(tokens, bound),
-            variables={"position": position},
+            run=lambda: jit(tokens, *bound),
+            variables={"position": position, "count": n},
             inputs=(tokens.uop.base,),
         )
 
-    def _prefill_step(self, tokens: Tensor, position: UOp) -> None:
-        self._transformer.store(tokens, position).realize()
+    def _prefill_step(self, tokens: Tensor, position: UOp, count: UOp) -> None:
+        self._transformer.store(tokens, position, count).realize()
 
     def _decode_step(self, token: Tensor, position: UOp) -> tuple[Tensor, Tensor]:
         logits = self._transformer.logits(self._transformer(token, position)).reshape(-1)

@@ -14,6 +14,7 @@ from engine.errors import BackendError, UsageError
 from engine.events import ContextLength, KernelPath
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
+from engine.model.checkpoints import checkpoint_slots
 from engine.model.lower import REWIND
 from engine.model.lower.coverage import lacking_parts, lacks_format_because
 from engine.model.mixes import Attend, Weight
@@ -149,7 +150,8 @@ def memory_need(
         context=context,
         conversations=conversations,
         weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in spec.weights()),
-        cache_bytes=conversations * _cache_bytes(spec, path, context, kv),
+        cache_bytes=conversations * _cache_bytes(spec, path, context, kv)
+        + _states_bytes(spec, 1 if path is _GRAPH else parallel),
         kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
     )
 
@@ -227,6 +229,11 @@ def _stored_bytes(weight: Weight, path: _Path) -> int:
 def _cache_bytes(spec: ModelSpec, path: _Path, context: int, kv: KVFormat) -> int:
     wider = 2 if spec.is_float32 and path is not _GPU and not kv.is_quantized else 1
     return sum(2 * kv.bytes(a.kv_size) * _cached(a, path, context) * wider for a in spec.caching)
+
+
+def _states_bytes(spec: ModelSpec, sequences: int) -> int:
+    """Recurrent states of so many sequences, and the checkpoints of these."""
+    return (sequences + checkpoint_slots(sequences)) * spec.state_bytes
 
 
 def _cached(attend: Attend, path: _Path, context: int) -> int:

@@ -109,6 +109,10 @@ class ModelSpec:
     softcap: float = 0.0
     temperature: Temperature | None = None
     layer_embeddings: LayerEmbeddings | None = None
+    draft_layers: int = 0
+    """Layers of the file that would guess further tokens (multi-token prediction). They are not run."""
+    has_vision: bool = False
+    """Whether the file has a vision encoder too. It is not run."""
 
     @property
     def is_tied(self) -> bool:

@@ -53,18 +53,25 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     spec = read(path_of(architecture))
     with GGUF(path_of(architecture)) as file:
         held = {name: info for name, info in file.tensors.items() if not name.startswith("rope_f")}
-    matrices = {name for name, info in held.items() if name.endswith(".weight") and len(info.shape) > 1}
+    matrices = {
+        name
+        for name, info in held.items()
+        if (len(info.shape) > 1 and name.endswith(".weight") and "conv1d" not in name)
+        or name.endswith("gate_inp_shexp.weight")
+    }
     runs: dict[str, list[tuple[int, int]]] = {}  # of elements: the first, and the end
     for weight in spec.weights():
-        first, n = weight.first * weight.cols, weight.experts * weight.rows * weight.cols
-        runs.setdefault(weight.tensor, []).append((first, first + n))
+        rows = weight.experts * weight.rows
+        run, every = weight.run or rows, weight.every or rows
+        firsts = [(weight.first + i // run * every) * weight.cols for i in range(0, rows, run)]
+        runs.setdefault(weight.tensor, []).extend((first, first + run * weight.cols) for first in firsts)
     assert runs.keys() == matrices
     for vector in spec.vectors():
         runs.setdefault(vector.tensor, []).append((vector.first, vector.first + vector.size))
     assert runs.keys() == held.keys()
     for name, parts in runs.items():
         firsts, ends = zip(*sorted(parts), strict=True)
-        assert (*firsts, math.prod(held[name].shape)) == (0, *ends)
+        assert (*firsts, math.prod(held[name].shape)) == (0, *ends), name
     assert sum(weight.n_bytes for weight in spec.weights()) == sum(held[name].n_bytes for name in matrices)
     assert spec.vector_bytes == sum(info.n_bytes for name, info in held.items() if name not in matrices)
 
@@ -109,6 +116,36 @@ def test_windows(path_of):
     assert read(path_of("gemma3"), gemma3__attention__sliding_window=0).window == 0
     phi3 = read(path_of("phi3"), phi3__attention__sliding_window=8)
     assert phi3.window == 0, "the key is in published files, and llama.cpp does not heed it"
+
+
+def test_recurrent_layers(path_of):
+    spec = read(path_of("qwen35"))
+    delta, attend, last = (spec.sublayers[2 * i].mix for i in range(LAYERS))
+    assert spec.deltas == [delta, last] and spec.attention == [attend]
+    assert (delta.channels, delta.value_size) == (2 * 2 * 16 + 64, 64)
+    assert spec.state_bytes == 2 * 4 * (4 * 16 * 16 + 3 * 128)
+    assert (attend.q.every, attend.q.run, attend.q.first, attend.gate.first) == (32, 16, 0, 16)
+    swapped = {"qwen35__attention__recurrent_layers": np.array([False, True, True])}
+    with pytest.raises(ModelFileError, match=r"has blk\.0\.attn_qkv"):
+        read(path_of("qwen35"), **swapped)
+    with pytest.raises(ModelFileError, match="no layer has attention"):
+        read(path_of("qwen35"), qwen35__block_count=1)
+    with pytest.raises(ModelFileError, match="gated delta nets of a shape"):
+        read(path_of("qwen35"), qwen35__ssm__group_count=3)
+
+
+def test_what_is_not_run(path_of):
+    drafts = {"blk.2.nextn.eh_proj.weight": (DIM, 2 * DIM), "v.blk.0.attn_q.weight": (8, 8)}
+    spec = read(path_of("qwen35"), drafts, qwen35__nextn_predict_layers=1)
+    assert (spec.draft_layers, spec.has_vision, len(spec.sublayers)) == (1, True, 4)
+    assert not any(weight.tensor.startswith(("blk.2.", "v.")) for weight in spec.weights())
+
+
+def test_experts_whose_gate_and_up_are_one_tensor(path_of):
+    fused = {f"blk.{i}.ffn_{x}_exps.weight": None for i in range(LAYERS) for x in ("gate", "up")}
+    fused |= {f"blk.{i}.ffn_gate_up_exps.weight": (8, 2 * 64, DIM) for i in range(LAYERS)}
+    mix = read(path_of("qwen35moe"), fused).experts[0]
+    assert (mix.gate.first, mix.up.first, mix.up.every, mix.up.run) == (0, 64, 128, 64)
 
 
 def test_rotary_embeddings(path_of):

@@ -15,7 +15,17 @@ from engine.kernels.gpu.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses, role_of
-from engine.model.mixes import MIN_PROBABILITY, Activation, Attend, Dense, Experts, Vector, Weight
+from engine.model.lower.delta_graph import DeltaState, convolved, delta_rule, heads
+from engine.model.mixes import (
+    MIN_PROBABILITY,
+    Activation,
+    Attend,
+    Delta,
+    Dense,
+    Experts,
+    Vector,
+    Weight,
+)
 from engine.model.weights import Weights, pieces
 
 
@@ -56,6 +66,7 @@ class Transformer:
             for a, width in zip(spec.attention, widths, strict=True)
         ]
         Tensor.realize(*self._caches)
+        self.states = [DeltaState.zeros(mix) for mix in spec.deltas]
 
     def __call__(self, tokens: Tensor, position: UOp | int) -> Tensor:
         """Runs `tokens`, int32 (n,), at `position` and the n - 1 positions after it. Stores their keys and values in
@@ -63,10 +74,10 @@ class Transformer:
         *_, (x, _) = self.sublayers(tokens, position)
         return self._stream_norm(x, self.spec.output_norm)
 
-    def store(self, tokens: Tensor, position: UOp | int) -> Tensor:
-        """Runs tokens as `__call__` does; returns the last attention's cache. So its output and what follows, which a
-        prompt does not need, are not computed."""
-        *_, (_, stored) = self.sublayers(tokens, position)
+    def store(self, tokens: Tensor, position: UOp | int, count: UOp | int) -> Tensor:
+        """Runs tokens as `__call__` does, of which the first `count` are those of a prompt; returns the last
+        attention's cache. So its output and what follows, which a prompt does not need, are not computed."""
+        *_, (_, stored) = self.sublayers(tokens, position, count)
         return stored
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -93,6 +104,7 @@ class Transformer:
         uses.add(BufferUse("attention", "token", self.length), *(t for pair in self._ropes for t in pair))
         uses.add(BufferUse("attention", "token", self.length), self._temperatures)
         uses.add(BufferUse("attention", "context", self.length), *self._caches)
+        uses.add(BufferUse("delta net", "token"), *(t for state in self.states for t in state.tensors))
         return uses
 
     def _of_experts(self, *pairs: tuple[Weight, Vector | None]) -> Iterator[Tensor]:
@@ -102,25 +114,28 @@ class Transformer:
             if bias:
                 yield self._vectors[bias]
 
-    def sublayers(self, tokens: Tensor, position: UOp | int) -> Iterator[tuple[Tensor, Tensor]]:
+    def sublayers(
+        self, tokens: Tensor, position: UOp | int, count: UOp | int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs tokens as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache
-        of the attention that ran last."""
+        of the attention that ran last. Only the first `count` tokens, by default all, change recurrent states."""
         spec = self.spec
         x, n = self._matrices[spec.embedding].take(tokens), cast(int, tokens.shape[0])
         if spec.embedding_scale != 1:
             x = x * spec.embedding_scale
         masks = {window: _mask(n, position, window) for window in {a.window for a in spec.attention}}
-        caches, stored = iter(self._caches), self._caches[-1]
+        caches, states, stored = iter(self._caches), iter(self.states), self._caches[-1]
         for sublayer in spec.sublayers:
             h, mix = x if sublayer.norm is None else self._stream_norm(x, sublayer.norm), sublayer.mix
             if isinstance(mix, Attend):
                 y, stored = self._attention(mix, h, next(caches), position, masks[mix.window])
+            elif isinstance(mix, Delta):
+                y = self._delta(mix, h, next(states), n if count is None else count)
             elif isinstance(mix, Experts):
                 y = self._experts(mix, h)
             else:
                 assert isinstance(mix, Dense)
-                hidden = gated(self._product(mix.gate, h), self._product(mix.up, h), mix.activation)
-                y = self._product(mix.down, hidden)
+                y = self._dense(mix, h)
             x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
             if not isinstance(mix, Attend):
                 x = x.contiguous()
@@ -156,7 +171,28 @@ class Transformer:
             part = part * (probability / total if mix.renormalised else probability).unsqueeze(-1)
             y = part if y is None else y + part
         assert y is not None
+        if mix.shared and mix.shared_gate:
+            y = y + self._product(mix.shared_gate, x).sigmoid() * self._dense(mix.shared, x)
         return y
+
+    def _dense(self, mix: Dense, x: Tensor) -> Tensor:
+        hidden = gated(self._product(mix.gate, x), self._product(mix.up, x), mix.activation)
+        return self._product(mix.down, hidden)
+
+    def _delta(self, mix: Delta, x: Tensor, before: DeltaState, count: UOp | int) -> Tensor:
+        """x (n, dim), which is normed -> (n, dim). The state becomes that after the first `count` tokens."""
+        n, v = cast(int, x.shape[0]), self._vectors
+        channels, inputs = convolved(mix, self._product(mix.qkv, x), v[mix.conv], before.inputs, count)
+        beta = self._product(mix.beta, x).sigmoid()
+        log_decay = v[mix.decay] * self._product(mix.alpha, x, mix.decay_bias).softplus()
+        is_new = (Tensor.arange(n) < count).reshape(n, 1)
+        beta, log_decay = (is_new.where(t, 0.0).transpose() for t in (beta, log_decay))
+        y, state = delta_rule(*heads(mix, channels, self.spec.eps), log_decay, beta, before.state)
+        inputs = inputs.contiguous()
+        Tensor.realize(y, state, inputs)  # they read what they are stored to
+        Tensor.realize(before.state.assign(state), before.inputs.assign(inputs))
+        y = self._norm(y.transpose(0, 1), mix.norm).reshape(n, -1)
+        return self._product(mix.out, y * self._product(mix.gate, x).silu())
 
     def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
         y = self._matrices[weight].product(x)
@@ -223,6 +259,8 @@ class Transformer:
             weights = scores.softmax(-1)
         out = weights @ values
         out = out.reshape(a.heads, n, a.head_dim).transpose(0, 1).reshape(n, -1)
+        if a.gate:
+            out = out * self._product(a.gate, x).sigmoid()
         return self._product(a.o, out, a.o_bias), stored
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.fixes import matvec_heuristic
+from engine.model.checkpoints import checkpoint_slots
 from engine.model.memory_need import memory_need
 from tests.model.lower.layers import CONTEXT, MODELS, hold, opened, written
 from tests.model.lower.sublayers import WatchedTransformer, graph_step
@@ -13,7 +14,9 @@ CHUNK = 32
 def hold_memory(transformer):
     """Raises AssertionError unless weights and caches take what was foretold."""
     need = memory_need(transformer.spec, CONTEXT, "CPU", "graph")
-    assert need.cache_bytes == sum(cache.nbytes() for cache in transformer._caches)
+    states = sum(t.nbytes() for state in transformer.states for t in state.tensors)
+    cached = sum(cache.nbytes() for cache in transformer._caches)
+    assert need.cache_bytes == cached + (1 + checkpoint_slots(1)) * states
     planes = [plane for matrix in transformer._matrices.values() for plane in matrix.planes.values()]
     assert need.weights_bytes == transformer.spec.vector_bytes + sum(plane.nbytes() for plane in planes)
 
