@@ -248,6 +248,7 @@ def _cached(attend: Attend, path: _Path, context: int) -> int:
 def _scratch_bytes(spec: ModelSpec, path: _Path, context: int) -> int:
     """What a chunk of a prompt leaves in memory from kernel to kernel, in 32-bit numbers, and tables by position."""
     attention = max(a.query_size + 2 * a.kv_size for a in spec.attention)
+    attention = max([attention, *(delta.channels + delta.value_size for delta in spec.deltas)])
     widths = [2 * dense.width for dense in spec.feed_forward]
     widths += [mix.used * (2 * mix.up.rows + spec.dim) for mix in spec.experts]
     token = 4 * spec.dim + 3 * attention + max(widths)
