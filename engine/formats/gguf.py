@@ -48,14 +48,32 @@ class _MappedFile(mmap.mmap):
     """A file, mapped read-only."""
 
     path: Path
+    _fd = -1
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Raises OSError, and ValueError for an empty file."""
         with path.open("rb") as file:
             mapped = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped.path = path
+            mapped.path, mapped._fd = path, os.dup(file.fileno())
         return mapped
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See `TensorInfo.read_into`."""
+        done = 0
+        while done < len(out):
+            try:
+                n = os.preadv(self._fd, [out[done:]], start + done)
+            except OSError as error:
+                problem = f"{printable(self.path.name)} could not be read: {error.strerror}."
+                raise ModelFileError(problem, "Check the disk, or the network that it is on.") from error
+            if not n:
+                raise damaged(self.path, "it was cut short while it was read")
+            done += n
 
     def release(self, start: int, n_bytes: int, keep_cached: bool) -> None:
         """See `TensorInfo.release`."""
@@ -125,6 +143,11 @@ class TensorInfo:
     def data(self) -> NDArray[np.uint8]:
         """The bytes of the tensor, uint8 (n_bytes,): a read-only view of the file, not a copy."""
         return np.frombuffer(self._buffer, np.uint8, self.n_bytes, self._offset)
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of the tensor from `start` on, without the map: threads do so faster. Raises
+        ModelFileError."""
+        self._buffer.read_into(self._offset + start, out)
 
     def release(self, start: int, n_bytes: int, keep_cached: bool) -> None:
         """Removes pages of the tensor, `n_bytes` from `start` on, from this process's memory. They are read again when

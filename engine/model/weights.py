@@ -69,6 +69,15 @@ class Weights:
         places = [_place(weight, row) - _place(weight, rows.start) for row in rows]
         return data.reshape(-1, weight.row_bytes)[places].reshape(-1)
 
+    def n_bytes(self, weight: Weight, rows: range) -> int:
+        """Bytes of a matrix's rows in the file."""
+        return len(rows) * weight.row_bytes
+
+    def read_into(self, weight: Weight, rows: range, start: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of a matrix's rows in the file, from the byte `start` on. Any thread may call it.
+        Raises ModelFileError."""
+        self.file.tensors[weight.tensor].read_into(self._extent(weight, rows)[0] + start, out)
+
     def release(self, weight: Weight, rows: range) -> None:
         """Removes these rows' pages of the file from memory, and reports them as done."""
         start, n_bytes = self._extent(weight, rows)

@@ -1,3 +1,4 @@
+import os
 import resource
 import struct
 from pathlib import Path
@@ -159,6 +160,16 @@ def test_tensors_are_views_of_the_file_with_rows_first(tmp_path):
     assert not f32.data.flags.owndata and not f32.data.flags.writeable and f32.data.dtype == np.uint8
     assert (f32.data.view(np.float32).reshape(f32.shape) == WEIGHTS).all()  # valid after the file is closed
     assert q8.data.tobytes() == QUANTIZED.tobytes()
+
+
+def test_parts_of_a_tensor_are_read_until_the_file_is_cut_short(tmp_path):
+    path, out = write_with_peer(tmp_path / "all.gguf"), bytearray(80)
+    tensor = GGUF(path).tensors["f32.weight"]
+    tensor.read_into(20, memoryview(out))
+    assert bytes(out) == WEIGHTS.tobytes()[20:100]
+    os.truncate(path, 100)
+    with pytest.raises(ModelFileError, match="cut short"):
+        tensor.read_into(20, memoryview(out))
 
 
 def test_version_2_and_an_alignment_of_its_own(write):

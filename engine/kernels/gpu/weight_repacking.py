@@ -7,21 +7,19 @@ longer than repacking a matrix, so the disk cache holds the kernels' programs an
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
 from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.device import Buffer
+from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import DType
-from tinygrad.engine.realize import run_linear
+from tinygrad.engine.realize import get_runtime
 from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
 from engine.formats.rope_order import HeadOrder
-from engine.kernels.compilation import call_of, compile_calls, fingerprint, program_or_graph
-from engine.kernels.gpu.device_memory import free_cached_memory
+from engine.kernels.compilation import call_of, compile_all, compile_calls, fingerprint, program_or_graph
+from engine.kernels.gpu.upload import Upload
 from engine.kernels.gpu.weight_layout import WeightLayout
 
 
@@ -66,31 +64,33 @@ class MatrixSpec:
         ]
 
 
-def repacking_kernels(spec: MatrixSpec) -> UOp:
-    """The kernels of `repack`, a LINEAR, to be compiled with others before they are used."""
-    return _plan(spec).linear
-
-
-def repack(
-    spec: MatrixSpec, sources: Sequence[NDArray[np.uint8]], planes: Sequence[Tensor], first: int = 0
-) -> None:
-    """Fills the planes of a matrix from the bytes of its tensors, which must be writable arrays; or, of a larger matrix
-    of which `spec` describes a piece, the rows from `first` on."""
+def repack(spec: MatrixSpec, upload: Upload, planes: Sequence[Tensor], first: int = 0) -> None:
+    """Fills the planes of a matrix from the bytes of its tensors, the next parts of `upload`; or, of a larger matrix of
+    which `spec` describes a piece, the rows from `first` on. Another thread may use the device meanwhile, if
+    `prepare_repacking` was called before: no graph is built here."""
     plan, before = _plan(spec), spec.layout.shapes(first, spec.cols)
-    for source, buffer in zip(sources, plan.sources, strict=True):
-        buffer.ensure_allocated().copy_from(Buffer("PYTHON", source.size, dtypes.uint8, opaque=source.data))
+    for buffer in plan.sources:
+        upload.next(buffer.ensure_allocated())
     rows = [
         plane.uop.base.buffer.view(n, dtype, skipped * dtype.itemsize).ensure_allocated()
         for plane, (n, dtype), (skipped, _) in zip(planes, spec.plane_shapes, before, strict=True)
     ]
-    plan.run([UOp.from_buffer(buffer) for buffer in rows])
+    plan.run(rows)
+
+
+def prepare_repacking(specs: Iterable[MatrixSpec]) -> None:
+    """Compiles and loads the kernels of `repack`, unless they are."""
+    plans = [_plan(spec) for spec in specs]
+    compile_all([plan.linear for plan in plans])
+    for plan in plans:
+        plan.prepare()
 
 
 def free_repacking_memory() -> None:
-    """Frees the memory of `repack`, on the device and on the host."""
+    """Frees the memory of `repack`, once the device is done with it."""
+    Device[Device.DEFAULT].synchronize()
     for plan in _plans.values():
         plan.free()
-    free_cached_memory()
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class _Plan:
 
     def __init__(self, spec: MatrixSpec) -> None:
         sizes = [tensor.count * spec.row_bytes for tensor in spec.tensors]
-        self.sources = [Buffer(Device.DEFAULT, n, dtypes.uint8) for n in sizes]
+        self.sources = [_scratch(n, dtypes.uint8) for n in sizes]
         schedule = functools.cache(lambda: _Schedule(spec))
         key = source_digest(), fingerprint(spec)
         wiring: _Wiring | None = disk_cache().get("repacking", key)
@@ -115,29 +115,55 @@ class _Plan:
             wiring = schedule().wiring
             disk_cache().put("repacking", key, wiring)
         self._spec = spec
-        self._intermediates = [Tensor.empty(n, dtype=dtype).uop.base for n, dtype in wiring.intermediates]
+        self._intermediates = [_scratch(n, dtype) for n, dtype in wiring.intermediates]
         self._kernels = [
             (program_or_graph(("repack", spec, i), lambda i=i: schedule().graphs[i]), indices)  # type: ignore[misc]
             for i, indices in enumerate(wiring.buffers)
         ]
 
-    @property
+    @functools.cached_property
     def linear(self) -> UOp:
-        return self._calls([Tensor.empty(n, dtype=dtype).uop.base for n, dtype in self._spec.plane_shapes])
+        """The kernels as a LINEAR."""
+        shapes = [(buffer.size, buffer.dtype) for buffer in (*self.sources, *self._intermediates)]
+        buffers = [Tensor.empty(n, dtype=dtype).uop.base for n, dtype in (*self._spec.plane_shapes, *shapes)]
+        calls = (call_of(kernel, [buffers[i] for i in indices]) for kernel, indices in self._kernels)
+        return UOp(Ops.LINEAR, src=tuple(calls))
 
-    def run(self, planes: Sequence[UOp]) -> None:
-        run_linear(compile_calls(self._calls(planes)), jit=True)
+    @functools.cached_property
+    def _launches(self) -> list[Callable[[Sequence[Buffer]], object]]:
+        """Launches each kernel, given all buffers."""
+        programs = [call.src[0] for call in compile_calls(self.linear).src]
+        kernels = zip(programs, (indices for _, indices in self._kernels), strict=True)
+        return [_launch(program, [indices[i] for i in program.arg.globals]) for program, indices in kernels]
+
+    def prepare(self) -> None:
+        """Compiles and loads the kernels, so that `run` builds no graph."""
+        _ = self._launches
+
+    def run(self, planes: Sequence[Buffer]) -> None:
+        buffers = [*planes, *self.sources, *(buffer.ensure_allocated() for buffer in self._intermediates)]
+        for launch in self._launches:
+            launch(buffers)
 
     def free(self) -> None:
         """Frees its memory. The next run takes some again."""
-        for buffer in (*self.sources, *(uop.buffer for uop in self._intermediates)):
-            if isinstance(buffer, Buffer) and buffer.is_allocated():
+        for buffer in (*self.sources, *self._intermediates):
+            if buffer.is_allocated():
                 buffer.deallocate()
 
-    def _calls(self, planes: Sequence[UOp]) -> UOp:
-        buffers = [*planes, *map(UOp.from_buffer, self.sources), *self._intermediates]
-        calls = (call_of(kernel, [buffers[i] for i in indices]) for kernel, indices in self._kernels)
-        return UOp(Ops.LINEAR, src=tuple(calls))
+
+def _scratch(n: int, dtype: DType) -> Buffer:
+    """A buffer that tinygrad does not keep for later buffers of the same size when it is freed."""
+    return Buffer(Device.DEFAULT, n, dtype, options=BufferSpec(nolru=True))
+
+
+def _launch(program: UOp, indices: Sequence[int]) -> Callable[[Sequence[Buffer]], object]:
+    runtime = get_runtime(Device.DEFAULT, program)
+    global_size, local_size = program.arg.launch_dims({})
+    return lambda buffers: runtime(
+        *(buffers[i].get_buf(Device.DEFAULT) for i in indices),
+        global_size=global_size, local_size=local_size, vals=(),
+    )  # fmt: skip
 
 
 class _Schedule:

@@ -18,7 +18,6 @@ from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import copy_block
 from engine.kernels.gpu.sampling import Shortlist
-from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.model.fused.row_steps import RowSteps
@@ -79,19 +78,18 @@ class FusedBatchRunner:
         self._captured: dict[tuple[str, int, int], Callable[[], None]] = {}
         self._earlier: list[Logits] = []  # of the steps before the last one of one `decode_rows`
         with timeline.span("kernels"):
+            end_fill = model.begin_fill(weights)
             self._compile()
-        with timeline.span("weights"):
-            model.fill(weights)
+        with timeline.span("waiting for the weights"):
+            end_fill()
 
     def _compile(self) -> None:
         """Compiles all kernels at once, so that several compilers share them."""
-        specs = {matrix.spec: None for matrix in self._model.matrices}
         steps = self._steps
         rows = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
         rows += [steps.kernels(n, steps.limits(n)[0], samples=True) for n in self.row_counts]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes]
-        linears = [sequence.linear for sequence in (*rows, *prefill, *self._copies)]
-        compile_all([*map(repacking_kernels, specs), *linears])
+        compile_all([sequence.linear for sequence in (*rows, *prefill, *self._copies)])
 
     @property
     def row_counts(self) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from engine.kernels.gpu.device_memory import overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.sampling import Shortlist
-from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.model.buffer_uses import BufferUses
@@ -72,17 +71,17 @@ class FusedRunner:
             None  # a step that was launched ahead: its position, whether it samples
         )
         with timeline.span("kernels"):
+            end_fill = model.begin_fill(weights)
             self._compile()
-        with timeline.span("weights"):
-            model.fill(weights)
+        with timeline.span("waiting for the weights"):
+            end_fill()
 
     def _compile(self) -> None:
         """Compiles all kernels at once, so that several compilers share them."""
-        specs = {piece.spec: None for matrix in self._model.matrices for piece in matrix.pieces}
         variants = ((False, False), (True, False), (True, True))
         decode = [self._decode_step(limit, *v) for limit in self._decode.context_limits for v in variants]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes if self._decode.uses_tensor_cores]
-        compile_all([*map(repacking_kernels, specs), *(step.linear for step in (*decode, *prefill))])
+        compile_all([step.linear for step in (*decode, *prefill)])
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:

@@ -3,8 +3,11 @@ input in one product."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -17,8 +20,16 @@ from engine.kernels.gpu.device_memory import DeviceCounts, device_zeros, to_devi
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matvec import StackedMatrices
 from engine.kernels.gpu.schedules import best_schedule
+from engine.kernels.gpu.upload import Part, upload
 from engine.kernels.gpu.weight_layout import WeightLayout
-from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, free_repacking_memory, repack
+from engine.kernels.gpu.weight_repacking import (
+    MatrixSpec,
+    TensorRows,
+    free_repacking_memory,
+    prepare_repacking,
+    repack,
+)
+from engine.measure.timeline import timeline
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower import REWIND
 from engine.model.mixes import Activation, Attend, Dense, Experts, Vector, Weight
@@ -212,21 +223,33 @@ class GPUModel:
     def attention(self) -> list[Attention]:
         return [layer.mix for layer in self.layers if isinstance(layer.mix, Attention)]
 
-    def fill(self, weights: Weights) -> None:
+    def begin_fill(self, weights: Weights) -> Callable[[], None]:
+        """Compiles the kernels that pack matrices, and begins to fill these; the function that it returns ends it. On
+        CUDA a thread fills them while the caller goes on. Raises ModelFileError, as the function does."""
+        prepare_repacking({piece.spec: None for matrix in self.matrices for piece in matrix.pieces})
+        if Device.DEFAULT.split(":")[0] != "CUDA":
+            return partial(self._fill, weights)
+        thread = ThreadPoolExecutor(1, "fill")
+        filling = thread.submit(self._fill, weights)
+        thread.shutdown(wait=False)
+        return filling.result
+
+    def _fill(self, weights: Weights) -> None:
         """Copies the matrices to the device and packs them there. Those of a kind come together, because each kind has
         memory of its own to repack in."""
         kinds: dict[MatrixSpec, list[Matrix]] = {}
         for matrix in self.matrices:
             kinds.setdefault(matrix.spec, []).append(matrix)
-        for of_a_kind in kinds.values():
-            for matrix in of_a_kind:
-                for piece in matrix.pieces:
-                    sources = [weights.read(weight, rows) for weight, rows in piece.sources]
-                    repack(piece.spec, sources, matrix.planes, piece.first)
-                    Device[Device.DEFAULT].synchronize()  # frees the host's copies
+        by_kind = [[(m, piece) for m in matrices for piece in m.pieces] for matrices in kinds.values()]
+        sources = [source for pieces in by_kind for _, piece in pieces for source in piece.sources]
+        parts = (Part(weights.n_bytes(*source), partial(weights.read_into, *source)) for source in sources)
+        with timeline.span("weights"), closing(upload(parts)) as uploaded:
+            for pieces in by_kind:
+                for matrix, piece in pieces:
+                    repack(piece.spec, uploaded, matrix.planes, piece.first)
                     for weight, rows in piece.sources:
                         weights.release(weight, rows)
-            free_repacking_memory()
+                free_repacking_memory()
 
 
 def given(*tensors: Tensor | None) -> list[Tensor]:

@@ -8,6 +8,7 @@ from tinygrad import Tensor, dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.upload import Part, upload
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, repack
 
@@ -54,8 +55,17 @@ def _packed(ggml_type, rows, cols):
     raw, weights = random_matrix(ggml_type, rows, cols)
     spec = MatrixSpec(WeightLayout(ggml_type), (TensorRows(rows),), cols)
     planes = spec.allocate()
-    repack(spec, [raw], planes)
+    repack(spec, upload([part_of(raw)]), planes)
     return planes, weights
+
+
+def part_of(values):
+    """Bytes to upload, as if they were of a file."""
+
+    def read(start, out):
+        out[:] = values.data[start : start + len(out)]
+
+    return Part(values.size, read)
 
 
 def buffer(values):

@@ -77,6 +77,8 @@ from engine.kernels.gpu import weight_repacking
 from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows
 from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.formats.rope_order import HeadOrder
+from engine.kernels.gpu.upload import upload
+from tests.kernels.gpu.buffers import part_of
 program_cache.apply()
 scheduled, stock = [], Tensor.linear_with_vars
 Tensor.linear_with_vars = lambda *planes: scheduled.append(planes) or stock(*planes)
@@ -85,9 +87,9 @@ rng = np.random.default_rng(0)
 def repacked():
     sources = [rng.integers(0, 255, 16 * spec.row_bytes, np.uint8) for _ in spec.tensors]
     planes = spec.allocate()
-    weight_repacking.repack(spec, sources, planes)
+    weight_repacking.repack(spec, upload(map(part_of, sources)), planes)
     return sum(int(plane.numpy().view(np.uint8).sum()) for plane in planes)
-weight_repacking.repacking_kernels(spec)
+weight_repacking.prepare_repacking([spec])
 print(len(scheduled), repacked(), repacked())
 """
 
