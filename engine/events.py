@@ -257,12 +257,12 @@ class Span(_Record, frozen=True, kw_only=True):
 class Ready(_Record, frozen=True, kw_only=True):
     """The engine can answer. `context_length` is in tokens, `cache_bytes` what its KV cache takes in memory (0: not
     known) in the format `kv` ("": not known), `load_ms` the time from the start of loading. `is_squeezed`: the context
-    should be as long as possible, and memory has no room for as long a one as the model was trained for.
-    `warnings` are sentences about unexpected things in the model. `parallel` conversations are answered at a time.
-    A decode step reads `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), and
-    `window_kv_bytes_per_token` for each of those in the sliding `window`. If the engine reports `ExpertChoices`,
-    each layer of experts has `experts`, of which `experts_used` compute a token; 0: it reports none. `start` says what
-    the engine's process did until now."""
+    should be as long as possible, and memory has no room for as long a one as the model was trained for. `warnings` are
+    sentences about unexpected things in the model. `parallel` conversations are answered at a time. A decode step reads
+    `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), `window_kv_bytes_per_token`
+    for each of those in the sliding `window`, and the recurrent state, `state_bytes` (0: the model has none). If the
+    engine reports `ExpertChoices`, each layer of experts has `experts`, of which `experts_used` compute a token; 0: it
+    reports none. `start` says what the engine's process did until now."""
 
     model: ModelInfo
     backend: str
@@ -278,6 +278,7 @@ class Ready(_Record, frozen=True, kw_only=True):
     kv_bytes_per_token: int = 0
     window: int = 0
     window_kv_bytes_per_token: int = 0
+    state_bytes: int = 0
     experts: int = 0
     experts_used: int = 0
     start: tuple[Span, ...] = ()
@@ -290,8 +291,8 @@ class Ready(_Record, frozen=True, kw_only=True):
         """What a decode step reads after `position` tokens; 0 if the engine does not know its weights."""
         if not self.weight_bytes_per_token:
             return 0
-        in_windows = min(position, self.window) * self.window_kv_bytes_per_token
-        return self.weight_bytes_per_token + position * self.kv_bytes_per_token + in_windows
+        windows = min(position, self.window) * self.window_kv_bytes_per_token
+        return self.weight_bytes_per_token + self.state_bytes + position * self.kv_bytes_per_token + windows
 
 
 class Prefilling(_Record, frozen=True, kw_only=True):
@@ -327,8 +328,7 @@ class Thinking(Token, frozen=True, kw_only=True):
 
 class ExpertChoices(_Record, frozen=True, kw_only=True):
     """How often each expert was chosen since the event before, for tokens of prompts too: a number for each expert of
-    each layer of experts. Such events come at most once a second while the engine answers, and at the end. They belong
-    to no request."""
+    each layer of experts. Comes at most once a second while the engine answers, and once at the end."""
 
     layers: tuple[tuple[int, ...], ...]
 
@@ -378,13 +378,14 @@ class BlockCounts(_Record, frozen=True, kw_only=True):
 class Slots(_Record, frozen=True, kw_only=True):
     """What an engine does that answers several conversations: its slots (None: idle), how many requests are `waiting`
     for one, and the KV cache (one entry for layers that keep all tokens, one for each window). Belongs to no request.
-    `device_bytes` is the device memory that the engine holds. Comes at most four times a second, and once when the last
-    answer has ended."""
+    `device_bytes` is the device memory that the engine holds. `checkpoints` of recurrent states: how many there are,
+    and may be. Comes at most four times a second, and once when the last answer has ended."""
 
     slots: tuple[Slot | None, ...]
     waiting: int
     blocks: tuple[BlockCounts, ...]
     device_bytes: int = 0
+    checkpoints: tuple[int, int] = (0, 0)
 
 
 class Measured(_Record, frozen=True, kw_only=True):

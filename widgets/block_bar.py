@@ -4,34 +4,43 @@ from __future__ import annotations
 
 from textual.geometry import Size
 
-from engine.events import BlockCounts
+from engine.events import BlockCounts, Slots
 from widgets.pane import Line, Pane
 from widgets.text import longest_fitting
 
 _HELD, _KEPT, _FREE = "█", "▒", "·"
 
 
-class BlockBar(Pane[tuple[BlockCounts, ...]]):
-    """An entry for layers that keep all tokens, and one for each window."""
+class BlockBar(Pane[Slots]):
+    """An entry for layers that keep all tokens, one for each window, and a line for recurrent states."""
 
     BORDER_TITLE = "cache blocks"
 
-    def draw(self, data: tuple[BlockCounts, ...], width: int, height: int) -> list[Line]:
+    def draw(self, data: Slots, width: int, height: int) -> list[Line]:
         return lines(data, width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return 0 if self.data is None else 2 * len(self.data)
+        return _height(self.data)
 
-    def watch_data(
-        self, before: tuple[BlockCounts, ...] | None, after: tuple[BlockCounts, ...] | None
-    ) -> None:
-        if len(before or ()) != len(after or ()):
+    def watch_data(self, before: Slots | None, after: Slots | None) -> None:
+        if _height(before) != _height(after):
             self.refresh(layout=True)
 
 
-def lines(groups: tuple[BlockCounts, ...], width: int) -> list[Line]:
+def lines(data: Slots, width: int) -> list[Line]:
     """For each group a bar and the words for its parts."""
-    return [line for counts in groups for line in (_bar(counts, width), _words(counts, width))]
+    groups = [line for counts in data.blocks for line in (_bar(counts, width), _words(counts, width))]
+    return [*groups, *([_checkpoints(data, width)] if any(data.checkpoints) else [])]
+
+
+def _height(data: Slots | None) -> int:
+    return 2 * len(data.blocks) + any(data.checkpoints) if data else 0
+
+
+def _checkpoints(data: Slots, width: int) -> Line:
+    used, slots = data.checkpoints
+    kept = f"{used} of {slots}"
+    return [(longest_fitting([f"{kept} checkpoints of states", f"{kept} checkpoints", kept], width), "dim")]
 
 
 def _bar(counts: BlockCounts, width: int) -> Line:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from widgets.engine_status import NEARLY_FULL
+from widgets.engine_status import NEARLY_FULL, EngineStatus
+from widgets.text import as_bytes
 
 MIN_BAR, MAX_BAR = 4, 16
 
@@ -27,4 +28,16 @@ def context_meter(used: int | None, total: int, width: int) -> Content:
     filled = "━" * (half_cells // 2) + "╸" * (half_cells % 2)
     return Content.assemble(
         (filled, color), ("─" * (bar - len(filled)), "$foreground 30%"), (f" {text}", color)
+    )
+
+
+def context_help(status: EngineStatus) -> str:
+    """What the meter shows, and how the engine goes back in a chat."""
+    text = "Context: the tokens of this chat that the model has read and written, of those for which there is room."
+    if not status.checkpoints:
+        return text
+    return (
+        f"{text}\n\nThis model reads a chat into a state, from which no token can be taken out again. The engine keeps "
+        f"up to {status.checkpoints} checkpoints of it ({as_bytes(status.states_bytes)}), at the ends of turns and "
+        "between them. A regenerated reply or an edited message goes on from the last checkpoint before it."
     )

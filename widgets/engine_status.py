@@ -28,7 +28,8 @@ class EngineStatus:
 
     `model`, `quantization`, `backend` and `device` are "" before the engine is ready, `parameters` (weights) is 0.
     `context_length` (tokens), `cache_bytes` (what the KV cache takes in memory) and `kv` (its format) may be known
-    while it loads. `takes_effort`: the chat template reads how much the model should think. `tokens`, `tokens_per_s`
+    while it loads. `states_bytes` is what recurrent states take with up to `checkpoints` copies (0: it has none).
+    `takes_effort`: the chat template reads how much the model should think. `tokens`, `tokens_per_s`
     and `first_token_s` are of the reply in progress or the last one. None: not known."""
 
     phase: Phase = Phase.STARTING
@@ -51,6 +52,8 @@ class EngineStatus:
     context_length: int = 0
     cache_bytes: int = 0
     kv: str = ""
+    states_bytes: int = 0
+    checkpoints: int = 0
 
     @property
     def is_nearly_full(self) -> bool:

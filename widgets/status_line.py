@@ -6,7 +6,7 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from widgets.context_meter import context_meter
+from widgets.context_meter import context_help, context_meter
 from widgets.engine_status import EngineStatus
 from widgets.text import as_latency, one_line
 from widgets.turn import WARNING
@@ -26,6 +26,10 @@ class StatusLine(Widget):
     status: reactive[EngineStatus] = reactive(EngineStatus())
     warning: reactive[str] = reactive("")
     """A lasting problem, in two or three words ("not saved")."""
+
+    def watch_status(self, status: EngineStatus) -> None:
+        if self.tooltip != (help := Content(context_help(status))):
+            self.tooltip = help
 
     def render(self) -> Content:
         """A narrow line leaves out the device, then the time to the first token, then the end of the model's name."""

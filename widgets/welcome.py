@@ -9,7 +9,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from widgets.engine_status import EngineStatus
-from widgets.text import as_count, cache_text, one_line
+from widgets.text import as_bytes, as_count, cache_text, one_line
 
 KEYS = (
     (("Enter", "sends"), ("Ctrl+J", "starts a new line")),
@@ -36,7 +36,8 @@ class Welcome(Widget):
         )
         lines = [Content.styled(one_line(status.model) or "orin-chat", "bold $text-primary")]
         cache = cache_text(status.cache_bytes, status.kv)
-        for parts in (facts, (status.backend, status.device, cache)):
+        states = f"{as_bytes(status.states_bytes)} of states" if status.states_bytes else ""
+        for parts in (facts, (status.backend, status.device, cache, states)):
             if text := " · ".join(filter(None, parts)):
                 lines.append(Content.styled(one_line(text), "$foreground 60%"))
         lines += [Content.styled(line, "$foreground 80%") for line in self.remarks.get(status.model, ())]

@@ -18,6 +18,7 @@ from engine.events import (
     Warming,
     decode_rate,
 )
+from engine.model.checkpoints import checkpoint_slots
 from widgets.engine_status import EngineStatus, Phase
 
 _MIN_S, _MIN_DONE = 0.5, 4
@@ -97,6 +98,7 @@ class StatusObserver:
                 self._search(search, event.cached)
             case Ready(model=model):
                 self._enter(Phase.READY)
+                checkpoints = checkpoint_slots(event.parallel) if event.state_bytes else 0
                 self._status = replace(
                     self._status,
                     model=model.name,
@@ -108,6 +110,8 @@ class StatusObserver:
                     context_length=event.context_length,
                     cache_bytes=event.cache_bytes,
                     kv=event.kv,
+                    states_bytes=(event.parallel + checkpoints) * event.state_bytes,
+                    checkpoints=checkpoints,
                 )
             case Prefilling(done=done, total=total, cached=cached):
                 self._progress(Phase.PREFILLING, done, total, start=cached)

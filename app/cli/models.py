@@ -244,6 +244,7 @@ def _memory(spec: ModelSpec, device: str) -> dict[str, Any]:
         "needed_bytes": need.total_bytes,
         "weights_bytes": need.weights_bytes,
         "cache_bytes": need.cache_bytes,
+        "states_bytes": need.states_bytes,
         "kernels_bytes": need.kernels_bytes,
         "context_length": need.context,
         "free_bytes": free,
@@ -262,10 +263,11 @@ def _kv_cache(spec: ModelSpec, free: int | None, device: str, kv: KVFormat) -> d
 
 def _memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     parts = {name: as_bytes(n or 0) for name, n in memory.items() if name.endswith("_bytes")}
+    states = f"{parts['states_bytes']} for recurrent states, " if memory["states_bytes"] else ""
     yield (
         "memory",
         f"{parts['needed_bytes']}: {parts['weights_bytes']} of weights, {parts['cache_bytes']} for a context of "
-        f"{memory['context_length']:,} tokens, {parts['kernels_bytes']} for kernels",
+        f"{memory['context_length']:,} tokens, {states}{parts['kernels_bytes']} for kernels",
     )
     if memory["free_bytes"] is not None:
         largest = memory["largest_context_length"]

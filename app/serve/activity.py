@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from app.cli.progress import describe
 from app.serve.service import Handled, ServedEngine, Service
 from engine.events import (
-    BlockCounts,
     Event,
     Failed,
     Generate,
@@ -176,8 +175,9 @@ class Activity:
         idle = [None] * ((self._ready.parallel if self._ready else 0) - len(slots))
         return SlotState((*slots, *idle), max(0, service.open - len(slots)), refused)
 
-    def blocks(self) -> tuple[BlockCounts, ...]:
-        return self._slots.blocks if self._slots else ()
+    def blocks(self) -> Slots | None:
+        """What says how the blocks of the KV cache are used; None if it has none."""
+        return self._slots if self._slots and self._slots.blocks else None
 
     def requests(self) -> tuple[Request, ...]:
         return tuple(self._requests)

@@ -83,6 +83,9 @@ class Metrics:
                 for state, n in (("free", group.free), ("held", group.held), ("cached", group.cached))
             ]
             add("kv_cache_blocks", "gauge", "Blocks of the KV cache, by group of layers.", *blocks)
+            if any(now.slots.checkpoints):
+                states = "Checkpoints of recurrent states that are kept."
+                add("state_checkpoints", "gauge", states, ("", now.slots.checkpoints[0]))
             device = "Device memory of the engine."
             add("device_memory_bytes", "gauge", device, ("", now.slots.device_bytes))
         if now.resident_bytes is not None:

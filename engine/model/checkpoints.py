@@ -101,6 +101,10 @@ class Checkpoints:
         self._now = 0  # the tokens that were run
         self._last: dict[int, int] = {}  # where each sequence was saved or loaded last
 
+    def counts(self) -> tuple[int, int]:
+        """How many checkpoints there are, and how many there may be."""
+        return len(self._kept), self._store.state_slots
+
     def position(self, sequence: int = 0) -> int:
         """See `StateStore.state_position`."""
         return self._store.state_position(sequence)

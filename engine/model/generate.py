@@ -144,6 +144,7 @@ class TextModel:
             kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False, kv=kv),
             window=spec.window,
             window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True, kv=kv),
+            state_bytes=spec.state_bytes,
             **self._experts(spec),
         )
 
@@ -398,7 +399,10 @@ def _prompt_encoder(file: GGUF) -> PromptEncoder:
 
 
 def _keeper(file: GGUF, runner: ModelRunner, limit_bytes: int | None) -> PrefixKeeper | None:
-    """Keeps up to so many bytes of conversations on disk, if the runner can."""
+    """Keeps up to so many bytes of conversations on disk, if the runner can. Keys and values are of no use without a
+    recurrent state, which is not kept there."""
+    if _checkpoints(runner):
+        return None
     limit = default_limit_bytes() if limit_bytes is None else limit_bytes
     if not limit or not isinstance(runner, PrefixRunner) or not runner.export_layout:
         return None

@@ -67,18 +67,21 @@ class MemoryNeed:
     conversations: int
     weights_bytes: int
     cache_bytes: int
+    states_bytes: int
+    """Recurrent states and their checkpoints; 0 for most models."""
     kernels_bytes: int
     """What kernels leave to each other, tables, copies of pieces of the file while it loads, and compilers. Roughly."""
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.cache_bytes + self.kernels_bytes
+        return self.weights_bytes + self.cache_bytes + self.states_bytes + self.kernels_bytes
 
     def __str__(self) -> str:
         contexts = "a context" if self.conversations == 1 else f"{self.conversations} contexts"
+        states = f"{gigabytes(self.states_bytes)} for recurrent states, " if self.states_bytes else ""
         return (
             f"{gigabytes(self.weights_bytes)} of weights, {gigabytes(self.cache_bytes)} for {contexts} of "
-            f"{self.context:,} tokens, {gigabytes(self.kernels_bytes)} for kernels"
+            f"{self.context:,} tokens, {states}{gigabytes(self.kernels_bytes)} for kernels"
         )
 
 
@@ -145,13 +148,14 @@ def memory_need(
     if runs_as_graph(spec, device, kernels):
         path = _GRAPH
     conversations = parallel if path is _GPU else 1
+    sequences = 1 if path is _GRAPH else parallel
     piece = min(PIECE_BYTES, max(weight.n_bytes for weight in spec.weights()))
     return MemoryNeed(
         context=context,
         conversations=conversations,
         weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in spec.weights()),
-        cache_bytes=conversations * _cache_bytes(spec, path, context, kv)
-        + _states_bytes(spec, 1 if path is _GRAPH else parallel),
+        cache_bytes=conversations * _cache_bytes(spec, path, context, kv),
+        states_bytes=(sequences + checkpoint_slots(sequences)) * spec.state_bytes,
         kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
     )
 
@@ -195,23 +199,29 @@ def check_fits(
         return need
     raise BackendError(
         f"{spec.name} needs {gigabytes(need.total_bytes)} of memory: {need}. {gigabytes(free_bytes)} are free.",
-        _what_fits(spec, need, free_bytes, device, kernels, kv),
+        _what_fits(spec, need, free_bytes, device, kernels, parallel, kv),
     )
 
 
 def _what_fits(
-    spec: ModelSpec, need: MemoryNeed, free_bytes: int, device: str, kernels: KernelPath, kv: KVFormat
+    spec: ModelSpec,
+    need: MemoryNeed,
+    free_bytes: int,
+    device: str,
+    kernels: KernelPath,
+    parallel: int,
+    kv: KVFormat,
 ) -> str:
     is_graph = runs_as_graph(spec, device, kernels)
     for smaller_kv in KVFormat:
-        in_kv = memory_need(spec, need.context, device, kernels, need.conversations, smaller_kv)
+        in_kv = memory_need(spec, need.context, device, kernels, parallel, smaller_kv)
         if in_kv.total_bytes <= free_bytes and not lacks_format_because(spec, device, is_graph, smaller_kv):
             return f"With --kv {smaller_kv.value} it would fit."
-    context = largest_context(spec, free_bytes, device, kernels, need.conversations, kv)
+    context = largest_context(spec, free_bytes, device, kernels, parallel, kv)
     if 0 < context < need.context:
         return f"A context of {context:,} tokens would fit: --context {context}."
-    shorter = memory_need(spec, min(need.context, 2048), device, kernels, need.conversations, kv)
-    left = free_bytes - shorter.cache_bytes - shorter.kernels_bytes
+    shorter = memory_need(spec, min(need.context, 2048), device, kernels, parallel, kv)
+    left = free_bytes - shorter.cache_bytes - shorter.states_bytes - shorter.kernels_bytes
     weights = sum(weight.experts * weight.rows * weight.cols for weight in spec.weights())
     if smaller := next((name for name, bits in _BITS.items() if weights * bits / 8 <= left), ""):
         return f"This model in {smaller} would fit."
@@ -229,11 +239,6 @@ def _stored_bytes(weight: Weight, path: _Path) -> int:
 def _cache_bytes(spec: ModelSpec, path: _Path, context: int, kv: KVFormat) -> int:
     wider = 2 if spec.is_float32 and path is not _GPU and not kv.is_quantized else 1
     return sum(2 * kv.bytes(a.kv_size) * _cached(a, path, context) * wider for a in spec.caching)
-
-
-def _states_bytes(spec: ModelSpec, sequences: int) -> int:
-    """Recurrent states of so many sequences, and the checkpoints of these."""
-    return (sequences + checkpoint_slots(sequences)) * spec.state_bytes
 
 
 def _cached(attend: Attend, path: _Path, context: int) -> int:

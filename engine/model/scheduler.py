@@ -330,7 +330,12 @@ class Scheduler:
                     rate=answer.rate,
                 )
         waiting = sum(map(len, self._waiting.values()))
-        return Slots(slots=tuple(slots), waiting=waiting, blocks=self.blocks.counts())
+        return Slots(
+            slots=tuple(slots),
+            waiting=waiting,
+            blocks=self.blocks.counts(),
+            checkpoints=self._states.counts() if self._states else (0, 0),
+        )
 
 
 def _take(job: Job, chosen: int, logits: Logits | None) -> None:

@@ -30,7 +30,8 @@ from engine.model.memory_need import (
     memory_need,
     squeezed_because,
 )
-from engine.model.mixes import Weight
+from engine.model.mixes import Delta, Vector, Weight
+from engine.model.spec import Sublayer
 from tests import generated_model
 
 GB = 10**9
@@ -220,3 +221,15 @@ def test_free_memory_is_the_machines_within_its_groups_limits(tmp_path, files, f
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert host_free_bytes(tmp_path) == free
+
+
+def test_recurrent_states_and_their_checkpoints_are_counted(spec):
+    vectors = [Vector("v", 1)] * 4
+    delta = Delta(*[Weight("w", 8, 8, 0)] * 5, *vectors, key_heads=2, value_heads=4, size=128, taps=4)
+    recurrent = replace(spec, sublayers=(*spec.sublayers, Sublayer(None, delta, None)))
+    one, four = (memory_need(recurrent, 8192, "CUDA", "fused", parallel=n) for n in (1, 4))
+    state = 4 * (4 * 128 * 128 + 3 * 8 * 128)
+    assert (one.states_bytes, four.states_bytes) == ((1 + 8) * state, (4 + 16) * state)
+    without = memory_need(spec, 8192, "CUDA", "fused")
+    assert one.total_bytes - without.total_bytes >= one.states_bytes > 0 == without.states_bytes
+    assert "for recurrent states" in str(one) and "states" not in str(without)

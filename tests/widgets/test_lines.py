@@ -72,6 +72,9 @@ async def test_the_status_line_has_what_must_be_seen_at_every_width():
                     assert "%" in shown or "1,234/32,768" in shown
         line.warning = ""
         line.status = STATUS
+        assert "checkpoints" not in str(line.tooltip)
+        line.status = replace(STATUS, checkpoints=8, states_bytes=450_000_000)
+        assert "up to 8 checkpoints of it (450 MB)" in str(line.tooltip)
         await pilot.resize_terminal(120, 5)
         await pilot.pause()
         shown = " ".join(line.render().plain.split())

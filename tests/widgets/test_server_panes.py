@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.events import BlockCounts, Slot
+from engine.events import BlockCounts, Slot, Slots
 from widgets import block_bar, client_lines, request_list, server_head, slot_table
 from widgets.client_lines import Bin, ClientThroughput, client_name
 from widgets.request_list import Request, RequestList
@@ -65,8 +65,11 @@ def test_slots_and_queue():
 
 
 def test_blocks_in_words_and_a_bar():
-    bar, words = texts(block_bar.lines((BlockCounts(free=50, held=25, cached=25),), 40))
+    counts = BlockCounts(free=50, held=25, cached=25)
+    bar, words = texts(block_bar.lines(Slots(slots=(), waiting=0, blocks=(counts,)), 40))
     assert bar == "█" * 10 + "▒" * 10 + "·" * 20 and words == "█ 25 held · ▒ 25 kept · · 50 free"
+    recurrent = Slots(slots=(), waiting=0, blocks=(counts,), checkpoints=(5, 16))
+    assert texts(block_bar.lines(recurrent, 40))[2:] == ["5 of 16 checkpoints of states"]
 
 
 def test_requests():
@@ -94,4 +97,5 @@ def test_the_head_says_how_the_server_ends_first():
 def test_small_panes(width, height):
     assert len(client_lines.lines(TWO, width, height)) <= height
     assert len(slot_table.lines(SlotState((PREFILL, DECODE)), width, height)) <= height
-    assert block_bar.lines((BlockCounts(free=0, held=0, cached=0),), width)
+    empty = BlockCounts(free=0, held=0, cached=0)
+    assert block_bar.lines(Slots(slots=(), waiting=0, blocks=(empty,), checkpoints=(0, 9)), width)

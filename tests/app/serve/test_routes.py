@@ -485,7 +485,13 @@ async def test_the_model_is_listed_as_llama_server_does(served):
 async def test_metrics(served):
     client, service = served(FakeEngine(reply("Hello", cached_n=6)))
     service.observe(
-        Slots(slots=(), waiting=0, blocks=(BlockCounts(free=3, held=2, cached=1),), device_bytes=8)
+        Slots(
+            slots=(),
+            waiting=0,
+            blocks=(BlockCounts(free=3, held=2, cached=1),),
+            device_bytes=8,
+            checkpoints=(3, 16),
+        )
     )
     service.engine.pid = os.getpid()
     await client.post(CHAT, json=HELLO)
@@ -505,6 +511,7 @@ async def test_metrics(served):
     assert samples['orin_chat_first_token_seconds_bucket{le="+Inf"}'] == "1"
     assert samples['orin_chat_kv_cache_blocks{group="0",state="held"}'] == "2"
     assert samples["orin_chat_device_memory_bytes"] == "8"
+    assert samples["orin_chat_state_checkpoints"] == "3"
     assert int(samples["orin_chat_resident_memory_bytes"]) > 1 << 20
     assert samples["orin_chat_requests_processing"] == samples["orin_chat_requests_waiting"] == "0"
 
