@@ -28,7 +28,7 @@ from engine.model.weights import Weights
 
 
 class CPUBatchRunner:
-    """Implements `BatchRunner`. One captured step serves chunks of any length."""
+    """Implements `BatchRunner` and `StateRunner`. One captured step serves chunks of any length."""
 
     precompiled = False
     chunk_sizes: tuple[int, ...] = (1,)
@@ -55,7 +55,13 @@ class CPUBatchRunner:
             self._cache.assign,
             self._cache.copy_block,
         )
-        self.max_chunk = self._model.max_chunk
+        self.max_chunk, states = self._model.max_chunk, self._model.states
+        self.state_slots, self.state_bytes = states.state_slots, states.state_bytes
+        self.state_position, self.save_state, self.load_state = (
+            states.state_position,
+            states.save_state,
+            states.load_state,
+        )
         self._state, self._tokens = memory.view(self._model.state), memory.view(self._model.tokens)
         self._logits = memory.view(self._model.logits)
         tiles = [1 << i for i in range(self._model.tile_of(parallel).bit_length())]
@@ -71,6 +77,7 @@ class CPUBatchRunner:
     def prefill(self, tokens: Sequence[int], position: int, sequence: int = 0) -> None:
         positions = range(position, position + len(tokens))
         self._set_step(self._lanes, tokens, [sequence] * len(tokens), positions)
+        self._model.states.begin(position, len(tokens), sequence)
         self._prefill()
 
     def decode_rows(self, rows: Sequence[Row], ahead: bool = False) -> NDArray[np.int32]:
@@ -78,6 +85,8 @@ class CPUBatchRunner:
         self._set_step(
             tile, [row.token for row in rows], [row.sequence for row in rows], [row.position for row in rows]
         )
+        for row in rows:
+            self._model.states.begin(row.position, 1, row.sequence)
         self._decode[tile]()
         self._last = self._logits.reshape(self.row_counts[-1], -1)[: len(rows), : self._vocab]
         best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)

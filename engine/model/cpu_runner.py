@@ -27,7 +27,7 @@ from engine.model.weights import Weights
 
 
 class CPURunner:
-    """Implements `PrefixRunner`. One captured step serves chunks of any length."""
+    """Implements `PrefixRunner` and `StateRunner`. One captured step serves chunks of any length."""
 
     precompiled = False
     chunk_sizes: tuple[int, ...] = (1,)
@@ -46,7 +46,13 @@ class CPURunner:
             self._lanes, pool = register_lanes(), default_pool()
         with timeline.span("weights"):
             self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, kv=kv)
-        self.max_chunk = self._model.max_chunk
+        self.max_chunk, states = self._model.max_chunk, self._model.states
+        self.state_slots, self.state_bytes = states.state_slots, states.state_bytes
+        self.state_position, self.save_state, self.load_state = (
+            states.state_position,
+            states.save_state,
+            states.load_state,
+        )
         self._state, self._tokens = memory.view(self._model.state), memory.view(self._model.tokens)
         self._logits = memory.view(self._model.logits)[: weights.spec.vocab]
         decode, prefill = step_kernels(self._model, 1), step_kernels(self._model, self._lanes)
@@ -61,11 +67,13 @@ class CPURunner:
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         self._tokens[: len(tokens)] = tokens
         self._set_state(position, len(tokens))
+        self._model.states.begin(position, len(tokens))
         self._prefill()
 
     def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
         self._tokens[0] = token
         self._set_state(position, 1)
+        self._model.states.begin(position, 1)
         self._decode()
         return int(self._logits.argmax())
 
@@ -77,6 +85,8 @@ class CPURunner:
 
     @property
     def export_layout(self) -> str:
+        if self.state_slots:  # keys and values alone are not enough to go on
+            return ""
         return export_layout((h.kv, h.dim, h.window) for h, _ in self._layers)
 
     @property

@@ -16,7 +16,7 @@ from tests.reference import Reference, divergence, log_softmax
 
 # Exact answers, of float32 weights. Keys and values of float16, and rounded activations, make the differences.
 DIFFERENCE, ROUNDED_DIFFERENCE = 1e-4, 8e-3
-ON_CPU = ("tiny-gemma3-F32", "tiny-phi3-Q4_K_M")
+ON_CPU = ("tiny-gemma3-F32", "tiny-phi3-Q4_K_M", "tiny-qwen35moe-Q4_K_M")
 
 # Answers of llama.cpp as it is, which rounds activations.
 MODELS = (

@@ -1,11 +1,18 @@
-"""Recurrent states in the runner of tensor graphs: chunks of a prompt, checkpoints, and beginning anew."""
+"""Recurrent states in runners: chunks of a prompt, checkpoints, beginning anew, and several sequences."""
 
 import numpy as np
 import pytest
 
+from engine.model import cpu_batch_runner, cpu_runner
 from engine.model.checkpoints import StateStore
+from engine.model.cpu_batch_runner import CPUBatchRunner
+from engine.model.cpu_runner import CPURunner
 from engine.model.graph_runner import GraphRunner
-from tests.model.lower.layers import opened, written
+from engine.model.kv_blocks import KVBlocks
+from engine.model.memory_need import memory_need
+from engine.model.model_runner import Row
+from tests import generated_model
+from tests.model.lower.layers import opened
 from tests.reference import Reference, divergence
 
 TOKENS = np.random.default_rng(2).integers(0, 256, 80).tolist()
@@ -13,12 +20,15 @@ TOKENS = np.random.default_rng(2).integers(0, 256, 80).tolist()
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return written("qwen35 F32, 8 of 16 rotated", tmp_path_factory.mktemp("model"))
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    return generated_model.write(path, architecture="qwen35", quant="F32", layers=3, rotated=8)
 
 
-@pytest.fixture(scope="module")
-def runner(path):
-    return GraphRunner(opened(path), 128)
+@pytest.fixture(scope="module", params=[GraphRunner, CPURunner])
+def runner(path, request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile
+        return request.param(opened(path), 128)
 
 
 def run(runner, chunks):
@@ -31,6 +41,8 @@ def run(runner, chunks):
 
 
 def state(runner):
+    if isinstance(runner, CPURunner):
+        return np.concatenate([states[0] for states in runner._model.states.memory])
     return np.concatenate([t.numpy().ravel() for s in runner._transformer.states for t in s.tensors])
 
 
@@ -63,3 +75,45 @@ def test_a_checkpoint_is_gone_back_to(runner):
     runner.prefill(TOKENS[40:64], 40)
     after = state(runner)
     np.testing.assert_allclose(after, run(runner, (32, 32)), atol=1e-5)
+
+
+def test_sequences_side_by_side(path, monkeypatch):
+    """Rows of some of them at a time; one that begins anew; and one that goes back to a checkpoint of another."""
+    monkeypatch.setattr(cpu_batch_runner, "register_lanes", lambda: 8)
+    weights = opened(path)
+    runner, reference = CPUBatchRunner(weights, 128, parallel=3), Reference(path)
+    assert isinstance(runner, StateStore)
+    n_states = 3 + runner.state_slots
+    kept = sum(memory_need(weights.spec, 128, parallel=n).cache_bytes * s for n, s in ((3, 1), (1, -1)))
+    assert kept == (n_states - 9) * runner.state_bytes
+    blocks = KVBlocks(runner)
+    texts = [TOKENS[first : first + n] for first, n in ((0, 40), (7, 13), (30, 1))]
+
+    def prefill(sequence: int, done: int) -> None:
+        tokens = texts[sequence][done:-1]
+        blocks.reserve(sequence, len(tokens))
+        runner.prefill(tokens, done, sequence)
+        blocks.commit(sequence, tokens)
+
+    for sequence in (0, 1):
+        prefill(sequence, 0)
+        assert runner.state_position(sequence) == len(texts[sequence]) - 1
+    runner.save_state(2, sequence=1)
+    for sequences in ((0, 1, 2), (2, 0), (1,), (2, 1, 0)):
+        for sequence in sequences:
+            blocks.reserve(sequence, 1)
+        rows = [Row(texts[s][-1], len(texts[s]) - 1, s) for s in sequences]
+        best = runner.decode_rows(rows)
+        for sequence, token, logits in zip(sequences, best, runner.row_logits(), strict=True):
+            assert divergence(reference.logits(texts[sequence])[-1], logits) < 1e-6
+            blocks.commit(sequence, texts[sequence][-1:])
+            texts[sequence].append(int(token))
+    blocks.cut(0, 0)
+    texts[0] = texts[1][:12] + TOKENS[50:60]
+    prefill(0, 0)
+    whole = [states[0].copy() for states in runner._model.states.memory]
+    runner.load_state(2, sequence=0)
+    assert runner.state_position(0) == 12
+    runner.prefill(texts[0][12:-1], 12, 0)
+    for got, want in zip(runner._model.states.memory, whole, strict=True):
+        np.testing.assert_allclose(got[0], want, atol=1e-5)

@@ -104,16 +104,19 @@ def buffer_names(layouts: Sequence[WeightLayout], tile: int) -> tuple[str, ...]:
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
+Gate = Literal["silu", "gelu", "swiglu_oai", "sigmoid"]
+
+
 @dataclass(frozen=True)
 class Quantization:
     """How the activations of a product are made from rows x, float32 (tokens, cols): `outputs` are the buffers of
     `Activations` to write. With `eps` the rows are RMS-normed and multiplied by a weight; with `gated` they are gates
-    of other rows: silu(x) * other, gelu(x) * other, or gpt-oss's. With `rows`, as many rows as the state has tiles are
-    quantized if `tile` is 1. With `gathered`, the rows are taken in another order."""
+    of other rows: silu(x) * other, gelu(x) * other, sigmoid(x) * other, or gpt-oss's. With `rows`, as many rows as the
+    state has tiles are quantized if `tile` is 1. With `gathered`, the rows are taken in another order."""
 
     outputs: tuple[str, ...]
     eps: float | None = None
-    gated: Literal["", "silu", "gelu", "swiglu_oai"] = ""
+    gated: Gate | Literal[""] = ""
     rows: bool = False
     gathered: bool = False
 
@@ -193,6 +196,10 @@ def sigmoid(k: KernelBuilder, x: UOp) -> UOp:
     return (k.exp(x * -1.0) + 1.0).reciprocal()
 
 
+def _gate(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
+    return sigmoid(k, x) * other
+
+
 def _silu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     return x * sigmoid(k, x) * other
 
@@ -209,7 +216,7 @@ def _swiglu_oai(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
 
 _GELU = 2 * (2 / pi) ** 0.5
 _SWIGLU_LIMIT = 7.0
-_GATES = {"silu": _silu, "gelu": _gelu, "swiglu_oai": _swiglu_oai}
+_GATES = {"silu": _silu, "gelu": _gelu, "swiglu_oai": _swiglu_oai, "sigmoid": _gate}
 
 
 def sum_of_squares(k: KernelBuilder, rows: UOp, at: Index, n: Index, lanes: int = 0) -> UOp:

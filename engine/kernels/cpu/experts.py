@@ -16,7 +16,7 @@ import functools
 from tinygrad import UOp
 
 from engine.kernels.compilation import Kernel
-from engine.kernels.cpu.activations import Activations, buffer_names
+from engine.kernels.cpu.activations import Activations, buffer_names, sigmoid
 from engine.kernels.cpu.kernel_builder import F32, I32, Index, KernelBuilder, add, even_share
 from engine.kernels.cpu.product import (
     GroupOfRows,
@@ -184,22 +184,27 @@ def expert_product(layout: WeightLayout, tile: int, span: int = 1, shared: bool 
 
 
 @functools.cache
-def add_experts(used: int, added: bool, lanes: int, tile: int) -> Kernel:
+def add_experts(used: int, added: bool, lanes: int, tile: int, shared: bool = False) -> Kernel:
     """out = the sum of the results of a token's experts, each times its probability. With `added` it is added to what
     out holds. Buffers: out, float32 (tokens, cols); the number of units in a row, int32 (1,); if tile is more than 1
     the state of the step and the place of each result, int32 (tokens, used); the probabilities, float32 (tokens, used);
-    the results, float32 (places, cols)."""
+    the results, float32 (places, cols). With a `shared` layer, which all tokens take: its gate, float32 (tokens, lanes)
+    of which the first one counts, and its results, float32 (tokens, cols); these are added times sigmoid(gate)."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(lanes)
         k.scratch(out)
-        *lists, weights, results = buffers
+        lists, rest = buffers[: 2 * (tile > 1)], buffers[2 * (tile > 1) :]
+        weights, results, *of_all = rest
         units = k.index(shape, 0)
         cols = units * UNIT
         first, count = even_share(units, part, parts)
+        factor = k.registers(1)
         with k.loop(k.index(lists[0], TOKENS) if lists else 1) as token:
             pairs = [token * used + rank for rank in range(used)]
             places = [k.index(lists[1], pair) for pair in pairs] if lists else pairs
+            if of_all:
+                k.store(factor, 0, sigmoid(k, k.load(of_all[0], token * lanes)))
             with k.loop(count) as i, k.loop(UNIT // lanes) as j:
                 column = (first + i) * UNIT + j * lanes
                 total = add(
@@ -207,7 +212,10 @@ def add_experts(used: int, added: bool, lanes: int, tile: int) -> Kernel:
                     for place, pair in zip(places, pairs, strict=True)
                 )
                 at = token * cols + column
+                if of_all:
+                    total = total + k.vector(of_all[1], at) * k.load(factor, 0)
                 k.store(out, at, k.vector(out, at) + total if added else total)
+        assert len(of_all) == 2 * shared
         return k.finish(f"add_experts_{used}_{tile}")
 
     return kernel

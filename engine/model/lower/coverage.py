@@ -28,7 +28,7 @@ _GPU = _NEW | {
 }
 
 _LACKING = {
-    "CPU": _NEW | {"a soft cap of the logits"},
+    "CPU": _NEW - {"gated delta nets", "gated attention", "shared experts"} | {"a soft cap of the logits"},
     "CUDA": _GPU,
     # tinygrad's NV device gives a block 48 KB of shared memory, and prefill attention of such heads takes 80 KB
     "NV": _GPU | {"heads of more than 256 elements"},

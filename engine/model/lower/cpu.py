@@ -18,7 +18,8 @@ from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
 from engine.model.lower.cpu_cache import BlockCache, ContiguousCache
-from engine.model.lower.cpu_layers import Attention, FeedForward, LayerLoader, Mixture
+from engine.model.lower.cpu_layers import Attention, FeedForward, LayerLoader, Mixture, Recurrence
+from engine.model.lower.cpu_states import CPUStates
 from engine.model.lower.cpu_weights import CPUWeights
 from engine.model.weights import Weights
 
@@ -48,12 +49,13 @@ class CPUModel:
             self.cache = ContiguousCache(context, self.max_chunk, lanes, self.state)
         else:
             self.cache = BlockCache(spec, context, self.max_chunk, lanes, parallel, self.state, kv)
+        self.states = CPUStates(parallel)
         loader = CPUWeights(weights, pool, lanes, keep_packed)
         self.sizes = loader.sizes
         # The largest matrices first, because repacking needs memory for both forms.
         self.embedding = loader.matrix(spec.embedding)
         self.head = self.embedding if spec.is_tied else loader.matrix(spec.head)
-        layers = LayerLoader(loader, spec, self.cache, kv, lanes)
+        layers = LayerLoader(loader, spec, self.cache, self.states, kv, lanes)
         self.layers = [layers.layer(sublayer) for sublayer in spec.sublayers]
         self.output_norm = loader.vector(spec.output_norm)
         loader.finish()
@@ -109,17 +111,33 @@ class CPUModel:
             uses.add(BufferUse("norm"), layer.norm, layer.post_norm)
             match layer.mix:
                 case Attention() as a:
-                    uses.add(BufferUse("QKV projection"), a.bias, *(matrix.stream for matrix in a.qkv))
+                    gates = [a.gate.stream] if a.gate else []
+                    uses.add(
+                        BufferUse("QKV projection"), a.bias, *(matrix.stream for matrix in a.qkv), *gates
+                    )
                     cache = BufferUse("attention", "context", a.heads.length, a.heads.window)
                     uses.add(cache, *a.cached)
                     uses.add(BufferUse("attention output"), a.o.stream)
                     uses.add(BufferUse("attention"), *a.sinks)
                     uses.add(BufferUse("norm"), a.o_bias, *a.norms)
+                case Recurrence() as r:
+                    matrices = r.qkv, r.gate, r.beta, r.alpha
+                    uses.add(BufferUse("QKV projection"), *(matrix.stream for matrix in matrices))
+                    uses.add(BufferUse("delta net", "token", self.states.parallel), r.states, r.inputs)
+                    uses.add(BufferUse("delta net"), r.norm, *r.tables)
+                    uses.add(BufferUse("attention output"), r.out.stream)
                 case FeedForward() as f:
-                    uses.add(BufferUse("FFN gate+up"), f.gate.stream, f.up.stream)
-                    uses.add(BufferUse("FFN down"), f.down.stream)
+                    _add_dense(uses, f)
                 case Mixture() as m:
                     uses.add(BufferUse("router"), m.router_bias, m.router.stream, m.choices)
                     gate_up, down = [*m.biases[:2], m.gate.stream, m.up.stream], [m.biases[2], m.down.stream]
                     uses.add_experts(m.spec, m.spec.used, gate_up, down)
+                    if m.shared:
+                        _add_dense(uses, m.shared.layer)
+                        uses.add(BufferUse("router"), m.shared.gate.stream)
         return uses
+
+
+def _add_dense(uses: BufferUses, f: FeedForward) -> None:
+    uses.add(BufferUse("FFN gate+up"), f.gate.stream, f.up.stream)
+    uses.add(BufferUse("FFN down"), f.down.stream)

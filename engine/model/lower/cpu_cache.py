@@ -27,6 +27,9 @@ class CPUCache(Protocol):
     max_rewind: int | None
     """See `ModelRunner.max_rewind`."""
 
+    sequences: list[Tensor]
+    """The sequence of each token of a step, int32 (tokens,), if there are several."""
+
     def slots(self, window: int) -> tuple[int, int, int]:
         """The fields `length`, `window` and `table` of the `Heads` of layers with a window, or with none (0)."""
         ...
@@ -52,6 +55,7 @@ class ContiguousCache:
         self.layers: list[CachedLayer] = []
         self.positions = self._whole(context + max_chunk)
         self.max_rewind: int | None = None
+        self.sequences: list[Tensor] = []
 
     def slots(self, window: int) -> tuple[int, int, int]:
         # a step stores its tokens before it reads the first one's window
@@ -110,6 +114,7 @@ class BlockCache:
         self._entries = entries
         self._places = [memory.zeros(max_chunk, dtypes.int32) for _ in self.groups]
         self._positions, self._sequences = (memory.zeros(max_chunk, dtypes.int32) for _ in range(2))
+        self.sequences = [self._sequences]
 
     def slots(self, window: int) -> tuple[int, int, int]:
         window = self._window(window)

@@ -8,28 +8,48 @@ from tinygrad import Tensor, dtypes
 
 from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
+from engine.kernels.cpu.delta_net import DeltaNet
 from engine.kernels.cpu.rope import Heads
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower.cpu_cache import CPUCache
+from engine.model.lower.cpu_states import CPUStates
 from engine.model.lower.cpu_weights import CPUWeights, Matrix
-from engine.model.mixes import Activation, Attend, Dense, Experts
+from engine.model.mixes import Activation, Attend, Delta, Dense, Experts
 from engine.model.spec import ModelSpec, Sublayer
 
 
 @dataclass
 class Attention:
     """The weights and the cache (`Heads.cached`) of a layer's attention. `norms`: those of queries and of keys, if
-    there are any."""
+    there are any. `gate`: that of the result, if there is one."""
 
     heads: Heads
     rope: int
     qkv: list[Matrix]
+    gate: Matrix | None
     bias: Tensor | None
     norms: list[Tensor]
     o: Matrix
     o_bias: Tensor | None
     sinks: list[Tensor]
     cached: list[Tensor]
+
+
+@dataclass
+class Recurrence:
+    """The weights of a gated delta net, and the states of its sequences (`DeltaNet`). `tables`: what `convolve` reads
+    beside the tokens."""
+
+    net: DeltaNet
+    qkv: Matrix
+    gate: Matrix
+    beta: Matrix
+    alpha: Matrix
+    out: Matrix
+    tables: list[Tensor]
+    norm: Tensor
+    states: Tensor
+    inputs: Tensor
 
 
 @dataclass
@@ -40,6 +60,19 @@ class FeedForward:
     up: Matrix
     down: Matrix
     activation: Activation
+
+
+@dataclass
+class Shared:
+    """A layer that all tokens share beside experts, and its gate."""
+
+    layer: FeedForward
+    gate: Matrix
+
+    @property
+    def reads(self) -> list[Matrix]:
+        """What reads the tokens."""
+        return [self.layer.gate, self.layer.up, self.gate]
 
 
 @dataclass
@@ -55,6 +88,7 @@ class Mixture:
     down: Matrix
     biases: list[Tensor]
     choices: Tensor
+    shared: Shared | None
 
 
 @dataclass
@@ -62,17 +96,25 @@ class Layer:
     """A sublayer with the weights of its norms."""
 
     norm: Tensor | None
-    mix: Attention | FeedForward | Mixture
+    mix: Attention | Recurrence | FeedForward | Mixture
     post_norm: Tensor | None
 
 
 class LayerLoader:
-    """Loads layers. Their caches are `cache`'s, in format `kv`. Methods raise ModelFileError."""
+    """Loads layers. Their caches are `cache`'s, in format `kv`, and their states `states`'. Methods raise
+    ModelFileError."""
 
     def __init__(
-        self, loader: CPUWeights, spec: ModelSpec, cache: CPUCache, kv: KVFormat, lanes: int
+        self,
+        loader: CPUWeights,
+        spec: ModelSpec,
+        cache: CPUCache,
+        states: CPUStates,
+        kv: KVFormat,
+        lanes: int,
     ) -> None:
-        self._loader, self._spec, self._cache, self._lanes = loader, spec, cache, lanes
+        self._loader, self._spec, self._lanes = loader, spec, lanes
+        self._cache, self._states = cache, states
         floats = dtypes.float32 if spec.is_float32 else dtypes.float16
         self._cache_type = dtypes.int8 if kv.is_quantized else floats
 
@@ -82,24 +124,28 @@ class LayerLoader:
         added = (
             post_norm is None
         )  # the last product adds the residual stream, unless its result is normed first
-        mix: Attention | FeedForward | Mixture
+        mix: Attention | Recurrence | FeedForward | Mixture
         match part:
             case Attend():
                 mix = self._attention(part, added)
             case Experts():
                 mix = self._mixture(part)
+            case Delta():
+                mix = self._recurrence(part, added)
             case Dense():
-                mix = FeedForward(
-                    gate=self._loader.matrix(part.gate),
-                    up=self._loader.matrix(part.up),
-                    down=self._loader.matrix(part.down, added=added),
-                    activation=part.activation,
-                )
+                mix = self._feed_forward(part, added)
         return Layer(norm, mix, post_norm)
+
+    def _feed_forward(self, part: Dense, added: bool = False) -> FeedForward:
+        gate, up = (self._loader.matrix(weight) for weight in (part.gate, part.up))
+        return FeedForward(gate, up, self._loader.matrix(part.down, added=added), part.activation)
 
     def _mixture(self, part: Experts) -> Mixture:
         matrices = [(part.gate, part.gate_bias), (part.up, part.up_bias), (part.down, part.down_bias)]
         gate, up, down = (self._loader.matrix(weight, added=bias is not None) for weight, bias in matrices)
+        shared = None
+        if part.shared and part.shared_gate:
+            shared = Shared(self._feed_forward(part.shared), self._loader.matrix(part.shared_gate))
         return Mixture(
             spec=part,
             router=self._loader.matrix(part.router),
@@ -112,6 +158,7 @@ class LayerLoader:
                 for weight, bias in matrices
             ],
             choices=memory.zeros(part.count, dtypes.int32),
+            shared=shared,
         )
 
     def _attention(self, part: Attend, added: bool) -> Attention:
@@ -135,10 +182,32 @@ class LayerLoader:
             heads=heads,
             rope=part.rope,
             qkv=[self._loader.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)],
+            gate=self._loader.matrix(part.gate) if part.gate else None,
             bias=self._loader.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=True)]),
             norms=[self._loader.vector(norm) for norm in (part.q_norm, part.k_norm) if norm],
             o=self._loader.matrix(part.o, added=added),
             o_bias=part.o_bias and self._loader.vector(part.o_bias),
             sinks=[self._loader.vector(part.sinks)] if part.sinks else [],
             cached=self._cache.add(heads),
+        )
+
+    def _recurrence(self, part: Delta, added: bool) -> Recurrence:
+        heads = part.key_heads, part.value_heads, part.size, part.taps
+        net = DeltaNet(*heads, self._spec.eps, self._lanes, sequences=bool(self._cache.sequences))
+        states, inputs = self._states.add(net)
+        loader = self._loader
+        return Recurrence(
+            net=net,
+            qkv=loader.matrix(part.qkv),
+            gate=loader.matrix(part.gate),
+            beta=loader.matrix(part.beta, 0, 2 * net.gates),
+            alpha=loader.matrix(part.alpha, net.gates, 2 * net.gates),
+            out=loader.matrix(part.out, added=added),
+            tables=[
+                loader.transposed(part.conv, net.taps),
+                *(loader.vector(v) for v in (part.decay, part.decay_bias)),
+            ],
+            norm=loader.vector(part.norm),
+            states=states,
+            inputs=inputs,
         )

@@ -1,6 +1,7 @@
 """A step of a model as the CPU's kernels, which all cores share.
 
     embed · for attention: quantize · qkv · rotate · attend · quantize · o
+            for a gated delta net: quantize · qkv, gate, beta, alpha · convolve · delta net · quantize · out
             for a feed-forward layer: quantize · gate+up · quantize · down        · quantize · head
 
 "quantize" (`quantize_activations`) norms the activations and rounds them to the integers that products take. All that
@@ -18,6 +19,7 @@ from tinygrad import Tensor, dtypes
 
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.activations import (
+    Gate,
     Quantization,
     add_normed,
     buffer_names,
@@ -25,6 +27,7 @@ from engine.kernels.cpu.activations import (
     quantize_activations,
 )
 from engine.kernels.cpu.attention import attention, n_parts, scratch_size
+from engine.kernels.cpu.delta_net import convolve, delta_net
 from engine.kernels.cpu.embedding import embed
 from engine.kernels.cpu.experts import (
     add_experts,
@@ -39,9 +42,8 @@ from engine.kernels.cpu.rope import rotate
 from engine.kernels.cpu.step_state import SIZE
 from engine.kernels.cpu.weight_layout import UNIT
 from engine.model.lower.cpu import CPUModel
-from engine.model.lower.cpu_layers import Attention, FeedForward, Mixture
+from engine.model.lower.cpu_layers import Attention, FeedForward, Mixture, Recurrence, Shared
 from engine.model.lower.cpu_weights import Matrix
-from engine.model.mixes import Activation
 
 PART_BYTES = 256 << 10  # of a matrix, in each part of its product
 
@@ -94,8 +96,11 @@ class _Step:
                 bias = None
                 if isinstance(mix, Attention):
                     (matrix, inputs), bias = self._attend(mix, x, layer.norm), mix.o_bias
+                elif isinstance(mix, Recurrence):
+                    matrix, inputs = self._recur(mix, x, layer.norm)
                 else:
-                    matrix, inputs = self._gate(mix, x, layer.norm)
+                    inputs = self._quantize(x, [mix.gate, mix.up], norm=layer.norm)
+                    matrix, inputs = self._gate(mix, inputs)
                 if post_norm is None:
                     self._multiply(y, matrix, inputs, added=x, bias=bias)
                     x, y = y, x
@@ -116,9 +121,13 @@ class _Step:
         rows, queries, attended = (
             self._rows(name, n) for name, n in (("rows", heads.rows), ("queries", width), ("attended", width))
         )
-        inputs = self._quantize(x, a.qkv, norm=norm)
+        inputs = self._quantize(x, [*a.qkv, *([a.gate] if a.gate else [])], norm=norm)
         for i, matrix in enumerate(a.qkv):
             self._multiply(rows, matrix, inputs, added=a.bias, concurrent=i > 0)
+        gates = None
+        if a.gate:
+            gates = self._rows("gate", width)
+            self._multiply(gates, a.gate, inputs, concurrent=True)
         cached = [*a.cached, *model.cache.rotating(heads, tile)]
         tables = [*model.ropes[a.rope], *a.norms, *model.temperatures]
         self._sequence.add(rotate(heads, tile), queries, *cached, rows, *tables)
@@ -128,30 +137,68 @@ class _Step:
         state = self._state if heads.table and not rows_n else []
         reads = *a.cached, *state, *model.cache.attending(heads), queries, model.mask, *a.sinks
         self._sequence.add(kernel, attended, scores, *reads, parts=parts)
+        if gates is not None:
+            return a.o, self._quantize(gates, [a.o], gate=("sigmoid", attended))
         return a.o, self._quantize(attended, [a.o])
 
-    def _gate(self, f: FeedForward, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
-        """As `_attend`, for a feed-forward layer."""
-        gate, up = self._rows("gate", f.gate.rows), self._rows("up", f.up.rows)
-        inputs = self._quantize(x, [f.gate, f.up], norm=norm)
-        self._multiply(gate, f.gate, inputs)
+    def _recur(self, r: Recurrence, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
+        """As `_attend`, for a gated delta net."""
+        net, tile, by_row = r.net, self._tile, bool(self._n_rows)
+        width = net.values * net.size
+        rows, gate, gates, out = (
+            self._rows(name, n)
+            for name, n in (
+                ("rows", net.channels), ("gate", width), ("gates", 2 * net.gates), ("attended", width)
+            )
+        )  # fmt: skip
+        inputs = self._quantize(x, [r.qkv, r.gate, r.beta, r.alpha], norm=norm)
+        self._multiply(rows, r.qkv, inputs)
+        for products, matrix in (gate, r.gate), (gates, r.beta), (gates, r.alpha):
+            self._multiply(products, matrix, inputs, concurrent=True)
+        reads = *self._state, *self._model.cache.sequences
+        self._sequence.add(convolve(net, tile, by_row), rows, gates, r.inputs, *reads, *r.tables)
+        self._sequence.add(
+            delta_net(net, tile, by_row), out, r.states, *reads, rows, gates, r.norm, parts=net.values
+        )
+        return r.out, self._quantize(gate, [r.out], gate=("silu", out))
+
+    def _gate(
+        self, f: FeedForward, inputs: dict[str, Tensor], shared: str = ""
+    ) -> tuple[Matrix, dict[str, Tensor]]:
+        """As `_attend`, for a feed-forward layer. With `shared`, the name of the layer that all tokens share beside
+        experts, it begins together with the router."""
+        gate, up = (self._rows(shared + name, m.rows) for name, m in (("gate", f.gate), ("up", f.up)))
+        self._multiply(gate, f.gate, inputs, concurrent=bool(shared))
         self._multiply(up, f.up, inputs, concurrent=True)
-        return f.down, self._quantize(gate, [f.down], gate=(f.activation, up))
+        return f.down, self._quantize(gate, [f.down], gate=(f.activation, up), name=shared)
+
+    def _share(self, s: Shared, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """Adds the kernels of the layer that all tokens share; returns its gate and its results."""
+        factors, results = (
+            self._rows("shared factors", self._model.lanes),
+            self._rows("shared", s.layer.down.rows),
+        )
+        self._multiply(factors, s.gate, inputs, concurrent=True)
+        down, inputs = self._gate(s.layer, inputs, "shared ")
+        self._multiply(results, down, inputs)
+        return [factors, results]
 
     def _mix(self, m: Mixture, x: Tensor, norm: Tensor | None, out: Tensor) -> None:
         """Adds the kernels of a mixture of experts: to x if that is `out`, else the result is in `out`."""
         model, tile, spec, dim, state = self._model, self._tile, m.spec, m.down.rows, self._state
         parts = 1 if tile == 1 else 0
         logits = self._rows("router", m.router.layout.groups(spec.count) * model.lanes)
-        inputs = self._quantize(x, [m.router, m.gate, m.up] if tile == 1 else [m.router], norm=norm)
+        first = [m.router, *(m.shared.reads if m.shared else [])]
+        inputs = self._quantize(x, [*first, m.gate, m.up] if tile == 1 else first, norm=norm)
         self._multiply(logits, m.router, inputs, added=m.router_bias)
+        shared = self._share(m.shared, inputs) if m.shared else []
         chosen, probabilities = (
             model.scratch(name, tile, self._tokens * spec.used, dtype)
             for name, dtype in (("chosen", dtypes.int32), ("probabilities", dtypes.float32))
         )
         kernel = choose_experts(spec.count, spec.used, spec.least_sum, model.lanes, tile)
         read = m.choices if tile == 1 else model.state
-        self._sequence.add(kernel, chosen, probabilities, read, logits, parts=parts)
+        self._sequence.add(kernel, chosen, probabilities, read, logits, parts=parts, concurrent=bool(shared))
         if tile == 1:
             tiles = Tiles(spec.used, model.sizes(0, 0, spec.used, 0), chosen, [])
         else:
@@ -175,9 +222,9 @@ class _Step:
         self._multiply_experts(rows[1], m.up, inputs, tiles, m.biases[1], concurrent=True)
         inputs = self._quantize(rows[0], [m.down], gate=(spec.activation, rows[1]), tiles=tiles)
         self._multiply_experts(rows[2], m.down, inputs, tiles, m.biases[2], shared=False)
-        kernel = add_experts(spec.used, out is x, model.lanes, tile)
+        kernel = add_experts(spec.used, out is x, model.lanes, tile, shared=bool(shared))
         lists = [*state, tiles.lists[1]] if tiles.lists else []
-        self._sequence.add(kernel, out, model.sizes(dim // UNIT), *lists, probabilities, rows[2])
+        self._sequence.add(kernel, out, model.sizes(dim // UNIT), *lists, probabilities, rows[2], *shared)
 
     def _rows(self, name: str, n: int) -> Tensor:
         """Scratch rows of n elements, one for each token: float32 (tokens * n,)."""
@@ -188,19 +235,21 @@ class _Step:
         rows: Tensor,
         matrices: Sequence[Matrix],
         norm: Tensor | None = None,
-        gate: tuple[Activation, Tensor] | None = None,
+        gate: tuple[Gate, Tensor] | None = None,
         tiles: Tiles | None = None,
         gathered: bool = False,
+        name: str = "",
     ) -> dict[str, Tensor]:
         """Adds the kernel that quantizes rows for the products with `matrices`: normed, or gated and multiplied by
-        other rows; with `tiles` those of experts, `gathered` from the tokens. Returns its outputs by name."""
+        other rows; with `tiles` those of experts, `gathered` from the tokens. Returns its outputs by name. `name` tells
+        them from those of another call that are still needed."""
         model, tile, cols = self._model, self._tile, matrices[0].cols
         names = buffer_names([matrix.layout for matrix in matrices], tile)
         outs = {}
-        for name in names:
-            dtype, columns = buffer_type(name)
+        for kind in names:
+            dtype, columns = buffer_type(kind)
             tokens = tiles.tokens if tiles else self._tokens
-            outs[name] = model.scratch(f"{name}{cols}", tile, tokens * cols // columns, dtype)
+            outs[kind] = model.scratch(f"{name}{kind}{cols}", tile, tokens * cols // columns, dtype)
         eps = None if norm is None else model.spec.stream_eps
         quantization = Quantization(names, eps, gate[0] if gate else "", tiles is not None, gathered)
         state = self._state if tiles is None else [tiles.state, *(tiles.lists[:1] if gathered else [])]

@@ -69,6 +69,10 @@ class CPUWeights:
         values = self._weights.vector(vector)
         return memory.array(np.pad(values, (0, -values.size % self._lanes)), dtypes.float32)
 
+    def transposed(self, vector: Vector, cols: int) -> Tensor:
+        """A vector of rows of `cols` elements, column by column: float32 (vector.size,). Raises ModelFileError."""
+        return memory.array(self._weights.vector(vector).reshape(-1, cols).T, dtypes.float32)
+
     def joined(self, parts: Sequence[tuple[Vector | None, int]]) -> Tensor | None:
         """Vectors of these sizes one after another, zeros for those that are None; None if all are. Raises
         ModelFileError."""

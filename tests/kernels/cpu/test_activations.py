@@ -34,7 +34,7 @@ def prepared(pool: ThreadPool, quantization: Quantization, tile: int, x: np.ndar
 
 
 @pytest.mark.parametrize("tile", [1, 4])
-@pytest.mark.parametrize("gated", ["silu", "gelu", "swiglu_oai"])
+@pytest.mark.parametrize("gated", ["silu", "gelu", "swiglu_oai", "sigmoid"])
 def test_gates(pool: ThreadPool, gated: str, tile: int) -> None:
     x, other = random(1 if tile == 1 else TOKENS, COLS, scale=3.0), random(1 if tile == 1 else TOKENS, COLS)
     x[0, :12] = [0.0, 1e-20, -1e-20, 30.0, -30.0, 200.0, -200.0, 1e10, -1e10, 1e30, -1e30, -88.0]
@@ -43,6 +43,7 @@ def test_gates(pool: ThreadPool, gated: str, tile: int) -> None:
     with np.errstate(over="ignore"):
         wanted = {
             "silu": wide / (1 + np.exp(-wide)),
+            "sigmoid": 1 / (1 + np.exp(-wide)),
             "swiglu_oai": np.minimum(wide, 7) / (1 + np.exp(-1.702 * np.minimum(wide, 7))),
             "gelu": wide / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))),
         }[gated]

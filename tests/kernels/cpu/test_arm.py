@@ -16,6 +16,7 @@ from tinygrad.uop.ops import Ops
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.activations import Quantization, buffer_names, quantize_activations
 from engine.kernels.cpu.attention import attention, mask, scratch_size
+from engine.kernels.cpu.delta_net import DeltaNet, convolve, delta_net
 from engine.kernels.cpu.experts import (
     add_experts,
     choose_experts,
@@ -158,7 +159,7 @@ def test_experts(pool: ThreadPool, tile: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [1, TILE])
-@pytest.mark.parametrize("kind", ["", "silu", "gelu", "swiglu_oai", "normed"])
+@pytest.mark.parametrize("kind", ["", "silu", "gelu", "swiglu_oai", "sigmoid", "normed"])
 def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     cols = 128
     names = ("values", "scales", *(("sums",) if tile == 1 else ()), "scaled_sums", "floats")
@@ -203,3 +204,16 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
     ins = [scores, keys, values, state, queries, memory.array(mask(LANES), dtypes.float32)]
     ins += [random(4)] if heads.sinks else []
     assert on_arm(pool, attention(heads, pool.count, tile), [out], ins) < 1e-5
+
+
+@pytest.mark.parametrize("tile", [1, TILE])
+def test_delta_nets(pool: ThreadPool, tile: int) -> None:
+    net, tokens = DeltaNet(2, 4, 32, 4, 1e-6, LANES), 1 if tile == 1 else 6
+    x, gates = random(tokens * net.channels), random(tokens * 2 * net.gates)
+    state = [ints(0, 5, 2, tokens)] if tile > 1 else []
+    decay = memory.array(-np.arange(LANES), dtypes.float32)
+    tables = [random(net.taps * net.channels), decay, random(LANES)]
+    kernel, inputs = convolve(net, tile), random(net.inputs_size)
+    assert on_arm(pool, kernel, [x, gates, inputs], [*state, *tables]) < 1e-5
+    out, states = memory.zeros(tokens * 128, dtypes.float32), random(net.state_size)
+    assert on_arm(pool, delta_net(net, tile), [out, states], [*state, x, gates, random(32)]) < 1e-5

@@ -227,3 +227,23 @@ def test_layers(pool: ThreadPool, kind: Type, biased: bool, activation: str, lan
         got, wanted = layer.run(x, chosen, weights, added), layer.wanted(x, chosen, weights, added)
         error = np.abs(got - wanted).max() / np.abs(wanted).max()
         assert error < (1e-5 if kind == Type.F32 else 2e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_layer_that_all_tokens_share(pool: ThreadPool, tokens: int) -> None:
+    lanes, rng = 8, np.random.default_rng(4)
+    x, shared = rng.standard_normal((2, tokens, DIM)).astype(np.float32)
+    results = rng.standard_normal((tokens * USED, DIM)).astype(np.float32)
+    gates = rng.normal(0, 2, (tokens, lanes)).astype(np.float32)
+    weights, places = rng.uniform(0, 1, (tokens, USED)), np.arange(tokens * USED)
+    if tokens > 1:
+        rng.shuffle(places)
+    lists = [ints(0, 0, 1, tokens), ints(*places)] if tokens > 1 else []
+    out, step = floats(x), KernelSequence(pool)
+    reads = *lists, floats(weights), floats(results), floats(gates), floats(shared)
+    tile = lanes if tokens > 1 else 1
+    step.add(add_experts(USED, True, lanes, tile, shared=True), out, ints(DIM // UNIT), *reads)
+    step.compile()()
+    of_experts = (results[places].reshape(tokens, USED, DIM) * weights[..., None]).sum(1)
+    wanted = x + of_experts + shared / (1 + np.exp(-gates[:, :1]))
+    np.testing.assert_allclose(memory.view(out).reshape(tokens, DIM), wanted, atol=1e-5)
