@@ -84,7 +84,7 @@ def test_sequences_side_by_side(path, monkeypatch):
     runner, reference = CPUBatchRunner(weights, 128, parallel=3), Reference(path)
     assert isinstance(runner, StateStore)
     n_states = 3 + runner.state_slots
-    kept = sum(memory_need(weights.spec, 128, parallel=n).cache_bytes * s for n, s in ((3, 1), (1, -1)))
+    kept = sum(memory_need(weights.spec, 128, parallel=n).states_bytes * s for n, s in ((3, 1), (1, -1)))
     assert kept == (n_states - 9) * runner.state_bytes
     blocks = KVBlocks(runner)
     texts = [TOKENS[first : first + n] for first, n in ((0, 40), (7, 13), (30, 1))]
