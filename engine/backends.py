@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engine.devices import cuda_driver
@@ -78,6 +80,20 @@ def install(dev: str) -> None:
         from engine.tegra import device as tegra
 
         tegra.install()
+
+
+def open_device(dev: str) -> Callable[[], None]:
+    """Begins to open the device; the function that it returns waits until it is open. A thread opens CUDA, whose driver
+    takes a tenth of a second to make a context. Nothing else may use the device meanwhile. To be called after
+    `install`; the function raises what tinygrad raises."""
+    from tinygrad import Device
+
+    if _device(dev) != "CUDA":
+        return lambda: None
+    thread = ThreadPoolExecutor(1, "device")
+    opened = thread.submit(lambda: Device[Device.DEFAULT])
+    thread.shutdown(wait=False)
+    return lambda: opened.result().synchronize()  # which makes its context the one of the thread that calls
 
 
 def no_device_error(dev: str, failures: ExceptionGroup[Exception]) -> BackendError:

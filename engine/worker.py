@@ -54,6 +54,7 @@ from engine.transport import Deframer, frame, pack
 
 if TYPE_CHECKING:
     from engine.model.answer import Answer
+    from engine.model.pending_encoder import PendingEncoder
     from engine.model.scheduler import Scheduler
 
 MAX_RESTARTS = 8
@@ -410,37 +411,36 @@ def _read_all(fd: int) -> bytes:
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
-    from engine.backends import install, no_device_error, prepare
+    from engine.backends import install, no_device_error, open_device, prepare
 
     timeline.until_now("process")
-    beside_driver = ThreadPoolExecutor(1)
-    tokenizer_checked = beside_driver.submit(_check_tokenizer, options.model_path)
+    beside = ThreadPoolExecutor(1)
+    begun = beside.submit(_begin_encoder, options.model_path)
     with timeline.span("device"):
         dev = prepare(options)  # sets the variables that tinygrad reads at import
         install(dev)
+    opening = open_device(dev)
     with timeline.span("imports"):
         from engine import candidate_trial
         from engine.model.generate import TextModel
 
     candidate_trial.restart = restart
-    tokenizer_checked.result()
-    beside_driver.shutdown()
+    prompts = begun.result()
+    beside.shutdown()
+    prompts.file()
     try:
-        model: Model = TextModel(options, report)
+        opening()
+        model: Model = TextModel(options, report, prompts)
     except ExceptionGroup as failures:  # one for each of the interfaces through which tinygrad tries a device
         raise no_device_error(dev, failures) from failures
     return model
 
 
-def _check_tokenizer(model_path: str) -> None:
-    """Raises ModelFileError if the model cannot be used because of its tokenizer. Imports what takes long and needs no
-    device, while the device's driver starts."""
-    import engine.formats.prompt  # noqa: F401
-    from engine.formats.gguf import GGUF
-    from engine.formats.tokenizer import check_tokenizer
+def _begin_encoder(model_path: str) -> PendingEncoder:
+    """Imports what takes long and needs no device, while the device's driver starts."""
+    from engine.model.pending_encoder import PendingEncoder
 
-    with GGUF(model_path) as file:
-        check_tokenizer(file)
+    return PendingEncoder(model_path)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +32,6 @@ from engine.events import (
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
-from engine.formats.prompt import PromptEncoder
 from engine.formats.template import ChatTemplate
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
@@ -57,6 +55,7 @@ from engine.model.model_runner import (
     TunableRunner,
 )
 from engine.model.open_runner import open_runner
+from engine.model.pending_encoder import PendingEncoder
 from engine.model.prefix_folder import default_limit_bytes
 from engine.model.prefix_keeper import PrefixKeeper
 from engine.model.prefix_store import PrefixStore
@@ -72,21 +71,19 @@ SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each u
 class TextModel:
     """A loaded model that answers requests (the worker's `Model`): one at a time, or several if `scheduler` is set."""
 
-    def __init__(self, options: EngineOptions, report: Report) -> None:
-        """Loads `options.model_path` and compiles its kernels, reporting `Loading` and `Warming`. Raises
-        ModelFileError, UsageError, and BackendError, which comes before loading if the model does not fit into
-        memory."""
-        with timeline.span("header"):
-            file = GGUF(options.model_path)
-            spec = read_spec(file)
+    def __init__(self, options: EngineOptions, report: Report, prompts: PendingEncoder | None = None) -> None:
+        """Loads `options.model_path` and compiles its kernels, reporting `Loading` and `Warming`. `prompts` is of that
+        file. Raises ModelFileError, UsageError, and BackendError, which comes before loading if the model does not fit
+        into memory."""
+        prompts = prompts or PendingEncoder(options.model_path)
+        file = prompts.file()
+        spec = read_spec(file)
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
         set_up = device, options.kernels, options.parallel, kv
         self.context_length = chosen_context(spec, options.context_length, free, *set_up)
         need = check_fits(spec, self.context_length, free, *set_up)
-        beside_loading = ThreadPoolExecutor(1)
-        prompts = beside_loading.submit(_prompt_encoder, file)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
-            prompts.result()
+            prompts.encoder()
         loading = Loading(
             done_bytes=0,
             total_bytes=file_summary.weight_bytes(file),
@@ -122,8 +119,7 @@ class TextModel:
                 collections.deque(self._captures, 0)
         compiler_processes.dismiss()
         with timeline.span("waiting for the tokenizer"):
-            self.prompts = prompts.result()
-        beside_loading.shutdown()
+            self.prompts = prompts.encoder()
         self.tokenizer = self.prompts.tokenizer
         self._answers = Answers(self.prompts, self.context_length)
         self._choices.skip()
@@ -391,11 +387,6 @@ def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
     if uses_host_memory(Device.DEFAULT):
         needed += need.total_bytes
     return free is None or needed <= free
-
-
-def _prompt_encoder(file: GGUF) -> PromptEncoder:
-    with timeline.span("tokenizer"):
-        return PromptEncoder(file)
 
 
 def _keeper(file: GGUF, runner: ModelRunner, limit_bytes: int | None) -> PrefixKeeper | None:
