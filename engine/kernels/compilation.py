@@ -56,6 +56,30 @@ def compile_all(linears: Sequence[UOp]) -> None:
             disk_cache().put("kernels", key, to_program_key(graph, Device[Device.DEFAULT].renderer))
 
 
+def compile_once(description: tuple[object, ...], build: Callable[[], Sequence[UOp]]) -> None:
+    """Compiles the kernels of the LINEARs that `build` returns, unless an earlier run did so for the same `description`
+    (see `fingerprint`) and source: then they are found on disk when they are used."""
+    if not was_compiled(description):
+        compile_all(build())
+        if key := _compiled_key(description):
+            disk_cache().put("compiled", key, True)
+
+
+def was_compiled(description: tuple[object, ...]) -> bool:
+    """Whether this run or an earlier one called `compile_once` with it."""
+    key = _compiled_key(description)
+    return bool(key and disk_cache().get("compiled", key))
+
+
+def _compiled_key(description: tuple[object, ...]) -> str:
+    """ "" if the description has no fingerprint."""
+    try:
+        target = str(Device[Device.DEFAULT].renderer.target)
+        return repr((source_digest("kernels", "formats", "model"), target, fingerprint(description)))
+    except TypeError:
+        return ""
+
+
 def program_or_graph(description: tuple[object, ...], build: Callable[[], UOp]) -> UOp:
     """The cached program of the kernel with this `description` (see `fingerprint`); without one the graph that `build`
     returns, to be compiled."""

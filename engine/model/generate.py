@@ -47,6 +47,7 @@ from engine.model.lower.coverage import runs_as_graph_because
 from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
 from engine.model.model_runner import (
     BatchRunner,
+    EarlyRunner,
     ModelRunner,
     PrefixRunner,
     Row,
@@ -170,6 +171,7 @@ class TextModel:
         idle = self.scheduler is None or not self.scheduler.busy
         while idle and not self._cached and not interrupted() and next(self._captures, self) is None:
             self._choices.skip()
+        compiler_processes.dismiss()
         if self._keeper and self._cached:
             self._stored = max(self._stored, len(self._cached))
             self._keeper.keep(self._cached, self._stored, interrupted)
@@ -180,6 +182,7 @@ class TextModel:
         answer = self._answers.begin(request, report)
         if request.fresh:
             self._cached.clear()
+            self._prepare_prefill()
         answer.cached = self._reuse_prefix(answer.tokens)
         if self._keeper and not request.fresh:
             answer.cached = self._restore(self._keeper, answer.tokens, cancelled)
@@ -200,6 +203,12 @@ class TextModel:
             self._choices.report_if_due()
         self._choices.report()
         return answer.finished()
+
+    def _prepare_prefill(self) -> None:
+        """Lets no prompt be answered without the kernels of prefill, which an `EarlyRunner` may still lack."""
+        if isinstance(self._runner, EarlyRunner):
+            for size in self._runner.chunk_sizes:
+                self._runner.prepare_prefill(size)
 
     def _report_slots(self, slots: Slots, report: Report) -> None:
         """Reports what the scheduler does, and which experts its steps have chosen."""
@@ -343,6 +352,8 @@ class TextModel:
         runner.logits()
         yield
         for size in runner.chunk_sizes:
+            if isinstance(runner, EarlyRunner):
+                runner.prepare_prefill(size)
             runner.prefill([0] * (size // 2 + 1), 0)
             yield
         if isinstance(runner, SamplingRunner):

@@ -127,6 +127,16 @@ class TunableRunner(ModelRunner, Protocol):
         ...
 
 
+@runtime_checkable
+class EarlyRunner(ModelRunner, Protocol):
+    """A runner that is ready before the kernels of prefill are compiled: until then short prompts go token by token,
+    and the first long one waits."""
+
+    def prepare_prefill(self, size: int) -> None:
+        """Compiles and captures prefill of one of `chunk_sizes`, unless it is."""
+        ...
+
+
 @dataclass(frozen=True)
 class Row:
     """One token of a batched decode step: at `position` of the sequence with this row in the block tables. The token

@@ -55,7 +55,7 @@ def open_runner(
             raise UsageError(f"A {kv.value} KV cache needs a GPU with tensor cores.", "Choose f16.")
         if parallel > 1 and runs_batches(weights.spec):
             return FusedBatchRunner(weights, context_length, parallel, kv)
-        return FusedRunner(weights, context_length, kv)
+        return FusedRunner(weights, context_length, kv, is_early=True)
     raise UsageError(
         f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
     )

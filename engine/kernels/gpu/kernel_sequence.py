@@ -44,6 +44,9 @@ class KernelSequence:
         linear = self.compile()
         if Device[Device.DEFAULT].graph is not None:
             linear = graph_split_rewrite(linear, max_batch_size=0)
+            for call in linear.src:
+                if call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == "graph":
+                    realize.get_graph_runtime(call.src[0], ())  # tinygrad would make it at the first launch
         return functools.partial(realize.run_linear, linear, jit=True)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
 from engine.formats.rope_order import HeadOrder
-from engine.kernels.compilation import call_of, compile_all, compile_calls, fingerprint, program_or_graph
+from engine.kernels.compilation import call_of, compile_calls, fingerprint, program_or_graph
 from engine.kernels.gpu.upload import Upload
 from engine.kernels.gpu.weight_layout import WeightLayout
 
@@ -78,12 +78,15 @@ def repack(spec: MatrixSpec, upload: Upload, planes: Sequence[Tensor], first: in
     plan.run(rows)
 
 
+def repacking_kernels(spec: MatrixSpec) -> UOp:
+    """The kernels of `repack`, a LINEAR, to be compiled with others before they are used."""
+    return _plan(spec).linear
+
+
 def prepare_repacking(specs: Iterable[MatrixSpec]) -> None:
-    """Compiles and loads the kernels of `repack`, unless they are."""
-    plans = [_plan(spec) for spec in specs]
-    compile_all([plan.linear for plan in plans])
-    for plan in plans:
-        plan.prepare()
+    """Loads the kernels of `repack`, and compiles them if they are not."""
+    for spec in specs:
+        _plan(spec).prepare()
 
 
 def free_repacking_memory() -> None:

@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import Device, dtypes
+from tinygrad import Device, UOp, dtypes
 
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
 from engine.formats.kv_format import KVFormat
-from engine.kernels.compilation import compile_all
+from engine.kernels.compilation import compile_once
 from engine.kernels.gpu.device import has_tensor_cores
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import copy_block
 from engine.kernels.gpu.sampling import Shortlist
+from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.model.fused.row_steps import RowSteps
@@ -78,18 +79,19 @@ class FusedBatchRunner:
         self._captured: dict[tuple[str, int, int], Callable[[], None]] = {}
         self._earlier: list[Logits] = []  # of the steps before the last one of one `decode_rows`
         with timeline.span("kernels"):
-            end_fill = model.begin_fill(weights)
-            self._compile()
+            compile_once((model.spec, context_length, parallel, kv, CHUNK_SIZES), self._linears)
+        filling = model.begin_fill(weights)
         with timeline.span("waiting for the weights"):
-            end_fill()
+            filling.result()
 
-    def _compile(self) -> None:
-        """Compiles all kernels at once, so that several compilers share them."""
+    def _linears(self) -> list[UOp]:
+        """All kernels, to be compiled at once, so that several compilers share them."""
         steps = self._steps
         rows = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
         rows += [steps.kernels(n, steps.limits(n)[0], samples=True) for n in self.row_counts]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes]
-        compile_all([sequence.linear for sequence in (*rows, *prefill, *self._copies)])
+        linears = [sequence.linear for sequence in (*rows, *prefill, *self._copies)]
+        return [*map(repacking_kernels, self._model.piece_specs), *linears]
 
     @property
     def row_counts(self) -> tuple[int, ...]:

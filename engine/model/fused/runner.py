@@ -9,20 +9,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import Device
+from tinygrad import Device, UOp
 
 from engine.errors import UsageError
 from engine.events import Sampling, Step
 from engine.fixes import launch_bounds
 from engine.formats.kv_format import KVFormat
-from engine.kernels.compilation import compile_all
+from engine.kernels.compilation import compile_once, was_compiled
 from engine.kernels.gpu.device_memory import overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.mailbox import Mailbox
 from engine.kernels.gpu.sampling import Shortlist
+from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.model.buffer_uses import BufferUses
@@ -42,21 +44,26 @@ from engine.model.weights import Weights
 
 CHUNK_SIZES = (32, 64, 512)
 _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
+_DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
 _UNKNOWN = (-1, -1)
 _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
 _TIMING_S = 0.03
 
 
 class FusedRunner:
-    """Implements `SamplingRunner`, `PrefixRunner` and `TunableRunner`."""
+    """Implements `SamplingRunner`, `PrefixRunner`, `TunableRunner` and `EarlyRunner`."""
 
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]
 
-    def __init__(self, weights: Weights, context_length: int, kv: KVFormat = KVFormat.F16) -> None:
+    def __init__(
+        self, weights: Weights, context_length: int, kv: KVFormat = KVFormat.F16, is_early: bool = False
+    ) -> None:
+        """`is_early`: see `EarlyRunner`; else all kernels are compiled now."""
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
-        spec, self._context = weights.spec, context_length
+        spec, self._context, self._is_early = weights.spec, context_length, is_early
+        self._set_up = spec, context_length, kv  # what the kernels follow from
         self._model = model = allocate(weights, context_length, self.max_chunk, kv=kv)
         self._prescales = Prescales()
         self._decode = DecodeKernels(model, self._prescales, context_length)
@@ -71,17 +78,29 @@ class FusedRunner:
             None  # a step that was launched ahead: its position, whether it samples
         )
         with timeline.span("kernels"):
-            end_fill = model.begin_fill(weights)
-            self._compile()
+            compile_once((*self._set_up, is_early), self._linears)
+        filling = model.begin_fill(weights)
+        with timeline.span("capture"):
+            self._capture_while(filling)
         with timeline.span("waiting for the weights"):
-            end_fill()
+            filling.result()
 
-    def _compile(self) -> None:
-        """Compiles all kernels at once, so that several compilers share them."""
+    def _linears(self) -> list[UOp]:
+        """All kernels, or those of decode, to be compiled at once, so that several compilers share them."""
         variants = ((False, False), (True, False), (True, True))
-        decode = [self._decode_step(limit, *v) for limit in self._decode.context_limits for v in variants]
-        prefill = [self._prefill.step(size) for size in self.chunk_sizes if self._decode.uses_tensor_cores]
-        compile_all([step.linear for step in (*decode, *prefill)])
+        steps = [self._decode_step(limit, *v) for limit in self._decode.context_limits for v in variants]
+        if not self._is_early and self._decode.uses_tensor_cores:
+            steps += [self._prefill.step(size) for size in self.chunk_sizes]
+        return [*map(repacking_kernels, self._model.piece_specs), *(step.linear for step in steps)]
+
+    def _capture_while(self, filling: Future[None]) -> None:
+        """Captures the step that shows that the device works, and while weights travel those of a first answer."""
+        shortest, short_prompt = self._decode.context_limits[0], CHUNK_SIZES[0]
+        self._capture_decode(shortest, False, False)
+        if not filling.done():
+            self._capture_decode(shortest, True, False)
+        if not filling.done() and short_prompt in self.chunk_sizes and self._has_prefill(short_prompt):
+            self.prepare_prefill(short_prompt)
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -96,12 +115,13 @@ class FusedRunner:
         return REWIND if any(a.heads.window for a in self._model.attention) else None
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
-        if len(tokens) <= _DECODE_AT_MOST or not self._decode.uses_tensor_cores:
+        size = next(size for size in CHUNK_SIZES if len(tokens) <= size)
+        is_short = len(tokens) <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST)
+        if is_short or not self._decode.uses_tensor_cores:
             for i, token in enumerate(tokens):
                 self.decode(token, position + i)
             return
         self._cancel_run_ahead()
-        size = next(size for size in CHUNK_SIZES if len(tokens) <= size)
         self._send_chunk(tokens, position)
         self._launch_prefill(size)
 
@@ -246,18 +266,32 @@ class FusedRunner:
     def _launch_decode(self, position: int, samples: bool) -> None:
         self._mailbox.expect(position)
         variant = self._limit(position), samples, samples and self._sampler.penalizes
+        self._capture_decode(*variant)()
+
+    def _capture_decode(self, limit: int, samples: bool, penalizes: bool) -> Callable[[], None]:
+        variant = limit, samples, penalizes
         if variant not in self._decode_steps:
             self._decode_steps[variant] = self._decode_step(*variant).capture()
-        self._decode_steps[variant]()
+        return self._decode_steps[variant]
 
     def _decode_step(self, limit: int, samples: bool, penalizes: bool) -> KernelSequence:
         sampler = self._sampler if samples else None
         return self._decode.step(limit, self._mailbox.tensor, sampler, penalizes)
 
     def _launch_prefill(self, size: int) -> None:
-        if size not in self._prefill_steps:
-            self._prefill_steps[size] = self._prefill.step(size).capture()
+        self.prepare_prefill(size)
         self._prefill_steps[size]()
+
+    def prepare_prefill(self, size: int) -> None:
+        if size not in self._prefill_steps and self._decode.uses_tensor_cores:
+            compile_once((*self._set_up, "prefill", size), lambda: [self._prefill.step(size).linear])
+            self._prefill_steps[size] = self._prefill.step(size).capture()
+
+    def _has_prefill(self, size: int) -> bool:
+        """Whether prefill of chunks of this size need not be compiled."""
+        if size in self._prefill_steps or not self._is_early:
+            return True
+        return was_compiled((*self._set_up, "prefill", size))
 
     def _uses(self) -> BufferUses:
         parts = [*self._decode.attention_parts, *self._prefill.attention_parts]

@@ -3,8 +3,8 @@ input in one product."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -223,16 +223,23 @@ class GPUModel:
     def attention(self) -> list[Attention]:
         return [layer.mix for layer in self.layers if isinstance(layer.mix, Attention)]
 
-    def begin_fill(self, weights: Weights) -> Callable[[], None]:
-        """Compiles the kernels that pack matrices, and begins to fill these; the function that it returns ends it. On
-        CUDA a thread fills them while the caller goes on. Raises ModelFileError, as the function does."""
-        prepare_repacking({piece.spec: None for matrix in self.matrices for piece in matrix.pieces})
-        if Device.DEFAULT.split(":")[0] != "CUDA":
-            return partial(self._fill, weights)
-        thread = ThreadPoolExecutor(1, "fill")
-        filling = thread.submit(self._fill, weights)
-        thread.shutdown(wait=False)
-        return filling.result
+    @property
+    def piece_specs(self) -> list[MatrixSpec]:
+        """The kinds of pieces that are packed by kernels of their own."""
+        return list({piece.spec: None for matrix in self.matrices for piece in matrix.pieces})
+
+    def begin_fill(self, weights: Weights) -> Future[None]:
+        """Fills the matrices. On CUDA a thread does so, while the caller goes on. The result raises ModelFileError."""
+        prepare_repacking(self.piece_specs)
+        if Device.DEFAULT.split(":")[0] == "CUDA":
+            thread = ThreadPoolExecutor(1, "fill")
+            filling = thread.submit(self._fill, weights)
+            thread.shutdown(wait=False)
+            return filling
+        self._fill(weights)
+        filled: Future[None] = Future()
+        filled.set_result(None)
+        return filled
 
     def _fill(self, weights: Weights) -> None:
         """Copies the matrices to the device and packs them there. Those of a kind come together, because each kind has
