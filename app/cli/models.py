@@ -189,6 +189,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
         figures = {
             "tensors": types,
             "runs_as_graph_because": as_graph or None,
+            "not_run": (spec.not_run if spec else "") or None,
             "bytes_per_token": bytes_per_token,
             "device": device or None,
             "copy_gbps": gbps,
@@ -224,6 +225,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
         ("last measured", f"{speed}{on_backend}"),
         *([("cannot be used", entry.problem)] if entry.problem else ()),
         *([("kernels", as_graph)] if as_graph else ()),
+        *([("not run", spec.not_run)] if spec and spec.not_run else ()),
         ("", ""),
         *((key, str(value)) for key, value in metadata.items()),
     ]

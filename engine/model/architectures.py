@@ -7,6 +7,7 @@ does: its file in src/models of llama.cpp.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,9 @@ ARCHITECTURES: Mapping[str, Family] = {
 _VISION = "v.", "mm."
 """How the names of tensors of a vision encoder begin: tools/mtmd/clip-impl.h of llama.cpp."""
 
+_DRAFT = "mtp."
+"""How the names of tensors of a draft layer begin in files of Ollama."""
+
 _MAX_HEAD = 1 << 13  # elements: published models have at most 576
 
 
@@ -101,17 +105,18 @@ class _Reader(CheckedFile):
         self._ropes: list[Rope] = []
         self.dim, self.heads = self.size("embedding_length"), self.size("attention.head_count")
         self.head_dim = self.size("attention.key_length", self.dim // self.heads)
-        self.kv_heads = self.size("attention.head_count_kv", self.heads)
         self.rotated = self.size("rope.dimension_count", self.head_dim)
         self.draft_layers = self.file.get(self.key("nextn_predict_layers"), int, 0)
         self.layers = self.size("block_count") - self.draft_layers
         if self.draft_layers < 0 or self.layers < 1:
             raise damaged(self.file.path, f"{self.draft_layers} of its layers are draft layers")
+        self.kv_heads = max(self.sizes("attention.head_count_kv", self.layers, self.heads))
         self.context = self.size("context_length")
         if (
             self.size("attention.value_length", self.head_dim) != self.head_dim
             or self.head_dim % 2
             or self.head_dim > _MAX_HEAD  # before tables of this size are made
+            or not self.kv_heads
             or self.heads % self.kv_heads
             or self.rotated % 2
             or self.rotated > self.head_dim
@@ -153,13 +158,12 @@ class _Reader(CheckedFile):
             stream_eps=eps / residual**2,
             softcap=self.number("final_logit_softcapping", 0.0),
             temperature=Temperature(slope, self.original_context) if slope else None,
-            draft_layers=self.draft_layers,
+            draft_layers=self.draft_layers or int(any(name.startswith(_DRAFT) for name in self.file.tensors)),
             has_vision=any(name.startswith(_VISION) for name in self.file.tensors),
         )
         if not spec.attention:
             raise damaged(self.file.path, "no layer has attention")
-        left_out = tuple(f"blk.{self.layers + i}." for i in range(self.draft_layers)) + _VISION
-        self.used.update(name for name in self.file.tensors if name.startswith(left_out))
+        self.used.update(filter(self.is_left_out, self.file.tensors))
         if unread := sorted(self.file.tensors.keys() - self.used):
             raise ModelFileError(
                 f"{self.name} holds {printable(unread[0])}, which orin-chat does not know in a model of the "
@@ -167,6 +171,12 @@ class _Reader(CheckedFile):
                 "It is of a variant that orin-chat does not run. Choose another model.",
             )
         return spec
+
+    def is_left_out(self, tensor: str) -> bool:
+        """Whether a tensor is of draft layers, which come after the others, or of a vision encoder."""
+        layer = re.match(r"blk\.(\d{1,9})\.", tensor)
+        is_draft = layer and self.layers <= int(layer[1]) < self.layers + self.draft_layers
+        return bool(is_draft) or tensor.startswith((*_VISION, _DRAFT))
 
     def layer(self, i: int) -> tuple[Sublayer, Sublayer]:
         """Attention or a delta net, and the feed-forward layer of layer i. A file that has post_ffw_norm norms the
@@ -207,7 +217,12 @@ class _Reader(CheckedFile):
         key_heads, value_heads = self.size("ssm.group_count"), self.size("ssm.time_step_rank")
         size, taps = self.size("ssm.state_size"), self.size("ssm.conv_kernel")
         dim, channels, values = self.dim, (2 * key_heads + value_heads) * size, value_heads * size
-        if size > _MAX_HEAD or value_heads % key_heads or self.size("ssm.inner_size", values) != values:
+        is_tiled = self.file.get(self.key("ssm.v_head_reordered"), bool, True)  # only files of Ollama say it
+        decay_bias = (
+            "ssm_dt" if self.has(f"{prefix}ssm_dt") else "ssm_dt.bias"
+        )  # the first in files of Ollama
+        fits = not value_heads % key_heads and self.size("ssm.inner_size", values) == values
+        if size > _MAX_HEAD or not fits or not is_tiled:
             raise ModelFileError(
                 f"{self.name} has gated delta nets of a shape that orin-chat does not run.",
                 "Choose another model.",
@@ -220,7 +235,7 @@ class _Reader(CheckedFile):
             out=self.weight(f"{prefix}ssm_out", dim, values),
             conv=self.required(f"{prefix}ssm_conv1d.weight", channels, taps),
             decay=self.required(f"{prefix}ssm_a", value_heads),
-            decay_bias=self.required(f"{prefix}ssm_dt.bias", value_heads),
+            decay_bias=self.required(f"{prefix}{decay_bias}", value_heads),
             norm=self.required(f"{prefix}ssm_norm.weight", size),
             key_heads=key_heads, value_heads=value_heads, size=size, taps=taps,
         )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.rope_order import HeadOrder
@@ -30,6 +32,21 @@ class CheckedFile:
         if not 0 < value < 1 << 31:
             raise damaged(self.file.path, f"{full_key} is {value}")
         return value
+
+    def sizes(self, key: str, layers: int, default: int) -> list[int]:
+        """A size for each of so many layers, from an array, in which 0 may stand for layers that have none, or from one
+        number for all."""
+        values = self.file.metadata.get(self.key(key))
+        if not isinstance(values, np.ndarray):
+            return [self.size(key, default)] * layers
+        if (
+            len(values) < layers
+            or values.dtype.kind not in "iu"
+            or not (values >= 0).all()
+            or values.max() >= 1 << 31
+        ):
+            raise damaged(self.file.path, f"{self.key(key)} is no size for each of {layers} layers")
+        return [int(value) for value in values[:layers]]
 
     def number(self, key: str, default: float) -> float:
         value = float(self.file.get(self.key(key), float, default))

@@ -87,7 +87,7 @@ class TextModel:
             prompts.encoder()
         loading = Loading(
             done_bytes=0,
-            total_bytes=file_summary.weight_bytes(file),
+            total_bytes=spec.matrix_bytes,
             context_length=self.context_length,
             cache_bytes=need.cache_bytes,
             kv=kv.value,
@@ -162,7 +162,10 @@ class TextModel:
             )
         )
         shorter = squeezed_because(spec, options.context_length, self.context_length)
-        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn, shorter]))
+        text_only = (
+            "Its vision encoder is not loaded: orin-chat gives it text alone." if spec.has_vision else ""
+        )
+        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn, shorter, text_only]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that

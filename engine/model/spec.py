@@ -115,6 +115,13 @@ class ModelSpec:
     """Whether the file has a vision encoder too. It is not run."""
 
     @property
+    def not_run(self) -> str:
+        """What of the file is left out, in words; "" if nothing is."""
+        drafts = "a draft layer" if self.draft_layers == 1 else f"{self.draft_layers} draft layers"
+        parts = [f"{drafts} (multi-token prediction)"] if self.draft_layers else []
+        return " and ".join([*parts, "the vision encoder"] if self.has_vision else parts)
+
+    @property
     def is_tied(self) -> bool:
         """Whether the embedding is the output head too."""
         return self.head == self.embedding
@@ -157,6 +164,11 @@ class ModelSpec:
     def experts(self) -> list[Experts]:
         return [mix for mix in self.mixes() if isinstance(mix, Experts)]
 
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of all matrices in the file, a tied head once."""
+        return sum(weight.n_bytes for weight in self.weights())
+
     def weights(self) -> Iterator[Weight]:
         """All matrices, a tied head once."""
         yield self.embedding
@@ -187,7 +199,7 @@ class ModelSpec:
     def weight_bytes_per_token(self) -> int:
         """Bytes of weights that a decode step reads: all, but of experts only the chosen ones, and one row of the
         embeddings, unless they are the head as well."""
-        n_bytes = sum(weight.n_bytes for weight in self.weights()) + self.vector_bytes
+        n_bytes = self.matrix_bytes + self.vector_bytes
         for mix in self.experts:
             for weight in (mix.gate, mix.up, mix.down):
                 n_bytes -= weight.n_bytes * (mix.count - mix.used) // mix.count

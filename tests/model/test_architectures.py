@@ -138,7 +138,20 @@ def test_what_is_not_run(path_of):
     drafts = {"blk.2.nextn.eh_proj.weight": (DIM, 2 * DIM), "v.blk.0.attn_q.weight": (8, 8)}
     spec = read(path_of("qwen35"), drafts, qwen35__nextn_predict_layers=1)
     assert (spec.draft_layers, spec.has_vision, len(spec.sublayers)) == (1, True, 4)
+    assert spec.not_run == "a draft layer (multi-token prediction) and the vision encoder"
     assert not any(weight.tensor.startswith(("blk.2.", "v.")) for weight in spec.weights())
+    assert read(path_of("qwen35")).not_run == ""
+
+
+def test_a_file_of_ollama(path_of):
+    tensors = {f"blk.{i}.ssm_dt.bias": None for i in (0, 2)} | {f"blk.{i}.ssm_dt": (4,) for i in (0, 2)}
+    keys = {"qwen35__attention__head_count_kv": np.array([0, 2, 0]), "qwen35__ssm__v_head_reordered": True}
+    spec = read(path_of("qwen35"), tensors | {"mtp.fc.weight": (DIM, 2 * DIM)}, **keys)
+    assert [a.kv_heads for a in spec.attention] == [2] and spec.draft_layers == 1
+    assert spec.deltas[0].decay_bias.tensor == "blk.0.ssm_dt"
+    for key, value in ("ssm__v_head_reordered", False), ("attention__head_count_kv", np.array([0, 2])):
+        with pytest.raises(ModelFileError):
+            read(path_of("qwen35"), tensors, **keys | {f"qwen35__{key}": value})
 
 
 def test_experts_whose_gate_and_up_are_one_tensor(path_of):

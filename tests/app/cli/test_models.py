@@ -289,6 +289,14 @@ def test_show_predicts_the_ceiling(hub, run, monkeypatch):
         assert words in out
 
 
+def test_show_says_which_layers_are_not_run(run, home, monkeypatch):
+    monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
+    path = write(home / "mine.gguf", architecture="qwen35", layers=3, keys={"nextn_predict_layers": 1})
+    shown = json.loads(run("show", path, "--json", "--backend", "CPU")[1])
+    assert shown["not_run"] == "a draft layer (multi-token prediction)" and not shown["problem"]
+    assert "not run " in run("show", path, "--backend", "CPU")[1]
+
+
 def test_show_says_how_much_context_fits_by_format_of_the_kv_cache(run, home, monkeypatch):
     monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
     monkeypatch.setattr("engine.model.lower.coverage._KV_FORMATS", {"CPU": set(KVFormat)})
