@@ -149,13 +149,14 @@ def memory_need(
         path = _GRAPH
     conversations = parallel if path is _GPU else 1
     sequences = 1 if path is _GRAPH else parallel
+    states = 2 * sequences if path is _GPU else sequences  # a GPU has those before and after a step
     piece = min(PIECE_BYTES, max(weight.n_bytes for weight in spec.weights()))
     return MemoryNeed(
         context=context,
         conversations=conversations,
         weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in spec.weights()),
         cache_bytes=conversations * _cache_bytes(spec, path, context, kv),
-        states_bytes=(sequences + checkpoint_slots(sequences)) * spec.state_bytes,
+        states_bytes=(states + checkpoint_slots(sequences)) * spec.state_bytes,
         kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
     )
 

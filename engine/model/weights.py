@@ -76,7 +76,14 @@ class Weights:
     def read_into(self, weight: Weight, rows: range, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a matrix's rows in the file, from the byte `start` on. Any thread may call it.
         Raises ModelFileError."""
-        self.file.tensors[weight.tensor].read_into(self._extent(weight, rows)[0] + start, out)
+        done = 0
+        while done < len(out):  # rows that lie one after the other at once
+            row, byte = divmod(start + done, weight.row_bytes)
+            row += rows.start
+            end = min(rows.stop, (row // weight.run + 1) * weight.run if weight.every else rows.stop)
+            part = out[done:][: (end - row) * weight.row_bytes - byte]
+            self.file.tensors[weight.tensor].read_into(_place(weight, row) * weight.row_bytes + byte, part)
+            done += len(part)
 
     def release(self, weight: Weight, rows: range) -> None:
         """Removes these rows' pages of the file from memory, and reports them as done."""

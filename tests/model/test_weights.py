@@ -78,5 +78,8 @@ def test_rows_that_lie_between_those_of_another_matrix(tmp_path):
     second = Weight(tensor, rows // 2, cols, 0, first=4, every=8, run=4)
     for piece in range(rows // 2), range(3, 9):
         read = opened.read(second, piece).view("float32").reshape(-1, cols)
+        into = bytearray(opened.n_bytes(second, piece) - 7)
+        opened.read_into(second, piece, 7, memoryview(into))
+        assert into == read.tobytes()[7:]
         opened.release(second, piece)
         assert (read == values[[row // 4 * 8 + 4 + row % 4 for row in piece]]).all()

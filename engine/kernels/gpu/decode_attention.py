@@ -41,6 +41,7 @@ from engine.kernels.gpu.uops import (
     maximum,
     registers,
     shared,
+    sigmoid,
     store,
     store_run,
     tree,
@@ -264,11 +265,11 @@ def _pick(values: Sequence[UOp], index: UOp) -> UOp:
 def combine(heads: Heads, splits: int, sinks: bool = False, tokens: int = 0) -> Kernel:
     """Combines the splits of decode attention. Buffers: the output, float32, permuted and prescaled; the weighted sums;
     the largest scores and sums of weights (see `DecodeBlock`); the output's prescale, float32 (UNIT,), if the step is
-    not of several `tokens`; with `sinks`, these, float32 (query,)."""
+    not of several `tokens`; with `sinks`, these, float32 (query,); of gated heads, the rows of the QKV product."""
     n, several = heads.query * heads.dim, max(tokens, 1)
 
     def kernel(out: UOp, sums: UOp, tops: UOp, *rest: UOp) -> UOp:
-        sink = rest if tokens else rest[1:]
+        sink = rest if tokens else rest[1:]  # and the rows
         d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
         token = UOp.special(tokens, "gidx1") if tokens else UOp.const(0)
         top = [load(tops, ((s * several + token) * heads.query + head) * 2) for s in range(splits)]
@@ -281,6 +282,8 @@ def combine(heads: Heads, splits: int, sinks: bool = False, tokens: int = 0) -> 
         if sinks:
             weights = weights + (load(sink[0], head) * f32(LOG2_E) - largest).exp2()
         value = total / weights
+        if heads.gated:
+            value = value * sigmoid(load(rest[-1], token * heads.rows + element))
         name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * sinks}"
         if tokens:
             return finish(f"{name}_{tokens}", [store(out, column_index(token, element, n), as_half(value))])

@@ -24,6 +24,7 @@ from engine.kernels.gpu.uops import (
     load_run,
     rotated,
     shared,
+    sigmoid,
     store,
     tree,
 )
@@ -37,11 +38,11 @@ class DecodeBlock:
     the cache is another layer's: then it is among the cached ones.
 
     Buffers: the outputs; the cached keys and values (`Heads.cache_planes`); the new token's rows of queries, keys and
-    values, float32 (`Heads.rows`,); cos and sin of its angles, float32 (dim,); the state, int32 (2,): token
-    and position; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they are
-    `wide`, over all heads together, float32 (query + kv, dim); the factors of queries by position, float32 (context,),
-    if there is a temperature; with one split, the sinks, float32 (query,), if there are `sinks`, and the output's
-    prescale, float32 (UNIT,).
+    values, float32 (`Heads.rows`,), with gates before them if heads are gated; cos and sin of its angles, float32
+    (dim,); the state, int32 (2,): token and position; the weights of the queries' and the keys' norm, float32 (2, dim),
+    if there are norms, or if they are `wide`, over all heads together, float32 (query + kv, dim); the factors of
+    queries by position, float32 (context,), if there is a temperature; with one split, the sinks, float32 (query,), if
+    there are `sinks`, and the output's prescale, float32 (UNIT,).
 
     A sink is a score of each query head that is not scaled and weighs no value.
 
@@ -87,7 +88,8 @@ class DecodeBlock:
         if tokens:
             self.token, self.number = self.number // blocks, self.number % blocks
         self.has_new = heads.stored != "nothing"
-        self._first_row = self.token * heads.rows
+        self._first_gate = self.token * heads.rows
+        self._first_row = self._first_gate + heads.first_row
         self.first_head, self.kv = self.number * group, self.number // blocks_of_kv
         self.part = UOp.special(splits, "gidx1") if splits > 1 else UOp.const(0)
         place = self.token + tokens if tokens else 1
@@ -265,6 +267,10 @@ class DecodeBlock:
         )
         return sums, [store(sums, self.thread, chain(a * b for a, b in pairs), has_sum)]
 
+    def gate(self, element: UOp, valid: UOp | None = None) -> UOp:
+        """What an element of the result (query * dim) is multiplied by, if heads are gated."""
+        return sigmoid(load(self.rows, self._first_gate + element, valid))
+
     def store_result(
         self,
         element: UOp,
@@ -274,16 +280,19 @@ class DecodeBlock:
         prescale: UOp | None,
         valid: UOp | None = None,
         sink: UOp | None = None,
+        gate: UOp | None = None,
     ) -> list[UOp]:
         """Stores an element of (query * dim), which belongs to head `first_head + head`; `is_first`: whether it is the
         head's first. `sums`: the weighted sum of values, the sum of weights, and the largest score. `prescale`: the
-        output's, if there is one split. `sink`: the head's, if it is loaded already."""
+        output's, if there is one split. `sink`, `gate`: the head's and the element's, if they are loaded already."""
         values, weights, top = sums
         n = self.heads.query * self.heads.dim
         if self.sinks is not None:
             sink = load(self.sinks, self.first_head + head, valid) if sink is None else sink
             sink = sink * f32(LOG2_E)
             weights = weights + (sink - top).exp2()  # if infinite, the result is zero
+        if self.is_whole and self.heads.gated:
+            values = values * (self.gate(element, valid) if gate is None else gate)
         if self.is_whole and self.tokens:
             result = as_half(values / weights)
             return [store(self.outs[0], column_index(self.token, element, n), result, valid)]

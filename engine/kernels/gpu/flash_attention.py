@@ -82,8 +82,8 @@ class FlashSplit:
         return -(-part // (self.warps * self.steps * TILE))
 
     def shared_bytes(self, dim: int) -> int:
-        """Shared memory of a block, except a few hundred bytes: sums of warps, parts of scores, the new token and
-        maxima."""
+        """Shared memory of a block, except a few hundred bytes and gates: sums of warps, parts of scores, the new token
+        and maxima."""
         token = -(-(self.group + 1) * dim // self.threads) * self.threads * 8
         parts = 2 * self.steps * self.threads * 16 if self.ways > 1 else 0
         return self.warps * self.group * (dim // self.across) * 4 + parts + token + self.warps * 256
@@ -141,7 +141,8 @@ def flash_attention(
     dim, width = h.dim, h.dim // split.across
     own_dims, own_width, lists = dim // ways, width // ways, warps * 4
     assert group <= _MAX_HEADS and h.shared_by % group == 0 and own_dims % 16 == 0 and own_width % 16 == 0
-    assert n_threads >= UNIT and split.shared_bytes(dim) < _MAX_SHARED_BYTES
+    gate_bytes = group * width * 4 if h.gated else 0
+    assert n_threads >= UNIT and split.shared_bytes(dim) + gate_bytes < _MAX_SHARED_BYTES
 
     def kernel(*buffers: UOp) -> UOp:
         lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
@@ -190,6 +191,13 @@ def flash_attention(
         if block.sinks is not None:
             sink = load(block.sinks, block.first_head + thread, has_sink)
             stores.append(store(own_sinks, thread, sink, has_sink))
+        n_elements, is_gated = group * width, h.gated and block.is_whole
+        gates = shared(n_elements if is_gated else 1, slot=13)
+        for first in range(0, n_elements if is_gated else 0, n_threads):
+            e = thread + first
+            has_gate = None if first + n_threads <= n_elements else e < n_elements
+            element = (block.first_head + e // width) * dim + run * width + e % width
+            stores.append(store(gates, e, block.gate(element, has_gate), has_gate))
         ready = UOp.group(*stores, *first_loads)
         new_rows, query_rows, new_values, prescale = (
             x.after(ready) for x in (new_rows, query_rows, new_values, prescale)
@@ -267,7 +275,6 @@ def flash_attention(
         )
 
         # The result, with the new token, by as many threads as there are elements.
-        n_elements = group * width
         loop = UOp.range((n_elements + (n_threads - 1) - thread) // n_threads, 2, AxisType.LOOP)
         # The minimum is for devices that run the loop's body in all threads.
         e = (loop * n_threads + thread).minimum(n_elements - 1)
@@ -290,7 +297,10 @@ def flash_attention(
         sums_of_head = total, weight, head_top
         scale = None if block.prescale is None else prescale
         sink_of_head = None if block.sinks is None else load(own_sinks.after(ready, all_stores), head)
-        results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink=sink_of_head)
+        gate = load(gates.after(ready, all_stores), e) if is_gated else None
+        results = block.store_result(
+            element, head, is_first_element, sums_of_head, scale, sink=sink_of_head, gate=gate
+        )
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
         return finish(name + f"_{tokens}" * (tokens > 0), [UOp.group(*results).end(loop)])

@@ -48,7 +48,8 @@ class Heads:
     `window`, a query sees the last `window` tokens, its own included, and the cache is a ring of `ring` tokens, a
     multiple of 16 (`ring_for`). With a `block`, a multiple of 16, it is a `pool` of so many blocks of so many tokens
     instead, and places of tokens depend on `Pages`. `kv_format`: how the cache holds keys and values. With
-    `normed_values`, values are RMS-normed over a head, with `norm_eps`."""
+    `normed_values`, values are RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product
+    begin with a gate for each element of the result, which is multiplied by its sigmoid."""
 
     query: int
     kv: int
@@ -64,6 +65,7 @@ class Heads:
     kv_format: KVFormat = KVFormat.F16
     stored: Stored = "keys and values"
     normed_values: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         assert self.slots % TILE == 0 and self.block % TILE == 0 and bool(self.block) == bool(self.pool)
@@ -77,11 +79,15 @@ class Heads:
         return self.query // self.kv
 
     @property
+    def first_row(self) -> int:
+        """The row of the QKV product with which the queries begin, after the gates."""
+        return self.query * self.dim if self.gated else 0
+
+    @property
     def rows(self) -> int:
-        """Elements of a token's queries, keys and values, as far as the layer computes them."""
-        return (
-            self.query + self.kv * {"keys and values": 2, "keys": 1, "nothing": 0}[self.stored]
-        ) * self.dim
+        """Elements of a token's gates, queries, keys and values, as far as the layer computes them."""
+        heads_of_kv = {"keys and values": 2, "keys": 1, "nothing": 0}[self.stored]
+        return self.first_row + (self.query + self.kv * heads_of_kv) * self.dim
 
     @property
     def slots(self) -> int:
@@ -124,7 +130,7 @@ class Heads:
         kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
         stored = {"keys and values": "", "keys": "_keys", "nothing": "_shared"}[self.stored]
         values = "_normed" * self.normed_values
-        return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}{stored}{values}"
+        return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}{stored}{values}{'_gated' * self.gated}"
 
     def cached(self, limit: int) -> int:
         """The largest number of cached tokens that a query before position `limit` reads, in whole tiles. Beyond the

@@ -37,6 +37,7 @@ from engine.kernels.gpu.uops import (
     load,
     load_run,
     shared,
+    sigmoid,
     soft_capped,
     store,
     tree,
@@ -74,14 +75,17 @@ class Schedule:
 @dataclass(frozen=True)
 class StackedMatrices:
     """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n
-    experts has one such matrix, and these are one after the other."""
+    experts has one such matrix, and these are one after the other. If the results of experts are added, that of a
+    `shared` expert may be too: (layout, columns) of its matrix."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int
     experts: ChosenExperts | None = None
+    shared: tuple[WeightLayout, int] | None = None
 
     def __post_init__(self) -> None:
         assert self.experts is None or len(self.matrices) == 1, "an expert's gate and up differ in type"
+        assert self.shared is None or (self.experts and self.experts.added)
 
     @classmethod
     def single(
@@ -98,7 +102,8 @@ class StackedMatrices:
     def n_bytes(self) -> int:
         """Bytes of the weights that the product reads."""
         used = self.experts.used if self.experts else 1
-        return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices)
+        shared = self.shared[0].n_bytes(self.rows, self.shared[1]) if self.shared else 0
+        return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices) + shared
 
     @property
     def prescale_bits(self) -> list[int]:
@@ -110,7 +115,8 @@ class StackedMatrices:
     def name(self) -> str:
         name = " + ".join(f"{layout.name} {rows}x{self.cols}" for layout, rows in self.matrices)
         e = self.experts
-        return f"{name} {e.used} of {e.n}{' added' if e.added else ''}" if e else name
+        shared = f" and {self.shared[0].name} x{self.shared[1]}" if self.shared else ""
+        return f"{name} {e.used} of {e.n}{' added' if e.added else ''}{shared}" if e else name
 
     @property
     def slots(self) -> int:
@@ -258,6 +264,25 @@ def activated(activation: Activation) -> Epilogue:
 
 
 @functools.cache
+def routed(n: int, activation: Activation) -> Epilogue:
+    """Of the first `n` rows, those of a router and of a shared expert's gate, the product; of the others, which
+    alternate between that expert's gate and up, as `activated`. They are another matrix. outs: logits, float32 (n,);
+    the vector, float32 (permuted_size((rows - n) / 2),); ins: its prescale, float32 (UNIT,)."""
+
+    def stores(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+        i, is_logit = rows.thread, rows.first < n
+        ok = rows.valid(i) & is_logit
+        results = [store(outs[0], rows.index(i), rows.product(i, ok), ok)]
+        ok = rows.valid(i, 2) & (rows.first >= n)
+        column = ((rows.first - n) // 2 + i).maximum(0)
+        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
+        value = value * load(ins[0], column % UNIT, ok)
+        return [*results, store(outs[1], permuted(column, (rows.total - n) // 2), value, ok)]
+
+    return Epilogue(2, 1, 2, stores)
+
+
+@functools.cache
 def activate(n: int, activation: Activation = "silu", threads: int = 256) -> Kernel:
     """activation(gate) * up, if the two are separate matrices. Buffers: the permuted and prescaled result; gate, then
     up, float32 (2 * n,); the prescale, float32 (UNIT,)."""
@@ -302,7 +327,8 @@ def matvec(
     (used,). If the results are added, these are read, and x is (used, permuted_size(cols)), not normed; else they
     are written, a count of how often each expert was chosen, int32 (n,), follows, and after the partial sums the
     router's logits, float32 (n,). Then come biases of all experts, float32 (n, rows), if there are any. Results
-    that are not added need an epilogue that stores them by slot: `activated`."""
+    that are not added need an epilogue that stores them by slot: `activated`. With a shared expert, x is followed by
+    its vector, and by the logits of `routed`, of which the last is its gate's; its planes are the last."""
     s, cols, matrices, chosen = schedule, stack.cols, stack.matrices, stack.experts
     assert stack.slots == 1 or epilogue.pair == 2
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
@@ -314,6 +340,7 @@ def matvec(
         thread = group * s.threads + t
         results = [rest.pop(0) for _ in range(2 if chosen.added else 3)] if chosen else []
         xs = {bits: rest.pop(0) for bits in stack.prescale_bits}
+        of_shared = [rest.pop(0), rest.pop(0)] if stack.shared else []
         norm_sums = rest.pop(0) if n_norm_sums else None
         experts = (
             ExpertRows(chosen, results, rest, stack.rows, thread, s.threads * s.groups) if chosen else None
@@ -339,6 +366,11 @@ def matvec(
                 if experts
                 else _row_sums(layout, cols, x, matrix_planes, clamped, t, s.threads, active, k)
             )
+            if stack.shared:
+                assert chosen
+                sums = _with_shared(
+                    stack.shared, sums, of_shared, chosen.n, planes, clamped, t, s, layout.scale
+                )
             products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
             if k:
                 factor = starts_here.where(f32(layout.scale), factor)
@@ -373,6 +405,7 @@ def matvec(
         result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
         names = "_".join(layout.name for layout, _ in matrices)
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
+        mixture += f"_{stack.shared[0].name}x{stack.shared[1]}" if stack.shared else ""
         full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
         n_vectors = chosen.used if chosen and chosen.added else len(xs)
         n_bytes = stack.n_bytes + permuted_size(cols) * 4 * n_vectors
@@ -405,6 +438,18 @@ def _row_sums(
     group_sums = layout.group_sums(xs)
     products = [layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums) for row in rows]
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
+
+
+def _with_shared(
+    shared: tuple[WeightLayout, int], sums: Sequence[UOp], buffers: Sequence[UOp], gate: int, planes: Sequence[UOp],
+    rows: Sequence[UOp], t: UOp, s: Schedule, scale: float,
+) -> list[UOp]:  # fmt: skip
+    """The partial sums of experts, which are to be multiplied by `scale`, and those of a shared one, times the sigmoid
+    of its gate's logit."""
+    (layout, cols), (x, logits) = shared, buffers
+    own = _row_sums(layout, cols, x, planes, rows, t, s.threads, None, 1)
+    factor = sigmoid(load(logits, gate)) * f32(layout.scale / scale)
+    return [a + b * factor for a, b in zip(sums, own, strict=True)]
 
 
 def _thread_sum(sums: UOp, n: int, t: UOp, s: Schedule, group: UOp) -> UOp:

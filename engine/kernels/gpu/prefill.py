@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from tinygrad import UOp
@@ -30,6 +31,7 @@ from engine.kernels.gpu.uops import (
     load_run,
     rotated,
     shared,
+    sigmoid,
     store,
     tree,
 )
@@ -44,7 +46,7 @@ def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:
     return token * (units_of(cols) * UNIT) + column
 
 
-_PLACES = {"fragments": fragment_index, "rows": _place_in_rows, "columns": column_index}
+PLACES = {"fragments": fragment_index, "rows": _place_in_rows, "columns": column_index}
 
 
 @functools.cache
@@ -92,24 +94,35 @@ def norm_prompt(
         factor = norm(values, 0)
         for (column, ok), value in zip(places, values, strict=True):
             normed = (value * factor * load(weight, column, ok)).cast(F16)
-            stores.append(store(x, _PLACES[order](token, column, cols), normed, ok))
+            stores.append(store(x, PLACES[order](token, column, cols), normed, ok))
         return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
 
     return kernel
 
 
 @dataclass(frozen=True)
-class _Runs:
-    """The QKV product of a prompt: runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size)."""
+class Runs:
+    """A product of a prompt's tokens: runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size)."""
 
     tokens: int
     parts: tuple[int, ...]
     sizes: tuple[int, ...]
+    start: int = 0  # the first row
+
+    def within(self, first: int, after: int) -> tuple[Runs, slice]:
+        """The runs that have a row from `first` on and before `after`, and which these are."""
+        starts = [*accumulate(self.sizes, initial=self.start)]
+        own = [i for i, n in enumerate(self.sizes) if starts[i] < after and starts[i] + n > first]
+        which = slice(own[0], own[-1] + 1)
+        return Runs(self.tokens, self.parts[which], self.sizes[which], starts[own[0]]), which
 
     def load(self, sums: Sequence[UOp], bias: UOp | None, token: UOp, row: UOp, inside: UOp) -> UOp:
         """A row of the product, if it is `inside`: the sum of its parts, plus the bias."""
-        result, start = None, 0
+        result, start = None, self.start
         for run, count, size in zip(sums, self.parts, self.sizes, strict=True):
+            if row.vmax < start or row.vmin >= start + size:
+                start += size
+                continue
             in_run = (row >= start) & (row < start + size) & inside if len(self.sizes) > 1 else inside
             part = chain(
                 load(run, (p * self.tokens + token) * size + (row - start), in_run) for p in range(count)
@@ -128,7 +141,7 @@ def wide_norms(
     factors, float32 (tokens, 2); the sums of each run of the QKV product, as in `rotate_prompt`; the bias, float32, if
     `bias`."""
     h, threads = heads, 256
-    runs, sizes_of_norms = _Runs(tokens, parts, sizes), (heads.query * heads.dim, heads.kv * heads.dim)
+    runs, sizes_of_norms = Runs(tokens, parts, sizes), (heads.query * heads.dim, heads.kv * heads.dim)
 
     def kernel(factors: UOp, *ins: UOp) -> UOp:
         sums, biases = ins[: len(sizes)], ins[-1] if bias else None
@@ -153,11 +166,13 @@ def wide_norms(
 
 @functools.cache
 def rotate_prompt(
-    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], bias: bool, wide: bool = False
-) -> Kernel:
+    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], bias: bool, wide: bool = False,
+    order: Order = "fragments",
+) -> Kernel:  # fmt: skip
     """Rotates the queries and keys of a prompt, and norms them if the model does; stores keys and values in the cache.
     The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers: the
-    queries, float16 (see `query_index`); the cache (`Heads.cache_planes`); the sums of each run; the
+    queries, float16 (see `query_index`); of gated heads, the sigmoid of the gates, as activations of the last product
+    in an `Order`, for `attend_prompt`; the cache (`Heads.cache_planes`); the sums of each run; the
     tables of cos and of sin, float32 (context, dim / 2); the prompt, int32 (2,): position and number of tokens; the
     bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or
     if they are `wide`, float32 (query + kv, dim), and the factors of `wide_norms`; the factors of queries by position,
@@ -165,14 +180,15 @@ def rotate_prompt(
     before it come the tables of blocks, int32 (sequences, `Heads.table_size`). If the cache is another layer's, there
     are only queries, and neither a cache nor tables of blocks."""
     h, dim, half, stores_tokens = heads, heads.dim, heads.dim // 2, heads.stored != "nothing"
-    assert not h.window or h.pool or h.window + tokens <= h.ring
-    total = h.rows // dim
+    assert (not h.window or h.pool or h.window + tokens <= h.ring) and not (h.gated and bias)
+    total = (h.rows - h.first_row) // dim
     per_block = max(1, 256 // dim)  # heads in a block
-    blocks, runs = -(-total // per_block), _Runs(tokens, parts, sizes)
+    blocks, runs = -(-total // per_block), Runs(tokens, parts, sizes)
 
     n_cache = len(h.cache_planes) if stores_tokens else 0
 
     def kernel(queries: UOp, *buffers: UOp) -> UOp:
+        gates, buffers = buffers[: h.gated], buffers[h.gated :]
         cache, rest = buffers[:n_cache], buffers[n_cache:]
         sums, (cos, sin, *rest_) = rest[: len(sizes)], rest[len(sizes) :]
         table = rest_.pop(0) if h.pool and stores_tokens else None
@@ -189,7 +205,8 @@ def rotate_prompt(
         live = inside & (token < n)
 
         partner_d = (d < half).where(d + half, d - half)
-        own, partner = (runs.load(sums, biases, token, head * dim + e, inside) for e in (d, partner_d))
+        row = head * dim + h.first_row
+        own, partner = (runs.load(sums, biases, token, row + e, inside) for e in (d, partner_d))
         is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
         value = own
         if norms is not None and wide:
@@ -213,6 +230,10 @@ def rotate_prompt(
             factor = factor * load(rest_[0], position, live & is_query)
         query = (z * factor).cast(F16)
         stores = [store(queries, query_index(h, tokens, head, token, d), query, live & is_query)]
+        if h.gated:
+            gate = sigmoid(runs.load(sums, None, token, head.minimum(h.query - 1) * dim + d, is_query))
+            place = PLACES[order](token, head * dim + d, h.first_row)
+            stores.append(store(gates[0], place, gate.cast(F16), live & is_query))
         name = f"prefill_rotate_{h.name}_{tokens}"
         if not stores_tokens:
             return finish(name, stores)
@@ -245,7 +266,7 @@ def activate_prompt(
             chain(load(sums, (p * tokens + token) * n + column, ok) for p in range(count))
             for sums, count in zip((gate, up), parts, strict=True)
         )
-        result = store(out, _PLACES[order](token, column, n), as_half(gated(a, b, activation)), ok)
+        result = store(out, PLACES[order](token, column, n), as_half(gated(a, b, activation)), ok)
         return finish(f"prefill_activate_{tokens}_{n}", [result])
 
     return kernel

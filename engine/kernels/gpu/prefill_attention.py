@@ -212,8 +212,8 @@ def attend_prompt(
 ) -> Kernel:
     """Causal attention of a prompt over the cache. Buffers: the output, float16 fragments of (tokens, query heads *
     dim), or `columns` of `engine.kernels.gpu.few_columns`, or with several splits the sums of each, float32
-    (`PromptTiling.sums_size`); the queries of `engine.kernels.gpu.prefill.rotate_prompt`; the cache
-    (`Heads.cache_planes`); with a pool, the tables of blocks,
+    (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; the queries of
+    `engine.kernels.gpu.prefill.rotate_prompt`; the cache (`Heads.cache_planes`); with a pool, the tables of blocks,
     int32 (sequences, `Heads.table_size`); the prompt, int32 (2,): position and number of tokens, and with a pool (3,):
     its sequence; with `sinks`, unless there are several splits, float32 (query heads,): a score of each head that is
     not scaled and weighs no value."""
@@ -398,7 +398,10 @@ def _store(
         for e in range(4):
             value = sums[e % 2 * 4 + 2 * side + e // 2] * factors[side]
             token, column = tile * 16 + g + 8 * side, head * h.dim + c * 16 + t * 4 + e
-            stores.append(store(out, order(token, column, h.query * h.dim), value.cast(F16), live))
+            place = order(token, column, h.query * h.dim)
+            if h.gated:
+                value = value * load(out, place, live).cast(F32)
+            stores.append(store(out, place, value.cast(F16), live))
     return stores
 
 
@@ -406,8 +409,8 @@ def _store(
 def combine_prompt(
     heads: Heads, tokens: int, splits: int, sinks: bool = False, columns: bool = False
 ) -> Kernel:
-    """Adds the sums of several splits of `attend_prompt`. Buffers: the output as there; the sums; the prompt, int32
-    (2,) or (3,); with `sinks`, these, float32 (query heads,)."""
+    """Adds the sums of several splits of `attend_prompt`. Buffers: the output as there, with the factors; the sums; the
+    prompt, int32 (2,) or (3,); with `sinks`, these, float32 (query heads,)."""
     h, chunks = heads, heads.dim // 16
 
     def kernel(out: UOp, sums: UOp, prompt: UOp, *sink: UOp) -> UOp:

@@ -31,6 +31,7 @@ from engine.kernels.gpu.uops import (
     load_index,
     load_run,
     shared,
+    sigmoid,
     store,
     store_run,
     tree,
@@ -93,15 +94,16 @@ def router_logits(tokens: int, cols: int, n: int, eps: float, bias: bool) -> Ker
 
 
 @functools.cache
-def choose_experts(tokens: int, used: int, n: int, least_sum: float | None) -> Kernel:
+def choose_experts(tokens: int, used: int, n: int, least_sum: float | None, stride: int = 0) -> Kernel:
     """The `used` most probable experts of each token, the most probable first; of equal ones the first. Buffers: the
     experts, int32 (tokens, used); their probabilities, float32 (tokens, used); the router's logits, float32 (tokens,
-    n). The probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None."""
+    stride), the first n of each token (if `stride` is 0, that is n). The probabilities are divided by their sum, or by
+    `least_sum` if it is larger, unless that is None."""
     threads = -(-n // 32) * 32
 
     def kernel(chosen: UOp, probabilities: UOp, logits: UOp) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
-        choice = ExpertChoice.of(logits, token * n, used, n, thread, threads)
+        choice = ExpertChoice.of(logits, token * (stride or n), used, n, thread, threads)
         sums = after_store(shared(32, slot=0), thread, choice.powers(thread % 32, 32), thread < 32)
         slot, ok = thread.minimum(used - 1), thread < used
         probability = choice.probability(slot, tree(load_run(sums, 0, 32)), least_sum)
@@ -109,7 +111,7 @@ def choose_experts(tokens: int, used: int, n: int, least_sum: float | None) -> K
             store(chosen, token * used + thread, load(choice.ids, slot), ok),
             store(probabilities, token * used + thread, probability, ok),
         ]
-        return finish(f"prefill_choose_{tokens}_{used}_{n}", stores)
+        return finish(f"prefill_choose_{tokens}_{used}_{n}" + f"_{stride}" * (stride > 0), stores)
 
     return kernel
 
@@ -181,5 +183,23 @@ def sort_assignments(experts: ExpertTiles) -> Kernel:
             owner = (t < stop).where(expert.cast(I32), UOp.const(-1, I32))
             stores.append(store(tile_experts, t, owner, t < until))
         return finish(f"prefill_sort_{experts.tokens}_{experts.used}_{n}_{tile}", stores)
+
+    return kernel
+
+
+@functools.cache
+def add_shared(tokens: int, cols: int, parts: int, stride: int) -> Kernel:
+    """Adds the result of a shared expert, times the sigmoid of its gate, to the residual stream. Buffers: the stream,
+    float32 (tokens, cols); partial sums of the result, float32 (parts, tokens, cols); the router's logits, float32
+    (tokens, stride), of which each token's last is the gate's."""
+    threads = 256
+
+    def kernel(h: UOp, sums: UOp, logits: UOp) -> UOp:
+        column = UOp.special(-(-cols // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
+        token, ok = UOp.special(tokens, "gidx1"), None if cols % threads == 0 else column < cols
+        index = token * cols + column
+        value = chain(load(sums, index + p * tokens * cols, ok) for p in range(parts))
+        value = load(h, index, ok) + value * sigmoid(load(logits, token * stride + (stride - 1)))
+        return finish(f"prefill_add_shared_{tokens}_{cols}_{parts}", [store(h, index, value, ok)])
 
     return kernel

@@ -143,6 +143,10 @@ def after_store(array: UOp, index: UOp | int, value: UOp, valid: UOp | None = No
 # --- formulas ------------------------------------------------------------------------------------------
 
 
+def sigmoid(x: UOp) -> UOp:
+    return (f32(1) + (x * f32(-LOG2_E)).exp2()).reciprocal()
+
+
 def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
     """activation(gate) * up. All activations are gate * sigmoid(x); an infinite power of two gives zero."""
     if activation == "swiglu_oai":
@@ -152,7 +156,7 @@ def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
         activation == "gelu"
     ):  # (1 + tanh(y)) / 2 = sigmoid(2 * y), of y = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
         x = gate * (f32(1) + f32(0.044715) * gate * gate) * f32(2 * math.sqrt(2 / math.pi))
-    return gate * (f32(1) + (x * f32(-LOG2_E)).exp2()).reciprocal() * up
+    return gate * sigmoid(x) * up
 
 
 def soft_capped(value: UOp, cap: float) -> UOp:

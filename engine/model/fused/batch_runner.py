@@ -22,6 +22,7 @@ from engine.kernels.gpu.weight_repacking import repacking_kernels
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.model.fused.row_steps import RowSteps
+from engine.model.fused.states import DeviceStates
 from engine.model.fused.uses import uses_of
 from engine.model.kv_blocks import KVGroup
 from engine.model.lower import REWIND
@@ -47,7 +48,7 @@ def runs_batches(spec: ModelSpec) -> bool:
 
 
 class FusedBatchRunner:
-    """Implements `BatchRunner` and `RowSampler`."""
+    """Implements `BatchRunner`, `StateRunner` and `RowSampler`."""
 
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]
@@ -75,6 +76,8 @@ class FusedBatchRunner:
         ]
         self.kv_groups = tuple(KVGroup(w or None, a.heads.pool) for w, a in by_window.items())
         self._copied = device_zeros(2, dtypes.int32)
+        self._states = DeviceStates(model.deltas, parallel)
+        self.state_slots, self.state_bytes = self._states.state_slots, self._states.state_bytes
         self._copies = [self._copy_sequence(window) for window in by_window]
         self._captured: dict[tuple[str, int, int], Callable[[], None]] = {}
         self._earlier: list[Logits] = []  # of the steps before the last one of one `decode_rows`
@@ -90,7 +93,7 @@ class FusedBatchRunner:
         rows = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
         rows += [steps.kernels(n, steps.limits(n)[0], samples=True) for n in self.row_counts]
         prefill = [self._prefill.step(size) for size in self.chunk_sizes]
-        linears = [sequence.linear for sequence in (*rows, *prefill, *self._copies)]
+        linears = [sequence.linear for sequence in (*rows, *prefill, *self._copies, *self._states.kernels())]
         return [*map(repacking_kernels, self._model.piece_specs), *linears]
 
     @property
@@ -108,7 +111,19 @@ class FusedBatchRunner:
 
     @property
     def max_rewind(self) -> int | None:
+        if self._model.deltas:
+            return 0
         return REWIND if any(group.window for group in self.kv_groups) else None
+
+    def state_position(self, sequence: int = 0) -> int:
+        return self._states.state_position(sequence)
+
+    def save_state(self, slot: int, sequence: int = 0) -> None:
+        self._states.save_state(slot, sequence)
+
+    def load_state(self, slot: int, sequence: int = 0) -> None:
+        self._steps.finish()
+        self._states.load_state(slot, sequence)
 
     # ---- the cache ----
 
@@ -140,6 +155,7 @@ class FusedBatchRunner:
         size = next(size for size in CHUNK_SIZES if len(tokens) <= size)
         self._send_chunk(tokens, position, sequence)
         self._launch_prefill(size)
+        self._states.set(position + len(tokens), sequence)
 
     def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
         """As `ModelRunner.decode`, of sequence 0."""
@@ -153,6 +169,8 @@ class FusedBatchRunner:
             if first:  # the next step overwrites them
                 self._earlier.append(self._steps.logits())
             chosen += self._steps.decode(rows[first : first + most], ahead and len(rows) <= most)
+        for row in rows:
+            self._states.set(row.position + 1, row.sequence)
         return np.asarray(chosen, np.int32)
 
     def row_logits(self, rows: Sequence[int] | None = None) -> Logits:
@@ -175,10 +193,12 @@ class FusedBatchRunner:
     def replay(self, step: Step, position: int) -> Replay:
         self._steps.finish()
         self._steps.end(0)
+        position = self._states.harmless(position, self._context)
         parts = [*self._one.attention_parts, *self._prefill.attention_parts]
         uses = uses_of(self._model, self._prescales, self._context, parts)
         if step == "prefill":
             size, count = self.chunk_sizes[-1], min(self.chunk_sizes[-1], self._context - position)
+            count -= bool(self._model.deltas) and count % 2 == 0
             tokens = varied_tokens(count, self._model.spec.vocab)
             send: Callable[[], None] = lambda: self._send_chunk(tokens, position, 0)
             calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)

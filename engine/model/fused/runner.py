@@ -29,6 +29,7 @@ from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.model.buffer_uses import BufferUses
 from engine.model.fused.schedule_search import SearchTarget, search
+from engine.model.fused.states import DeviceStates
 from engine.model.fused.uses import uses_of
 from engine.model.lower import REWIND
 from engine.model.lower.device_sampler import DeviceSampler
@@ -51,7 +52,7 @@ _TIMING_S = 0.03
 
 
 class FusedRunner:
-    """Implements `SamplingRunner`, `PrefixRunner`, `TunableRunner` and `EarlyRunner`."""
+    """Implements `SamplingRunner`, `PrefixRunner`, `StateRunner`, `TunableRunner` and `EarlyRunner`."""
 
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]
@@ -70,6 +71,8 @@ class FusedRunner:
         self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
         self._sampler = DeviceSampler(Shortlist(spec.vocab), context_length)
         self._mailbox = Mailbox(context_length)
+        self._states = DeviceStates(model.deltas)
+        self.state_slots, self.state_bytes = self._states.state_slots, self._states.state_bytes
         self._cache_export = CacheExport(model.attention)
         self._decode_steps: dict[tuple[int, bool, bool], Callable[[], None]] = {}
         self._prefill_steps: dict[int, Callable[[], None]] = {}
@@ -91,6 +94,7 @@ class FusedRunner:
         steps = [self._decode_step(limit, *v) for limit in self._decode.context_limits for v in variants]
         if not self._is_early and self._decode.uses_tensor_cores:
             steps += [self._prefill.step(size) for size in self.chunk_sizes]
+        steps += self._states.kernels()
         return [*map(repacking_kernels, self._model.piece_specs), *(step.linear for step in steps)]
 
     def _capture_while(self, filling: Future[None]) -> None:
@@ -112,7 +116,19 @@ class FusedRunner:
 
     @property
     def max_rewind(self) -> int | None:
+        if self._model.deltas:
+            return 0
         return REWIND if any(a.heads.window for a in self._model.attention) else None
+
+    def state_position(self, sequence: int = 0) -> int:
+        return self._states.state_position(sequence)
+
+    def save_state(self, slot: int, sequence: int = 0) -> None:
+        self._states.save_state(slot, sequence)
+
+    def load_state(self, slot: int, sequence: int = 0) -> None:
+        self._cancel_run_ahead()
+        self._states.load_state(slot, sequence)
 
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         size = next(size for size in CHUNK_SIZES if len(tokens) <= size)
@@ -124,6 +140,7 @@ class FusedRunner:
         self._cancel_run_ahead()
         self._send_chunk(tokens, position)
         self._launch_prefill(size)
+        self._states.set(position + len(tokens))
 
     def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
         """As `ModelRunner.decode`. After a step with `run_ahead`, `logits` may be those of the step after it."""
@@ -146,6 +163,8 @@ class FusedRunner:
 
     @property
     def export_layout(self) -> str:
+        if self._model.deltas:
+            return ""
         return export_layout((h.kv, h.dim, h.window) for h in (a.heads for a in self._model.attention))
 
     @property
@@ -166,6 +185,7 @@ class FusedRunner:
 
     def replay(self, step: Step, position: int) -> Replay:
         self._ahead, self._state = None, _UNKNOWN
+        position = self._states.harmless(position, self._context)
         if step == "prefill":
             return self._replay_prefill(position)
 
@@ -183,6 +203,7 @@ class FusedRunner:
                 "This GPU has no prefill step: it takes prompts token by token, with decode steps."
             )
         size, count = self.max_chunk, min(self.max_chunk, self._context - position)
+        count -= bool(self._model.deltas) and count % 2 == 0
         tokens = varied_tokens(count, self._model.spec.vocab)
 
         def reset() -> None:
@@ -244,6 +265,7 @@ class FusedRunner:
             self._ahead = position + 1, samples
         next_token = self._mailbox.take(position)
         self._state = next_token, position + 1
+        self._states.set(position + 1)
         return next_token
 
     def _cancel_run_ahead(self) -> None:

@@ -8,7 +8,7 @@ from tinygrad import Tensor
 
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Mixture
+from engine.model.lower.gpu_weights import Attention, DeltaNet, FeedForward, GPUModel, Mixture
 from engine.model.lower.prescales import Prescales
 
 
@@ -36,6 +36,10 @@ def uses_of(
                 uses.add(cache, *a.cache)
                 uses.add(BufferUse("attention"), a.tables)
                 uses.add(BufferUse("attention output"), *a.o.planes)
+            case DeltaNet() as d:
+                uses.add(BufferUse("QKV projection"), *d.inputs.planes)
+                uses.add(BufferUse("delta net"), d.memory, *d.vectors)
+                uses.add(BufferUse("attention output"), *d.out.planes)
             case FeedForward() as f:
                 uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)
                 uses.add(BufferUse("FFN down"), *f.down.planes)

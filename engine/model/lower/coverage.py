@@ -7,15 +7,12 @@ from engine.model.spec import ModelSpec
 
 _NEW = frozenset(
     {
-        "gated delta nets",
-        "gated attention",
         "layers that share a KV cache",
         "keys as values",
         "normed values",
         "embeddings of each layer",
         "feed-forward layers side by side",
         "scaled experts",
-        "shared experts",
         "scaled layers",
     }
 )
@@ -28,7 +25,7 @@ _GPU = _NEW | {
 }
 
 _LACKING = {
-    "CPU": _NEW - {"gated delta nets", "gated attention", "shared experts"} | {"a soft cap of the logits"},
+    "CPU": _NEW | {"a soft cap of the logits"},
     "CUDA": _GPU,
     # tinygrad's NV device gives a block 48 KB of shared memory, and prefill attention of such heads takes 80 KB
     "NV": _GPU | {"heads of more than 256 elements"},

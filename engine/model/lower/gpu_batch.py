@@ -1,6 +1,7 @@
 """The kernels of a decode step of several sequences at once on a GPU:
 
     embed . for attention: norm . qkv . attention . o
+            for a delta net: norm . inputs . delta net . out
             for a feed-forward layer: norm . gate+up . down
             for experts: as in prefill     . norm . head . next tokens
 
@@ -17,6 +18,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from engine.kernels.gpu.decode_attention import combine
+from engine.kernels.gpu.delta_decode import delta_decode
 from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.few_columns import (
@@ -30,7 +32,16 @@ from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.sampling import StepRows, next_tokens
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_prefill import Pending, PrefillKernels, PromptStep
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Mixture, given
+from engine.model.lower.gpu_weights import (
+    Attention,
+    DeltaNet,
+    FeedForward,
+    GPUModel,
+    Layer,
+    Mixture,
+    Product,
+    given,
+)
 from engine.model.lower.prescales import Prescales
 
 ROW_COUNTS = (4, 8, 16, 32)
@@ -104,6 +115,8 @@ class _RowsStep(PromptStep):
             match layer.mix:
                 case Attention() as a:
                     self._attend_rows(layer, a)
+                case DeltaNet() as d:
+                    self._remember_rows(layer, d)
                 case FeedForward() as f:
                     self._feed_forward(layer, f)
                 case Mixture() as m:
@@ -126,14 +139,9 @@ class _RowsStep(PromptStep):
 
     def _attend_rows(self, layer: Layer, a: Attention) -> None:
         """Adds attention, whose last product is pending."""
-        heads, tokens, total = a.heads, self._tokens, a.qkv.stack.rows
-        rows = self._owner.buffer("qkv", tokens * total)
+        heads, tokens = a.heads, self._tokens
+        rows = self._rows(a.qkv, "qkv", given(a.bias))
         attended = self._activations("attended", a.o.stack.cols, "columns")
-        first, bias = 0, given(a.bias)
-        for i, part in enumerate(a.qkv.matrices):
-            epilogue = stored(total, first, bool(bias))
-            self._multiply(part, self._x, self._tiles(part), epilogue, f"qkv{i}", [rows], bias)
-            first += part.rows
         split = self._split(heads)
         sinks, tables, ropes = given(a.sinks), given(a.tables), self._model.ropes[a.rope]
         kernel = flash_attention(heads, split, bool(sinks), a.wide, tokens)
@@ -154,9 +162,30 @@ class _RowsStep(PromptStep):
                 for name, n in (("sums", heads.query * heads.dim), ("tops", heads.query * 2))
             ]
             self._sequence.add(kernel, *parts, *ins)
-            self._sequence.add(combine(heads, split.splits, bool(sinks), tokens), attended, *parts, *sinks)
+            gates = [rows] * heads.gated
+            kernel = combine(heads, split.splits, bool(sinks), tokens)
+            self._sequence.add(kernel, attended, *parts, *sinks, *gates)
         sums, count = self._product(a.o.single_matrix, attended, "o")
         self._pending = Pending(sums, count, a.o_bias, layer.post_norm)
+
+    def _remember_rows(self, layer: Layer, d: DeltaNet) -> None:
+        """Adds a gated delta net, whose last product is pending."""
+        rows = self._rows(d.inputs, "delta", [])
+        remembered = self._activations("remembered", d.heads.width, "columns")
+        kernel = delta_decode(d.heads, self._tokens)
+        self._sequence.add(kernel, remembered, d.memory, rows, *d.vectors, self._state)
+        sums, count = self._product(d.out.single_matrix, remembered, "delta_out")
+        self._pending = Pending(sums, count, None, layer.post_norm)
+
+    def _rows(self, product: Product, name: str, bias: list[Tensor]) -> Tensor:
+        """Adds a product of the normed stream; returns its rows, of all tokens one after the other."""
+        first, total = 0, product.stack.rows
+        rows = self._owner.buffer(name, self._tokens * total)
+        for i, part in enumerate(product.matrices):
+            epilogue = stored(total, first, bool(bias))
+            self._multiply(part, self._x, self._tiles(part), epilogue, f"{name}{i}", [rows], bias)
+            first += part.rows
+        return rows
 
     def _split(self, heads: Heads) -> FlashSplit:
         """How attention is split into thread blocks."""

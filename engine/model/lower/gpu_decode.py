@@ -1,6 +1,7 @@
 """The kernels of a decode step on a GPU:
 
     embed . for attention: qkv . attention . o
+            for a delta net: inputs . delta net . out
             for a feed-forward layer: gate+up . down
             for experts: router . choice, gate+up . down     . head . next token
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
+from engine.kernels.gpu.delta_decode import delta_decode
 from engine.kernels.gpu.device import has_tensor_cores, multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros
 from engine.kernels.gpu.embedding import embed
@@ -35,12 +37,22 @@ from engine.kernels.gpu.matvec import (
     add_residual,
     as_logits,
     matvec,
+    routed,
 )
 from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
 from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Mixture, Product, given
+from engine.model.lower.gpu_weights import (
+    Attention,
+    DeltaNet,
+    FeedForward,
+    GPUModel,
+    Layer,
+    Mixture,
+    Product,
+    given,
+)
 from engine.model.lower.prescales import Prescales
 
 # Tokens: up to the first number one thread block does the attention of a head; to the second, one captured step serves.
@@ -96,6 +108,8 @@ class DecodeKernels:
             match layer.mix:
                 case Attention() as a:
                     x = self._attend(step, a, stream, limit)
+                case DeltaNet() as d:
+                    x = self._remember(step, d, stream)
                 case FeedForward() as f:
                     x = self._gate(step, f, stream)
                 case Mixture() as m:
@@ -132,7 +146,7 @@ class DecodeKernels:
     def _attend(self, step: KernelSequence, a: Attention, stream: ResidualStream, limit: int) -> Tensor:
         """Adds attention without its last product; returns that product's input."""
         heads, split = a.heads, self._split(a.heads, limit)
-        qkv = self._buffer("qkv", (heads.query + 2 * heads.kv) * heads.dim)
+        qkv = self._buffer("qkv", heads.rows)
         attended = self._buffer("attended", permuted_size(heads.query * heads.dim))
         bias = given(a.bias)
         self._multiply_normed(step, a.qkv, stream, STORE_BIASED if bias else STORE, [qkv], bias, "qkv")
@@ -149,8 +163,20 @@ class DecodeKernels:
         else:
             step.add(kernel, *self.attention_parts, *ins)
             kernel = combine(heads, split.splits, bool(sinks))
-            step.add(kernel, attended, *self.attention_parts, prescale, *sinks)
+            gates = [qkv] * heads.gated
+            step.add(kernel, attended, *self.attention_parts, prescale, *sinks, *gates)
         return attended
+
+    def _remember(self, step: KernelSequence, d: DeltaNet, stream: ResidualStream) -> Tensor:
+        """As `_attend`, for a gated delta net."""
+        rows, out = (
+            self._buffer("delta", d.heads.rows),
+            self._buffer("remembered", permuted_size(d.heads.width)),
+        )
+        self._multiply_normed(step, d.inputs, stream, STORE, [rows], [], "delta_inputs")
+        prescale = self._prescales.of(d.out.single_matrix.layout)
+        step.add(delta_decode(d.heads), out, d.memory, rows, *d.vectors, self.state, prescale)
+        return out
 
     def _gate(self, step: KernelSequence, f: FeedForward, stream: ResidualStream) -> Tensor:
         """As `_attend`, for a feed-forward layer."""
@@ -168,19 +194,27 @@ class DecodeKernels:
     def _choose(self, step: KernelSequence, m: Mixture, stream: ResidualStream) -> Tensor:
         """As `_attend`, for a mixture of experts: the router, and gate and up of the experts that it chooses."""
         part, bias = m.part, given(m.router_bias)
-        logits, out = (
-            self._buffer("router", part.count),
-            self._buffer("activated", part.used * permuted_size(m.width)),
-        )
-        self._multiply_normed(
-            step, m.router, stream, STORE_BIASED if bias else STORE, [logits], bias, "router"
-        )
+        out = self._buffer("activated", part.used * permuted_size(m.width))
+        logits, *shared = self._routed(m)
+        epilogue, ins = STORE_BIASED if bias else STORE, bias
+        if part.shared and m.down.shared:
+            assert not bias
+            epilogue = routed(part.count + 1, part.shared.activation)
+            ins = [self._prescales.of(m.down.shared.layout)]
+        self._multiply_normed(step, m.router, stream, epilogue, [logits, *shared], ins, "router")
         outs = [out, *self._chosen(part.used), m.choices]
         ins = [logits, *given(m.gate_up_bias), self._prescales.of(m.down.single_matrix.layout)]
         self._multiply_normed(
             step, m.gate_up, stream, activated(part.activation), outs, ins, "experts_gate_up"
         )
         return out
+
+    def _routed(self, m: Mixture) -> list[Tensor]:
+        """The router's logits, and with a shared expert the input of its last product."""
+        if not m.part.shared:
+            return [self._buffer("router", m.part.count)]
+        width = permuted_size(m.part.shared.width)
+        return [self._buffer("router", m.part.count + 1), self._buffer("shared expert", width)]
 
     def _chosen(self, used: int) -> tuple[Tensor, Tensor]:
         """The chosen experts, int32 (used,), and their probabilities, float32 (used,)."""
@@ -219,11 +253,16 @@ class DecodeKernels:
         bias: list[Tensor] = []
         chosen: tuple[Tensor, ...] = ()
         biases: list[Tensor] = []  # of experts
+        shared: list[Tensor] = []
         match layer.mix:
             case Attention() as a:
                 name, bias = "o", given(a.o_bias)
+            case DeltaNet():
+                name = "delta_out"
             case Mixture() as m:
                 name, chosen, biases = "experts_down", self._chosen(m.part.used), given(m.down_bias)
+                logits, *shared = self._routed(m)
+                shared += [logits] if shared else []
         dim, blocks = self._model.spec.dim, product.n_blocks
         n_parts = blocks if layer.post_norm is None else add_normed_blocks(dim)
         stream = self._stream(n_parts, bits, parity)
@@ -232,12 +271,12 @@ class DecodeKernels:
         if layer.post_norm is None:
             epilogue = add_residual(len(stream.inputs), bool(bias))
             kernel = matvec(product.stack, product.schedule, epilogue, name)
-            step.add(kernel, *outs, *chosen, x, *biases, *norms, *bias, *product.planes)
+            step.add(kernel, *outs, *chosen, x, *shared, *biases, *norms, *bias, *product.planes)
             return stream
         assert not bias
         rows, squares = self._buffer("rows", dim), self._buffer("squares", blocks)
         kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name)
-        step.add(kernel, rows, squares, *chosen, x, *biases, *product.planes)
+        step.add(kernel, rows, squares, *chosen, x, *shared, *biases, *product.planes)
         kernel = add_normed(dim, blocks, len(stream.inputs), self._model.spec.eps)
         step.add(kernel, *outs, rows, squares, layer.post_norm, *norms)
         return stream

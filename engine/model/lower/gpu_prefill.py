@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from engine.kernels.gpu.delta_prefill import (
+    coefficients_size,
+    delta_inputs,
+    delta_scan,
+    gated_norm,
+    vectors_size,
+)
 from engine.kernels.gpu.device import multiprocessors, shared_limit
 from engine.kernels.gpu.device_memory import device_zeros
 from engine.kernels.gpu.embedding import embed_prompt
@@ -30,16 +37,26 @@ from engine.kernels.gpu.few_columns import (
 )
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.matmul import expert_tiles, fragments_size, matmul, tiles_for
-from engine.kernels.gpu.prefill import Order, activate_prompt, norm_prompt, rotate_prompt, wide_norms
+from engine.kernels.gpu.prefill import Order, Runs, activate_prompt, norm_prompt, rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
 from engine.kernels.gpu.prefill_experts import (
+    add_shared,
     choose_experts,
     count_assignments,
     router_logits,
     sort_assignments,
 )
 from engine.kernels.gpu.uops import Activation
-from engine.model.lower.gpu_weights import Attention, FeedForward, GPUModel, Layer, Matrix, Mixture, given
+from engine.model.lower.gpu_weights import (
+    Attention,
+    DeltaNet,
+    FeedForward,
+    GPUModel,
+    Layer,
+    Matrix,
+    Mixture,
+    given,
+)
 from engine.model.lower.prescales import Prescales
 
 
@@ -54,8 +71,8 @@ class PrefillKernels:
         self._scratch: dict[tuple[str, int], Tensor] = {}
 
     def step(self, tokens: int) -> KernelSequence:
-        """The kernels for up to `tokens` tokens. Of the last attention they compute only keys and values, and nothing
-        after it."""
+        """The kernels for up to `tokens` tokens. Of the last attention or delta net they compute only what it keeps,
+        and nothing after it."""
         return PromptStep(self, self._model, self._prescales, tokens).kernels()
 
     @property
@@ -93,7 +110,7 @@ class PromptStep:
     def kernels(self) -> KernelSequence:
         model = self._model
         self._embed(self._owner.ids)
-        last = model.attention[-1]
+        last = model.last_cached
         for layer in model.layers:
             self._norm(layer.norm, "rows" if isinstance(layer.mix, Mixture) else self._order)
             match layer.mix:
@@ -102,6 +119,10 @@ class PromptStep:
                     if a is last:
                         break
                     self._attend(layer, a, queries)
+                case DeltaNet() as d:
+                    self._remember(layer, d)
+                    if d is last:
+                        break
                 case FeedForward() as f:
                     self._feed_forward(layer, f)
                 case Mixture() as m:
@@ -145,14 +166,15 @@ class PromptStep:
             kernel = wide_norms(heads, self._tokens, counts[:n], sizes[:n], bool(bias))
             self._sequence.add(kernel, *factors, *sums[:n], *bias)
         extra = [*bias, *given(a.norms), *factors, *self._model.temperatures]
-        kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), wide=a.wide)
+        kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), a.wide, self._order)
         ropes, tables = self._model.ropes[a.rope], given(a.tables)
-        self._sequence.add(kernel, queries, *a.cache, *sums, *ropes, *tables, self._prompt, *extra)
+        gates = [self._attended(a)] * heads.gated
+        self._sequence.add(kernel, queries, *gates, *a.cache, *sums, *ropes, *tables, self._prompt, *extra)
         return queries
 
     def _attend(self, layer: Layer, a: Attention, queries: Tensor) -> None:
         heads, tokens, sinks = a.heads, self._tokens, given(a.sinks)
-        attended = self._activations("attended", heads.query * heads.dim, self._order)
+        attended = self._attended(a)
         tiling, columns = (
             prompt_tiling(heads, tokens, multiprocessors(), shared_limit()),
             self._order == "columns",
@@ -168,6 +190,32 @@ class PromptStep:
             self._sequence.add(combine, attended, sums, self._prompt, *sinks)
         sums, parts = self._product(a.o.single_matrix, attended, "o")
         self._pending = Pending(sums, parts, a.o_bias, layer.post_norm)
+
+    def _attended(self, a: Attention) -> Tensor:
+        """The result of attention; before that the factors of its elements, if heads are gated."""
+        return self._activations("attended", a.heads.query * a.heads.dim, self._order)
+
+    def _remember(self, layer: Layer, d: DeltaNet) -> None:
+        """Adds a gated delta net, whose last product is pending."""
+        heads, tokens, buffer = d.heads, self._tokens, self._owner.buffer
+        made = [self._product(part, self._x, f"delta{i}") for i, part in enumerate(d.inputs.matrices)]
+        sums = [t for t, _ in made]
+        runs = Runs(tokens, tuple(n for _, n in made), tuple(part.rows for part in d.inputs.matrices))
+        of_channels, channels = runs.within(0, heads.channels)
+        of_gate, gate = runs.within(heads.channels, heads.channels + heads.width)
+        vectors = buffer("delta vectors", vectors_size(heads, tokens))
+        coefficients = buffer("delta coefficients", coefficients_size(heads, tokens))
+        values, products = (buffer(name, tokens * heads.width) for name in ("delta values", "delta products"))
+        made_of_inputs, (*of_inputs, norm) = (vectors, values, coefficients), d.vectors
+        add = self._sequence.add
+        add(delta_inputs(heads, runs), *made_of_inputs, d.memory, *sums, self._prompt, *of_inputs)
+        add(
+            delta_scan(heads, of_channels), products, d.memory, *made_of_inputs, *sums[channels], self._prompt
+        )
+        remembered = self._activations("remembered", heads.width, self._order)
+        add(gated_norm(heads, of_gate, self._order), remembered, products, norm, *sums[gate])
+        out, parts = self._product(d.out.single_matrix, remembered, "delta_out")
+        self._pending = Pending(out, parts, None, layer.post_norm)
 
     def _feed_forward(self, layer: Layer, f: FeedForward) -> None:
         out = self._activations("activated", f.width, self._order)
@@ -196,7 +244,8 @@ class PromptStep:
         tokens, dim, width, part = self._tokens, self._model.spec.dim, m.width, m.part
         used, n = part.used, part.count
         tiles = expert_tiles(tokens, used, n)
-        logits = self._owner.buffer("router", tokens * n)
+        n_rows = n + (part.shared is not None)
+        logits = self._owner.buffer("router", tokens * n_rows)
         chosen = self._owner.buffer("chosen", tokens * used, dtypes.int32)
         probabilities = self._owner.buffer("probabilities", tokens * used)
         counts = self._owner.buffer("counts", n, dtypes.int32)
@@ -204,11 +253,12 @@ class PromptStep:
         tile_experts = self._owner.buffer("tile_experts", tiles.count, dtypes.int32)
         activated = self._owner.buffer("activated", fragments_size(tiles.size, width), dtypes.float16)
         sums = self._owner.buffer("experts", used * tokens * dim)
-        router = router_logits(tokens, dim, n, self._model.spec.stream_eps, m.router_bias is not None)
+        router = router_logits(tokens, dim, n_rows, self._model.spec.stream_eps, m.router_bias is not None)
         norm = self._prescales.norm_weight(layer.norm, 0)
         add = self._sequence.add
         add(router, logits, self._h, norm, self._prompt, m.router_rows, *given(m.router_bias))
-        add(choose_experts(tokens, used, n, m.part.least_sum), chosen, probabilities, logits)
+        stride = n_rows if part.shared else 0
+        add(choose_experts(tokens, used, n, m.part.least_sum, stride), chosen, probabilities, logits)
         add(count_assignments(tiles), counts, m.choices, chosen, self._prompt)
         add(sort_assignments(tiles), assignments, tile_experts, counts, chosen, self._prompt)
         matrix, bias = m.gate_up.single_matrix, m.gate_up_bias
@@ -217,12 +267,18 @@ class PromptStep:
             tiles, bias is not None,
         )  # fmt: skip
         add(kernel, activated, self._x, assignments, tile_experts, *given(bias), *matrix.planes)
-        matrix, bias = m.down.single_matrix, m.down_bias
+        (matrix,), bias = m.down.matrices, m.down_bias
         kernel = matmul(
             matrix.layout, tokens, dim, width, tiles.tiles, False, "experts_down", experts=tiles,
             bias=bias is not None,
         )  # fmt: skip
         add(kernel, sums, activated, assignments, tile_experts, probabilities, *given(bias), *matrix.planes)
+        if part.shared and m.down.shared:
+            self._norm(layer.norm, self._order)
+            out = self._activations("shared expert", part.shared.width, self._order)
+            self._gate(m.router.matrices[1], part.shared.activation, out)
+            result, parts = self._product(m.down.shared, out, "shared down")
+            add(add_shared(tokens, dim, parts, n_rows), self._h, result, logits)
         self._pending = Pending(sums, used, None, layer.post_norm)
 
     def _product(self, part: Matrix, x: Tensor, name: str, order: Order | None = None) -> tuple[Tensor, int]:

@@ -16,6 +16,7 @@ from tinygrad import Device, Tensor, dtypes
 
 from engine.formats.kv_format import KVFormat
 from engine.kernels.gpu.chosen_experts import ChosenExperts
+from engine.kernels.gpu.delta_net import DeltaHeads
 from engine.kernels.gpu.device_memory import DeviceCounts, device_zeros, to_device
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.matvec import StackedMatrices
@@ -32,7 +33,7 @@ from engine.kernels.gpu.weight_repacking import (
 from engine.measure.timeline import timeline
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower import REWIND
-from engine.model.mixes import Activation, Attend, Dense, Experts, Vector, Weight
+from engine.model.mixes import Activation, Attend, Delta, Dense, Experts, Vector, Weight
 from engine.model.spec import ModelSpec, Sublayer
 from engine.model.weights import Weights, pieces
 
@@ -90,18 +91,25 @@ class Matrix:
 @dataclass
 class Product:
     """Matrices that multiply the same input, and the schedule of the kernel that decode multiplies them with. `name`:
-    that of the first tensor, without the layer. With `experts`, one matrix that holds those of all experts."""
+    that of the first tensor, without the layer. With `experts`, one matrix that holds those of all experts; `shared`
+    is that of an expert whose result is added to theirs."""
 
     matrices: Sequence[Matrix]
     experts: ChosenExperts | None = None
+    shared: Matrix | None = None
 
     def __post_init__(self) -> None:
         first, n = self.matrices[0], self.experts.n if self.experts else 1
         self.name = first.weights[0].name
         shapes = tuple((m.layout, m.rows // n) for m in self.matrices)
-        self.stack = StackedMatrices(shapes, first.cols, self.experts)
-        self.planes = [plane for matrix in self.matrices for plane in matrix.planes]
+        shared = (self.shared.layout, self.shared.cols) if self.shared else None
+        self.stack = StackedMatrices(shapes, first.cols, self.experts, shared)
+        self.planes = [plane for matrix in self.all_matrices for plane in matrix.planes]
         self.schedule = best_schedule(self.stack)
+
+    @property
+    def all_matrices(self) -> list[Matrix]:
+        return [*self.matrices, *([self.shared] if self.shared else [])]
 
     @property
     def single_matrix(self) -> Matrix:
@@ -141,6 +149,24 @@ class Attention:
 
 
 @dataclass
+class DeltaNet:
+    """The weights and the state of a gated delta net. `inputs`: the product with its input, of channels, gate, beta and
+    alpha. `vectors`: those of the convolution, decay, decay_bias and the norm. `memory`: the state of all sequences
+    (`DeltaHeads.memory_size`)."""
+
+    heads: DeltaHeads
+    inputs: Product
+    vectors: list[Tensor]
+    out: Product
+    memory: Tensor
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """As `Attention.products`."""
+        return self.inputs, self.out
+
+
+@dataclass
 class FeedForward:
     """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type."""
 
@@ -157,7 +183,9 @@ class FeedForward:
 
 @dataclass
 class Mixture:
-    """The weights of a mixture of experts. `router_rows`: the router as prefill reads it, float32 (experts * dim,).
+    """The weights of a mixture of experts. With a shared expert, its gate is a row of the router, and the router's
+    product has a second matrix: the shared expert's gate and up, whose rows alternate. `router_rows`: the router as
+    prefill reads it, float32 (experts * dim,), or one row more.
     The biases of gate and up alternate as their rows do, float32 (experts * 2 * width,); those of down are float32
     (experts * dim,). `choices`: how often each expert was chosen, int32 (experts,)."""
 
@@ -186,7 +214,7 @@ class Layer:
     """A sublayer with the weights of its norms."""
 
     norm: NDArray[np.float32]
-    mix: Attention | FeedForward | Mixture
+    mix: Attention | DeltaNet | FeedForward | Mixture
     post_norm: Tensor | None
 
     @property
@@ -217,11 +245,20 @@ class GPUModel:
 
     @property
     def matrices(self) -> list[Matrix]:
-        return [matrix for product in self.products for matrix in product.matrices]
+        return [matrix for product in self.products for matrix in product.all_matrices]
 
     @property
     def attention(self) -> list[Attention]:
         return [layer.mix for layer in self.layers if isinstance(layer.mix, Attention)]
+
+    @property
+    def deltas(self) -> list[DeltaNet]:
+        return [layer.mix for layer in self.layers if isinstance(layer.mix, DeltaNet)]
+
+    @property
+    def last_cached(self) -> Attention | DeltaNet:
+        """The last layer that keeps something of a token for the next ones."""
+        return [layer.mix for layer in self.layers if isinstance(layer.mix, Attention | DeltaNet)][-1]
 
     @property
     def piece_specs(self) -> list[MatrixSpec]:
@@ -309,10 +346,12 @@ def allocate(
 
 def _layer(weights: Weights, sublayer: Sublayer, room: CacheRoom, choices: Iterator[Tensor]) -> Layer:
     assert sublayer.norm
-    mix: Attention | FeedForward | Mixture
+    mix: Attention | DeltaNet | FeedForward | Mixture
     match sublayer.mix:
         case Attend() as part:
             mix = _attention(weights, part, room)
+        case Delta() as part:
+            mix = _delta_net(weights, part, room)
         case Dense() as part:
             mix = _feed_forward(part)
         case Experts() as part:
@@ -344,13 +383,14 @@ def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
         block=BLOCK if is_pool else 0,
         pool=room.pool(window) if is_pool else 0,
         kv_format=room.kv,
+        gated=part.gate is not None,
     )
     if is_pool and window not in room.tables:
         room.tables[window] = device_zeros(room.parallel * heads.table_size, dtypes.int32)
     return Attention(
         heads=heads,
         rope=part.rope,
-        qkv=_product([part.q, part.k, part.v]),
+        qkv=_product([*([part.gate] if part.gate else []), part.q, part.k, part.v]),
         bias=None if bias is None else to_device(bias),
         norms=None if norms is None else to_device(norms),
         wide=part.has_wide_norms,
@@ -359,6 +399,19 @@ def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
         o_bias=_vector(weights, part.o_bias),
         cache=[device_zeros(n, dtype) for n, dtype in heads.cache_planes],
         tables=room.tables.get(window),
+    )
+
+
+def _delta_net(weights: Weights, part: Delta, room: CacheRoom) -> DeltaNet:
+    heads = DeltaHeads(
+        part.key_heads, part.value_heads, part.size, part.taps, weights.spec.eps, sequences=room.parallel
+    )
+    return DeltaNet(
+        heads=heads,
+        inputs=_product([part.qkv, part.gate, part.beta, part.alpha]),
+        vectors=[to_device(weights.vector(vector)) for vector in part.vectors],
+        out=_product([part.out]),
+        memory=device_zeros(heads.memory_size),
     )
 
 
@@ -374,14 +427,21 @@ def _mixture(weights: Weights, part: Experts, choices: Tensor) -> Mixture:
         gate_up_bias = to_device(np.stack(biases, axis=1).reshape(-1))
     chosen = ChosenExperts(part.used, part.count, False, gate_up_bias is not None, part.least_sum)
     added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
+    routers, shared_down = [part.router, *([part.shared_gate] if part.shared_gate else [])], None
+    rows = [weights.read(weight, range(weight.rows)) for weight in routers]
+    router = _product(routers)
+    if part.shared:
+        shared_gate_up = _matrices([part.shared.gate, part.shared.up], alternate=True)
+        router = Product([*router.matrices, *shared_gate_up])
+        (shared_down,) = _matrices([part.shared.down])
     return Mixture(
         part=part,
-        router=_product([part.router]),
-        router_rows=to_device(weights.read(part.router, range(part.router.rows)).view(np.float32)),
+        router=router,
+        router_rows=to_device(np.concatenate(rows).view(np.float32)),
         router_bias=_vector(weights, part.router_bias),
         gate_up=_product([part.gate, part.up], alternate=True, experts=chosen),
         gate_up_bias=gate_up_bias,
-        down=_product([part.down], experts=added),
+        down=Product(_matrices([part.down]), added, shared_down),
         down_bias=_vector(weights, part.down_bias),
         choices=choices,
     )
@@ -390,11 +450,15 @@ def _mixture(weights: Weights, part: Experts, choices: Tensor) -> Mixture:
 def _product(
     weights: Sequence[Weight], alternate: bool = False, experts: ChosenExperts | None = None
 ) -> Product:
-    """The product of matrices, which follow each other. Neighbours of the same type become one matrix; with `alternate`
-    their rows alternate."""
+    """The product of matrices, which follow each other (`_matrices`)."""
+    return Product(_matrices(weights, alternate), experts)
+
+
+def _matrices(weights: Sequence[Weight], alternate: bool = False) -> list[Matrix]:
+    """Neighbours of the same type become one matrix; with `alternate` their rows alternate."""
     matrices = []
     for type, group in groupby(weights, lambda weight: weight.type):
         same_type = list(group)
         rows = tuple(TensorRows(weight.experts * weight.rows, weight.order) for weight in same_type)
         matrices.append(Matrix(same_type, MatrixSpec(WeightLayout(type), rows, same_type[0].cols, alternate)))
-    return Product(matrices, experts)
+    return matrices

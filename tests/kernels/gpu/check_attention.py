@@ -65,6 +65,11 @@ def temperatures(heads):
     return factors, [buffer(factors)]
 
 
+def opened(gates):
+    """The factors of the elements of a result; 1 if there are no gates."""
+    return 1 / (1 + np.exp(-gates.reshape(-1))) if gates.size else 1
+
+
 def turned(x, cos, sin, norm=None, eps=1e-6):
     if norm is not None and norm.ndim == 2:  # over all heads of x (tokens, heads, dim)
         x = x / np.sqrt((x * x).mean((-2, -1), keepdims=True) + eps) * norm
@@ -84,7 +89,7 @@ def values_of(heads, rows):
 
 def decode_attention(position, split, h, sinks=False, wide=False):
     cache = Cache(h, position)
-    rows = rng.standard_normal((h.rows // h.dim, h.dim)).astype(np.float32)
+    rows = rng.standard_normal(((h.rows - h.first_row) // h.dim, h.dim)).astype(np.float32)
     angles = rng.standard_normal(h.dim).astype(np.float32)
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
@@ -92,17 +97,19 @@ def decode_attention(position, split, h, sinks=False, wide=False):
         norms = [rng.standard_normal((n, h.dim)).astype(np.float32) for n in (h.query, h.kv)]
     factors, temperature = temperatures(h)
     cos, sin = np.split(angles, 2)
+    gates = rng.standard_normal((h.query if h.gated else 0, h.dim)).astype(np.float32)
     q = turned(rows[: h.query], cos, sin, norms[0]) * factors[position]
     keys, values = cache.k, cache.v
     if h.stored != "nothing":
         k, v = turned(rows[h.query : h.query + h.kv], cos, sin, norms[1]), values_of(h, rows)
         keys = np.concatenate([keys[:, :position], k[:, None].astype(np.float16)], 1)
         values = np.concatenate([values[:, :position], v[:, None].astype(np.float16)], 1)
-    wanted = cache.attended(q, keys, values, *sink)
+    wanted = cache.attended(q, keys, values, *sink) * opened(gates)
 
     sink, norm = [buffer(s) for s in sink], [buffer(np.concatenate(norms))] if h.norm_eps else []
     state = buffer(np.array([7, position], np.int32))
-    ins = [*cache.buffers, buffer(rows), buffer(angles), state, *norm, *temperature]
+    all_rows = buffer(np.concatenate([gates, rows]))
+    ins = [*cache.buffers, all_rows, buffer(angles), state, *norm, *temperature]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
     attend = flash_attention if isinstance(split, FlashSplit) else attention
     if split.splits == 1:
@@ -110,7 +117,7 @@ def decode_attention(position, split, h, sinks=False, wide=False):
     else:
         sums, tops = zeros(split.splits * h.query * h.dim), zeros(split.splits * h.query * 2)
         run(attend(h, split, sinks, wide), sums, tops, *ins)
-        run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink)
+        run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink, *[all_rows] * h.gated)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
     if h.stored == "nothing":
         return
@@ -210,6 +217,16 @@ def check_norms_over_all_heads() -> None:
         decode_attention(50, split, alike, wide=True)
 
 
+def check_gated_heads() -> None:
+    """Results times the sigmoid of gates: one block a head and several, with and without tensor cores, prompts."""
+    small, large = heads_of(norm_eps=1e-6, gated=True), heads_of(32, norm_eps=1e-6, gated=True)
+    for split in (FlashSplit(64, 1, 2, 2, 2), FlashSplit(128, 3, 2, 2, 1), Split(128, 1, 1, 64, 2, 4)):
+        decode_attention(50, split, small)
+    decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), large)
+    attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, small)
+    attended_prompt(PromptTiling(2, 2, 2, 3, shared=True), 30, 137, small)
+
+
 def check_prompt_attention() -> None:
     """A prompt's queries and keys rotated and put away, and its causal attention over what came before too."""
     heads = heads_of(norm_eps=1e-6)
@@ -251,7 +268,7 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
     tokens, cache = 32, Cache(h, position, n)
     total = h.rows // h.dim
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
-    sums = rng.standard_normal((2, tokens, total * h.dim)).astype(np.float32)
+    sums = rng.standard_normal((2, tokens, h.rows)).astype(np.float32)
     cos, sin = (rng.standard_normal((512, h.dim // 2)).astype(np.float32) for _ in range(2))
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
     bias = [rng.standard_normal(total * h.dim).astype(np.float32)] if wide else []
@@ -263,14 +280,14 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
         buffer(np.array([position, n], np.int32)),
         [buffer(np.concatenate(norms))] if h.norm_eps else [],
     )
-    shape, biases = ((2,), (total * h.dim,), bool(bias)), [buffer(b) for b in bias]
+    shape, biases = ((2,), (h.rows,), bool(bias)), [buffer(b) for b in bias]
+    out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
     if wide:
         norm.append(zeros(tokens * 2))
         run(wide_norms(h, tokens, *shape), norm[1], buffer(sums), *biases)
     kernel = rotate_prompt(h, tokens, *shape, wide)
     ins = [buffer(sums), buffer(cos), buffer(sin), prompt, *biases, *norm, *temperature]
-    run(kernel, queries, *(cache.buffers if h.stored != "nothing" else []), *ins)
-    out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
+    run(kernel, queries, *[out] * h.gated, *(cache.buffers if h.stored != "nothing" else []), *ins)
     sink_buffers, parts = [buffer(s) for s in sink], zeros(cut.sums_size(h, tokens))
     ins = [queries, *cache.buffers, prompt]
     if cut.splits == 1:
@@ -279,7 +296,8 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
         run(attend_prompt(h, tokens, cut), parts, *ins)
         run(combine_prompt(h, tokens, cut.splits, sinks), out, parts, prompt, *sink_buffers)
 
-    rows = (sums.sum(0) + sum(bias)).reshape(tokens, total, h.dim)[:n]
+    rows = (sums.sum(0) + sum(bias)).reshape(tokens, -1, h.dim)[:n]
+    gates, rows = np.split(rows, [h.first_row // h.dim], 1)
     here = [t[position : position + n, None] for t in (cos, sin)]
     q = turned(rows[:, : h.query], *here, norms[0], h.norm_eps) * factors[position : position + n, None, None]
     keys, values = cache.k, cache.v
@@ -295,7 +313,8 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
     got = out.numpy()[place]
     for i in range(n):
         seen = position + i + 1
-        close(got[i], cache.attended(q[i], keys[:, :seen], values[:, :seen], *sink), 5e-3)
+        wanted = cache.attended(q[i], keys[:, :seen], values[:, :seen], *sink) * opened(gates[i])
+        close(got[i], wanted, 5e-3)
 
 
 def check_a_quantized_cache() -> None:

@@ -32,6 +32,10 @@ def check_rows_with_experts_sinks_and_biases() -> None:
     hold(architecture="gpt-oss", keys=keys, **SMALL | {"layers": 2, "dim": 160})
 
 
+def check_rows_with_delta_nets_and_gated_attention() -> None:
+    hold(architecture="qwen35", **SMALL | {"layers": 2})
+
+
 def hold(**shape: Any) -> None:
     """Two sequences in turns, one of which a third forks; raises AssertionError where logits differ from those of each
     alone."""
@@ -79,6 +83,10 @@ def hold(**shape: Any) -> None:
     decode(0)
     decode(1, 0)
     blocks.fork(0, 2, blocks.length(0))
+    if runner.state_slots:
+        runner.save_state(1, 0)
+        runner.load_state(1, 2)
+        assert runner.state_position(2) == runner.state_position(0) == blocks.length(0)
     texts[2] = [*texts[0][:-1], 7]
     decode(2, 0, 1)
     decode(0, 2)

@@ -50,6 +50,14 @@ def check_layers_with_experts_sinks_and_biases() -> None:
     hold(architecture="gpt-oss", keys=keys, **SMALL | {"layers": 2})
 
 
+def check_layers_with_delta_nets_and_gated_attention() -> None:
+    hold(architecture="qwen35", rotated=8, **SMALL | {"layers": 2})
+
+
+def check_layers_with_shared_experts() -> None:
+    hold(architecture="qwen35moe", **SMALL | {"layers": 2})
+
+
 def hold(**shape: Any) -> None:
     """Raises AssertionError if an element of the stream differs from the reference's by more than 4e-3 of the stream's
     root mean square at that token: keys, values and activations are float16. Or if the experts are not those that the
@@ -61,6 +69,8 @@ def hold(**shape: Any) -> None:
     runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
     model, need = runner._model, memory_need(read_spec(file), CONTEXT, "CUDA")
     assert need.cache_bytes == sum(t.nbytes() for a in model.attention for t in a.cache)
+    states = [*(d.memory for d in model.deltas), *runner._states.checkpoints]
+    assert need.states_bytes == sum(t.nbytes() for t in states)
     stream = runner._decode._h
     calls = runner._decode_step(runner._decode.context_limits[0], False, False).compile().src
     ends = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]

@@ -6,6 +6,7 @@ from tinygrad import dtypes
 from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.kernels.gpu.prefill import norm_prompt
 from engine.kernels.gpu.prefill_experts import (
+    add_shared,
     choose_experts,
     count_assignments,
     router_logits,
@@ -134,6 +135,22 @@ def check_expert_products() -> None:
                 y = wide[e].astype(np.float64) @ x[token] + biases[0][e]
                 y = narrow[e].astype(np.float64) @ gated(y[0::2], y[1::2], activation) + biases[1][e]
                 close(out[slot, token], y * weights[token, slot], 3e-3)
+
+
+def check_a_shared_expert_of_prompts() -> None:
+    """Its result joins the stream, times the sigmoid of its gate, which no expert is chosen by."""
+    tokens, cols, n, used = 4, 300, 8, 3
+    stream, sums = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((tokens, cols), (2, tokens, cols))
+    )
+    logits = rng.standard_normal((tokens, n + 1)).astype(np.float32)
+    logits[:, n] += 5
+    h, chosen = buffer(stream), zeros(tokens * used, dtypes.int32)
+    run(add_shared(tokens, cols, 2, n + 1), h, buffer(sums), buffer(logits))
+    close(h.numpy().reshape(tokens, cols), stream + sums.sum(0) / (1 + np.exp(-logits[:, n:])))
+    run(choose_experts(tokens, used, n, None, n + 1), chosen, zeros(tokens * used), buffer(logits))
+    best = np.argsort(-logits[:, :n], -1, kind="stable")[:, :used]
+    assert np.array_equal(chosen.numpy().reshape(tokens, used), best)
 
 
 def check_whole_mixture() -> None:

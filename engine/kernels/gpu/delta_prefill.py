@@ -1,0 +1,337 @@
+"""A gated delta net of a prompt's chunk:
+
+    delta_inputs (convolution, norms, what follows from the inputs alone) . delta_scan (the state) . gated_norm
+
+The state goes over the tokens in order, `GROUP` at a time. Let S be the state before a group, g_t the decays, G_t their
+product up to t, and G_t/s that of those after s up to t. Then, with d_t = beta_t (v_t - g_t S_t-1 k_t):
+
+    d_t = beta_t (v_t - G_t S k_t - sum over s < t of G_t/s (k_s k_t) d_s)
+    y_t = G_t S q_t + sum over s <= t of G_t/s (k_s q_t) d_s
+    S'  = G_n S + sum over s of G_n/s k_s d_s
+
+So all products with S of a group are taken at once, and the numbers in front of d, v and S follow from the inputs
+alone: `delta_inputs` computes them for all groups in parallel. A token after the prompt's end has g = 1 and beta = 0,
+and so it leaves the state as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType
+
+from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.delta_net import (
+    MAX_POSITION,
+    DeltaHeads,
+    convolved,
+    decay_of,
+    sequence_of,
+    silu,
+)
+from engine.kernels.gpu.matmul import as_half
+from engine.kernels.gpu.prefill import PLACES, Order, Runs
+from engine.kernels.gpu.uops import (
+    after_store,
+    chain,
+    f32,
+    finish,
+    inverse_rms,
+    load,
+    load_index,
+    load_run,
+    registers,
+    shared,
+    sigmoid,
+    store,
+    store_run,
+    tree,
+)
+
+GROUP = 4
+_WARPS = 4  # of a block of the scan, which share the keys
+_SEGMENTS = 4  # of a sum over a head
+_COEFFICIENTS = 4 * GROUP + GROUP * GROUP  # of a group and a value head
+
+
+def vectors_size(heads: DeltaHeads, tokens: int) -> int:
+    """Elements of the normed keys and queries, float32 [group, key head, key or query, token of the group, size]."""
+    return tokens * heads.key * 2 * heads.size
+
+
+def coefficients_size(heads: DeltaHeads, tokens: int) -> int:
+    """Elements of the numbers in front of d, v and S, float32 [group, value head, `_COEFFICIENTS`]: for each token
+    beta G, beta, G, and G_n/t; the factors of d_s in d_t, s < t; the factors of d_s in y_t, s <= t."""
+    return tokens // GROUP * heads.value * _COEFFICIENTS
+
+
+@functools.cache
+def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
+    """The convolution of a chunk, and all that depends on the inputs alone. `runs`: the product with the input, of
+    `DeltaHeads.rows` rows. Buffers: keys and
+    queries (`vectors_size`); values, float32 (tokens, width); coefficients (`coefficients_size`); the memory; the sums
+    of each run; the prompt, int32 (2,): position and number of tokens, and with several sequences (3,): the sequence;
+    the convolution's weights, float32 (channels, taps); decay and decay_bias, float32 (value,) each."""
+    h, size, n, shared_by = heads, heads.size, GROUP, heads.value // heads.key
+    tokens = runs.tokens
+    pairs = [(0, 0, t, t) for t in range(n)] + [(1, 1, t, t) for t in range(n)]
+    pairs += [(0, 0, s, t) for t in range(n) for s in range(t)]
+    pairs += [(0, 1, s, t) for t in range(n) for s in range(t + 1)]
+    number = {pair: i for i, pair in enumerate(pairs)}
+    stride = size // _SEGMENTS + 4  # neighbouring segments begin in different banks
+
+    def kernel(vectors: UOp, values: UOp, coefficients: UOp, memory: UOp, *rest: UOp) -> UOp:
+        sums, (prompt, conv, decays, biases) = rest[:-4], rest[-4:]
+        e, group, key_head = (
+            UOp.special(size, "lidx0"),
+            UOp.special(tokens // n, "gidx0"),
+            UOp.special(h.key, "gidx1"),
+        )
+        position, count = load_index(prompt, 0, MAX_POSITION), load_index(prompt, 1, tokens + 1)
+        before, began = h.state_at(position, sequence_of(h, prompt, 2)), position > 0
+        first = group * n
+        live = [first + t < count for t in range(n)]
+
+        def inputs(head: UOp) -> list[UOp]:
+            """The tokens' inputs of this thread's element of a head, after the convolution."""
+            channel, window = head * size + e, []
+            for i in range(1 - h.taps, n):
+                token = first + i
+                if i >= 0:
+                    window.append(runs.load(sums, None, token, channel, live[i]))
+                    continue
+                is_past = token < 0
+                old = load(
+                    memory,
+                    h.conv_at(before, 0, channel) + (token + (h.taps - 1)).maximum(0) * h.channels,
+                    began & is_past,
+                )
+                new = runs.load(sums, None, token.maximum(0), channel, (token < count) & (token >= 0))
+                window.append(is_past.where(old, new))
+            weights = load_run(conv, channel * h.taps, h.taps)
+            return [convolved(window[t : t + h.taps], weights) for t in range(n)]
+
+        queries, keys = inputs(key_head), inputs(h.key + key_head)
+        stores = []
+        for r in range(shared_by):
+            head = key_head + r * h.key
+            for t, x in enumerate(inputs(2 * h.key + head)):
+                stores.append(store(values, (first + t) * h.width + head * size + e, x))
+
+        # All products of two vectors of the group: first of segments, then of heads.
+        products, dots, both = (
+            shared(len(pairs) * _SEGMENTS * stride, 0),
+            shared(len(pairs) * _SEGMENTS, 1),
+            (keys, queries),
+        )
+        segment = size // _SEGMENTS
+        place = e // segment * stride + e % segment
+        products = products.after(UOp.group(*(
+            store(products, i * (_SEGMENTS * stride) + place, both[a][s] * both[b][t])
+            for i, (a, b, s, t) in enumerate(pairs)
+        )))  # fmt: skip
+        sums_of_segments, n_items = [], len(pairs) * _SEGMENTS
+        for start in range(0, n_items, size):
+            item = e + start
+            ok = None if start + size <= n_items else item < n_items
+            total = chain(load(products, item * stride + i, ok) for i in range(segment))
+            sums_of_segments.append(store(dots, item, total, ok))
+        dots = dots.after(UOp.group(*sums_of_segments))
+
+        def dot(a: int, b: int, s: int, t: int) -> UOp:
+            return tree(load_run(dots, number[a, b, s, t] * _SEGMENTS, _SEGMENTS))
+
+        factors = [[(dot(a, a, t, t) + f32(h.eps)).sqrt().reciprocal() for t in range(n)] for a in (0, 1)]
+        factors[1] = [x * f32(size**-0.5) for x in factors[1]]
+        for which, vector in enumerate(both):
+            for t in range(n):
+                place = (((group * h.key + key_head) * 2 + which) * n + t) * size + e
+                stores.append(store(vectors, place, vector[t] * factors[which][t]))
+
+        # A thread for each value head.
+        head, is_head = key_head + e.minimum(shared_by - 1) * h.key, e < shared_by
+        scalar = h.channels + h.width + head
+        betas, decay = [], []
+        for t in range(n):
+            beta, alpha = (
+                runs.load(sums, None, first + t, scalar + k * h.value, live[t] & is_head) for k in (0, 1)
+            )
+            betas.append(live[t].where(sigmoid(beta), f32(0)))
+            decay.append(live[t].where(decay_of(alpha, load(biases, head), load(decays, head)), f32(1)))
+
+        def decay_after(s: int, t: int) -> UOp:
+            """G_t/s; that of all tokens up to t if s is -1."""
+            return tree(decay[s + 1 : t + 1], lambda a, b: a * b) if t > s else f32(1)
+
+        own = []
+        for t in range(n):
+            whole = decay_after(-1, t)
+            own += [betas[t] * whole, betas[t], whole, decay_after(t, n - 1)]
+        for t in range(n):
+            for s in range(t):
+                product = dot(0, 0, s, t) * factors[0][s] * factors[0][t]
+                own.append(betas[t] * decay_after(s, t) * product)
+        for t in range(n):
+            for s in range(t + 1):
+                own.append(decay_after(s, t) * dot(0, 1, s, t) * factors[0][s] * factors[1][t])
+        stores += store_run(coefficients, (group * h.value + head) * _COEFFICIENTS, own, is_head)
+        return finish(f"delta_inputs_{h.name}_{h.sequences}_{tokens}", stores)
+
+    return kernel
+
+
+@functools.cache
+def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
+    """The state over a chunk. `runs`: those of the product with channels. Buffers: the products with the state, float32
+    (tokens, width); the memory; what `delta_inputs` makes: vectors, values, coefficients; the sums of each run, and the
+    prompt, as there.
+
+    A block has some columns of a head's state. Its warps have keys of their own, whose products with the group's keys
+    and queries meet in shared memory. Then each warp changes its part of the state. The next group is loaded
+    meanwhile."""
+    h, size, n = heads, heads.size, GROUP
+    width, own = min(32, heads.size), heads.size // _WARPS  # columns of a block, keys of a warp
+    parts_of_head, threads, tokens = size // width, width * _WARPS, runs.tokens
+    spans = 2 * n * size, n * width, _COEFFICIENTS  # of a group in shared memory
+    firsts, span = (0, spans[0], spans[0] + spans[1]), sum(spans)
+
+    def kernel(out: UOp, memory: UOp, vectors: UOp, values: UOp, coefficients: UOp, *rest: UOp) -> UOp:
+        *sums, prompt = rest
+        lane, warp = UOp.special(width, "lidx0"), UOp.special(_WARPS, "lidx1")
+        block = UOp.special(h.value * parts_of_head, "gidx0")
+        head, part, thread = block // parts_of_head, block % parts_of_head, warp * width + lane
+        key_head, column = head % h.key, part * width + lane
+        position, count = load_index(prompt, 0, MAX_POSITION), load_index(prompt, 1, tokens + 1)
+        sequence, began = sequence_of(h, prompt, 2), position > 0
+        before, after = h.state_at(position, sequence), h.state_at(position + count, sequence)
+        places = [(head * size + warp * own + i) * size + column for i in range(own)]
+        state = registers(own, 0)
+        start = store_run(state, 0, [load(memory, before + place, began) for place in places])
+
+        def group_loads(group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
+            """This thread's part of a group: (place in shared memory, value, whether there is one)."""
+            first_of = (
+                (group * h.key + key_head) * spans[0],
+                group * n * h.width + head * size + part * width,
+                (group * h.value + head) * _COEFFICIENTS,
+            )
+            loads = []
+            for which, (buffer, n_items) in enumerate(
+                zip((vectors, values, coefficients), spans, strict=True)
+            ):
+                run = 4 if n_items >= threads * 4 else 1
+                for i in range(0, n_items, threads * run):
+                    item = i + thread * run
+                    ok = None if i + threads * run <= n_items else item < n_items
+                    place = first_of[which] + (item // width * h.width + item % width if which == 1 else item)
+                    loads += [(firsts[which] + item + k, load(buffer, place + k, ok), ok) for k in range(run)]
+            return loads
+
+        def put(array: UOp, half: UOp, loads: Sequence[tuple[UOp, UOp, UOp | None]]) -> UOp:
+            return UOp.group(*(store(array, half * span + place, value, ok) for place, value, ok in loads))
+
+        array = shared(2 * span, 1)
+        ready = UOp.group(put(array, UOp.const(0), group_loads(UOp.const(0))), *start)
+        array, state = array.after(ready), state.after(ready)
+
+        group = UOp.range((count + (n - 1)) // n, 0, AxisType.LOOP)
+        following = group_loads((group + 1).minimum(tokens // n - 1))
+        held, so_far, first = array.after(group), load_run(state.after(group), 0, own), group % 2 * span
+        keys, queries = (
+            [load_run(held, first + (which * n + t) * size + warp * own, own) for t in range(n)]
+            for which in (0, 1)
+        )
+        partial = shared(_WARPS * 2 * n * width, 2)
+        products = [chain(x * y for x, y in zip(vector, so_far, strict=True)) for vector in (*keys, *queries)]
+        partial = partial.after(UOp.group(*(
+            store(partial, (warp * 2 * n + i) * width + lane, product) for i, product in enumerate(products)
+        )))  # fmt: skip
+        with_keys, with_queries = (
+            [
+                tree([load(partial, (w * 2 * n + which * n + t) * width + lane) for w in range(_WARPS)])
+                for t in range(n)
+            ]
+            for which in (0, 1)
+        )
+        own_coefficients = load_run(held, first + firsts[2], _COEFFICIENTS)
+        of_changes, of_results = (
+            own_coefficients[4 * n :][: n * (n - 1) // 2],
+            own_coefficients[4 * n + n * (n - 1) // 2 :],
+        )
+        changes: list[UOp] = []
+        stores = []
+        for t in range(n):
+            beta_decay, beta, decay, _ = own_coefficients[4 * t : 4 * t + 4]
+            value = load(held, first + firsts[1] + t * width + lane)
+            known = [x * c for x, c in zip(changes, of_changes[t * (t - 1) // 2 :], strict=False)]
+            changes.append(
+                chain([value * beta, with_keys[t] * beta_decay * f32(-1), *(x * f32(-1) for x in known)])
+            )
+            terms = [x * c for x, c in zip(changes, of_results[t * (t + 1) // 2 :], strict=False)]
+            token = group * n + t
+            y = chain([with_queries[t] * decay, *terms])
+            stores.append(store(out, token * h.width + head * size + column, y, warp.eq(t % _WARPS)))
+        lasting = [x * own_coefficients[4 * t + 3] for t, x in enumerate(changes)]
+        decay = own_coefficients[4 * (n - 1) + 2]
+        new = [chain([x * decay, *(keys[t][i] * lasting[t] for t in range(n))]) for i, x in enumerate(so_far)]
+        stores += store_run(state, 0, new)
+        done = UOp.group(*stores, put(array, (group + 1) % 2, following)).end(group)
+        results = [
+            store(memory, after + place, x)
+            for place, x in zip(places, load_run(state.after(done), 0, own), strict=True)
+        ]
+
+        # The last inputs of the convolution. All are read before they are written: the halves may be the same.
+        n_threads = threads * h.value * parts_of_head
+        for i in range(0, h.channels, n_threads):
+            channel = block * threads + thread + i
+            inside = None if i + n_threads <= h.channels else channel < h.channels
+            kept = []
+            for k in range(h.taps - 1):
+                token = count + (k - (h.taps - 1))
+                is_past = token < 0
+                old_place = h.conv_at(before, 0, channel) + (token + (h.taps - 1)).maximum(0) * h.channels
+                is_new = token >= 0
+                old_ok, new_ok = is_past & began, is_new
+                if inside is not None:
+                    old_ok, new_ok = old_ok & inside, new_ok & inside
+                old = load(memory, old_place.minimum(h.memory_size - 1), old_ok)
+                new_input = runs.load(sums, None, token.maximum(0), channel, new_ok)
+                kept.append(is_past.where(old, new_input))
+            array_of_inputs = registers(h.taps - 1, 10 + i)
+            read = UOp.group(*store_run(array_of_inputs, 0, kept))
+            inputs = load_run(array_of_inputs.after(read), 0, h.taps - 1)
+            target = memory.after(read)
+            results += [store(target, h.conv_at(after, k, channel), x, inside) for k, x in enumerate(inputs)]
+        n_ops = tokens * h.width * size * 6
+        return finish(f"delta_scan_{h.name}_{h.sequences}_{tokens}", results, 8 * h.width * size, n_ops)
+
+    return kernel
+
+
+@functools.cache
+def gated_norm(heads: DeltaHeads, runs: Runs, order: Order = "fragments") -> Kernel:
+    """norm(y) * silu(gate) of a chunk, for the last product. `runs`: those of the product with the gate. Buffers: the
+    result, float16 in an `Order`; the products of `delta_scan`; the norm's weight, float32 (size,); the sums of each
+    run."""
+    h, size, tokens = heads, heads.size, runs.tokens
+
+    def kernel(out: UOp, products: UOp, norm: UOp, *sums: UOp) -> UOp:
+        e, token, head = (
+            UOp.special(size, "lidx0"),
+            UOp.special(tokens, "gidx0"),
+            UOp.special(h.value, "gidx1"),
+        )
+        element = head * size + e
+        y = load(products, token * h.width + element)
+        squares = after_store(shared(size, 0), e, y * y)
+        factor = inverse_rms(tree(load_run(squares, 0, size)), size, h.eps)
+        gate = silu(runs.load(sums, None, token, h.channels + element, UOp.const(True)))
+        result = as_half(y * factor * load(norm, e) * gate)
+        return finish(
+            f"delta_norm_{h.name}_{tokens}", [store(out, PLACES[order](token, element, h.width), result)]
+        )
+
+    return kernel

@@ -1,0 +1,194 @@
+"""Gated delta nets of one token, of several sequences and of a prompt."""
+
+import numpy as np
+from tinygrad import dtypes
+
+from engine.kernels.gpu.delta_decode import delta_decode
+from engine.kernels.gpu.delta_net import DeltaHeads, copy_state
+from engine.kernels.gpu.delta_prefill import (
+    coefficients_size,
+    delta_inputs,
+    delta_scan,
+    gated_norm,
+    vectors_size,
+)
+from engine.kernels.gpu.few_columns import column_index, columns_size
+from engine.kernels.gpu.matmul import fragment_index, fragments_size
+from engine.kernels.gpu.prefill import Runs
+from engine.kernels.gpu.weight_layout import UNIT, permuted_size
+from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+class Net:
+    """The vectors of a delta net, random, and what it does."""
+
+    def __init__(self, heads):
+        h = self.heads = heads
+        self.conv = rng.standard_normal((h.channels, h.taps)).astype(np.float32)
+        self.decay = -rng.uniform(0.1, 2, h.value).astype(np.float32)
+        self.bias, self.norm = (rng.standard_normal(n).astype(np.float32) for n in (h.value, h.size))
+
+    @property
+    def buffers(self):
+        return [buffer(x) for x in (self.conv, self.decay, self.bias, self.norm)]
+
+    def random_state(self):
+        h = self.heads
+        matrices = rng.standard_normal((h.value, h.size, h.size)).astype(np.float32)
+        return matrices, rng.standard_normal((h.taps - 1, h.channels)).astype(np.float32)
+
+    def result(self, rows, state):
+        """float64 (tokens, width) and the state after them, of rows (tokens, rows)."""
+        h, (matrices, past), results = self.heads, state, []
+        matrices, past = matrices.astype(np.float64), past.astype(np.float64)
+        for row in rows.astype(np.float64):
+            inputs, z, beta, alpha = np.split(row, np.cumsum([h.channels, h.width, h.value]))
+            past = np.concatenate([past, inputs[None]])
+            x = (past * self.conv.T).sum(0)
+            q, k, v = np.split((x * sigmoid(x)).reshape(-1, h.size), [h.key, 2 * h.key])
+            q, k = (
+                np.tile(y / np.sqrt((y * y).sum(-1, keepdims=True) + h.eps), (h.value // h.key, 1))
+                for y in (q, k)
+            )
+            decay = np.exp(self.decay * np.logaddexp(0, alpha + self.bias))
+            matrices = matrices * decay[:, None, None]
+            d = (v - np.einsum("hkv,hk->hv", matrices, k)) * sigmoid(beta)[:, None]
+            matrices = matrices + k[:, :, None] * d[:, None]
+            y = np.einsum("hkv,hk->hv", matrices, q) * h.size**-0.5
+            y = y / np.sqrt((y * y).mean(-1, keepdims=True) + h.eps) * self.norm
+            z = z.reshape(h.value, h.size)
+            results.append((y * z * sigmoid(z)).reshape(-1))
+            past = past[1:]
+        return np.stack(results), (matrices, past)
+
+
+def flat(state):
+    return np.concatenate([x.reshape(-1) for x in state])
+
+
+def rows_of(heads, tokens):
+    return rng.standard_normal((tokens, heads.rows)).astype(np.float32)
+
+
+def check_delta_nets_of_one_token() -> None:
+    """At the beginning, where the memory holds something else, and later: more heads of values than of keys."""
+    for heads in (DeltaHeads(2, 4, 16, 4, 1e-6), DeltaHeads(1, 1, 64, 3, 1e-6)):
+        net = Net(heads)
+        halves = [net.random_state() for _ in range(2)]
+        memory = buffer(np.concatenate([flat(state) for state in halves]))
+        before = [np.zeros_like(x) for x in halves[0]]
+        for position in (0, 1, 2):
+            rows, out = rows_of(heads, 1), zeros(permuted_size(heads.width))
+            state, ones = buffer(np.array([7, position], np.int32)), buffer(np.ones(UNIT, np.float32))
+            run(delta_decode(heads), out, memory, buffer(rows), *net.buffers, state, ones)
+            wanted, after = net.result(rows, before)
+            close(out.numpy()[places(heads.width)], wanted[0], 1e-5)
+            held = memory.numpy().reshape(2, -1)
+            close(held[(position + 1) % 2], flat(after), 1e-5)
+            if position:
+                close(held[position % 2], flat(before), 1e-5)
+            before = after
+
+
+def check_delta_nets_of_several_sequences() -> None:
+    """Sequences at even and odd positions and at the beginning; a row without a token."""
+    heads = DeltaHeads(2, 4, 16, 4, 1e-6, sequences=3)
+    net, tokens = Net(heads), 4
+    halves = [[net.random_state() for _ in range(2)] for _ in range(3)]
+    memory = buffer(np.concatenate([flat(state) for two in halves for state in two]))
+    held = memory.numpy().reshape(3, 2, -1).copy()
+    sequences, positions, used = [2, 0, 1, 0], [5, 0, 8, 0], [1, 1, 1, 0]
+    rows, out = rows_of(heads, tokens), zeros(columns_size(tokens, heads.width), dtypes.float16)
+    state = buffer(np.array([[9] * 4, positions, sequences, used], np.int32))
+    run(delta_decode(heads, tokens), out, memory, buffer(rows), *net.buffers, state)
+    got = out.numpy()[prompt_index(lambda m, e: column_index(m, e, heads.width), tokens, heads.width)]
+    for i in range(3):
+        before = (
+            halves[sequences[i]][positions[i] % 2]
+            if positions[i]
+            else [np.zeros_like(x) for x in halves[0][0]]
+        )
+        wanted, after = net.result(rows[i : i + 1], before)
+        close(got[i], wanted[0], 1e-3)
+        held[sequences[i], (positions[i] + 1) % 2] = flat(after)
+    close(memory.numpy().reshape(3, 2, -1), held, 1e-5)
+
+
+def check_checkpoints_of_states() -> None:
+    """A state is copied to a checkpoint and back, of the half that its number of tokens says."""
+    heads = DeltaHeads(1, 2, 16, 4, 1e-6, sequences=2)
+    half, slots = heads.half, 3
+    values, kept = rng.standard_normal(4 * half).astype(np.float32), np.zeros(slots * half, np.float32)
+    memory, checkpoints = buffer(values), buffer(kept)
+    run(copy_state(heads, slots, True), checkpoints, memory, buffer(np.array([5, 2, 1], np.int32)))
+    kept[2 * half :] = values[3 * half :]
+    assert np.array_equal(checkpoints.numpy(), kept)
+    run(copy_state(heads, slots, False), memory, checkpoints, buffer(np.array([4, 2, 1], np.int32)))
+    values[2 * half : 3 * half] = values[3 * half :]
+    assert np.array_equal(memory.numpy(), values)
+
+
+def prompt(net, rows, state, position, memory, tokens, cut=None, sequence=0):
+    """A chunk of rows in a step of `tokens` tokens; its results, float16 (tokens, width)."""
+    h, n = net.heads, len(rows)
+    cut = cut or (h.rows,)
+    padded = np.full((tokens, h.rows), np.nan, np.float32)  # what lies after the prompt's end
+    padded[:n] = rows
+    runs, counts = [], []
+    for i, run_rows in enumerate(np.split(padded, np.cumsum(cut[:-1]), 1)):
+        counts.append(1 + i % 2)
+        runs.append(buffer(np.stack([run_rows / counts[-1]] * counts[-1])))
+    all_runs = Runs(tokens, tuple(counts), tuple(cut))
+    (inputs, of_inputs), (gate, of_gate) = (
+        all_runs.within(*r) for r in ((0, h.channels), (h.channels, h.channels + h.width))
+    )
+    place = buffer(np.array([position, n, sequence][: 2 + (h.sequences > 1)], np.int32))
+    vectors, coefficients = zeros(vectors_size(h, tokens)), zeros(coefficients_size(h, tokens))
+    values, products = zeros(tokens * h.width), zeros(tokens * h.width)
+    conv, decay, bias, norm = net.buffers
+    run(delta_inputs(h, all_runs), vectors, values, coefficients, memory, *runs, place, conv, decay, bias)
+    run(delta_scan(h, inputs), products, memory, vectors, values, coefficients, *runs[of_inputs], place)
+    out = zeros(fragments_size(tokens, h.width), dtypes.float16)
+    run(gated_norm(h, gate), out, products, norm, *runs[of_gate])
+    return out.numpy()[prompt_index(lambda m, e: fragment_index(m, e, h.width), n, h.width)]
+
+
+def check_delta_nets_of_prompts() -> None:
+    """Chunks of many sizes one after the other: fewer tokens than taps, a part of a group, all of a step."""
+    heads = DeltaHeads(2, 4, 16, 4, 1e-6)
+    net, tokens = Net(heads), 16
+    memory = buffer(np.concatenate([flat(net.random_state()) for _ in range(2)]))
+    position, state = 0, [np.zeros_like(x) for x in net.random_state()]
+    for n in (1, 2, 16, 5, 2, 1, 12):
+        rows = rows_of(heads, n)
+        got = prompt(
+            net,
+            rows,
+            state,
+            position,
+            memory,
+            tokens,
+            (heads.channels, heads.width + heads.value, heads.value),
+        )
+        wanted, state = net.result(rows, state)
+        close(got, wanted, 1e-3)
+        position += n
+        close(memory.numpy().reshape(2, -1)[position % 2], flat(state), 1e-5)
+
+
+def check_delta_nets_of_prompts_of_several_sequences() -> None:
+    """A prompt of one of several sequences, with heads of a size that several blocks share."""
+    heads = DeltaHeads(1, 2, 64, 4, 1e-6, sequences=2)
+    net = Net(heads)
+    states = [net.random_state() for _ in range(4)]
+    memory, rows = buffer(np.concatenate([flat(state) for state in states])), rows_of(heads, 10)
+    got = prompt(net, rows, states[3], 7, memory, 16, sequence=1)
+    wanted, after = net.result(rows, states[3])
+    close(got, wanted, 1e-3)
+    held = memory.numpy().reshape(4, -1)
+    for i, state in enumerate((*states[:3], after)):
+        close(held[i], flat(state), 1e-5)
