@@ -14,10 +14,12 @@ exact as one equation after the other; a sum of powers of A is not, where keys r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 from tinygrad import Tensor, TinyJit, UOp, dtypes
 
 from engine.model.mixes import Delta
@@ -139,11 +141,17 @@ def delta_rule(
 def _inverse(overlaps: Tensor) -> Tensor:
     """The inverses of I + what is below the diagonal of `overlaps` (heads, n, n), whose n is a power of 2."""
     n = cast(int, overlaps.shape[1])
-    rows, columns = Tensor.arange(n).reshape(n, 1), Tensor.arange(n).reshape(1, n)
-    x, size = Tensor.eye(n), 1
-    while size < n:
-        between = (rows // size == columns // size + 1) & (rows // (2 * size) == columns // (2 * size))
-        neighbours = between.where(overlaps, 0.0)
-        x = x - neighbours if size == 1 else (x - x @ (neighbours @ x).contiguous()).contiguous()
-        size *= 2
+    x = Tensor.eye(n).expand(overlaps.shape).contiguous()
+    for neighbours in _neighbours(n):
+        x = (x - x @ ((neighbours * overlaps) @ x).contiguous()).contiguous()
     return x
+
+
+@functools.cache
+def _neighbours(n: int) -> list[Tensor]:
+    """For blocks of 1, 2, ... n / 2 rows, ones between the second and the first block of each pair, float32 (n, n).
+    They are in memory, so that all blocks share kernels."""
+    rows, columns = np.arange(n)[:, None], np.arange(n)[None, :]
+    sizes = [1 << i for i in range(n.bit_length() - 1)]
+    masks = [(rows // size % 2 == 1) & (columns // size == rows // size - 1) for size in sizes]
+    return [Tensor(mask.astype(np.float32)).realize() for mask in masks]
