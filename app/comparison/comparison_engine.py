@@ -63,7 +63,7 @@ class PeerEngine(Engine, Protocol):
         ...
 
 
-Encode = Callable[[Chat | RawText | TokenIds, Effort | None], Prompt]
+Encode = Callable[[Chat | RawText | TokenIds, Effort | None, int | None], Prompt]
 
 
 def compare_with_llama_server(
@@ -341,7 +341,8 @@ class ComparisonEngine:
     def _ids(self, request: Generate) -> Prompt:
         if self._encode is None:
             self._encode = self._make_encoder()
-        return self._encode(request.prompt, request.sampling.effort)
+        most = self._left.ready.context_length if self._left.ready else None
+        return self._encode(request.prompt, request.sampling.effort, most)
 
 
 def _cpu_counters() -> Callable[[], tuple[Counter, ...]]:

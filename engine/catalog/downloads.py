@@ -8,6 +8,7 @@ until then it is `<hash>.incomplete`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -21,7 +22,7 @@ from engine.catalog.files import models_among, must_pick
 from engine.catalog.hub import DownloadError, RemoteFile
 from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Meter, Progress
-from engine.catalog.transfer import Target, fetch
+from engine.catalog.transfer import LOCK_S, Target, fetch
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
 
@@ -58,6 +59,8 @@ class RemoteModel:
 
     commit: str
     files: tuple[RemoteFile, ...]
+    digests: frozenset[str]
+    """Those of all files of the repository."""
 
     @property
     def size_bytes(self) -> int:
@@ -73,7 +76,7 @@ def find_on_hub(model: HubModel) -> RemoteModel:
     files = tuple(repository.files[name] for name in picked.files)
     if empty := next((file.name for file in files if file.size_bytes == 0), ""):
         raise DownloadError(f"{printable(empty)} is empty on the hub.", "Choose another repository.")
-    return RemoteModel(repository.commit, files)
+    return RemoteModel(repository.commit, files, frozenset(file.digest for file in repository.files.values()))
 
 
 def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Callable[[], bool]) -> Path:
@@ -96,6 +99,7 @@ def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Ca
         target = Target(file.name, url, blob, file.size_bytes, file.digest, on_hub=True)
         fetch(target, locks / f"{file.digest}.lock", meter)
         _link(snapshot / file.name, blob)
+    _remove_outdated(folder / "blobs", locks, remote.digests)
     if model.revision != remote.commit:  # where programs that are offline look it up
         _replace(folder / "refs" / model.revision, lambda new: new.write_text(remote.commit))
     return snapshot / remote.files[0].name
@@ -113,6 +117,15 @@ def _from_web(source: WebFile, report: Callable[[Progress], None], cancelled: Ca
         path.unlink()
         raise
     return path
+
+
+def _remove_outdated(blobs: Path, locks: Path, digests: frozenset[str]) -> None:
+    """Deletes what downloads began of files that the hub has replaced since, unless a program holds their lock."""
+    for begun in blobs.glob("*.incomplete"):
+        digest = begun.name.partition(".")[0]
+        if digest not in digests:
+            with contextlib.suppress(OSError), hub.lock(str(locks / f"{digest}.lock"), LOCK_S):
+                begun.unlink()
 
 
 def _link(link: Path, blob: Path) -> None:

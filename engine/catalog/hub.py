@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Never
 
@@ -130,10 +131,12 @@ def lock(path: str, timeout_s: float) -> contextlib.AbstractContextManager[objec
 
 def http_errors() -> tuple[type[Exception], ...]:
     """The errors that the library raises for a failed request: its own, and the base class of its HTTP client's errors
-    (from httpx or requests, depending on the library's version)."""
+    (from httpx, httpx2 or requests, depending on the library's version), and httpx's for an address, which has another
+    base class."""
     errors = _library().errors
     base: type[Exception] = errors.HfHubHTTPError.__bases__[0]
-    return (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, base)
+    client = import_module(base.__module__.partition(".")[0])
+    return (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, base, getattr(client, "InvalidURL", base))
 
 
 def http_status(error: Exception) -> int:
@@ -146,7 +149,11 @@ def retry_after_s(error: Exception, failures: int) -> float | None:
     """How long to wait before the next try after `failures` tries in a row; None if another try makes no sense."""
     if isinstance(error, _library().errors.OfflineModeIsEnabled) or failures > RETRIES:
         return None
-    if type(error).__name__ in ("TooManyRedirects", "UnsupportedProtocol"):  # of whichever HTTP client it is
+    if type(error).__name__ in (
+        "TooManyRedirects",
+        "UnsupportedProtocol",
+        "InvalidURL",
+    ):  # of whichever HTTP client it is
         return None
     delay: float = FIRST_DELAY_S * 2 ** (failures - 1)
     if not http_status(error):

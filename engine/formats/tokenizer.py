@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,6 @@ class Tokenizer:
         shown = {special[mark] for mark in (MARK_TOKENS | CALL_TOKENS) & special.keys()} - self.eos_ids
         self._hidden = frozenset(hidden) - shown  # `thinking` and `tool_calls` look for the marks
         self.special_tokens: Mapping[str, int] = special
-        # Bytes that a token stands for, at most: with the byte alphabet, one for each character.
-        lengths = map(len, texts if self._writes_spaces else self._raw)
-        self._longest = max(1, *lengths, *(len(text.encode()) for text in special))
         self._text_tokens = {
             self._spaced(text): id
             for text, id in special.items()
@@ -242,7 +240,7 @@ class Tokenizer:
         only if its `special` is true. Plain text merges across segments.
 
         Raises ContextFullError, before any time and memory are spent, for a text that is certain to have more than
-        `most` tokens: as no token is longer than the longest of the vocabulary, the length of the text tells."""
+        `most` tokens (see `_fewest`)."""
         parts: list[str | int] = []  # plain text or the id of a special token; never two texts in a row
         for segment, special in segments:
             text = _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", segment)
@@ -254,8 +252,8 @@ class Tokenizer:
                 elif piece := piece.lstrip() if parts and parts[-1] in self._strips_after else piece:
                     parts.append(piece)
 
-        if most is not None:
-            least = sum(1 if isinstance(part, int) else -(-_n_bytes(part) // self._longest) for part in parts)
+        if most is not None and sum(1 if isinstance(part, int) else len(part) for part in parts) > most:
+            least = sum(1 if isinstance(part, int) else self._fewest(part) for part in parts if part != "")
             if least > most:
                 raise ContextFullError(
                     f"The conversation has at least {least} tokens and the context holds {most}.",
@@ -266,6 +264,30 @@ class Tokenizer:
         for part in parts:
             ids += [part] if isinstance(part, int) else self._encode_text(before + part)
         return ids
+
+    def _fewest(self, text: str) -> int:
+        """A number of tokens that `text` has at least: no token has more of `_amounts` than those of the vocabulary
+        have at most. The longest token is often a run of spaces, so words and changes tell more of most texts."""
+        amounts = _amounts(*self._codes(text), [0])[0]
+        return int((-(-amounts // self._most_in_a_token)).max())
+
+    def _codes(self, text: str) -> tuple[NDArray[Any], int]:
+        """`text` as numbers, of which a token has as many as its spelling in the vocabulary has characters, and the
+        number of a space."""
+        if self._writes_spaces:
+            return np.frombuffer(text.encode(), np.uint8), ord(" ")
+        return _code_points(text.replace(" ", _SPACE)), ord(_SPACE)
+
+    @cached_property
+    def _most_in_a_token(self) -> NDArray[Any]:
+        """The most that a token has of each of `_amounts`."""
+        texts = [text for raw in self._raw if (text := raw.decode("utf-8", "replace"))]
+        starts = np.cumsum([0, *map(len, texts)])[:-1]
+        space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" if self._writes_spaces else _SPACE
+        spelled = _amounts(_code_points("".join(texts)), ord(space), starts)
+        named = [_amounts(*self._codes(text), [0]) for text in self._text_tokens]  # as they are in a text
+        most: NDArray[Any] = np.concatenate([spelled, *named]).max(0, initial=1)
+        return most
 
     def _encode_text(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -306,8 +328,22 @@ class Tokenizer:
         return id in self._hidden
 
 
-def _n_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+def _code_points(text: str) -> NDArray[Any]:
+    return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+
+def _amounts(codes: NDArray[Any], space: int, starts: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
+    """How many characters, words and changes from one character to another the texts have that begin at `starts` in
+    `codes` and are not empty: (text, 3) int64. A word is what lies between spaces; the first character is a change."""
+    starts = np.asarray(starts)
+    words = codes != space
+    changes = np.ones(len(codes), bool)
+    changes[1:] = codes[1:] != codes[:-1]
+    begins = words.copy()
+    begins[1:] &= ~words[:-1]
+    changes[starts], begins[starts] = True, words[starts]
+    counts = [np.add.reduceat(each, starts, dtype=np.int64) for each in (begins, changes)]
+    return np.stack([np.diff(starts, append=len(codes)), *counts], axis=1)
 
 
 class StreamDecoder:

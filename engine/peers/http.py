@@ -15,6 +15,7 @@ from engine.errors import BackendError, ContextFullError, OrinError, UsageError,
 
 CONNECT_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+MAX_BODY_BYTES = 4 << 20  # of an answer that is no stream
 MAX_EVENT_BYTES = 16 << 20  # llama-server's last event repeats the prompt
 
 Json = dict[str, Any]
@@ -80,11 +81,14 @@ async def get(
     server: httpx.AsyncClient, path: str, kind: type[R], name: str, timeout_s: float = CONNECT_S
 ) -> R:
     """The object at `path`. `name` is the server's, for error messages. Raises OrinError."""
-    async with connection_errors(name, str(server.base_url)):
-        response = await server.get(path, timeout=timeout_s)
+    async with (
+        connection_errors(name, str(server.base_url)),
+        server.stream("GET", path, timeout=timeout_s) as response,
+    ):
+        body = await _body(response, name)
         if response.is_success:
-            return _decoded(response.content, kind, name)
-        raise error_of(response, response.content, name)
+            return _decoded(body, kind, name)
+        raise error_of(response, body, name)
 
 
 async def stream(
@@ -99,7 +103,7 @@ async def stream(
         server.stream("POST", path, json=request) as response,
     ):
         if not response.is_success:
-            raise error_of(response, await response.aread(), name)
+            raise error_of(response, await _body(response, name), name)
         if "text/event-stream" not in response.headers.get("content-type", ""):
             raise BackendError(
                 f"{name} does not stream its answer.", "Check that the address is that of a model server."
@@ -116,6 +120,19 @@ async def stream(
             if event.error:
                 raise error_of(None, data, name)
             yield event
+
+
+async def _body(response: httpx.Response, name: str) -> bytes:
+    """The whole body. Raises BackendError if it has over MAX_BODY_BYTES, for it might never end."""
+    body = bytearray()
+    async for part in response.aiter_bytes():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise BackendError(
+                f"{name} sent an answer of more than {MAX_BODY_BYTES >> 20} MiB.",
+                "Check that the address is that of a model server.",
+            )
+    return bytes(body)
 
 
 async def _lines(response: httpx.Response, name: str) -> AsyncIterator[bytes]:

@@ -172,7 +172,8 @@ class LlamaServer(ServerEngine):
         if self._prompts is None:
             with GGUF(self.options.model_path) as file:
                 self._prompts = PromptEncoder(file)
-        return self._prompts.encode(prompt, effort)
+        most = (self._ready.context_length if self._ready else 0) or None
+        return self._prompts.encode(prompt, effort, most)
 
     async def _answer(self, request: Generate, stats: AnswerStats) -> AsyncGenerator[Event, None]:
         if isinstance(request.prompt, TokenIds):

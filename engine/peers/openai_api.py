@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from engine.errors import UsageError, one_line
+from engine.errors import BackendError, UsageError, one_line
 from engine.event_stream import AnswerStats
 from engine.events import (
     Chat,
@@ -30,6 +30,7 @@ from engine.formats.thinking import ThinkSplitter, split_thinking
 from engine.peers import http
 from engine.peers.server_engine import ServerEngine, chosen_seed
 
+MAX_TEXT = 100_000  # characters of an event: a screen that lays out more at once stands still
 # By `owned_by`, which /models lists with a model.
 NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM", "orin-chat": "orin-chat"}
 # Sampling options beyond OpenAI's: our name, and the name that the server uses.
@@ -136,7 +137,11 @@ class OpenAIEngine(ServerEngine):
                 for kind, text in ((Thinking, thought), (Token, answered)):
                     if text:  # maybe of several tokens; `usage` counts them
                         stats.count_token()
-                        yield kind(request_id=request.request_id, id=-1, text=text)
+                        yield kind(request_id=request.request_id, id=-1, text=text[:MAX_TEXT])
+                    if text and len(text) > MAX_TEXT:
+                        raise BackendError(
+                            f"{self.name} sent {len(text):,} characters at once; the first {MAX_TEXT:,} are here."
+                        )
                 if choice.finish_reason:
                     ended = True
                     stats.reason = "length" if choice.finish_reason == "length" else "stop"

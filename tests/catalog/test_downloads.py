@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.catalog import cache, transfer
+from engine.catalog import cache, hub, transfer
 from engine.catalog.downloads import download
 from engine.catalog.hub import RETRIES, DownloadError
 from engine.catalog.names import HubModel, WebFile
@@ -82,6 +82,26 @@ def test_a_new_version_of_a_file_is_fetched_and_the_old_one_stays(fake_hub, mode
     assert old != new and is_right(new, fake_hub, "model-Q8_0.gguf")
     assert old.exists()
     assert cache.find(model) == new
+
+
+def test_what_was_begun_of_a_replaced_file_goes_and_what_was_begun_of_others_stays(fake_hub, model):
+    blobs = blob(fake_hub, "model-Q8_0.gguf").parent
+    other = blob(fake_hub, "big/model-F16-00002-of-00002.gguf").with_suffix(".incomplete")
+    blobs.mkdir(parents=True)
+    for begun in (other, blobs / f"{'0' * 64}.incomplete", blobs / f"{'1' * 64}.incomplete"):
+        begun.write_bytes(b"part")
+    locks = cache.hub_folder() / ".locks" / blobs.parent.name
+    locks.mkdir(parents=True)
+    with hub.lock(str(locks / f"{'1' * 64}.lock"), 1.0):
+        download(model)
+    assert {path.name[:3] for path in blobs.glob("*.incomplete")} == {other.name[:3], "111"}
+    download(model)
+    assert [*blobs.glob("*.incomplete")] == [other]
+
+
+def test_an_address_that_is_none_is_a_sentence(fake_hub):
+    with pytest.raises(DownloadError, match="cannot be reached: Invalid"):
+        download(WebFile("http://a\x07b/model.gguf"))
 
 
 def test_a_small_file_kept_in_git_is_verified_by_gits_hash(fake_hub):

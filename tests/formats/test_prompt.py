@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from engine.errors import ContextFullError
@@ -30,3 +31,10 @@ def test_a_prompt_that_is_certain_not_to_fit_is_not_tokenized(tmp_path, monkeypa
     ):
         with pytest.raises(ContextFullError, match=r"has at least \d+ tokens and the context holds 100\."):
             encoder.encode(prompt, most=100)
+
+
+def test_words_and_changes_tell_that_a_text_does_not_fit_where_its_length_does_not(tmp_path):
+    with GGUF(write(tmp_path / "m.gguf")) as file:
+        tokenizer = PromptEncoder(file).tokenizer
+    tokenizer._most_in_a_token = np.array([128, 2, 30])
+    assert [tokenizer._fewest(text) for text in ("a b" * 20, "a" * 256, "  ab" * 100)] == [11, 2, 50]

@@ -305,3 +305,15 @@ async def test_a_key_that_no_header_holds(engines):
     [failed] = await collect(engines("http://127.0.0.1:1", api_key="a\nb").start())
     assert failed.kind == "usage"
     assert "a\nb" not in failed.message
+
+
+async def test_what_a_server_sends_has_a_size(fake, engines, monkeypatch):
+    monkeypatch.setattr("engine.peers.openai_api.MAX_TEXT", 5)
+    monkeypatch.setattr("engine.peers.http.MAX_BODY_BYTES", 1000)
+    fake.answer("/v1/chat/completions", *sse(delta(content="12345"), delta(content="x" * 7), END, "[DONE]"))
+    events = await collect(engines(fake.url).generate(ask()))
+    assert said(events) == "12345xxxxx"
+    assert "sent 7 characters at once; the first 5 are here" in events[-1].message
+    fake.answer("/v1/models", {"data": [{"id": "small" * 300}]})
+    [failed] = await collect(engines(fake.url).start())
+    assert "an answer of more than" in failed.message

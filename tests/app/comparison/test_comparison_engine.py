@@ -69,7 +69,10 @@ async def compare():
         ours = Spy(synthetic.engine(**{**QUICK, **left}), log, "L")
         peer = Spy(synthetic.engine(**{**QUICK, **right}), log, "R")
         comparison = ComparisonEngine(
-            ours, lambda ready: peer, lambda: encode or (lambda prompt, effort: Prompt([5, 6, 7])), **options
+            ours,
+            lambda ready: peer,
+            lambda: encode or (lambda prompt, effort, most: Prompt([5, 6, 7])),
+            **options,
         )
         comparison.spies, comparison.log = (ours, peer), log
         made.append(comparison)
@@ -93,7 +96,7 @@ def said(events, kind=Token):
 
 
 async def test_both_are_asked_for_the_same_effort(compare):
-    comparison = compare(encode=lambda prompt, effort: Prompt([{"high": 8}[effort]]))
+    comparison = compare(encode=lambda prompt, effort, most: Prompt([{"high": 8}[effort]]))
     await collect(comparison.generate(ask(sampling=Sampling(effort="high"))))
     asked = [spy.requests[0].prompt for spy in comparison.spies]
     assert asked == [TokenIds(ids=(8,))] * 2
@@ -120,7 +123,7 @@ async def test_both_do_the_same_work(compare):
 
 
 async def test_a_prompt_of_enough_tokens_has_a_prefill_rate(compare):
-    comparison = compare(encode=lambda prompt, effort: Prompt([5] * 32))
+    comparison = compare(encode=lambda prompt, effort, most: Prompt([5] * 32))
     await collect(comparison.generate(ask(max_tokens=8)))
     view = comparison.view()
     assert view.left.prefill > 0 and view.right.prefill > 0
@@ -250,7 +253,7 @@ async def test_one_that_dies_comes_back(compare):
 
 
 async def test_a_prompt_that_cannot_be_encoded(compare):
-    def encode(prompt, effort):
+    def encode(prompt, effort, most):
         raise TemplateError("The template refuses.", "Start a new chat.")
 
     comparison = compare(encode=encode)
