@@ -59,8 +59,9 @@ def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tm
             texts[sequence].append(int(token))
 
 
-def test_a_model_answers_side_by_side_as_alone(tmp_path):
-    path = generated_model.write(tmp_path / "m.gguf", layers=2, architecture="qwen3")
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen35"])
+def test_a_model_answers_side_by_side_as_alone(architecture, tmp_path):
+    path = generated_model.write(tmp_path / "m.gguf", layers=2, architecture=architecture)
     options = EngineOptions(model_path=str(path), context_length=256)
     alone = TextModel(options, lambda _: None)
     together = TextModel(EngineOptions(model_path=str(path), context_length=256, parallel=4), lambda _: None)
