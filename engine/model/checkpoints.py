@@ -38,8 +38,8 @@ class StateStore(Protocol):
     at position 0 begins with zeros. Checkpoints are copies, in slots 0 to `state_slots` - 1. Calls take effect in the
     order in which they and the steps are made.
 
-    A step that ran ahead has changed the state. The caller asks for just that step then, or loads a state, or begins a
-    sequence anew."""
+    A step that ran ahead may have changed the state. Then the caller asks for just that step, goes on after it, loads a
+    state, or begins the sequence anew."""
 
     state_slots: int
     """0 if the model has no recurrent state."""
@@ -48,8 +48,8 @@ class StateStore(Protocol):
     """Bytes of a state."""
 
     def state_position(self, sequence: int = 0) -> int:
-        """The number of tokens after which the state of a sequence is. A step that ran ahead counts, and its token is
-        the one that the step before it returned. Any number after a replay."""
+        """The number of tokens after which the state of a sequence is. If a step that ran ahead has changed it, its
+        token counts: the one that the step before it returned. Any number after a replay."""
         ...
 
     def save_state(self, slot: int, sequence: int = 0) -> None:

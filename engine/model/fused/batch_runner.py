@@ -111,8 +111,6 @@ class FusedBatchRunner:
 
     @property
     def max_rewind(self) -> int | None:
-        if self._model.deltas:
-            return 0
         return REWIND if any(group.window for group in self.kv_groups) else None
 
     def state_position(self, sequence: int = 0) -> int:

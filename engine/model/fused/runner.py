@@ -116,8 +116,6 @@ class FusedRunner:
 
     @property
     def max_rewind(self) -> int | None:
-        if self._model.deltas:
-            return 0
         return REWIND if any(a.heads.window for a in self._model.attention) else None
 
     def state_position(self, sequence: int = 0) -> int:
