@@ -404,10 +404,7 @@ def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
 
 
 def _keeper(file: GGUF, runner: ModelRunner, limit_bytes: int | None) -> PrefixKeeper | None:
-    """Keeps up to so many bytes of conversations on disk, if the runner can. Keys and values are of no use without a
-    recurrent state, which is not kept there."""
-    if _checkpoints(runner):
-        return None
+    """Keeps up to so many bytes of conversations on disk, if the runner can."""
     limit = default_limit_bytes() if limit_bytes is None else limit_bytes
     if not limit or not isinstance(runner, PrefixRunner) or not runner.export_layout:
         return None

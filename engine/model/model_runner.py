@@ -83,7 +83,8 @@ class PrefixRunner(ModelRunner, Protocol):
     """A runner whose KV cache can be copied to the host and back, in chunks of `prefix_store.CHUNK` tokens."""
 
     export_layout: str
-    """What `export_chunk` gives: only a runner with the same layout may import it."""
+    """What `export_chunk` gives: only a runner with the same layout may import it. "" if keys and values cannot be
+    exported, or are not enough to go on, as with a recurrent state."""
 
     widest_window: int
     """Tokens of the widest sliding window of a layer, 0 if there is none."""
