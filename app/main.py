@@ -143,7 +143,7 @@ def _engine(
 def _local_engine(configuration: Configuration, is_ready: Callable[[], None] = lambda: None) -> LocalEngine:
     from app.chat.speed_history import recording_engine
 
-    return recording_engine(configuration.engine, is_ready)
+    return recording_engine(configuration.engine, is_ready, configuration.keep_warm_s)
 
 
 def _answer(args: Namespace, settings: Settings, configuration: Configuration) -> int:
@@ -228,6 +228,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             )
             return asyncio.run(line_chat.run())
         from app.chat.settings import remember, remembered
+        from app.chat.speed_history import recording_engine
         from app.screens.chat_app import ChatApp
         from app.screens.engine_setup import EngineSetup
 
@@ -240,6 +241,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
                 command_line=options.command_line(args),
                 llama_server=args.llama_server or settings.llama_server,
                 api_key=options.key(args),
+                make=partial(recording_engine, keep_warm_s=configuration.keep_warm_s),
             )
             if args.compare:
                 engine = setup.compare(engine)
@@ -276,6 +278,10 @@ def _command(name: str, arguments: Sequence[str]) -> int:
             from app.serve.serve_command import run as serve
 
             return serve(arguments, settings)
+        case "stop":
+            from app.cli.stop import run as stop
+
+            return stop(arguments)
         case "tokenize":
             from app.cli.tokenize import run as tokenize
 
@@ -300,6 +306,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "rm": "delete a downloaded model",
         "serve": "answer other programs, with OpenAI's protocol over HTTP",
         "show": "what a model's file says, and how fast it could be here",
+        "stop": "end engines that --keep-warm has left running",
         "tokenize": "what a model's tokenizer makes of a text",
         "tune": "find the fastest way to run a model on this GPU, and keep it",
     }.items()

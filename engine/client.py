@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -76,6 +77,13 @@ class Measurable(Protocol):
     async def profile(self, step: Step = "decode") -> KernelProfile | Failed: ...
 
 
+@runtime_checkable
+class Keepable(Protocol):
+    """An engine that can outlive the program."""
+
+    async def keep(self) -> bool: ...
+
+
 class LocalEngine:
     """The tinygrad engine: it computes in a child process, which may die at any moment.
 
@@ -92,18 +100,24 @@ class LocalEngine:
         *,
         environment: Mapping[str, str] = {},
         command: Sequence[str] = module_command("engine.worker"),
+        keep_warm_s: float | None = None,
     ) -> None:
         """`environment` is added to this process's for the child. `command` gets the file descriptor of its socket
-        as last argument. The attribute `on_event` may be set to a function; it gets every event of the process."""
+        as last argument. With `keep_warm_s`, an engine that an earlier run kept warm is taken if it is the same, and
+        all others are ended; and `keep` lets it live on for so many seconds, for the next run. The attribute `on_event`
+        may be set to a function; it gets every event of the process."""
         self.options = options
         self.on_event: Callable[[Event], object] = lambda _: None
         self._environment = environment
         self._command = command
         self._process: EngineProcess | None = None
         self._ready: Ready | None = None
+        self._keep_warm_s = keep_warm_s
+        self._taken: Ready | None = None  # of a warm engine, until its clients were told
         self._spawning = asyncio.Lock()
         self._streams: dict[int, _Stream] = {}
-        self._serials = itertools.count(1)
+        # A warm engine may still send events for requests of its last client.
+        self._serials = itertools.count(1 if keep_warm_s is None else time.time_ns() // 1000)
 
     @property
     def pid(self) -> int | None:
@@ -179,6 +193,27 @@ class LocalEngine:
             if process:
                 await process.close()
 
+    async def keep(self) -> bool:
+        """Lets go of the engine, and keeps it warm for the next run. False if that was not asked for, or cannot be:
+        then it is to be closed."""
+        async with self._spawning:
+            process, ready = self._process, self._ready
+            if not (self._keep_warm_s and process and ready):
+                return False
+            for stream in self._streams.values():
+                self._cancel(stream)
+                stream.cut_short()
+            from engine import kept_engines
+
+            pid, name = process.pid, kept_engines.name_of(self.options, self._environment)
+            if not (released := process.release()):
+                return False
+            self._process = self._ready = None
+            sock, unread = released
+            with sock:  # if it cannot be kept, it ends, since nobody holds its socket
+                kept_engines.keep(name, sock, kept_engines.Kept(pid, ready, unread), self._keep_warm_s)
+            return True
+
     # --- streams ---------------------------------------------------------------------------------------
 
     def _open(self, request: Request | None) -> _Stream:
@@ -209,13 +244,33 @@ class LocalEngine:
             stream.joined = True
             if self._ready and stream.request is None:
                 stream.put(self._ready)
+            if self._taken:
+                ready, self._taken = self._taken, None
+                self._receive(ready)
             self._process.send(frame)
 
     async def _spawn(self) -> EngineProcess:
         load = pack(Load(options=self.options))
+        if self._keep_warm_s is not None and (taken := await self._take()):
+            return taken
         process = await EngineProcess.spawn(self._command, self._environment, self.log_path, self._receive)
         process.send(load)
         return process
+
+    async def _take(self) -> EngineProcess | None:
+        """An engine that an earlier run kept warm. Others are ended: they would take the memory."""
+        from engine import kept_engines
+
+        if not kept_engines.are_any():
+            return None
+        name = kept_engines.name_of(self.options, self._environment)
+        kept_engines.stop(other_than=name)
+        if not (taken := kept_engines.take(name)):
+            return None
+        self._taken = replace(taken.kept.ready, load_ms=0.0, start=())
+        return await EngineProcess.adopt(
+            taken.kept.pid, taken.sock, taken.kept.unread, self.log_path, self._receive
+        )
 
     def _leave(self, stream: _Stream) -> None:
         if not stream.ended.is_set():
@@ -228,6 +283,8 @@ class LocalEngine:
             self._process.send(pack(Cancel(request_id=stream.serial)))
 
     def _receive(self, event: Event) -> None:
+        if isinstance(event, Ready) and self._keep_warm_s:
+            event = replace(event, keep_warm_s=self._keep_warm_s)
         self.on_event(event)
         if isinstance(event, Slots):
             return
@@ -247,6 +304,12 @@ class LocalEngine:
         for stream in self._streams.values():
             if stream.joined:
                 stream.put(event)
+
+
+async def leave(engine: Engine) -> None:
+    """Ends an engine at the end of the program, or keeps it warm if it was made so."""
+    if not (isinstance(engine, Keepable) and await engine.keep()):
+        await engine.close()
 
 
 class _Stream(EventStream):

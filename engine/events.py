@@ -24,8 +24,7 @@ KernelRole = Literal[
     "experts gate+up", "experts down", "output head", "norm", "element-wise", "sampling", "copy",
 ]  # fmt: skip
 MESSAGE_CHARS = 500  # of a failure's message, and of its hint
-MIN_TOKENS = 32
-"""The prefill rate of fewer new tokens is not shown, and no speed of fewer tokens is recorded."""
+MIN_TOKENS = 32  # the prefill rate of fewer new tokens is not shown, and no speed of fewer is recorded
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -261,8 +260,8 @@ class Ready(_Record, frozen=True, kw_only=True):
     sentences about unexpected things in the model. `parallel` conversations are answered at a time. A decode step reads
     `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), `window_kv_bytes_per_token`
     for each of those in the sliding `window`, and the recurrent state, `state_bytes` (0: the model has none). If the
-    engine reports `ExpertChoices`, each layer of experts has `experts`, of which `experts_used` compute a token; 0: it
-    reports none. `start` says what the engine's process did until now."""
+    engine reports `ExpertChoices`, each layer of experts has `experts`, and `experts_used` compute a token. `start`
+    says what the engine's process did until now. It outlives its client by `keep_warm_s` seconds."""
 
     model: ModelInfo
     backend: str
@@ -282,6 +281,7 @@ class Ready(_Record, frozen=True, kw_only=True):
     experts: int = 0
     experts_used: int = 0
     start: tuple[Span, ...] = ()
+    keep_warm_s: float = 0.0
 
     @property
     def is_on_cpu(self) -> bool:

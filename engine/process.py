@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
+import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +31,7 @@ class EngineProcess(asyncio.Protocol):
     """
 
     _transport: asyncio.Transport
-    _process: asyncio.subprocess.Process
+    _process: _Process
     _reaper: asyncio.Task[None]
 
     def __init__(self, log_path: Path, receive: Callable[[Event], None]) -> None:
@@ -36,7 +39,7 @@ class EngineProcess(asyncio.Protocol):
         self._receive = receive
         self._deframer = Deframer()
         self._disconnected = asyncio.Event()
-        self._killed = False
+        self._killed = self._released = False
         self._sent_garbage = False
 
     @classmethod
@@ -52,15 +55,12 @@ class EngineProcess(asyncio.Protocol):
         client_end, worker_end = socket.socketpair()
         with worker_end, open_log(log_path) as log:
             self = cls(log_path, receive)
-            self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
-                lambda: self, sock=client_end
-            )
+            await self._connect(client_end)
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *command,
-                    str(worker_end.fileno()),
+                child = subprocess.Popen(
+                    [*command, str(worker_end.fileno())],
                     pass_fds=(worker_end.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -69,8 +69,45 @@ class EngineProcess(asyncio.Protocol):
             except BaseException:
                 self._transport.abort()
                 raise
-        self._reaper = asyncio.create_task(self._reap())
+        self._follow(_Process(child.pid, child.wait))
         return self
+
+    @classmethod
+    async def adopt(
+        cls,
+        pid: int,
+        client_end: socket.socket,
+        unread: bytes,
+        log_path: Path,
+        receive: Callable[[Event], None],
+    ) -> EngineProcess:
+        """A process that another client of it has started and `release`d. Raises OSError."""
+        self = cls(log_path, receive)
+        await self._connect(client_end)
+        self._follow(_Process(pid, lambda: _wait_for_stranger(pid)))
+        self.data_received(unread)
+        return self
+
+    async def _connect(self, client_end: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=client_end)
+
+    def _follow(self, process: _Process) -> None:
+        self._process = process
+        self._reaper = asyncio.create_task(self._reap())
+
+    def release(self) -> tuple[socket.socket, bytes] | None:
+        """Lets go of the process, which lives on: the client's end of its socket, and the beginning of a frame that was
+        read from it. None if it may not be alive, or has not been told all."""
+        if not self.alive or self._transport.get_write_buffer_size():
+            return None
+        self._transport.pause_reading()
+        sock: socket.socket = self._transport.get_extra_info("socket")
+        released = socket.socket(fileno=os.dup(sock.fileno()))
+        self._killed = self._released = True
+        self._reaper.cancel()
+        self._transport.abort()
+        return released, self._deframer.incomplete
 
     @property
     def pid(self) -> int:
@@ -145,19 +182,21 @@ class EngineProcess(asyncio.Protocol):
         self._receive(self._exit_event())
 
     def _kill_leader(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        if not self._released:
             self._process.kill()
 
     def _terminate_group(self) -> None:
         """Ends the process and its children by SIGTERM. multiprocessing's resource tracker ignores that signal, and
         then removes the semaphores that the others shared; SIGKILL would end it too."""
-        signal_group(self.pid, signal.SIGTERM)
+        if not self._released:
+            signal_group(self.pid, signal.SIGTERM)
 
     def _exit_event(self) -> Failed:
         code = self._process.returncode
-        assert code is not None
         if self._sent_garbage:
             message = "The engine process sent something that is not an event."
+        elif code is None:
+            message = "The engine process, which an earlier run had started, has ended."
         elif code < 0:
             message = f"The engine process died ({how_it_ended(code)})."
         else:
@@ -168,3 +207,39 @@ class EngineProcess(asyncio.Protocol):
         elif code == -signal.SIGKILL and not self._killed:
             hint = f"If memory ran out, a smaller model or context may help. {hint}"
         return Failed(kind="backend", message=message, hint=hint)
+
+
+class _Process:
+    """A process by its id. `wait` is called in a thread; it returns when the process has ended, with its exit status,
+    or None if that is not known."""
+
+    def __init__(self, pid: int, wait: Callable[[], int | None]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._is_over = False
+        self._ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        threading.Thread(target=self._wait, args=(wait,), name="reaper", daemon=True).start()
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    def kill(self) -> None:
+        """Kills it, unless it has ended."""
+        if not self._is_over:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, wait: Callable[[], int | None]) -> None:
+        self.returncode, self._is_over = wait(), True
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._ended.set)
+
+
+def _wait_for_stranger(pid: int) -> None:
+    """Returns when a process that is no child of this one has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            select.select([fd], [], [])
+        finally:
+            os.close(fd)

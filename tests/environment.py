@@ -24,15 +24,18 @@ def enter() -> None:
     for name in [name for name in os.environ if name.startswith(_REMOVED)]:
         del os.environ[name]
     folder = tempfile.mkdtemp(prefix="orin-tests-")
-    places = {"HOME": folder, "XDG_CACHE_HOME": f"{folder}/.cache", "TMPDIR": f"{folder}/tmp"}
+    places = {"HOME": folder, "XDG_CACHE_HOME": f"{folder}/.cache"}
+    private = {"TMPDIR": f"{folder}/tmp", "XDG_RUNTIME_DIR": f"{folder}/run"}
     os.environ |= {
         _FOLDER: folder,
         _OWNER: str(os.getpid()),
         "TERM": "xterm-256color",
         "LANG": "C.UTF-8",
         **places,
+        **private,
     }
-    Path(places["TMPDIR"]).mkdir()
+    for place in private.values():
+        Path(place).mkdir(0o700)
     tempfile.tempdir = None  # what it was before
 
 

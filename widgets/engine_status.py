@@ -30,7 +30,8 @@ class EngineStatus:
     `context_length` (tokens), `cache_bytes` (what the KV cache takes in memory) and `kv` (its format) may be known
     while it loads. `states_bytes` is what recurrent states take with up to `checkpoints` copies (0: it has none).
     `takes_effort`: the chat template reads how much the model should think. `tokens`, `tokens_per_s`
-    and `first_token_s` are of the reply in progress or the last one. None: not known."""
+    and `first_token_s` are of the reply in progress or the last one. None: not known.
+    `keep_warm_s`: how long the engine will live on after the program."""
 
     phase: Phase = Phase.STARTING
     model: str = ""
@@ -54,6 +55,7 @@ class EngineStatus:
     kv: str = ""
     states_bytes: int = 0
     checkpoints: int = 0
+    keep_warm_s: float = 0.0
 
     @property
     def is_nearly_full(self) -> bool:

@@ -37,12 +37,14 @@ class StatusLine(Widget):
         model = one_line(status.model) or "no model yet"
         engine = [part for part in (one_line(status.quantization), one_line(status.backend)) if part]
         device = [one_line(status.device)] if status.device and status.device != status.backend else []
+        warm = [f"stays warm {status.keep_warm_s / 60:.3g} min"] if status.keep_warm_s else []
         speed = [f"{_rate(status.tokens_per_s, compact)} tok/s"]
         if self.warning:
             speed.insert(0, WARNING if compact else f"{WARNING} {self.warning}")
         first = [] if status.first_token_s is None else [f"first token {as_latency(status.first_token_s)}"]
         for left_parts, right_parts in (
-            (engine + device, speed + first),
+            (engine + device + warm, speed + first),
+            (engine + warm, speed + first),
             (engine, speed + first),
             (engine, speed),
         ):

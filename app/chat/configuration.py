@@ -25,6 +25,8 @@ from presets.loader import Preset
 class Configuration(NamedTuple):
     engine: EngineOptions
     sampling: Sampling
+    keep_warm_s: float = 0.0
+    """For how long the engine lives on when the program ends, for the next run."""
 
     def with_model(self, path: Path) -> Configuration:
         return self._replace(engine=replace(self.engine, model_path=str(path)))

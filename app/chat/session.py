@@ -18,7 +18,7 @@ from app.chat.status import StatusObserver
 from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
 from app.chat.turn import Turn
 from app.chat.view import View
-from engine.client import Engine
+from engine.client import Engine, leave
 from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import counted, one_line
 from widgets.turn import WARNING
@@ -246,10 +246,10 @@ class Session:
         self.save()
 
     async def close(self) -> None:
-        """Ends the engines."""
+        """Ends the engines, or keeps the one in use warm if it was made so."""
         if self.candidate is not None:
             await self.candidate.engine.close()
-        await self.engine.close()
+        await leave(self.engine)
 
     def save(self) -> None:
         """Writes the conversation to the history. The view hears of a failure."""

@@ -93,11 +93,14 @@ def record_use(model: Path, backend: str = "", tokens: int = 0, tokens_per_s: fl
     _store(model, replace(record, used_at=time.time()))
 
 
-def recording_engine(options: EngineOptions, is_ready: Callable[[], None] = lambda: None) -> LocalEngine:
-    """An engine that records each use of its model, and calls `is_ready` whenever it has started."""
+def recording_engine(
+    options: EngineOptions, is_ready: Callable[[], None] = lambda: None, keep_warm_s: float = 0.0
+) -> LocalEngine:
+    """An engine that records each use of its model, and calls `is_ready` whenever it has started. `keep_warm_s`: see
+    `LocalEngine`."""
     from engine.client import LocalEngine
 
-    engine = LocalEngine(options)
+    engine = LocalEngine(options, keep_warm_s=keep_warm_s)
     engine.on_event = _UseRecorder(Path(options.model_path), is_ready)
     return engine
 

@@ -112,6 +112,7 @@ class StatusObserver:
                     kv=event.kv,
                     states_bytes=(event.parallel + checkpoints) * event.state_bytes,
                     checkpoints=checkpoints,
+                    keep_warm_s=event.keep_warm_s,
                 )
             case Prefilling(done=done, total=total, cached=cached):
                 self._progress(Phase.PREFILLING, done, total, start=cached)

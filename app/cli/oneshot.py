@@ -13,7 +13,7 @@ from app.chat.configuration import without_effect
 from app.cli.progress import StatusLine, describe, figures, say
 from app.cli.signals import run_until_signal
 from app.cli.start_lines import start_lines
-from engine.client import Engine
+from engine.client import Engine, leave
 from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import clean
 
@@ -41,7 +41,7 @@ async def run(engine: Engine, request: Generate, output: Output) -> int:
         answer = follow(engine.generate(request), output.show)
         return await run_until_signal(answer, *signals, stop=engine.stop)
     finally:
-        await engine.close()
+        await leave(engine)
 
 
 async def follow(events: AsyncIterator[Event], show: Callable[[Event], None]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Sequence
@@ -179,6 +180,13 @@ def configuration(args: argparse.Namespace, settings: Settings) -> Configuration
     chosen = configure("", settings, find_preset(name) if name else None, command_line(args))
     if args.engine is not None:
         return chosen
+    keep_warm_s = args.keep_warm
+    if keep_warm_s is None:
+        try:
+            keep_warm_s = duration(settings.keep_warm or "0")
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"The key keep_warm in the settings {error}.") from None
+    chosen = chosen._replace(keep_warm_s=keep_warm_s)
     try:
         backend = _backend(chosen.engine.backend)
     except argparse.ArgumentTypeError as error:
@@ -253,6 +261,12 @@ def add_engine(add: Callable[..., Any]) -> None:
         help="tokens; max is all that fits (the model's, up to 8192)",
     )
     add_kv(add)
+    add(
+        "--keep-warm",
+        type=duration,
+        metavar="TIME",
+        help="10m: the next run within that time finds the model loaded (0)",
+    )
     add("--beam", type=count, metavar="N", help="width of the search for faster kernels (0)")
 
 
@@ -290,6 +304,14 @@ def count(text: str, minimum: int = 0) -> int:
     if not text.isascii() or not text.isdigit() or not minimum <= int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more, not {text!r}")
     return int(text)
+
+
+def duration(text: str) -> float:
+    """Seconds, of 90s, 10m, 2h, or 0. Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(\d{1,6})([smh]?)", text.strip(), re.ASCII)
+    if not match or (not match[2] and int(match[1])):
+        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 10m or 2h, not {text!r}")
+    return float(int(match[1]) * {"s": 1, "m": 60, "h": 3600, "": 0}[match[2]])
 
 
 def positive(text: str) -> int:

@@ -36,6 +36,8 @@ def describe(event: Event) -> str:
             parts = [model.name, model.quantization, f"on {event.backend} ({event.device_name})"]
             parts.append(_context(event))
             parts.append(f"ready in {event.load_ms / 1e3:.1f} s")
+            if event.keep_warm_s:
+                parts.append(f"stays warm for {event.keep_warm_s / 60:.3g} min after the end")
             return one_line(", ".join(part for part in parts if part))
         case Prefilling(done=done, total=total):
             return f"reading the prompt, {done:,} of {counted(total, 'token')}"

@@ -81,7 +81,7 @@ class EngineSetup:
         if problem := self._problem(preset):
             raise UsageError(f"{name} does not work here: {problem}.")
         model_path = self.options.model_path
-        options, sampling = configure(
+        options, sampling, _ = configure(
             model_path, self._settings, preset, self.command_line, chosen_in_chat=True
         )
         return self._make(options), options, sampling

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from app.chat.configuration import Configuration
 from app.chat.settings import Settings
 from app.cli import options
 from app.cli.model_file import model_path
 from engine.client import LocalEngine
 from engine.errors import UsageError
-from engine.events import EngineOptions, Sampling
+from engine.events import EngineOptions
 from widgets.text import one_line
 
 MAX_WAITING = 32
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     path = model_path(args.model, settings)
     engine = replace(configuration.engine, model_path=str(path), parallel=args.parallel)
     name = path.stem if not args.model or args.model.endswith(path.name) else args.model
-    return _serve(args, engine, configuration.sampling, name, key)
+    return _serve(args, engine, configuration, name, key)
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -90,7 +91,9 @@ def _check_libraries() -> None:
         ) from None
 
 
-def _serve(args: Namespace, engine_options: EngineOptions, sampling: Sampling, name: str, key: str) -> int:
+def _serve(
+    args: Namespace, engine_options: EngineOptions, configuration: Configuration, name: str, key: str
+) -> int:
     from app.serve.access import is_loopback
     from app.serve.lines import Lines
     from app.serve.routes import application
@@ -106,12 +109,12 @@ def _serve(args: Namespace, engine_options: EngineOptions, sampling: Sampling, n
                 f"Everyone who reaches {args.host} could use this server.",
                 "Put a key into an environment variable and name it: --api-key-env NAME.",
             )
-        engine = LocalEngine(engine_options)
+        engine = LocalEngine(engine_options, keep_warm_s=configuration.keep_warm_s)
         service = Service(
             engine,
             model=one_line(name),
             file=file,
-            sampling=sampling,
+            sampling=configuration.sampling,
             think=not args.no_think,
             parallel=args.parallel,
             max_waiting=args.queue,

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from app.cli.signals import run_until_signal
 from app.serve.service import Service
-from engine.client import Engine
+from engine.client import Engine, leave
 from engine.errors import UsageError
 from engine.events import Event, Failed, Ready
 
@@ -80,7 +80,7 @@ class Server:
         try:
             return await run_until_signal(self._serve(), signal.SIGINT, signal.SIGTERM, stop=self._stop)
         finally:
-            await self._engine.close()
+            await leave(self._engine)
 
     async def _serve(self) -> int:
         self._loading = asyncio.create_task(self._load())

@@ -12,5 +12,5 @@ from tests import synthetic
 
 if __name__ == "__main__":
     behaviour = json.loads(sys.argv[1])
-    engine.client.LocalEngine = lambda options: synthetic.engine(**behaviour)  # type: ignore[assignment, misc]
+    engine.client.LocalEngine = lambda options, **_: synthetic.engine(**behaviour)  # type: ignore[assignment, misc]
     sys.exit(main(sys.argv[2:]))

@@ -57,7 +57,7 @@ def run(model, stdin, monkeypatch, capfd):
     def run(*arguments, **behaviour):
         started = []
 
-        def make(options):
+        def make(options, **_):
             started.append(options)
             return synthetic.engine(**(INSTANT | {"text": "You said: {prompt}\n", "tokens": 4} | behaviour))
 

@@ -409,7 +409,7 @@ def test_what_was_measured_before_it_was_interrupted_is_not_lost(model, number, 
         import app.bench.benchmark
         from app.main import main
         from tests import synthetic
-        app.bench.benchmark.LocalEngine = lambda options: synthetic.engine(load_s=0.0, prefill_s=0.01, rate=0)
+        app.bench.benchmark.LocalEngine = lambda options, **_: synthetic.engine(load_s=0.0, prefill_s=0.01, rate=0)
         run = app.bench.benchmark.MeasuredEngine.answer
 
         async def told(self, *arguments, **options):

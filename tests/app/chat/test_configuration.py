@@ -23,14 +23,12 @@ COMMAND_LINE = {"context_length": 3000, "search_width": 0, "temperature": 3.0, "
 
 
 def test_nothing_is_asked_for():
-    assert configure("m") == (
-        EngineOptions(model_path="m", backend="auto", prefix_cache_bytes=None),
-        Sampling(),
-    )
+    options = EngineOptions(model_path="m", backend="auto", prefix_cache_bytes=None)
+    assert configure("m") == (options, Sampling(), 0.0)
 
 
 def test_the_command_line_overrides_the_preset_and_that_the_settings():
-    engine, sampling = configure("m", SETTINGS, PRESET, COMMAND_LINE)
+    engine, sampling, _ = configure("m", SETTINGS, PRESET, COMMAND_LINE)
     assert engine == EngineOptions(
         prefix_cache_bytes=10**9,
         model_path="m",
@@ -43,7 +41,7 @@ def test_the_command_line_overrides_the_preset_and_that_the_settings():
 
 
 def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
-    engine, sampling = configure("m", SETTINGS, PRESET, COMMAND_LINE, chosen_in_chat=True)
+    engine, sampling, _ = configure("m", SETTINGS, PRESET, COMMAND_LINE, chosen_in_chat=True)
     assert engine == EngineOptions(
         prefix_cache_bytes=10**9,
         model_path="m",
@@ -53,7 +51,7 @@ def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
         keep_packed=True,
     )
     assert sampling == Sampling(seed=1, top_k=2, temperature=2)
-    engine, sampling = configure("m", SETTINGS, parse('title = "x"'), COMMAND_LINE, chosen_in_chat=True)
+    engine, sampling, _ = configure("m", SETTINGS, parse('title = "x"'), COMMAND_LINE, chosen_in_chat=True)
     assert (engine.context_length, sampling.temperature) == (3000, 3), "which this preset leaves open"
 
 

@@ -382,7 +382,7 @@ def answered(run, monkeypatch):
     def answered(*arguments):
         started = []
 
-        def make(options):
+        def make(options, **_):
             started.append(Path(options.model_path))
             return synthetic.engine(rate=0, load_s=0, prefill_s=0, tokens=40, text="word ")
 

@@ -299,7 +299,7 @@ def models(history, home, monkeypatch):
     write(home / "other.gguf", context=512)
     made = []
 
-    def make(options):
+    def make(options, **_):
         made.append((options, FakeEngine(reply("Other."))))
         return made[-1][1]
 
