@@ -59,10 +59,11 @@ def install(dev: str) -> None:
     """Applies the fixes to tinygrad that every engine on a device needs. `dev` is the value of DEV ("NV",
     "TEGRA+NV:CUDA"). To be called after `prepare` and before the first kernel. Raises BackendError if another version
     of tinygrad is installed."""
-    from engine.fixes import compiler_processes
+    from engine.fixes import compiler_processes, unused_renderers
 
     compiler_processes.apply()
     device = _device(dev)
+    unused_renderers.apply(dev)
     if device in ("CUDA", "NV"):
         from engine.fixes import cuda_headers, float_instructions
 
