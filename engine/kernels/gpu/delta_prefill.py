@@ -67,13 +67,26 @@ def coefficients_size(heads: DeltaHeads, tokens: int) -> int:
     return tokens // GROUP * heads.value * _COEFFICIENTS
 
 
+def _input_at(
+    h: DeltaHeads, runs: Runs, sums: Sequence[UOp], memory: UOp, before: UOp, began: UOp, channel: UOp, token: UOp,
+    valid: UOp,
+) -> UOp:  # fmt: skip
+    """A channel's input of the convolution, of a `valid` token of the chunk, or of one before it if it is negative."""
+    new = runs.load(sums, None, token.maximum(0), channel, valid & (token >= 0))
+    if token.vmin >= 0:
+        return new
+    tap = (token + (h.taps - 1)).maximum(0).minimum(h.taps - 2)
+    place = h.conv_at(before, 0, channel) + tap * h.channels
+    return (token < 0).where(load(memory, place, valid & began & (token < 0)), new)
+
+
 @functools.cache
 def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
-    """The convolution of a chunk, and all that depends on the inputs alone. `runs`: the product with the input, of
-    `DeltaHeads.rows` rows. Buffers: keys and
-    queries (`vectors_size`); values, float32 (tokens, width); coefficients (`coefficients_size`); the memory; the sums
-    of each run; the prompt, int32 (2,): position and number of tokens, and with several sequences (3,): the sequence;
-    the convolution's weights, float32 (channels, taps); decay and decay_bias, float32 (value,) each."""
+    """The convolution of a chunk's queries and keys, and all that depends on the inputs alone. `runs`: the product with
+    the input, of `DeltaHeads.rows` rows. Buffers: keys and queries (`vectors_size`); coefficients
+    (`coefficients_size`); the memory; the sums of each run; the prompt, int32 (2,): position and number of tokens, and
+    with several sequences (3,): the sequence; the convolution's weights, float32 (channels, taps); decay and
+    decay_bias, float32 (value,) each."""
     h, size, n, shared_by = heads, heads.size, GROUP, heads.value // heads.key
     tokens = runs.tokens
     pairs = [(0, 0, t, t) for t in range(n)] + [(1, 1, t, t) for t in range(n)]
@@ -82,7 +95,7 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
     number = {pair: i for i, pair in enumerate(pairs)}
     stride = size // _SEGMENTS + 4  # neighbouring segments begin in different banks
 
-    def kernel(vectors: UOp, values: UOp, coefficients: UOp, memory: UOp, *rest: UOp) -> UOp:
+    def kernel(vectors: UOp, coefficients: UOp, memory: UOp, *rest: UOp) -> UOp:
         sums, (prompt, conv, decays, biases) = rest[:-4], rest[-4:]
         e, group, key_head = (
             UOp.special(size, "lidx0"),
@@ -96,29 +109,14 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
 
         def inputs(head: UOp) -> list[UOp]:
             """The tokens' inputs of this thread's element of a head, after the convolution."""
-            channel, window = head * size + e, []
-            for i in range(1 - h.taps, n):
-                token = first + i
-                if i >= 0:
-                    window.append(runs.load(sums, None, token, channel, live[i]))
-                    continue
-                is_past = token < 0
-                old = load(
-                    memory,
-                    h.conv_at(before, 0, channel) + (token + (h.taps - 1)).maximum(0) * h.channels,
-                    began & is_past,
-                )
-                new = runs.load(sums, None, token.maximum(0), channel, (token < count) & (token >= 0))
-                window.append(is_past.where(old, new))
+            channel, tokens_of = head * size + e, [first + i for i in range(1 - h.taps, n)]
+            at = before, began, channel
+            window = [_input_at(h, runs, sums, memory, *at, token, token < count) for token in tokens_of]
             weights = load_run(conv, channel * h.taps, h.taps)
             return [convolved(window[t : t + h.taps], weights) for t in range(n)]
 
         queries, keys = inputs(key_head), inputs(h.key + key_head)
-        stores = []
-        for r in range(shared_by):
-            head = key_head + r * h.key
-            for t, x in enumerate(inputs(2 * h.key + head)):
-                stores.append(store(values, (first + t) * h.width + head * size + e, x))
+        stores: list[UOp] = []
 
         # All products of two vectors of the group: first of segments, then of heads.
         products, dots, both = (
@@ -185,20 +183,20 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
 @functools.cache
 def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
     """The state over a chunk. `runs`: those of the product with channels. Buffers: the products with the state, float32
-    (tokens, width); the memory; what `delta_inputs` makes: vectors, values, coefficients; the sums of each run, and the
-    prompt, as there.
+    (tokens, width); the memory; what `delta_inputs` makes: vectors and coefficients; the sums of each run, the prompt,
+    and the convolution's weights, as there.
 
-    A block has some columns of a head's state. Its warps have keys of their own, whose products with the group's keys
-    and queries meet in shared memory. Then each warp changes its part of the state. The next group is loaded
-    meanwhile."""
+    A block has some columns of a head's state, and makes their values. Its warps have keys of their own, whose products
+    with the group's keys and queries meet in shared memory. Then each warp changes its part of the state. The next
+    group is loaded meanwhile."""
     h, size, n = heads, heads.size, GROUP
     width, own = min(32, heads.size), heads.size // _WARPS  # columns of a block, keys of a warp
     parts_of_head, threads, tokens = size // width, width * _WARPS, runs.tokens
     spans = 2 * n * size, n * width, _COEFFICIENTS  # of a group in shared memory
     firsts, span = (0, spans[0], spans[0] + spans[1]), sum(spans)
 
-    def kernel(out: UOp, memory: UOp, vectors: UOp, values: UOp, coefficients: UOp, *rest: UOp) -> UOp:
-        *sums, prompt = rest
+    def kernel(out: UOp, memory: UOp, vectors: UOp, coefficients: UOp, *rest: UOp) -> UOp:
+        *sums, prompt, conv = rest
         lane, warp = UOp.special(width, "lidx0"), UOp.special(_WARPS, "lidx1")
         block = UOp.special(h.value * parts_of_head, "gidx0")
         head, part, thread = block // parts_of_head, block % parts_of_head, warp * width + lane
@@ -210,23 +208,34 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
         state = registers(own, 0)
         start = store_run(state, 0, [load(memory, before + place, began) for place in places])
 
+        def value_of(group: UOp, item: UOp, ok: UOp | None) -> UOp:
+            """A value of a group after the convolution: `item` counts columns, then tokens."""
+            token, channel = (
+                group * n + item // width,
+                (2 * h.key + head) * size + part * width + item % width,
+            )
+            at = before, began, channel
+            window = []
+            for k in range(1 - h.taps, 1):
+                valid = token + k < count if ok is None else (token + k < count) & ok
+                window.append(_input_at(h, runs, sums, memory, *at, token + k, valid))
+            return convolved(window, load_run(conv, channel * h.taps, h.taps, ok))
+
         def group_loads(group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
             """This thread's part of a group: (place in shared memory, value, whether there is one)."""
-            first_of = (
-                (group * h.key + key_head) * spans[0],
-                group * n * h.width + head * size + part * width,
-                (group * h.value + head) * _COEFFICIENTS,
-            )
-            loads = []
-            for which, (buffer, n_items) in enumerate(
-                zip((vectors, values, coefficients), spans, strict=True)
+            loads: list[tuple[UOp, UOp, UOp | None]] = []
+            firsts_of = (group * h.key + key_head) * spans[0], None, (group * h.value + head) * _COEFFICIENTS
+            for first, buffer, from_, n_items in zip(
+                firsts, (vectors, None, coefficients), firsts_of, spans, strict=True
             ):
-                run = 4 if n_items >= threads * 4 else 1
+                run = 4 if n_items >= threads * 4 and buffer is not None else 1
                 for i in range(0, n_items, threads * run):
                     item = i + thread * run
                     ok = None if i + threads * run <= n_items else item < n_items
-                    place = first_of[which] + (item // width * h.width + item % width if which == 1 else item)
-                    loads += [(firsts[which] + item + k, load(buffer, place + k, ok), ok) for k in range(run)]
+                    if buffer is None or from_ is None:
+                        loads.append((first + item, value_of(group, item, ok), ok))
+                        continue
+                    loads += [(first + item + k, load(buffer, from_ + item + k, ok), ok) for k in range(run)]
             return loads
 
         def put(array: UOp, half: UOp, loads: Sequence[tuple[UOp, UOp, UOp | None]]) -> UOp:
@@ -283,28 +292,27 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
             for place, x in zip(places, load_run(state.after(done), 0, own), strict=True)
         ]
 
-        # The last inputs of the convolution. All are read before they are written: the halves may be the same.
-        n_threads = threads * h.value * parts_of_head
-        for i in range(0, h.channels, n_threads):
+        # The last inputs of the convolution. The halves may be the same, so a channel's are read before they are
+        # written, and values, which are read here, are written by the block that has read them.
+        def keep(channel: UOp, slot: int, ok: UOp | None) -> list[UOp]:
+            kept = registers(h.taps - 1, slot)
+            tokens_of = [count + (k - (h.taps - 1)) for k in range(h.taps - 1)]
+            valid = UOp.const(True) if ok is None else ok
+            at = before, began, channel
+            inputs = [_input_at(h, runs, sums, memory, *at, token, valid) for token in tokens_of]
+            read = UOp.group(*store_run(kept, 0, inputs))
+            target = memory.after(read, done)
+            return [
+                store(target, h.conv_at(after, k, channel), x, ok)
+                for k, x in enumerate(load_run(kept.after(read), 0, h.taps - 1))
+            ]
+
+        results += keep((2 * h.key + head) * size + column, 10, warp.eq(0))
+        n_others, n_threads = 2 * h.key * size, threads * h.value * parts_of_head
+        for i in range(0, n_others, n_threads):
             channel = block * threads + thread + i
-            inside = None if i + n_threads <= h.channels else channel < h.channels
-            kept = []
-            for k in range(h.taps - 1):
-                token = count + (k - (h.taps - 1))
-                is_past = token < 0
-                old_place = h.conv_at(before, 0, channel) + (token + (h.taps - 1)).maximum(0) * h.channels
-                is_new = token >= 0
-                old_ok, new_ok = is_past & began, is_new
-                if inside is not None:
-                    old_ok, new_ok = old_ok & inside, new_ok & inside
-                old = load(memory, old_place.minimum(h.memory_size - 1), old_ok)
-                new_input = runs.load(sums, None, token.maximum(0), channel, new_ok)
-                kept.append(is_past.where(old, new_input))
-            array_of_inputs = registers(h.taps - 1, 10 + i)
-            read = UOp.group(*store_run(array_of_inputs, 0, kept))
-            inputs = load_run(array_of_inputs.after(read), 0, h.taps - 1)
-            target = memory.after(read)
-            results += [store(target, h.conv_at(after, k, channel), x, inside) for k, x in enumerate(inputs)]
+            inside = channel < n_others
+            results += keep(channel.minimum(n_others - 1), 11 + i, inside)
         n_ops = tokens * h.width * size * 6
         return finish(f"delta_scan_{h.name}_{h.sequences}_{tokens}", results, 8 * h.width * size, n_ops)
 
@@ -316,22 +324,21 @@ def gated_norm(heads: DeltaHeads, runs: Runs, order: Order = "fragments") -> Ker
     """norm(y) * silu(gate) of a chunk, for the last product. `runs`: those of the product with the gate. Buffers: the
     result, float16 in an `Order`; the products of `delta_scan`; the norm's weight, float32 (size,); the sums of each
     run."""
-    h, size, tokens = heads, heads.size, runs.tokens
+    h, size, tokens, lanes = heads, heads.size, runs.tokens, heads.size // 4
+    abreast = next(n for n in range(max(1, 256 // lanes), 0, -1) if h.value % n == 0)  # heads of a block
 
     def kernel(out: UOp, products: UOp, norm: UOp, *sums: UOp) -> UOp:
-        e, token, head = (
-            UOp.special(size, "lidx0"),
-            UOp.special(tokens, "gidx0"),
-            UOp.special(h.value, "gidx1"),
-        )
-        element = head * size + e
-        y = load(products, token * h.width + element)
-        squares = after_store(shared(size, 0), e, y * y)
-        factor = inverse_rms(tree(load_run(squares, 0, size)), size, h.eps)
-        gate = silu(runs.load(sums, None, token, h.channels + element, UOp.const(True)))
-        result = as_half(y * factor * load(norm, e) * gate)
-        return finish(
-            f"delta_norm_{h.name}_{tokens}", [store(out, PLACES[order](token, element, h.width), result)]
-        )
+        lane, own = UOp.special(lanes, "lidx0"), UOp.special(abreast, "lidx1")
+        token, block = UOp.special(tokens, "gidx0"), UOp.special(h.value // abreast, "gidx1")
+        first = (block * abreast + own) * size + lane * 4
+        y = load_run(products, token * h.width + first, 4)
+        squares = after_store(shared(lanes * abreast, 0), own * lanes + lane, chain(x * x for x in y))
+        factor = inverse_rms(tree(load_run(squares, own * lanes, lanes)), size, h.eps)
+        stores = []
+        for i, x in enumerate(y):
+            gate = silu(runs.load(sums, None, token, h.channels + first + i, UOp.const(True)))
+            result = as_half(x * factor * load(norm, lane * 4 + i) * gate)
+            stores.append(store(out, PLACES[order](token, first + i, h.width), result))
+        return finish(f"delta_norm_{h.name}_{tokens}", stores)
 
     return kernel

@@ -205,13 +205,11 @@ class PromptStep:
         of_gate, gate = runs.within(heads.channels, heads.channels + heads.width)
         vectors = buffer("delta vectors", vectors_size(heads, tokens))
         coefficients = buffer("delta coefficients", coefficients_size(heads, tokens))
-        values, products = (buffer(name, tokens * heads.width) for name in ("delta values", "delta products"))
-        made_of_inputs, (*of_inputs, norm) = (vectors, values, coefficients), d.vectors
-        add = self._sequence.add
-        add(delta_inputs(heads, runs), *made_of_inputs, d.memory, *sums, self._prompt, *of_inputs)
-        add(
-            delta_scan(heads, of_channels), products, d.memory, *made_of_inputs, *sums[channels], self._prompt
-        )
+        products, (conv, *scalars, norm) = buffer("delta products", tokens * heads.width), d.vectors
+        add, made_of_inputs, prompt = self._sequence.add, (vectors, coefficients), self._prompt
+        add(delta_inputs(heads, runs), *made_of_inputs, d.memory, *sums, prompt, conv, *scalars)
+        scan = delta_scan(heads, of_channels)
+        add(scan, products, d.memory, *made_of_inputs, *sums[channels], prompt, conv)
         remembered = self._activations("remembered", heads.width, self._order)
         add(gated_norm(heads, of_gate, self._order), remembered, products, norm, *sums[gate])
         out, parts = self._product(d.out.single_matrix, remembered, "delta_out")

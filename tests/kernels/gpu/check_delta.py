@@ -148,10 +148,10 @@ def prompt(net, rows, state, position, memory, tokens, cut=None, sequence=0):
     )
     place = buffer(np.array([position, n, sequence][: 2 + (h.sequences > 1)], np.int32))
     vectors, coefficients = zeros(vectors_size(h, tokens)), zeros(coefficients_size(h, tokens))
-    values, products = zeros(tokens * h.width), zeros(tokens * h.width)
+    products = zeros(tokens * h.width)
     conv, decay, bias, norm = net.buffers
-    run(delta_inputs(h, all_runs), vectors, values, coefficients, memory, *runs, place, conv, decay, bias)
-    run(delta_scan(h, inputs), products, memory, vectors, values, coefficients, *runs[of_inputs], place)
+    run(delta_inputs(h, all_runs), vectors, coefficients, memory, *runs, place, conv, decay, bias)
+    run(delta_scan(h, inputs), products, memory, vectors, coefficients, *runs[of_inputs], place, conv)
     out = zeros(fragments_size(tokens, h.width), dtypes.float16)
     run(gated_norm(h, gate), out, products, norm, *runs[of_gate])
     return out.numpy()[prompt_index(lambda m, e: fragment_index(m, e, h.width), n, h.width)]
