@@ -23,6 +23,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.delta_decode import total_of
 from engine.kernels.gpu.delta_net import (
     MAX_POSITION,
     DeltaHeads,
@@ -51,7 +52,6 @@ from engine.kernels.gpu.uops import (
 )
 
 GROUP = 4
-_WARPS = 4  # of a block of the scan, which share the keys
 _SEGMENTS = 4  # of a sum over a head
 _COEFFICIENTS = 4 * GROUP + GROUP * GROUP  # of a group and a value head
 
@@ -186,27 +186,29 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
     (tokens, width); the memory; what `delta_inputs` makes: vectors and coefficients; the sums of each run, the prompt,
     and the convolution's weights, as there.
 
-    A block has some columns of a head's state, and makes their values. Its warps have keys of their own, whose products
-    with the group's keys and queries meet in shared memory. Then each warp changes its part of the state. The next
-    group is loaded meanwhile."""
+    A block has some columns of a head's state, and makes their values. Each of its threads has some keys of four
+    columns; their products with the group's keys and queries meet in shared memory. A thread for each column finds
+    what the state learns. Then each changes its part. The next group is loaded meanwhile."""
     h, size, n = heads, heads.size, GROUP
-    width, own = min(32, heads.size), heads.size // _WARPS  # columns of a block, keys of a warp
-    parts_of_head, threads, tokens = size // width, width * _WARPS, runs.tokens
+    width, own = min(32, size), 8 if size >= 64 else 4  # columns of a block, keys of a thread
+    quads, parts_of_head, tokens = width // 4, size // width, runs.tokens
+    threads = quads * (size // own)
     spans = 2 * n * size, n * width, _COEFFICIENTS  # of a group in shared memory
     firsts, span = (0, spans[0], spans[0] + spans[1]), sum(spans)
 
     def kernel(out: UOp, memory: UOp, vectors: UOp, coefficients: UOp, *rest: UOp) -> UOp:
         *sums, prompt, conv = rest
-        lane, warp = UOp.special(width, "lidx0"), UOp.special(_WARPS, "lidx1")
+        thread = UOp.special(threads, "lidx0")
+        quad, first_key = thread % quads, thread // quads * own
         block = UOp.special(h.value * parts_of_head, "gidx0")
-        head, part, thread = block // parts_of_head, block % parts_of_head, warp * width + lane
-        key_head, column = head % h.key, part * width + lane
+        head, part = block // parts_of_head, block % parts_of_head
+        key_head, column = head % h.key, part * width + thread % width
         position, count = load_index(prompt, 0, MAX_POSITION), load_index(prompt, 1, tokens + 1)
         sequence, began = sequence_of(h, prompt, 2), position > 0
         before, after = h.state_at(position, sequence), h.state_at(position + count, sequence)
-        places = [(head * size + warp * own + i) * size + column for i in range(own)]
-        state = registers(own, 0)
-        start = store_run(state, 0, [load(memory, before + place, began) for place in places])
+        places = [(head * size + first_key + i) * size + part * width + quad * 4 for i in range(own)]
+        state = registers(own * 4, 0)
+        start = store_run(state, 0, [x for at in places for x in load_run(memory, before + at, 4, began)])
 
         def value_of(group: UOp, item: UOp, ok: UOp | None) -> UOp:
             """A value of a group after the convolution: `item` counts columns, then tokens."""
@@ -247,50 +249,48 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
 
         group = UOp.range((count + (n - 1)) // n, 0, AxisType.LOOP)
         following = group_loads((group + 1).minimum(tokens // n - 1))
-        held, so_far, first = array.after(group), load_run(state.after(group), 0, own), group % 2 * span
+        held, so_far, first = array.after(group), load_run(state.after(group), 0, own * 4), group % 2 * span
         keys, queries = (
-            [load_run(held, first + (which * n + t) * size + warp * own, own) for t in range(n)]
+            [load_run(held, first + (which * n + t) * size + first_key, own) for t in range(n)]
             for which in (0, 1)
         )
-        partial = shared(_WARPS * 2 * n * width, 2)
-        products = [chain(x * y for x, y in zip(vector, so_far, strict=True)) for vector in (*keys, *queries)]
-        partial = partial.after(UOp.group(*(
-            store(partial, (warp * 2 * n + i) * width + lane, product) for i, product in enumerate(products)
-        )))  # fmt: skip
-        with_keys, with_queries = (
-            [
-                tree([load(partial, (w * 2 * n + which * n + t) * width + lane) for w in range(_WARPS)])
-                for t in range(n)
-            ]
-            for which in (0, 1)
-        )
-        own_coefficients = load_run(held, first + firsts[2], _COEFFICIENTS)
-        of_changes, of_results = (
-            own_coefficients[4 * n :][: n * (n - 1) // 2],
-            own_coefficients[4 * n + n * (n - 1) // 2 :],
-        )
-        changes: list[UOp] = []
-        stores = []
+        n_sums = 2 * n * width
+        partial, stores = shared(size // own * n_sums, 2), []
+        for i, vector in enumerate((*keys, *queries)):
+            products = (chain(x * so_far[k * 4 + c] for k, x in enumerate(vector)) for c in range(4))
+            stores += store_run(partial, thread // quads * n_sums + i * width + quad * 4, products)
+        totals = total_of(partial.after(UOp.group(*stores)), size // own, n_sums, n_sums, thread, threads, 3)
+
+        # What the state learns, by a thread for each column.
+        is_column = None if threads == width else thread < width
+        numbers = load_run(held, first + firsts[2], _COEFFICIENTS, is_column)
+        of_changes, of_results = numbers[4 * n :][: n * (n - 1) // 2], numbers[4 * n + n * (n - 1) // 2 :]
+        learned, changes, stores = shared(n * width, 4), list[UOp](), []
         for t in range(n):
-            beta_decay, beta, decay, _ = own_coefficients[4 * t : 4 * t + 4]
-            value = load(held, first + firsts[1] + t * width + lane)
+            beta_decay, beta, decay, decay_after = numbers[4 * t : 4 * t + 4]
+            value = load(held, first + firsts[1] + t * width + thread % width, is_column)
+            with_key, with_query = (
+                load(totals, (which * n + t) * width + thread % width, is_column) for which in (0, 1)
+            )
             known = [x * c for x, c in zip(changes, of_changes[t * (t - 1) // 2 :], strict=False)]
             changes.append(
-                chain([value * beta, with_keys[t] * beta_decay * f32(-1), *(x * f32(-1) for x in known)])
+                chain([value * beta, with_key * beta_decay * f32(-1), *(x * f32(-1) for x in known)])
             )
             terms = [x * c for x, c in zip(changes, of_results[t * (t + 1) // 2 :], strict=False)]
-            token = group * n + t
-            y = chain([with_queries[t] * decay, *terms])
-            stores.append(store(out, token * h.width + head * size + column, y, warp.eq(t % _WARPS)))
-        lasting = [x * own_coefficients[4 * t + 3] for t, x in enumerate(changes)]
-        decay = own_coefficients[4 * (n - 1) + 2]
-        new = [chain([x * decay, *(keys[t][i] * lasting[t] for t in range(n))]) for i, x in enumerate(so_far)]
-        stores += store_run(state, 0, new)
-        done = UOp.group(*stores, put(array, (group + 1) % 2, following)).end(group)
-        results = [
-            store(memory, after + place, x)
-            for place, x in zip(places, load_run(state.after(done), 0, own), strict=True)
+            y = chain([with_query * decay, *terms])
+            stores.append(store(out, (group * n + t) * h.width + head * size + column, y, is_column))
+            stores.append(store(learned, t * width + thread % width, changes[t] * decay_after, is_column))
+        learned = learned.after(UOp.group(*stores))
+        lasting = [load_run(learned, t * width + quad * 4, 4) for t in range(n)]
+        decay = load(held, first + firsts[2] + (4 * (n - 1) + 2))
+        new = [
+            chain([x * decay, *(keys[t][i // 4] * lasting[t][i % 4] for t in range(n))])
+            for i, x in enumerate(so_far)
         ]
+        done = UOp.group(*store_run(state, 0, new), put(array, (group + 1) % 2, following)).end(group)
+        final, results = load_run(state.after(done), 0, own * 4), list[UOp]()
+        for i, place in enumerate(places):
+            results += store_run(memory, after + place, final[4 * i : 4 * i + 4])
 
         # The last inputs of the convolution. The halves may be the same, so a channel's are read before they are
         # written, and values, which are read here, are written by the block that has read them.
@@ -307,7 +307,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
                 for k, x in enumerate(load_run(kept.after(read), 0, h.taps - 1))
             ]
 
-        results += keep((2 * h.key + head) * size + column, 10, warp.eq(0))
+        results += keep((2 * h.key + head) * size + column, 10, is_column)
         n_others, n_threads = 2 * h.key * size, threads * h.value * parts_of_head
         for i in range(0, n_others, n_threads):
             channel = block * threads + thread + i
