@@ -13,7 +13,7 @@ last of use. So checkpoints are the rarer the farther back they lie: who goes ba
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +21,10 @@ EVERY = 64
 """Tokens after which a checkpoint is saved, even within a turn."""
 
 WORTH_A_STEP = 128
-"""A prefill step ends early for a checkpoint that saves so many tokens."""
+"""A prefill step ends early at the end of a turn, for a checkpoint that saves so many tokens."""
+
+WORTH_AN_EDIT = 16
+"""The same where the last message begins: who edits it waits for the tokens before it too."""
 
 _OF_A_TURN = 64  # so much more likely is a return to the end of a turn than to another place
 
@@ -154,11 +157,13 @@ class Checkpoints:
         for checkpoint in [c for c in self._kept if c.length > length]:
             self._give_up(checkpoint)
 
-    def end_of_step(self, done: int, end: int, marks: Iterable[int], sequence: int = 0) -> int:
-        """Where a prefill step from `done` to `end` should end, so that a checkpoint can be saved at one of `marks`:
-        at the first that saves enough tokens, else at `end`."""
-        least = max(done + 1, self._last.get(sequence, 0) + WORTH_A_STEP)
-        return min((mark for mark in marks if least <= mark < end), default=end)
+    def end_of_step(self, done: int, end: int, turns: Sequence[int], sequence: int = 0) -> int:
+        """Where a prefill step from `done` to `end` should end, so that a checkpoint can be saved where one of `turns`
+        ends (`Answer.turn_ends`): at the first that saves enough tokens, else at `end`."""
+        last = self._last.get(sequence, 0)
+        saved = dict.fromkeys(turns, WORTH_A_STEP) | dict.fromkeys(turns[-2:-1], WORTH_AN_EDIT)
+        places = (place for place, least in saved.items() if max(done + 1, last + least) <= place < end)
+        return min(places, default=end)
 
     def _find(self, text: bytes) -> _Checkpoint | None:
         """That of the longest beginning of a text."""

@@ -314,11 +314,12 @@ class TextModel:
     def _prefill(self, answer: Answer, cancelled: Callable[[], bool]) -> bool:
         """Stores all tokens of the prompt but the last one, which the first decode step runs. False if cancelled."""
         prompt, end = answer.tokens, len(answer.tokens) - 1
-        turns = [len(self._cached), *answer.turn_ends, end] if self._states else []
+        turns = answer.turn_ends if self._states else []
+        places = {len(self._cached), *turns, end}  # where others are likely to begin
         while True:
             done = len(self._cached)
             if self._states:
-                self._states.save(self._cached, ends_turn=done in turns)
+                self._states.save(self._cached, ends_turn=done in places)
             if done == end:
                 return True
             self._choices.report_if_due()

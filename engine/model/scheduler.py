@@ -220,7 +220,7 @@ class Scheduler:
         n = min(piece, len(wanted) - done)
         if done + n < len(wanted) and n >= BLOCK:  # whole blocks can be shared at once
             n = (done + n) // BLOCK * BLOCK - done
-        turns = [*answer.turn_ends, len(wanted)] if self._states else []
+        turns = answer.turn_ends if self._states else []
         if self._states:
             n = self._states.end_of_step(done, done + n, turns, sequence) - done
         if not job.was_paused:
@@ -229,7 +229,7 @@ class Scheduler:
             self._runner.prefill(wanted[done : done + n], done, sequence)
             self.blocks.commit(sequence, wanted[done : done + n])
             if self._states:
-                self._states.save(wanted[: done + n], done + n in turns, sequence)
+                self._states.save(wanted[: done + n], done + n in (*turns, len(wanted)), sequence)
         if self._slots[sequence] is job and self._is_prefilled(sequence, job):
             job.is_sampled = self._prepare_sampling(sequence, answer)
         return n

@@ -1,5 +1,7 @@
 """Texts that are gone back to, with a model whose state has no positions."""
 
+from unittest import mock
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,26 +61,22 @@ TURN = st.tuples(
 )
 
 
+@mock.patch.multiple(checkpoints, EVERY=8, WORTH_A_STEP=12, WORTH_AN_EDIT=3)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(TURN, max_size=12), st.integers(1, 9))
 def test_a_conversation_goes_on_anywhere_as_a_new_one_would(model, turns, slots):
-    every, worth = checkpoints.EVERY, checkpoints.WORTH_A_STEP
-    checkpoints.EVERY, checkpoints.WORTH_A_STEP = 8, 12
     runner, eos, text = with_states(model, slots), model.tokenizer.eos_ids, [5]
-    try:
-        for kept, new, n, stop_after, is_profiled in turns:
-            keep = len(text) + kept if isinstance(kept, int) else int(kept * len(text))
-            prompt = [*text[: max(0, keep)], *new]
-            said, cached = answer(model, prompt, n, stop_after, ignore_eos=False)
-            wanted = reply(prompt, n, eos)
-            assert said == (wanted if stop_after is None else wanted[: len(said)])
-            assert cached < len(prompt) and len(runner.saved) <= slots
-            text = prompt + said
-            if is_profiled:
-                with model._replay_position(1) as position:
-                    runner.replay("decode", position)
-    finally:
-        checkpoints.EVERY, checkpoints.WORTH_A_STEP = every, worth
+    for kept, new, n, stop_after, is_profiled in turns:
+        keep = len(text) + kept if isinstance(kept, int) else int(kept * len(text))
+        prompt = [*text[: max(0, keep)], *new]
+        said, cached = answer(model, prompt, n, stop_after, ignore_eos=False)
+        wanted = reply(prompt, n, eos)
+        assert said == (wanted if stop_after is None else wanted[: len(said)])
+        assert cached < len(prompt) and len(runner.saved) <= slots
+        text = prompt + said
+        if is_profiled:
+            with model._replay_position(1) as position:
+                runner.replay("decode", position)
 
 
 @pytest.mark.parametrize("stop_after", [None, 700])
@@ -116,3 +114,13 @@ def test_a_dropped_thought_costs_no_more_than_the_reply_after_it(model):
     del runner.prefilled[:]
     answer(model, [*document, eos, 10, 11, *said[200:], eos, *[7] * 20, eos, 10, 11, 12])
     assert sum(runner.prefilled) < 2 + 200 + 30
+
+
+def test_the_last_message_of_a_conversation_that_is_opened_can_be_edited_at_once(model):
+    runner, [eos] = with_states(model), list(model.tokenizer.eos_ids)[:1]
+    turns = [[*[100 + n % 97] * n, eos] for n in (100, 60, 300, 777, 40, 500)]
+    before = [token for turn in turns for token in turn]
+    answer(model, [*before, *[7] * 50, eos, 10, 11])
+    del runner.prefilled[:]
+    answer(model, [*before, *[8] * 50, eos, 10, 11])
+    assert sum(runner.prefilled) == 50 + 2
