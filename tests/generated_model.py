@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,11 +28,15 @@ THINK_MARKS = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class Parts:
-    """What an architecture's files have beyond llama's. `norms`: those of queries and keys, over a "head" or over
-    "all". `biases`: of "qkv", or of all matrices of a layer. `renamed`: ffn_norm is called post_attention_norm.
-    `delta`: gated delta nets in the layers without attention, which has a gate. `shared`: a shared expert.
-    `keys`: metadata, without the architecture; they are such that every part counts within 100 tokens."""
+    """What an architecture's files have beyond llama's. `architecture`: its name, if files of it differ. `norms`: those
+    of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer. `renamed`:
+    ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention, which has a gate.
+    `shared`: a shared expert. `layers`: those after the second have no keys and values of their own, and a token gives
+    each layer 32 numbers. `beside`: experts are beside a feed-forward layer, and full attention has keys as values.
+    `scaled`: layers have a scale, and attention has none. `keys`: metadata, without the architecture; they are such
+    that every part counts within 100 tokens."""
 
+    architecture: str = ""
     biases: str = ""
     norms: str = ""
     norms_before: bool = True
@@ -44,7 +48,10 @@ class Parts:
     delta: bool = False
     shared: bool = False
     thinks: bool = False
-    keys: Mapping[str, int | float | str] = field(default_factory=dict)
+    layers: bool = False
+    beside: bool = False
+    scaled: bool = False
+    keys: Mapping[str, int | float | str | Sequence[int]] = field(default_factory=dict)
 
 
 YARN = {
@@ -59,6 +66,15 @@ WINDOW = {
     "rope.freq_base_swa": 500.0,
     "rope.scaling.type": "linear",
     "rope.scaling.factor": 8.0,
+}
+GEMMA4 = {
+    "attention.sliding_window": 24,
+    "attention.sliding_window_pattern": [True, False] * 4,
+    "attention.key_length_swa": 32,
+    "attention.value_length_swa": 32,
+    "rope.dimension_count_swa": 32,
+    "rope.freq_base_swa": 500.0,
+    "final_logit_softcapping": 10.0,
 }
 MULTIPLIERS = {"attention.scale": 0.1, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}
 EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
@@ -81,6 +97,22 @@ ARCHITECTURES: dict[str, Parts] = {
         fused=True, keys={"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.2}
     ),
     "gemma3": Parts(norms="head", norms_after=True, keys=WINDOW),
+    "gemma4": Parts(
+        norms="head",
+        norms_after=True,
+        layers=True,
+        scaled=True,
+        keys=GEMMA4 | {"embedding_length_per_layer_input": 32},
+    ),
+    "gemma4-moe": Parts(
+        architecture="gemma4",
+        norms="head",
+        norms_after=True,
+        experts=8,
+        beside=True,
+        scaled=True,
+        keys=GEMMA4 | EXPERTS | {"attention.head_count_kv": [2, 1] * 4},
+    ),
     "granite": Parts(keys=MULTIPLIERS),
     "smollm3": Parts(),
     "olmo2": Parts(norms="all", norms_before=False, norms_after=True),
@@ -152,7 +184,7 @@ def write(
     tied: bool = True,
     rotated: int | None = None,
     rope_factors: bool = False,
-    keys: Mapping[str, int | float | str] | None = None,
+    keys: Mapping[str, int | float | str | Sequence[int]] | None = None,
     template: str | None = None,
     seed: int = 0,
 ) -> Path:
@@ -166,6 +198,7 @@ def write(
     `template` None is ChatML.
     """
     parts = ARCHITECTURES[architecture]
+    architecture = parts.architecture or architecture
     ffn = ffn or 2 * dim
     head_dim = dim // heads
     block = gguf.GGML_QUANT_SIZES[Type[quant]][0]
@@ -188,18 +221,25 @@ def write(
     writer.add_context_length(context)
     writer.add_embedding_length(dim)
     writer.add_block_count(layers)
-    writer.add_feed_forward_length(ffn)
+    own = 2 if parts.layers else layers  # so many layers have a KV cache
+    widths = [ffn if i < own else 2 * ffn for i in range(layers)]
+    writer.add_feed_forward_length(widths if parts.layers else ffn)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
+    metadata = {**parts.keys, **(keys or {})}
+    if parts.layers:
+        metadata["attention.shared_kv_layers"] = layers - own
+    kv_counts = metadata.setdefault("attention.head_count_kv", kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(len(tokens) + len(specials))
-    metadata = {**parts.keys, **(keys or {})}
+    adding = {
+        int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array
+    }  # fmt: skip
     for key, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add = adding[type(value)]
         add(f"{architecture}.{key}", value)
 
     writer.add_tokenizer_model("gpt2")
@@ -226,7 +266,8 @@ def write(
         n, width = parts.experts, metadata.get("expert_feed_forward_length", ffn)
         router = 2 * _random_matrix(rng, n, dim, Type.F32)  # some experts are much more probable than others
         writer.add_tensor(f"{prefix}ffn_gate_inp.weight", router)
-        for name, rows, cols in ("gate", width, dim), ("up", width, dim), ("down", dim, width):
+        first = [("gate_up", 2 * width, dim)] if parts.beside else [("gate", width, dim), ("up", width, dim)]
+        for name, rows, cols in *first, ("down", dim, width):
             data = np.stack([_random_matrix(rng, rows, cols, Type[quant]) for _ in range(n)])
             writer.add_tensor(f"{prefix}ffn_{name}_exps.weight", data, raw_dtype=Type[quant])
             if parts.biases == "all":
@@ -264,9 +305,22 @@ def write(
         for name, most in ("long", 16), ("short", 2):
             factors = np.geomspace(1, most, rotated // 2).astype(np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
-    projections = {"attn_q": heads * head_dim, "attn_k": kv_heads * head_dim, "attn_v": kv_heads * head_dim}
+    if parts.layers:
+        size = metadata["embedding_length_per_layer_input"]
+        matrix("per_layer_token_embd", len(tokens) + len(specials), layers * size)
+        matrix("per_layer_model_proj", layers * size, dim)
+        vector("per_layer_proj_norm.weight", size, 1.0)
 
-    def attention(prefix: str) -> None:
+    def attention(prefix: str, layer: int) -> None:
+        head_dim, has_window = dim // heads, metadata.get("attention.sliding_window_pattern")
+        if isinstance(has_window, list) and has_window[layer]:
+            head_dim = metadata["attention.key_length_swa"]
+        kv_size = (kv_counts[layer] if isinstance(kv_counts, list) else kv_counts) * head_dim
+        projections = {"attn_q": heads * head_dim}
+        if layer < own:
+            projections["attn_k"] = kv_size
+            if not parts.beside or has_window[layer]:
+                projections["attn_v"] = kv_size
         if parts.fused:
             matrix(prefix + "attn_qkv", sum(projections.values()), dim)
         else:
@@ -281,30 +335,46 @@ def write(
         if parts.sinks:
             vector(f"{prefix}attn_sinks.weight", heads, 1.0, 1.0)
         if parts.norms:
-            for name in "attn_q", "attn_k":
+            for name in (name for name in projections if name != "attn_v"):
                 size = head_dim if parts.norms == "head" else projections[name]
-                vector(f"{prefix}{name}_norm.weight", size, 1.0)
+                mean = 0.2 if parts.scaled and name == "attn_q" else 1.0
+                vector(f"{prefix}{name}_norm.weight", size, mean)
 
     for layer in range(layers):
         prefix = f"blk.{layer}."
         if parts.norms_before:
             vector(prefix + "attn_norm.weight", dim, 1.0)
         is_delta = parts.delta and (layer + 1) % metadata["full_attention_interval"] != 0
-        (delta_net if is_delta else attention)(prefix)
+        if is_delta:
+            delta_net(prefix)
+        else:
+            attention(prefix, layer)
         if parts.norms_before:
             vector(prefix + ("post_attention_norm.weight" if parts.renamed else "ffn_norm.weight"), dim, 1.0)
         if parts.norms_after:
             vector(prefix + "post_attention_norm.weight", dim, 1.0)
             vector(prefix + "post_ffw_norm.weight", dim, 1.0)
+        if parts.scaled:
+            vector(prefix + "layer_output_scale.weight", 1, 0.7)
+        if parts.layers:
+            matrix(prefix + "inp_gate", size, dim)
+            matrix(prefix + "proj", dim, size)
+            vector(prefix + "post_norm.weight", dim, 1.0)
         if parts.experts:
             experts(prefix)
-            continue
+            if not parts.beside:
+                continue
+            vector(prefix + "ffn_gate_inp.scale", dim, dim**0.5)
+            vector(prefix + "ffn_down_exps.scale", parts.experts, 1.0)
+            for name in "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2":
+                vector(f"{prefix}{name}.weight", dim, 1.0)
+        width = widths[layer]
         if parts.fused:
-            matrix(prefix + "ffn_up", 2 * ffn, dim)
+            matrix(prefix + "ffn_up", 2 * width, dim)
         else:
-            matrix(prefix + "ffn_gate", ffn, dim)
-            matrix(prefix + "ffn_up", ffn, dim)
-        matrix(prefix + "ffn_down", dim, ffn)
+            matrix(prefix + "ffn_gate", width, dim)
+            matrix(prefix + "ffn_up", width, dim)
+        matrix(prefix + "ffn_down", dim, width)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -28,6 +28,8 @@ VOCABULARY = {  # tokens that each model has
     "tiny-mistral3": 8480,
     "tiny-phi3": 8512,
     "tiny-gemma3": 8576,
+    "tiny-gemma4": 8576,
+    "tiny-gemma4-moe": 8576,
     "tiny-granite": 8224,
     "tiny-smollm3": 8448,
     "tiny-olmoe": 8224,

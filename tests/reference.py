@@ -18,7 +18,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
-from engine.model.mixes import MIN_PROBABILITY, Activation, Attend, Delta, Dense, Experts, Vector, Weight
+from engine.model.mixes import (
+    MIN_PROBABILITY,
+    Activation,
+    Attend,
+    Beside,
+    Delta,
+    Dense,
+    Experts,
+    LayerEmbedding,
+    Vector,
+    Weight,
+)
 
 Floats = NDArray[np.float32]
 
@@ -66,28 +77,40 @@ class Reference:
         spec = self.spec
         x = self._matrix(spec.embedding)[list(tokens)] * np.float32(spec.embedding_scale)
         yield x
+        of_layers = self._layer_embeddings(x, tokens) if spec.layer_embeddings else None
+        caches: list[tuple[Floats, Floats]] = []
         for sublayer in spec.sublayers:
             h = self._normed(x, sublayer.norm, spec.stream_eps)
             match sublayer.mix:
                 case Attend() as part:
-                    y = self._attend(part, h)
+                    y = self._attend(part, h, caches)
                 case Delta() as part:
                     y = self._delta(part, h)
                 case Dense() as part:
                     y = self._dense(part, h)
                 case Experts() as part:
-                    y = self._experts(part, h)
+                    y = self._experts(part, h, h)
+                case Beside() as part:
+                    y = self._beside(part, h)
+                case LayerEmbedding() as part:
+                    assert of_layers is not None
+                    gate = self._product(h, part.gate)
+                    y = self._product(gated(gate, of_layers[:, part.layer], "gelu"), part.proj)
             x = x + self._normed(y, sublayer.post_norm, spec.eps)
+            if sublayer.scale:
+                x = x * self._vector(sublayer.scale)
             yield x
 
     def routers(self, streams: Sequence[Floats]) -> list[Floats]:
         """The log-probabilities of the experts in each mixture of experts, float32 (n, experts), for these residual
         streams before the sublayers."""
-        return [
-            self._router(x, sublayer.norm, sublayer.mix)
-            for sublayer, x in zip(self.spec.sublayers, streams, strict=True)
-            if isinstance(sublayer.mix, Experts)
-        ]
+        found = []
+        for sublayer, x in zip(self.spec.sublayers, streams, strict=True):
+            if isinstance(sublayer.mix, Experts):
+                found.append(self._router(x, sublayer.norm, sublayer.mix))
+            elif isinstance(sublayer.mix, Beside):
+                found.append(self._router(x, sublayer.mix.router_scale, sublayer.mix.experts))
+        return found
 
     def _router(self, x: Floats, norm: Vector | None, part: Experts) -> Floats:
         logits = self._product(self._normed(x, norm, self.spec.stream_eps), part.router, part.router_bias)
@@ -117,9 +140,28 @@ class Reference:
 
     # --- sublayers ---------------------------------------------------------------------------------------
 
-    def _experts(self, part: Experts, h: Floats) -> Floats:
-        router = softmax(self._product(h, part.router, part.router_bias))
+    def _layer_embeddings(self, x: Floats, tokens: Sequence[int]) -> Floats:
+        """What the tokens of the embeddings x give each layer: (n, layers, size)."""
+        of = self.spec.layer_embeddings
+        assert of
+        shape = len(x), of.layers, of.size
+        projected = self._product(x, of.projection).reshape(shape) / np.float32(self.spec.dim**0.5)
+        table = self._matrix(of.table)[list(tokens)].reshape(shape) * np.float32(of.size**0.5)
+        return (self._normed(projected, of.norm, self.spec.eps) + table) / np.float32(2**0.5)
+
+    def _beside(self, part: Beside, x: Floats) -> Floats:
+        of_dense, of_experts, of_router = (
+            self._normed(x, norm, self.spec.stream_eps)
+            for norm in (part.dense_norm, part.experts_norm, part.router_scale)
+        )
+        dense = self._normed(self._dense(part.dense, of_dense), part.dense_post_norm, self.spec.eps)
+        experts = self._experts(part.experts, of_experts, of_router)
+        return dense + self._normed(experts, part.experts_post_norm, self.spec.eps)
+
+    def _experts(self, part: Experts, h: Floats, of_router: Floats) -> Floats:
+        router = softmax(self._product(of_router, part.router, part.router_bias))
         y = np.zeros_like(h)
+        scales = self._vector(part.scales) if part.scales else np.ones(part.count, np.float32)
         for token, (x, probabilities) in enumerate(zip(h, router, strict=True)):
             chosen = np.argsort(-probabilities, kind="stable")[: part.used]
             total = np.maximum(probabilities[chosen].sum(), np.float32(MIN_PROBABILITY))
@@ -131,6 +173,7 @@ class Reference:
 
                 gate, up = product(x, part.gate, part.gate_bias), product(x, part.up, part.up_bias)
                 out = product(gated(gate, up, part.activation), part.down, part.down_bias)
+                out = out * scales[expert]
                 y[token] += out * probabilities[expert] / (total if part.renormalised else np.float32(1))
         if part.shared and part.shared_gate:
             y += self._dense(part.shared, h) * sigmoid(self._product(h, part.shared_gate))
@@ -166,12 +209,20 @@ class Reference:
         normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
         return self._product(normed * gate * sigmoid(gate), part.out)
 
-    def _attend(self, part: Attend, h: Floats) -> Floats:
+    def _attend(self, part: Attend, h: Floats, caches: list[tuple[Floats, Floats]]) -> Floats:
+        """`caches`: keys and values of the attention before this one; its own are appended."""
         a, n = part, len(h)
         q = self._rotated(a, self._heads(a, self._product(h, a.q, a.q_bias), a.q_norm))
-        assert a.k and a.v
-        k = self._rotated(a, self._heads(a, self._product(h, a.k, a.k_bias), a.k_norm))
-        v = self._heads(a, self._product(h, a.v, a.v_bias), None)
+        if a.k:
+            projected = self._product(h, a.k, a.k_bias)
+            v = self._heads(a, self._product(h, a.v, a.v_bias) if a.v else projected, None)
+            if a.has_normed_values:
+                v = v / np.sqrt((v * v).mean(-1, keepdims=True) + np.float32(self.spec.eps))
+            caches.append((self._rotated(a, self._heads(a, projected, a.k_norm)), v))
+        else:
+            assert a.cache_of is not None
+            caches.append(caches[a.cache_of])
+        k, v = caches[-1]
         if temperature := self.spec.temperature:
             steps = np.floor(np.arange(n) / temperature.length)
             q = q * (1 + temperature.slope * np.log(1 + steps)).astype(np.float32)[:, None, None]

@@ -87,6 +87,10 @@ class QuantizedMatrix:
         """The weights, float32 (rows, cols): lazy, so that a consumer's kernel reads the planes."""
         return self._weights(self.planes)
 
+    def dequantize_rows(self, raw: Tensor, rows: int) -> Tensor:
+        """Rows that a file holds, uint8 (bytes,), as float32 (rows, cols)."""
+        return self._weights(self._planes_of(raw, rows))
+
     def take(self, ids: Tensor) -> Tensor:
         """Rows `ids` (int, (n,)) dequantized: float32 (n, cols)."""
         return self._weights({name: plane[ids] for name, plane in self.planes.items()})

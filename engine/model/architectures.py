@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
-from engine.formats.rope_order import HeadOrder
-from engine.model.checked_file import CheckedFile
-from engine.model.mixes import Activation, Attend, Delta, Dense, Experts, Vector, Weight
-from engine.model.spec import ModelSpec, Rope, Sublayer, Temperature
+from engine.model.head_reader import MAX_HEAD, HeadReader, Heads
+from engine.model.mixes import (
+    Activation,
+    Attend,
+    Beside,
+    Delta,
+    Dense,
+    Experts,
+    LayerEmbedding,
+    Mix,
+    Vector,
+    Weight,
+)
+from engine.model.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class Family:
     the embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the chosen experts are divided by
     their sum. Of `attention_every` layers the last has attention, and the others are gated delta nets, unless the
     metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the query come before
-    those of a gate of its result."""
+    those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are
+    normed over a head."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -42,6 +52,8 @@ class Family:
     renormalised: bool = True
     attention_every: int = 0
     gated_attention: bool = False
+    unscaled_attention: bool = False
+    normed_values: bool = False
 
 
 ARCHITECTURES: Mapping[str, Family] = {
@@ -51,6 +63,14 @@ ARCHITECTURES: Mapping[str, Family] = {
     "mistral3": Family(interleaved=True),
     "phi3": Family(),
     "gemma3": Family(activation="gelu", full_attention_every=6, plain_windows=True, scaled_embedding=True),
+    "gemma4": Family(
+        activation="gelu",
+        full_attention_every=6,
+        plain_windows=True,
+        scaled_embedding=True,
+        unscaled_attention=True,
+        normed_values=True,
+    ),
     "granite": Family(interleaved=True),
     "smollm3": Family(interleaved=True, unrotated_every=4),
     "olmo2": Family(),
@@ -62,13 +82,14 @@ ARCHITECTURES: Mapping[str, Family] = {
 }
 
 
-_VISION = "v.", "mm."
-"""How the names of tensors of a vision encoder begin: tools/mtmd/clip-impl.h of llama.cpp."""
+_ENCODERS = {"v.": "vision", "a.": "audio"}
+"""How the names of tensors of encoders begin: tools/mtmd/clip-impl.h of llama.cpp."""
+
+_PROJECTOR = "mm."
+"""And those of the layer between them and the model."""
 
 _DRAFT = "mtp."
 """How the names of tensors of a draft layer begin in files of Ollama."""
-
-_MAX_HEAD = 1 << 13  # elements: published models have at most 576
 
 
 def check_architecture(architecture: str, model: str) -> None:
@@ -91,7 +112,7 @@ def read_spec(file: GGUF) -> ModelSpec:
         raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
 
 
-class _Reader(CheckedFile):
+class _Reader(HeadReader):
     """Reads one file."""
 
     def __init__(self, file: GGUF, architecture: str) -> None:
@@ -102,31 +123,16 @@ class _Reader(CheckedFile):
                 f"{self.name} has no weights (there is no token_embd.weight).",
                 "It may be a vocabulary or an adapter; choose a model file.",
             )
-        self._ropes: list[Rope] = []
-        self.dim, self.heads = self.size("embedding_length"), self.size("attention.head_count")
-        self.head_dim = self.size("attention.key_length", self.dim // self.heads)
-        self.rotated = self.size("rope.dimension_count", self.head_dim)
         self.draft_layers = self.file.get(self.key("nextn_predict_layers"), int, 0)
         self.layers = self.size("block_count") - self.draft_layers
         if self.draft_layers < 0 or self.layers < 1:
             raise damaged(self.file.path, f"{self.draft_layers} of its layers are draft layers")
-        self.kv_heads = max(self.sizes("attention.head_count_kv", self.layers, self.heads))
-        self.context = self.size("context_length")
-        if (
-            self.size("attention.value_length", self.head_dim) != self.head_dim
-            or self.head_dim % 2
-            or self.head_dim > _MAX_HEAD  # before tables of this size are made
-            or not self.kv_heads
-            or self.heads % self.kv_heads
-            or self.rotated % 2
-            or self.rotated > self.head_dim
-        ):
-            raise ModelFileError(
-                f"{self.name} has attention heads of a shape that orin-chat does not run.",
-                "Choose another model.",
-            )
-        order = HeadOrder(self.head_dim, self.rotated, self.family.interleaved)
-        self.order = None if order.is_engines else order
+        self.shared_caches = self.file.get(self.key("attention.shared_kv_layers"), int, 0)
+        """So many layers, the last ones, read the KV cache of another."""
+        if not 0 <= self.shared_caches < self.layers:
+            raise damaged(self.file.path, f"{self.shared_caches} of its layers share a KV cache")
+        self.layer_embedding = self.file.get(self.key("embedding_length_per_layer_input"), int, 0)
+        """Elements of what a token gives each layer, 0 if nothing."""
 
     # --- the model -------------------------------------------------------------------------------------
 
@@ -153,13 +159,18 @@ class _Reader(CheckedFile):
             sublayers=tuple(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
             output_norm=Vector(norm.tensor, norm.size, factor=1 / self.factor("logit_scale", 1.0)),
             head=head,
-            ropes=tuple(self._ropes),
+            ropes=tuple(self.ropes),
             eps=eps,
             stream_eps=eps / residual**2,
             softcap=self.number("final_logit_softcapping", 0.0),
             temperature=Temperature(slope, self.original_context) if slope else None,
+            layer_embeddings=self.layer_embeddings(vocab) if self.layer_embedding else None,
             draft_layers=self.draft_layers or int(any(name.startswith(_DRAFT) for name in self.file.tensors)),
-            has_vision=any(name.startswith(_VISION) for name in self.file.tensors),
+            encoders=tuple(
+                encoder
+                for begin, encoder in _ENCODERS.items()
+                if any(name.startswith(begin) for name in self.file.tensors)
+            ),
         )
         if not spec.attention:
             raise damaged(self.file.path, "no layer has attention")
@@ -173,32 +184,48 @@ class _Reader(CheckedFile):
         return spec
 
     def is_left_out(self, tensor: str) -> bool:
-        """Whether a tensor is of draft layers, which come after the others, or of a vision encoder."""
+        """Whether a tensor is of draft layers, which come after the others, or of an encoder of images or sound."""
         layer = re.match(r"blk\.(\d{1,9})\.", tensor)
         is_draft = layer and self.layers <= int(layer[1]) < self.layers + self.draft_layers
-        return bool(is_draft) or tensor.startswith((*_VISION, _DRAFT))
+        return bool(is_draft) or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT))
 
-    def layer(self, i: int) -> tuple[Sublayer, Sublayer]:
-        """Attention or a delta net, and the feed-forward layer of layer i. A file that has post_ffw_norm norms the
-        results of both; in others post_attention_norm is another name of ffn_norm."""
+    def layer_embeddings(self, vocab: int) -> LayerEmbeddings:
+        size, layers = self.layer_embedding, self.layers
+        return LayerEmbeddings(
+            table=self.weight("per_layer_token_embd", vocab, layers * size),
+            projection=self.weight("per_layer_model_proj", layers * size, self.dim),
+            norm=self.required("per_layer_proj_norm.weight", size),
+            size=size,
+            layers=layers,
+        )
+
+    def layer(self, i: int) -> Iterator[Sublayer]:
+        """Attention or a delta net, the feed-forward layer, and the embeddings of layer i. A file that has
+        post_ffw_norm norms the results of the first two; in others post_attention_norm is another name of ffn_norm."""
         prefix = f"blk.{i}."
 
         def norm(name: str) -> Vector | None:
             return self.vector(f"{prefix}{name}.weight", self.dim)
 
         has_post_norms = self.has(f"{prefix}post_ffw_norm.weight")
-        before = [norm("attn_norm"), norm("ffn_norm")]
+        is_beside = self.has(f"{prefix}pre_ffw_norm_2.weight")
+        before = [norm("attn_norm"), None if is_beside else norm("ffn_norm")]
         after = [norm("post_attention_norm"), norm("post_ffw_norm")] if has_post_norms else [None, None]
         if not has_post_norms:
             is_renamed = not before[1] and self.has(f"{prefix}post_attention_norm.weight")
             names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
             before = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
-        return (
-            Sublayer(
-                before[0], self.delta(prefix) if self.is_recurrent(i) else self.attend(i, prefix), after[0]
-            ),
-            Sublayer(before[1], self.feed_forward(prefix), after[1]),
-        )
+        mix: Mix = self.delta(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
+        yield Sublayer(before[0], mix, after[0])
+        mix = self.beside(i, prefix) if is_beside else self.feed_forward(i, prefix)
+        scale = self.vector(f"{prefix}layer_output_scale.weight", 1)
+        if not self.layer_embedding:
+            yield Sublayer(before[1], mix, after[1], scale)
+            return
+        yield Sublayer(before[1], mix, after[1])
+        gate = self.weight(f"{prefix}inp_gate", self.layer_embedding, self.dim)
+        proj = self.weight(f"{prefix}proj", self.dim, self.layer_embedding)
+        yield Sublayer(None, LayerEmbedding(gate, proj, i), norm("post_norm"), scale)
 
     def is_recurrent(self, i: int) -> bool:
         """Whether layer i is a gated delta net: `recurrent_layers` tells it, or the number of layers of which the last
@@ -222,7 +249,7 @@ class _Reader(CheckedFile):
             "ssm_dt" if self.has(f"{prefix}ssm_dt") else "ssm_dt.bias"
         )  # the first in files of Ollama
         fits = not value_heads % key_heads and self.size("ssm.inner_size", values) == values
-        if size > _MAX_HEAD or not fits or not is_tiled:
+        if size > MAX_HEAD or not fits or not is_tiled:
             raise ModelFileError(
                 f"{self.name} has gated delta nets of a shape that orin-chat does not run.",
                 "Choose another model.",
@@ -241,8 +268,10 @@ class _Reader(CheckedFile):
         )  # fmt: skip
 
     def attend(self, i: int, prefix: str) -> Attend:
-        dim, head_dim = self.dim, self.head_dim
-        sizes = {"q": self.heads * head_dim, "k": self.kv_heads * head_dim, "v": self.kv_heads * head_dim}
+        window = self.window(i)
+        heads = self.heads(i, window > 0, self.family.interleaved)
+        dim, head_dim, kv_size = self.dim, heads.dim, heads.kv * heads.dim
+        sizes = {"q": heads.count * head_dim, "k": kv_size, "v": kv_size}
         is_gated = self.family.gated_attention
         in_file = sizes | {"q": 2 * sizes["q"]} if is_gated else sizes
         firsts = {"q": 0, "k": in_file["q"], "v": in_file["q"] + in_file["k"]}
@@ -256,7 +285,7 @@ class _Reader(CheckedFile):
 
         def projection(x: str) -> tuple[Weight, Vector | None]:
             tensor, first, of = source(x)
-            order = self.order if x != "v" else None
+            order = heads.order if x != "v" else None
             if x == "q" and is_gated:
                 return self.weight(
                     tensor, sizes[x], dim, first, of, order, every=2 * head_dim, run=head_dim
@@ -276,31 +305,71 @@ class _Reader(CheckedFile):
         def norm(x: str) -> Vector | None:
             tensor = f"{prefix}attn_{x}_norm.weight"
             is_wide = self.has(tensor) and self.file.tensors[tensor].shape != (head_dim,)
-            return self.vector(tensor, sizes[x] if is_wide else head_dim, self.order)
+            return self.vector(tensor, sizes[x] if is_wide else head_dim, heads.order)
 
-        (q, q_bias), (k, k_bias), (v, v_bias) = (projection(x) for x in "qkv")
-        window = self.window(i)
+        q, q_bias = projection("q")
+        of, has_values = self.cache_of(i, window), fused or self.has(f"{prefix}attn_v.weight")
+        k, k_bias = projection("k") if of is None else (None, None)
+        v, v_bias = projection("v") if of is None and has_values else (None, None)
+        if of is not None:  # the file may have what is not needed
+            self.used.update(f"{prefix}attn_{x}.weight" for x in ("k", "v", "k_norm"))
+        if k and not v and heads.order:
+            raise ModelFileError(
+                f"{self.name} has keys as values, in an order that orin-chat does not run.",
+                "Choose another model.",
+            )
+        every = self.family.unrotated_every
+        scale = 1.0 if self.family.unscaled_attention else self._default_scale(heads)
         return Attend(
             q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", dim, sizes["q"]),
             q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", dim),
-            q_norm=norm("q"), k_norm=norm("k"),
-            heads=self.heads, kv_heads=self.kv_heads, head_dim=head_dim,
-            rope=self.rope(i, window > 0 and self.family.plain_windows),
-            scale=self.factor("attention.scale", self._default_scale()),
-            window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", self.heads), gate=gate(),
+            q_norm=norm("q"), k_norm=norm("k") if k else None,
+            heads=heads.count, kv_heads=heads.kv, head_dim=head_dim,
+            rope=self.rope(heads, not every or (i + 1) % every != 0, window > 0 and self.family.plain_windows),
+            scale=self.factor("attention.scale", scale),
+            window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=gate(), cache_of=of,
+            has_normed_values=self.family.normed_values,
         )  # fmt: skip
 
-    def _default_scale(self) -> float:
+    def cache_of(self, i: int, window: int) -> int | None:
+        """The layer whose KV cache layer i reads, None if it has its own: the last one of these that has a window too,
+        or none (gemma4.cpp)."""
+        own = self.layers - self.shared_caches
+        if i < own:
+            return None
+        of = own - (2 if window else 1)
+        if of < 0 or self.window(of) != window:
+            raise damaged(self.file.path, f"layer {i} shares the KV cache of none")
+        return of
+
+    def _default_scale(self, heads: Heads) -> float:
         if self.architecture == "gemma3" and self.layers == 62:  # 27B: LLM_TYPE_27B in gemma3.cpp
-            return float((self.dim / self.heads) ** -0.5)
-        return float(self.head_dim**-0.5)
+            return float((self.dim / heads.count) ** -0.5)
+        return float(heads.dim**-0.5)
 
-    def feed_forward(self, prefix: str) -> Dense | Experts:
-        return self.experts(prefix) if self.has(f"{prefix}ffn_gate_inp.weight") else self.dense(prefix)
+    def feed_forward(self, i: int, prefix: str) -> Dense | Experts:
+        if self.has(f"{prefix}ffn_gate_inp.weight"):
+            return self.experts(prefix)
+        return self.dense(prefix, self.size_of_layer("feed_forward_length", i))
 
-    def dense(self, prefix: str, width: int = 0, suffix: str = "") -> Dense:
+    def beside(self, i: int, prefix: str) -> Beside:
+        def norm(name: str) -> Vector:
+            return self.required(f"{prefix}{name}.weight", self.dim)
+
+        scale = self.required(f"{prefix}ffn_gate_inp.scale", self.dim)
+        return Beside(
+            dense=self.dense(prefix, self.size_of_layer("feed_forward_length", i)),
+            dense_norm=norm("ffn_norm"),
+            dense_post_norm=norm("post_ffw_norm_1"),
+            experts=self.experts(prefix),
+            experts_norm=norm("pre_ffw_norm_2"),
+            experts_post_norm=norm("post_ffw_norm_2"),
+            router_scale=replace(scale, factor=self.dim**-0.5),
+        )
+
+    def dense(self, prefix: str, width: int, suffix: str = "") -> Dense:
         """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3)."""
-        dim, width = self.dim, width or self.size("feed_forward_length")
+        dim = self.dim
         down = self.weight(f"{prefix}ffn_down{suffix}", dim, width)
         if self.has(f"{prefix}ffn_gate{suffix}.weight"):
             gate, up = (self.weight(f"{prefix}ffn_{x}{suffix}", width, dim) for x in ("gate", "up"))
@@ -340,6 +409,7 @@ class _Reader(CheckedFile):
             router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", count),
             gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
             used=used, renormalised=self.family.renormalised, activation=self.family.activation,
+            scales=self.vector(f"{prefix}ffn_down_exps.scale", count),
             shared=self.dense(prefix, shared_width, "_shexp") if has_shared else None,
             shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_shared else None,
         )  # fmt: skip
@@ -359,91 +429,3 @@ class _Reader(CheckedFile):
             every = self.size("attention.sliding_window_pattern", every)
             has_window = i % every < every - 1
         return self.size("attention.sliding_window") if has_window else 0
-
-    # --- rotary embedding ------------------------------------------------------------------------------
-
-    @property
-    def original_context(self) -> int:
-        return self.size("rope.scaling.original_context_length", self.context)
-
-    def rope(self, i: int, plain: bool) -> int:
-        """The index of a layer's rotary embedding."""
-        every = self.family.unrotated_every
-        rope = self._unrotated if every and (i + 1) % every == 0 else self._rotation(plain)
-        if rope not in self._ropes:
-            self._ropes.append(rope)
-        return self._ropes.index(rope)
-
-    @property
-    def _unrotated(self) -> Rope:
-        return Rope(self.head_dim // 2)
-
-    def _rotation(self, plain: bool) -> Rope:
-        """`plain`: with the base of layers with a window, and no scaling (gemma3.cpp). Raises ModelFileError."""
-        if plain:
-            base, kind, scale = self.number("rope.freq_base_swa", 10_000.0), "none", 1.0
-        else:
-            base = self.number("rope.freq_base", 10_000.0)
-            kind = self.file.get(self.key("rope.scaling.type"), str, "none")
-            scale = self.number("rope.scaling.factor", 1.0)
-        if kind not in ("none", "linear", "yarn", "longrope"):
-            raise ModelFileError(
-                f"{self.name} uses RoPE scaling {printable(kind)}, which orin-chat does not run.",
-                "Choose another model.",
-            )
-        whole, long = self._factors("rope_freqs"), self._factors("rope_factors_long")
-        short = self._factors("rope_factors_short")
-        magnitude = self.number("rope.scaling.attn_factor", 1.0)
-
-        def frequencies(factors: NDArray[np.float32] | None) -> tuple[float, ...]:
-            with np.errstate(all="ignore"):  # checked below
-                rates = np.float64(base) ** (-np.arange(0, self.rotated, 2, dtype=np.float64) / self.rotated)
-                if factors is not None and not plain:
-                    rates = rates / factors
-                if kind == "linear":
-                    rates = rates / scale
-                if kind == "yarn":
-                    kept = self._yarn_share(base)
-                    rates = rates * kept + rates / scale * (1 - kept)
-            if not (np.isfinite(rates).all() and (rates > 0).all()):
-                raise damaged(self.file.path, "its RoPE frequencies are not positive")
-            return tuple(rates.tolist())
-
-        if kind == "yarn":
-            if scale <= 0:
-                raise damaged(self.file.path, "its RoPE frequencies are not positive")
-            log_multiplier = self.number("rope.scaling.yarn_log_multiplier", 0.0)
-            magnitude *= (1 + 0.1 * math.log(scale)) / (1 + 0.1 * log_multiplier * math.log(scale))
-        return Rope(
-            pairs=self.head_dim // 2,
-            frequencies=frequencies(whole if whole is not None else short),
-            long_frequencies=frequencies(long) if long is not None and whole is None else (),
-            short_context=self.original_context,
-            magnitude=1.0 if plain else magnitude,
-        )
-
-    def _yarn_share(self, base: float) -> NDArray[np.float64]:
-        """The share of each pair's frequency that yarn keeps: rope_yarn in ggml/src/ggml-cpu/ops.cpp, and
-        ggml_rope_yarn_corr_dims in ggml/src/ggml.c."""
-        dims, original = self.rotated, self.original_context
-
-        def pair(turns: float) -> float:
-            if not (turns > 0 and base > 1):
-                raise damaged(self.file.path, "its RoPE scaling yarn has no bounds")
-            return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-        low = max(0, math.floor(pair(self.number("rope.scaling.yarn_beta_fast", 32.0))))
-        high = min(dims - 1, math.ceil(pair(self.number("rope.scaling.yarn_beta_slow", 1.0))))
-        ramp = np.clip((np.arange(dims // 2) - low) / max(0.001, high - low), 0, 1)
-        return np.asarray(1 - ramp, np.float64)
-
-    def _factors(self, name: str) -> NDArray[np.float32] | None:
-        """Divisors of the frequencies, float32 (rotated / 2,): freq_factors of ggml_rope_ext."""
-        tensor = f"{name}.weight"
-        if not self.has(tensor):
-            return None
-        info = self.file.tensors[tensor]
-        if info.type != 0 or info.shape != (self.rotated // 2,):
-            raise damaged(self.file.path, f"the shape or type of {tensor} does not fit its heads")
-        self.used.add(tensor)
-        return info.data.view(np.float32)

@@ -33,20 +33,14 @@ class CheckedFile:
             raise damaged(self.file.path, f"{full_key} is {value}")
         return value
 
-    def sizes(self, key: str, layers: int, default: int) -> list[int]:
-        """A size for each of so many layers, from an array, in which 0 may stand for layers that have none, or from one
-        number for all."""
-        values = self.file.metadata.get(self.key(key))
-        if not isinstance(values, np.ndarray):
-            return [self.size(key, default)] * layers
-        if (
-            len(values) < layers
-            or values.dtype.kind not in "iu"
-            or not (values >= 0).all()
-            or values.max() >= 1 << 31
-        ):
-            raise damaged(self.file.path, f"{self.key(key)} is no size for each of {layers} layers")
-        return [int(value) for value in values[:layers]]
+    def size_of_layer(self, key: str, i: int, default: int | None = None) -> int:
+        """A size of layer i: the file has one for all layers, or one for each."""
+        sizes = self.file.metadata.get(self.key(key))
+        if not isinstance(sizes, np.ndarray):
+            return self.size(key, default)
+        if i >= len(sizes) or sizes.dtype.kind not in "iu" or not 0 < sizes[i] < 1 << 31:
+            raise damaged(self.file.path, f"{self.key(key)} has no size of layer {i}")
+        return int(sizes[i])
 
     def number(self, key: str, default: float) -> float:
         value = float(self.file.get(self.key(key), float, default))

@@ -162,10 +162,11 @@ class TextModel:
             )
         )
         shorter = squeezed_because(spec, options.context_length, self.context_length)
-        text_only = (
-            "Its vision encoder is not loaded: orin-chat gives it text alone." if spec.has_vision else ""
-        )
-        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn, shorter, text_only]))
+        text_only = [
+            f"Its {encoder} encoder is not loaded: orin-chat gives it text alone."
+            for encoder in spec.encoders
+        ]
+        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn, shorter, *text_only]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that

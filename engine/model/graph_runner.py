@@ -49,12 +49,14 @@ class GraphRunner:
     def prefill(self, tokens: Sequence[int], position: int) -> None:
         self._begin(position)
         padded = [*tokens, *[0] * (self.max_chunk - len(tokens))]
-        self._prefill(_ids(padded), self._position.bind(position), self._count.bind(len(tokens)))
+        rows = self._transformer.rows_of(padded)
+        self._prefill(_ids(padded), rows, self._position.bind(position), self._count.bind(len(tokens)))
         self._positions[-1] = position + len(tokens)
 
     def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
         self._begin(position)
-        best, self._logits = self._decode(_ids([token]), self._position.bind(position))
+        rows = self._transformer.rows_of([token])
+        best, self._logits = self._decode(_ids([token]), rows, self._position.bind(position))
         self._positions[-1] = position + 1
         return int(best.item())
 
@@ -83,21 +85,21 @@ class GraphRunner:
         jit, n = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
         ids = varied_tokens(n, self._transformer.spec.vocab)
         bound = [self._position.bind(position), *([] if step == "decode" else [self._count.bind(n)])]
-        tokens = _ids(ids)
+        tokens, rows = _ids(ids), self._transformer.rows_of(ids)
         return Replay(
             calls=[kernel for call in jit.captured.linear.src for kernel in _kernels(call)],
             uses=self._transformer.uses(),
             tokens=n,
-            run=lambda: jit(tokens, *bound),
+            run=lambda: jit(tokens, rows, *bound),
             variables={"position": position, "count": n},
-            inputs=(tokens.uop.base,),
+            inputs=(tokens.uop.base, rows.uop.base),
         )
 
-    def _prefill_step(self, tokens: Tensor, position: UOp, count: UOp) -> None:
-        self._transformer.store(tokens, position, count).realize()
+    def _prefill_step(self, tokens: Tensor, rows: Tensor, position: UOp, count: UOp) -> None:
+        self._transformer.store(tokens, rows, position, count).realize()
 
-    def _decode_step(self, token: Tensor, position: UOp) -> tuple[Tensor, Tensor]:
-        logits = self._transformer.logits(self._transformer(token, position)).reshape(-1)
+    def _decode_step(self, token: Tensor, rows: Tensor, position: UOp) -> tuple[Tensor, Tensor]:
+        logits = self._transformer.logits(self._transformer(token, rows, position)).reshape(-1)
         best = logits.argmax().cast(dtypes.int32)
         Tensor.realize(best, logits)
         return best, logits

@@ -36,7 +36,8 @@ class _Path:
     """How a way to run models differs from others in memory. `chunk`: the most tokens of a prompt at once; `slack`:
     tokens of a cache beyond its context, which is a multiple of `step`; `repacking`: copies of a piece of the file
     while it loads; `compilers_bytes`: of processes that compile kernels after that. `extra`: bytes by which a block of
-    256 weights is larger than in the file, by type."""
+    256 weights is larger than in the file, by type. `reads_tables`: the embeddings of layers stay in the file, of which
+    the host reads a row for each token."""
 
     chunk: int
     slack: int
@@ -44,12 +45,18 @@ class _Path:
     repacking: int
     compilers_bytes: int
     extra: dict[str, int]
+    reads_tables: bool = False
+
+    def loaded(self, spec: ModelSpec) -> list[Weight]:
+        """The matrices that are copied into memory."""
+        table = spec.layer_embeddings.table if self.reads_tables and spec.layer_embeddings else None
+        return [weight for weight in spec.weights() if weight != table]
 
 
 _EXTRA = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}  # their 6-bit scales become bytes
-_CPU = _Path(128, 128, 16, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8})
+_CPU = _Path(128, 128, 16, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8}, reads_tables=True)
 _GPU = _Path(512, 1024, 1024, 4, 0, _EXTRA | {"IQ4_XS": 2})
-_GRAPH = _Path(32, 32, 1, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2})
+_GRAPH = _Path(32, 32, 1, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2}, reads_tables=True)
 
 
 def runs_as_graph(spec: ModelSpec, device: str, kernels: KernelPath) -> bool:
@@ -150,11 +157,12 @@ def memory_need(
     conversations = parallel if path is _GPU else 1
     sequences = 1 if path is _GRAPH else parallel
     states = 2 * sequences if path is _GPU else sequences  # a GPU has those before and after a step
-    piece = min(PIECE_BYTES, max(weight.n_bytes for weight in spec.weights()))
+    loaded = path.loaded(spec)
+    piece = min(PIECE_BYTES, max(weight.n_bytes for weight in loaded))
     return MemoryNeed(
         context=context,
         conversations=conversations,
-        weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in spec.weights()),
+        weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in loaded),
         cache_bytes=conversations * _cache_bytes(spec, path, context, kv),
         states_bytes=(states + checkpoint_slots(sequences)) * spec.state_bytes,
         kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
@@ -258,6 +266,8 @@ def _scratch_bytes(spec: ModelSpec, path: _Path, context: int) -> int:
     widths = [2 * dense.width for dense in spec.feed_forward]
     widths += [mix.used * (2 * mix.up.rows + spec.dim) for mix in spec.experts]
     token = 4 * spec.dim + 3 * attention + max(widths)
+    if embeddings := spec.layer_embeddings:
+        token += 3 * embeddings.table.cols
     tables = sum(2 * rope.pairs * context for rope in spec.ropes) + spec.vocab
     n_bytes = 4 * (path.chunk * token + tables)
     if path is _GRAPH:  # each token gets its experts' matrices

@@ -111,15 +111,15 @@ class ModelSpec:
     layer_embeddings: LayerEmbeddings | None = None
     draft_layers: int = 0
     """Layers of the file that would guess further tokens (multi-token prediction). They are not run."""
-    has_vision: bool = False
-    """Whether the file has a vision encoder too. It is not run."""
+    encoders: tuple[str, ...] = ()
+    """What the file has besides, "vision" or "audio", which is not run."""
 
     @property
     def not_run(self) -> str:
         """What of the file is left out, in words; "" if nothing is."""
         drafts = "a draft layer" if self.draft_layers == 1 else f"{self.draft_layers} draft layers"
         parts = [f"{drafts} (multi-token prediction)"] if self.draft_layers else []
-        return " and ".join([*parts, "the vision encoder"] if self.has_vision else parts)
+        return " and ".join([*parts, *(f"the {encoder} encoder" for encoder in self.encoders)])
 
     @property
     def is_tied(self) -> bool:

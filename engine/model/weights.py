@@ -85,6 +85,13 @@ class Weights:
             self.file.tensors[weight.tensor].read_into(_place(weight, row) * weight.row_bytes + byte, part)
             done += len(part)
 
+    def mapped(self, weight: Weight) -> NDArray[np.uint8]:
+        """The rows of a matrix that stays in the file, (rows, bytes of a row), of which the system keeps in memory what
+        is read. It is reported as done."""
+        self._bytes_done += weight.n_bytes
+        self._report(self._bytes_done)
+        return self.file.tensors[weight.tensor].data.reshape(weight.rows, weight.row_bytes)
+
     def release(self, weight: Weight, rows: range) -> None:
         """Removes these rows' pages of the file from memory, and reports them as done."""
         start, n_bytes = self._extent(weight, rows)

@@ -49,8 +49,8 @@ def read(path, tensors=None, **metadata) -> ModelSpec:
 
 @pytest.mark.parametrize("architecture", generated_model.ARCHITECTURES)
 def test_all_that_a_file_holds_is_described_once(path_of, architecture):
-    assert architecture in ARCHITECTURES
     spec = read(path_of(architecture))
+    assert spec.architecture in ARCHITECTURES
     with GGUF(path_of(architecture)) as file:
         held = {name: info for name, info in file.tensors.items() if not name.startswith("rope_f")}
     matrices = {
@@ -134,10 +134,37 @@ def test_recurrent_layers(path_of):
         read(path_of("qwen35"), qwen35__ssm__group_count=3)
 
 
+def test_layers_that_share_a_cache(path_of):
+    spec = read(path_of("gemma4"))
+    assert [(a.head_dim, a.window, a.cache_of) for a in spec.attention] == [
+        (32, 24, None),
+        (16, 0, None),
+        (32, 24, 0),
+    ]
+    assert spec.attention[2].k is None and len(spec.caching) == 2
+    assert [spec.kv_bytes_per_token(windowed) for windowed in (True, False)] == [256, 128]
+    table = spec.layer_embeddings.table
+    assert (table.rows, table.cols) == (spec.vocab, 3 * 32)
+    unused = read(path_of("gemma4"), {"blk.2.attn_k.weight": (64, 64), "blk.2.attn_k_norm.weight": (32,)})
+    assert unused == spec
+    for layers in -1, 2, 3:
+        with pytest.raises(ModelFileError, match="KV cache"):
+            read(path_of("gemma4"), gemma4__attention__shared_kv_layers=layers)
+    with pytest.raises(ModelFileError, match="no size of layer 2"):
+        read(path_of("gemma4"), gemma4__feed_forward_length=np.array([96, 96]))
+
+
+def test_keys_as_values(path_of):
+    spec = read(path_of("gemma4-moe"))
+    assert [(a.kv_heads, a.v is None) for a in spec.attention] == [(2, False), (1, True), (2, False)]
+    with pytest.raises(ModelFileError, match="keys as values"):
+        read(path_of("gemma4-moe"), gemma4__rope__dimension_count=8)
+
+
 def test_what_is_not_run(path_of):
     drafts = {"blk.2.nextn.eh_proj.weight": (DIM, 2 * DIM), "v.blk.0.attn_q.weight": (8, 8)}
     spec = read(path_of("qwen35"), drafts, qwen35__nextn_predict_layers=1)
-    assert (spec.draft_layers, spec.has_vision, len(spec.sublayers)) == (1, True, 4)
+    assert (spec.draft_layers, spec.encoders, len(spec.sublayers)) == (1, ("vision",), 4)
     assert spec.not_run == "a draft layer (multi-token prediction) and the vision encoder"
     assert not any(weight.tensor.startswith(("blk.2.", "v.")) for weight in spec.weights())
     assert read(path_of("qwen35")).not_run == ""
@@ -149,7 +176,7 @@ def test_a_file_of_ollama(path_of):
     spec = read(path_of("qwen35"), tensors | {"mtp.fc.weight": (DIM, 2 * DIM)}, **keys)
     assert [a.kv_heads for a in spec.attention] == [2] and spec.draft_layers == 1
     assert spec.deltas[0].decay_bias.tensor == "blk.0.ssm_dt"
-    for key, value in ("ssm__v_head_reordered", False), ("attention__head_count_kv", np.array([0, 2])):
+    for key, value in ("ssm__v_head_reordered", False), ("attention__head_count_kv", np.array([2, 0])):
         with pytest.raises(ModelFileError):
             read(path_of("qwen35"), tensors, **keys | {f"qwen35__{key}": value})
 

@@ -5,9 +5,10 @@ There is one sequence, so activations are float32 (tokens, features).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
+import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 
 from engine.formats.kv_format import QUANT_BLOCK, KVFormat
@@ -20,9 +21,12 @@ from engine.model.mixes import (
     MIN_PROBABILITY,
     Activation,
     Attend,
+    Beside,
     Delta,
     Dense,
     Experts,
+    LayerEmbedding,
+    Mix,
     Vector,
     Weight,
 )
@@ -44,13 +48,18 @@ class Transformer:
     """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache
     holds up to `length` tokens: for each attention (2, kv_heads, length, head_dim), zeros, in float16, or in float32 if
     the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its elements:
-    (2, kv_heads, length, 34 / 32 * head_dim). `context`: the session's, which rotary embeddings may depend on."""
+    (2, kv_heads, length, 34 / 32 * head_dim). `context`: the session's, which rotary embeddings may depend on.
+
+    The embeddings of layers stay in the file: each step gets the rows of its tokens (`rows_of`)."""
 
     def __init__(self, weights: Weights, length: int, context: int, kv: KVFormat = KVFormat.F16) -> None:
         """Raises ModelFileError."""
         spec = self.spec = weights.spec
         self.length = length
-        self._matrices = {weight: _load_matrix(weights, weight) for weight in spec.weights()}
+        table = spec.layer_embeddings.table if spec.layer_embeddings else None
+        self._table = weights.mapped(table) if table else None
+        loaded = (weight for weight in spec.weights() if weight != table)
+        self._matrices = {weight: _load_matrix(weights, weight) for weight in loaded}
         free_cached_memory()  # copies of pieces of the file
         self._vectors = {vector: Tensor(weights.vector(vector)).realize() for vector in spec.vectors()}
         tables = [rope.tables(length, context) for rope in spec.ropes]
@@ -60,25 +69,32 @@ class Transformer:
             self._temperatures = Tensor(spec.temperature.factors(length)).realize()
         floats = dtypes.float32 if spec.is_float32 else dtypes.float16
         self._kv_type = dtypes.int8 if kv.is_quantized else floats
-        widths = [kv.bytes(a.head_dim) if kv.is_quantized else a.head_dim for a in spec.attention]
+        widths = [kv.bytes(a.head_dim) if kv.is_quantized else a.head_dim for a in spec.caching]
         self._caches = [
             Tensor.zeros(2, a.kv_heads, length, width, dtype=self._kv_type).contiguous()
-            for a, width in zip(spec.attention, widths, strict=True)
+            for a, width in zip(spec.caching, widths, strict=True)
         ]
         Tensor.realize(*self._caches)
         self.states = [DeltaState.zeros(mix) for mix in spec.deltas]
 
-    def __call__(self, tokens: Tensor, position: UOp | int) -> Tensor:
-        """Runs `tokens`, int32 (n,), at `position` and the n - 1 positions after it. Stores their keys and values in
-        the cache and returns the normed output of the last sublayer, float32 (n, dim)."""
-        *_, (x, _) = self.sublayers(tokens, position)
+    def rows_of(self, tokens: Sequence[int]) -> Tensor:
+        """What a step of these tokens reads of the embeddings of layers, as the file holds it: uint8 (bytes,), of one
+        byte if the model has none."""
+        rows = np.zeros(1, np.uint8) if self._table is None else self._table[tokens].reshape(-1)
+        return Tensor(rows).realize()
+
+    def __call__(self, tokens: Tensor, rows: Tensor, position: UOp | int) -> Tensor:
+        """Runs `tokens`, int32 (n,), with their `rows_of`, at `position` and the n - 1 positions after it. Stores their
+        keys and values in the cache and returns the normed output of the last sublayer, float32 (n, dim)."""
+        *_, (x, _) = self.sublayers(tokens, rows, position)
         return self._stream_norm(x, self.spec.output_norm)
 
-    def store(self, tokens: Tensor, position: UOp | int, count: UOp | int) -> Tensor:
-        """Runs tokens as `__call__` does, of which the first `count` are those of a prompt; returns the last
-        attention's cache. So its output and what follows, which a prompt does not need, are not computed."""
-        *_, (_, stored) = self.sublayers(tokens, position, count)
-        return stored
+    def store(self, tokens: Tensor, rows: Tensor, position: UOp | int, count: UOp | int) -> Tensor:
+        """Runs tokens as `__call__` does, of which the first `count` are those of a prompt; returns the last cache that
+        they are stored in. What follows a prompt does not need, and it is not computed."""
+        last = max(i for i, s in enumerate(self.spec.sublayers) if _keeps(s.mix))
+        steps = self.sublayers(tokens, rows, position, count)
+        return [stored for _, (_, stored) in zip(range(last + 1), steps, strict=False)][-1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (n, dim) -> (n, vocab)."""
@@ -115,32 +131,61 @@ class Transformer:
                 yield self._vectors[bias]
 
     def sublayers(
-        self, tokens: Tensor, position: UOp | int, count: UOp | int | None = None
+        self, tokens: Tensor, rows: Tensor, position: UOp | int, count: UOp | int | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Runs tokens as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache
-        of the attention that ran last. Only the first `count` tokens, by default all, change recurrent states."""
+        that was stored to last. Only the first `count` tokens, by default all, change recurrent states."""
         spec = self.spec
         x, n = self._matrices[spec.embedding].take(tokens), cast(int, tokens.shape[0])
         if spec.embedding_scale != 1:
             x = x * spec.embedding_scale
         masks = {window: _mask(n, position, window) for window in {a.window for a in spec.attention}}
         caches, states, stored = iter(self._caches), iter(self.states), self._caches[-1]
+        all_caches: list[Tensor] = []  # of each attention the one that it reads
+        of_layers = self._layer_embeddings(x, rows) if spec.layer_embeddings else []
         for sublayer in spec.sublayers:
             h, mix = x if sublayer.norm is None else self._stream_norm(x, sublayer.norm), sublayer.mix
-            if isinstance(mix, Attend):
-                y, stored = self._attention(mix, h, next(caches), position, masks[mix.window])
-            elif isinstance(mix, Delta):
-                y = self._delta(mix, h, next(states), n if count is None else count)
-            elif isinstance(mix, Experts):
-                y = self._experts(mix, h)
-            else:
-                assert isinstance(mix, Dense)
-                y = self._dense(mix, h)
+            match mix:
+                case Attend():
+                    all_caches.append(next(caches) if mix.cache_of is None else all_caches[mix.cache_of])
+                    y, cache = self._attention(mix, h, all_caches[-1], position, masks[mix.window])
+                    stored = stored if cache is None else cache
+                case Delta():
+                    y = self._delta(mix, h, next(states), n if count is None else count)
+                case Experts():
+                    y = self._experts(mix, h, h)
+                case Beside():
+                    y = self._beside(mix, h)
+                case LayerEmbedding():
+                    gate = self._product(mix.gate, h).gelu()
+                    y = self._product(mix.proj, gate * of_layers[mix.layer])
+                case Dense():
+                    y = self._dense(mix, h)
             x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
+            if sublayer.scale:
+                x = x * self._vectors[sublayer.scale]
             if not isinstance(mix, Attend):
                 x = x.contiguous()
                 x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
             yield x, stored
+
+    def _layer_embeddings(self, x: Tensor, rows: Tensor) -> list[Tensor]:
+        """What the tokens of the embeddings x (n, dim) give each layer, (n, size) each."""
+        of, n = self.spec.layer_embeddings, cast(int, x.shape[0])
+        assert of
+        projected = self._product(of.projection, x) * self.spec.dim**-0.5
+        projected = self._norm(projected.reshape(n, of.layers, of.size), of.norm)
+        table = QuantizedMatrix(of.table.type, n, of.table.cols).dequantize_rows(rows, n)
+        e = (projected + table.reshape(n, of.layers, of.size) * of.size**0.5) * 0.5**0.5
+        e = e.contiguous().realize()
+        return [e[:, i] for i in range(of.layers)]
+
+    def _beside(self, mix: Beside, x: Tensor) -> Tensor:
+        """x (n, dim), which is not normed -> (n, dim)."""
+        dense = self._dense(mix.dense, self._stream_norm(x, mix.dense_norm))
+        h, of_router = self._stream_norm(x, mix.experts_norm), self._stream_norm(x, mix.router_scale)
+        experts = self._experts(mix.experts, h, of_router)
+        return self._norm(dense, mix.dense_post_norm) + self._norm(experts, mix.experts_post_norm)
 
     def _choose(self, mix: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The experts that the tokens x (n, dim) take, first each token's most probable one: their numbers and their
@@ -155,9 +200,9 @@ class Transformer:
             left = (numbers == best.unsqueeze(-1)).where(-1.0, left).contiguous()
         return chosen, probabilities
 
-    def _experts(self, mix: Experts, x: Tensor) -> Tensor:
-        """x (n, dim), which is normed -> (n, dim). One expert for each token at a time."""
-        chosen, probabilities = self._choose(mix, x)
+    def _experts(self, mix: Experts, x: Tensor, of_router: Tensor) -> Tensor:
+        """x (n, dim), which is normed, as is what the router reads -> (n, dim). One expert for each token at a time."""
+        chosen, probabilities = self._choose(mix, of_router)
         total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
         y: Tensor | None = None
         for experts, probability in zip(chosen, probabilities, strict=True):
@@ -168,7 +213,10 @@ class Transformer:
 
             gate, up = product(mix.gate, mix.gate_bias, x), product(mix.up, mix.up_bias, x)
             part = product(mix.down, mix.down_bias, gated(gate, up, mix.activation).contiguous())
-            part = part * (probability / total if mix.renormalised else probability).unsqueeze(-1)
+            factor = probability / total if mix.renormalised else probability
+            if mix.scales:
+                factor = factor * self._vectors[mix.scales][experts]
+            part = part * factor.unsqueeze(-1)
             y = part if y is None else y + part
         assert y is not None
         if mix.shared and mix.shared_gate:
@@ -203,10 +251,7 @@ class Transformer:
 
     def _norm(self, x: Tensor, weight: Vector, eps: float | None = None) -> Tensor:
         """RMS norm over the last axis."""
-        mean = (x * x).mean(-1, keepdim=True)
-        return (
-            x * (mean + (self.spec.eps if eps is None else eps)).rsqrt() * self._vectors[weight]
-        ).contiguous()
+        return (_normed(x, self.spec.eps if eps is None else eps) * self._vectors[weight]).contiguous()
 
     def _heads(self, x: Tensor, n_heads: int, norm: Vector | None) -> Tensor:
         """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them."""
@@ -225,21 +270,24 @@ class Transformer:
 
     def _attention(
         self, part: Attend, x: Tensor, kv: Tensor, position: UOp | int, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """The output projection of attention over x (n, dim), which is normed, and the layer's cache with the new keys
-        and values stored. The mask, if any, is added to the scores: (n, position + n)."""
+        and values stored, None if there are none. The mask, if any, is added to the scores: (n, position + n)."""
         a, n = part, cast(int, x.shape[0])
-        assert a.k and a.v
-        q = self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm)
-        k = self._heads(self._product(a.k, x, a.k_bias), a.kv_heads, a.k_norm)
-        v = self._heads(self._product(a.v, x, a.v_bias), a.kv_heads, None)
-        q, k = self._rotated(q, a.rope, position), self._rotated(k, a.rope, position)
+        q = self._rotated(self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm), a.rope, position)
         if self._temperatures is not None:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)
-        new = Tensor.stack(k, v)
-        new = _quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)
-        stored = Tensor(kv.uop.after(kv[:, :, position : position + n, :].uop.store(new.uop)))
-        cached = stored[:, :, 0 : position + n, :]
+        stored = None
+        if a.k:
+            projected = self._product(a.k, x, a.k_bias)
+            k = self._rotated(self._heads(projected, a.kv_heads, a.k_norm), a.rope, position)
+            v = self._heads(self._product(a.v, x, a.v_bias) if a.v else projected, a.kv_heads, None)
+            if a.has_normed_values:
+                v = _normed(v, self.spec.eps)
+            new = Tensor.stack(k, v)
+            new = _quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)
+            stored = Tensor(kv.uop.after(kv[:, :, position : position + n, :].uop.store(new.uop)))
+        cached = (kv if stored is None else stored)[:, :, 0 : position + n, :]
         if self._kv_type == dtypes.int8:
             cached = _dequantized(cached, a.head_dim)
         keys, values = cached.cast(dtypes.float32)
@@ -262,6 +310,16 @@ class Transformer:
         if a.gate:
             out = out * self._product(a.gate, x).sigmoid()
         return self._product(a.o, out, a.o_bias), stored
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    """x over the root of the mean of its squares along the last axis."""
+    return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _keeps(mix: Mix) -> bool:
+    """Whether a layer keeps something of each token."""
+    return isinstance(mix, Delta) or (isinstance(mix, Attend) and mix.cache_of is None)
 
 
 def _quantized(x: Tensor) -> Tensor:

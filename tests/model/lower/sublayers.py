@@ -83,16 +83,19 @@ def graph_step(transformer: WatchedTransformer, size: int) -> Step:
     count = UOp.variable("count", 1, size)
 
     @TinyJit
-    def captured(tokens: Tensor, position: UOp, count: UOp) -> list[Tensor]:
+    def captured(tokens: Tensor, rows: Tensor, position: UOp, count: UOp) -> list[Tensor]:
         transformer.choices = []
-        streams = [x for x, _ in transformer.sublayers(tokens, position, count)]
+        streams = [x for x, _ in transformer.sublayers(tokens, rows, position, count)]
         return [t.contiguous().realize() for t in (Tensor.stack(*streams), *transformer.choices)]
 
     captured.cnt = 1  # capture at the first call, not at the second
 
     def run(tokens: list[int], at: int) -> Sublayers:
-        padded = Tensor(np.array([*tokens, *[0] * (size - len(tokens))], np.int32)).realize()
-        streams, *choices = (t.numpy() for t in captured(padded, position.bind(at), count.bind(len(tokens))))
+        padded = [*tokens, *[0] * (size - len(tokens))]
+        ids, rows = Tensor(np.array(padded, np.int32)).realize(), transformer.rows_of(padded)
+        streams, *choices = (
+            t.numpy() for t in captured(ids, rows, position.bind(at), count.bind(len(tokens)))
+        )
         n = len(tokens)
         return Sublayers([x[:n] for x in streams], [chosen[:n] for chosen in choices])
 
