@@ -40,6 +40,7 @@ from engine.process import EngineProcess
 from engine.transport import FrameError, pack
 
 CANCEL_GRACE_S = 0.07  # the time in which the worker may end an answer itself; `Engine.stop` promises 100 ms
+DEAF_S = 10.0  # a worker that neither ends a cancelled request nor sends anything for so long hangs, and is replaced
 
 
 class Engine(Protocol):
@@ -89,7 +90,8 @@ class LocalEngine:
 
     `generate` starts the process if there is none or it died. Then `Loading`, `Warming` and `Ready` (or the `Failed`
     of the start) come before the events of the answer. Requests made while the engine loads wait, and get the events
-    of the load. Closing a stream early cancels its request. An instance belongs to one event loop.
+    of the load. A request of which a process that was ready has answered nothing when it dies is sent to the next one.
+    Closing a stream early cancels its request. An instance belongs to one event loop.
     """
 
     name = "tinygrad"
@@ -118,6 +120,8 @@ class LocalEngine:
         self._streams: dict[int, _Stream] = {}
         # A warm engine may still send events for requests of its last client.
         self._serials = itertools.count(1 if keep_warm_s is None else time.time_ns() // 1000)
+        self._cancelled: set[int] = set()  # serials of the requests that the process has not ended yet
+        self._heard_s = 0.0  # when the process sent its last event (time.monotonic)
 
     @property
     def pid(self) -> int | None:
@@ -146,7 +150,7 @@ class LocalEngine:
             if failure := _failure_to_encode(request):
                 stream.put(failure)
             else:
-                await self._join(stream, pack(replace(request, request_id=stream.serial)))
+                await self._join(stream, _numbered(stream))
             async for event in stream:
                 yield event
         finally:
@@ -167,7 +171,7 @@ class LocalEngine:
     async def _request(self, request: Measure | Profile) -> Event:
         stream = self._open(request)
         try:
-            await self._join(stream, pack(replace(request, request_id=stream.serial)))
+            await self._join(stream, _numbered(stream))
             async for event in stream:
                 if isinstance(event, Measured | KernelProfile | Failed):
                     return event
@@ -251,6 +255,7 @@ class LocalEngine:
 
     async def _spawn(self) -> EngineProcess:
         load = pack(Load(options=self.options))
+        self._cancelled.clear()
         if self._keep_warm_s is not None and (taken := await self._take()):
             return taken
         process = await EngineProcess.spawn(self._command, self._environment, self.log_path, self._receive)
@@ -281,8 +286,24 @@ class LocalEngine:
     def _cancel(self, stream: _Stream) -> None:
         if stream.joined and stream.request and self._process:
             self._process.send(pack(Cancel(request_id=stream.serial)))
+            if self._ready:  # while it loads, it answers nothing
+                self._cancelled.add(stream.serial)
+                loop = asyncio.get_running_loop()
+                loop.call_later(DEAF_S, self._replace_if_deaf, self._process, stream.serial)
+
+    def _replace_if_deaf(self, process: EngineProcess, serial: int) -> None:
+        """Kills a process that hangs or was stopped, so that the next request starts another one."""
+        if process is not self._process or serial not in self._cancelled:
+            return
+        silent_s = time.monotonic() - self._heard_s
+        if silent_s < DEAF_S:
+            later = asyncio.get_running_loop().call_later
+            later(DEAF_S - silent_s, self._replace_if_deaf, process, serial)
+        else:
+            process.kill()
 
     def _receive(self, event: Event) -> None:
+        self._heard_s = time.monotonic()
         if isinstance(event, Ready) and self._keep_warm_s:
             event = replace(event, keep_warm_s=self._keep_warm_s)
         self.on_event(event)
@@ -292,15 +313,24 @@ class LocalEngine:
             event = replace(event, hint=f"Details are in {self.log_path}")
         request_id: int | None = getattr(event, "request_id", None)
         if request_id is not None:
+            if isinstance(event, Finished | Measured | KernelProfile | Failed):
+                self._cancelled.discard(request_id)
             if stream := self._streams.get(request_id):
                 stream.put(event)
             return
         if isinstance(event, Ready):
             self._ready = event
         elif isinstance(event, Failed):
+            died_when_ready = (
+                self._ready is not None and self._process is not None and not self._process.alive
+            )
             self._ready = None
             if self._process:
                 self._process.kill()
+            for stream in self._streams.values():
+                if died_when_ready and stream.may_be_sent_again:
+                    stream.joined, stream.may_be_sent_again = False, False
+                    stream.joining = asyncio.ensure_future(self._join(stream, _numbered(stream)))
         for stream in self._streams.values():
             if stream.joined:
                 stream.put(event)
@@ -320,6 +350,8 @@ class _Stream(EventStream):
         self.serial = serial
         self.request = request
         self.joined = False  # whether it gets the events of the process
+        self.joining: asyncio.Future[None] | None = None  # keeps the task that joins it again
+        self.may_be_sent_again = isinstance(request, Generate)  # nothing was answered, and it was sent once
         self._stats: AnswerStats | None = None
         if isinstance(request, Generate):
             self._stats = AnswerStats(request, load_ms, seed=request.sampling.seed or 0)
@@ -334,6 +366,7 @@ class _Stream(EventStream):
                 case Ready():
                     self._stats.load_ms = event.load_ms
         if self.request and getattr(event, "request_id", None) is not None:
+            self.may_be_sent_again = False
             event = replace(event, request_id=self.request.request_id)
         super().put(event)
 
@@ -353,6 +386,12 @@ _LAST_EVENT: dict[type, type[Event]] = {
     Profile: KernelProfile,
     type(None): Ready,
 }
+
+
+def _numbered(stream: _Stream) -> bytes:
+    """The frame of the stream's request, under the stream's number."""
+    assert stream.request
+    return pack(replace(stream.request, request_id=stream.serial))
 
 
 def _failure_to_encode(request: Generate) -> Failed | None:

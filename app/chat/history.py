@@ -1,4 +1,4 @@
-"""Past chats in SQLite, saved while they go on, so that a crash loses at most the last second.
+"""Past chats in SQLite, saved while they go on, so that a crash loses at most the last moment.
 
 Each message carries the id of the process that wrote it last. A message that is not finished, and whose writer has
 ended, was interrupted.

@@ -25,6 +25,8 @@ from widgets.turn import WARNING
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""
+SAVE_S = 0.1
+"""A reply is in the history so soon after it has grown."""
 FULL = "Ctrl+G offers how to go on"
 NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, Ctrl+N starts a new chat"
 EMPTY = "The model gave an empty reply"
@@ -95,6 +97,7 @@ class Session:
         self._is_starting = False
         self._ended = asyncio.Event()
         self._thinking_since: float | None = None
+        self._saving: asyncio.TimerHandle | None = None
 
     @property
     def is_answering(self) -> bool:
@@ -390,6 +393,13 @@ class Session:
             reply.thinking_s = now - self._thinking_since
         else:
             reply.content += token.text
+        if self._saving is None:
+            self._saving = asyncio.get_running_loop().call_later(SAVE_S, self._save_reply)
+
+    def _save_reply(self) -> None:
+        self._saving = None
+        if self.reply is not None and not (self.history.problem or self.conversation.problem):
+            self.save()
 
     async def _end(self, end: Finished | Failed, gained: bool, replaced: Turn | None) -> None:
         """A reply has ended. `gained`: it has text."""

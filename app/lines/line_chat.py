@@ -30,13 +30,11 @@ from app.lines.other_models import OtherModels
 from app.lines.word_wrap import WordWrap
 from engine.client import Engine
 from engine.errors import OrinError, UsageError
-from engine.events import ContextLength, EngineOptions, Event, Failed, Finished, Ready, Sampling, Token
+from engine.events import ContextLength, EngineOptions, Event, Failed, Finished, Ready, Sampling
 from engine.formats.kv_format import KVFormat
 from presets import GUIDE
 from widgets.text import clean, one_line
 
-SAVE_S = 1.0
-"""A reply is saved this often while it grows."""
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns"
 LONGEST = "/set context max takes the longest context"
@@ -99,7 +97,6 @@ class LineChat:
         self._end: Finished | None = None  # of the last reply
         self._failure: Failed | None = None
         self._problem: HistoryError | None = None
-        self._next_save = 0.0
 
     async def run(self) -> int:
         """Chats until the user leaves or SIGTERM arrives, and returns the exit code. Raises UsageError if there is no
@@ -165,7 +162,7 @@ class LineChat:
             self._output.say(self.session.ways_on)
 
     def _observe(self, event: Event) -> None:
-        """Shows an event of the engine, and saves a reply while it grows."""
+        """Shows an event of the engine."""
         answers = self.session.is_answering  # else the session's notices have warnings and failures, too
         match event:
             case Failed() if not answers:
@@ -183,9 +180,6 @@ class LineChat:
                 self._print(f"[{self._figures(event)}]")
             case Failed(request_id=None):
                 self._output.say("The next message starts the engine again.")
-            case Token() if time.monotonic() > self._next_save:
-                self.session.save()
-                self._next_save = time.monotonic() + SAVE_S
 
     async def opened(self) -> None:
         for turn in self.session.conversation.turns:

@@ -52,8 +52,8 @@ WIDE_WIDTH = 110
 """A terminal of this width shows the dashboard beside the chat, a narrower one in its place."""
 MEDIUM_HEIGHT = 24
 """A lower terminal leaves out the panes of the machine and the kernels, and what the commands of the palette do."""
-SAVE_S = 1.0
-"""A crash loses at most this much of a reply."""
+DRAFT_S = 1.0
+"""A crash loses at most this much of what is being typed."""
 
 
 class ChatApp(ContextActions, EngineActions):
@@ -135,7 +135,7 @@ class ChatApp(ContextActions, EngineActions):
         self._send_first = initial_prompt
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
         self._pacer = FramePacer()
-        self._save_at = 0.0
+        self._save_draft_at = 0.0
         self._saved_draft = ""
         self._is_prompt_visible = True
         self._has_dashboard_drawn = False
@@ -199,10 +199,8 @@ class ChatApp(ContextActions, EngineActions):
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
         if not self._has_dashboard_drawn:
             self.column.draw()
-        if (now := time.monotonic()) >= self._save_at:
-            self._save_at = now + SAVE_S
-            if self.session.reply is not None and self.column.problem is None:
-                self.session.save()
+        if (now := time.monotonic()) >= self._save_draft_at:
+            self._save_draft_at = now + DRAFT_S
             self._save_draft()
         if not self.session.is_answering and self._pacer.is_idle:
             garbage.collect_if_due()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.client import LocalEngine
-from engine.events import EngineOptions, Failed, Finished, Load, Ready, Token
+from engine.events import EngineOptions, Failed, Finished, Load, ModelInfo, Ready, Token
 from engine.logs import LIMIT_BYTES
 from engine.process import EngineProcess
 from engine.transport import pack
@@ -19,6 +19,7 @@ from tests.engine.conftest import running
 from tests.engine.test_client import ask, collect, token_ids, until
 from tests.paths import ROOT
 from tests.waiting import until as soon
+from tests.waiting import wait_until
 
 
 def scripted(code):
@@ -88,6 +89,46 @@ async def test_a_death_while_idle_is_noticed_by_the_next_prompt(engines):
     await soon(lambda: not engine.pid)
     assert token_ids(await collect(engine.generate(ask()))) == [0, 1]
     assert "Segmentation fault" in engine.log_path.read_text()
+
+
+async def test_a_death_that_nobody_has_noticed_costs_no_prompt(engines):
+    """The line mode waits for a line of a pipe, and its event loop stands still meanwhile."""
+    engine = engines(tokens=2)
+    await collect(engine.start())
+    pid = engine.pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not running(pid))
+    events = await collect(engine.generate(ask(4)))
+    assert token_ids(events) == [0, 1] and isinstance(events[-1], Finished)
+    assert events[-1].request_id == 4 and engine.pid not in (None, pid)
+
+
+async def test_a_prompt_of_which_each_process_dies_is_sent_twice_only(engines):
+    info = ModelInfo(
+        name="", architecture="", quantization="", parameters=1, file_bytes=1, trained_context=1, thinks=False
+    )
+    ready = Ready(model=info, backend="CPU", device_name="", context_length=9, load_ms=1.0)
+    code = f"sock.recv(1 << 16); sock.sendall({pack(ready)!r}); sock.recv(1 << 16)"
+    engine = engines.add(scripted(code))
+    assert isinstance((await collect(engine.start()))[-1], Ready)
+    events = await collect(engine.generate(ask()))
+    assert [type(event) for event in events] == [Ready, Failed]
+
+
+@pytest.mark.parametrize("how", ["hangs", "stopped"])
+async def test_a_process_that_does_not_end_a_cancelled_answer_is_replaced(engines, monkeypatch, how):
+    monkeypatch.setattr("engine.client.DEAF_S", 0.1)
+    engine = engines(rate=500, hang_at=5 if how == "hangs" else -1, deaf=how == "hangs")
+    await collect(engine.start())
+    pid = engine.pid
+    stream = engine.generate(ask(1))
+    await until(stream, lambda e: isinstance(e, Token) and e.id == 4)
+    if how == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    await engine.stop()
+    assert (await collect(stream))[-1].reason == "cancelled"
+    assert token_ids(await collect(engine.generate(ask(2, max_tokens=3)))) == [0, 1, 2]
+    assert engine.pid not in (None, pid)
 
 
 async def test_a_death_while_loading(engines, tmp_path):
