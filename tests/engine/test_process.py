@@ -108,7 +108,12 @@ async def test_a_prompt_of_which_each_process_dies_is_sent_twice_only(engines):
         name="", architecture="", quantization="", parameters=1, file_bytes=1, trained_context=1, thinks=False
     )
     ready = Ready(model=info, backend="CPU", device_name="", context_length=9, load_ms=1.0)
-    code = f"sock.recv(1 << 16); sock.sendall({pack(ready)!r}); sock.recv(1 << 16)"
+    code = f"""
+said = sock.recv(1 << 16)
+sock.sendall({pack(ready)!r})
+while b"hello" not in said:
+    said += sock.recv(1 << 16)
+"""
     engine = engines.add(scripted(code))
     assert isinstance((await collect(engine.start()))[-1], Ready)
     events = await collect(engine.generate(ask()))
