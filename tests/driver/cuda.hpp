@@ -118,14 +118,14 @@ INLINE float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
 #define trunc(x) __builtin_truncf(x)
 INLINE float fmaxf(float a, float b) { return a < b || a != a ? b : a; }
 #define exp2(x) context->functions.exp2(x)
-#define __nvvm_ex2_approx_ftz_f(x) context->functions.exp2(x)
+#define __nvvm_ex2_approx_ftz_f(x) exp2(x)
 #define log2(x) context->functions.log2(x)
 #define sin(x) context->functions.sin(x)
 #define hsqrt(x) ((half)__builtin_sqrtf((float)(x)))
 #define htrunc(x) ((half)__builtin_truncf((float)(x)))
-#define hexp2(x) ((half)context->functions.exp2((float)(x)))
-#define hlog2(x) ((half)context->functions.log2((float)(x)))
-#define hsin(x) ((half)context->functions.sin((float)(x)))
+#define hexp2(x) ((half)exp2((float)(x)))
+#define hlog2(x) ((half)log2((float)(x)))
+#define hsin(x) ((half)sin((float)(x)))
 #define hrcp(x) ((half)(1.0f / (float)(x)))
 
 // ---- threads ----

@@ -33,6 +33,7 @@ def main(backend: str, kernels: str, model: str, n: str, *prompt: str) -> None:
         ids = tuple(map(int, prompt))
         request = Generate(
             request_id=1,
+            fresh=True,  # with the kernels of prefill, which a first start does not wait for
             prompt=TokenIds(ids=ids),
             max_tokens=int(n),
             sampling=Sampling(temperature=0),
