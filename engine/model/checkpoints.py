@@ -112,6 +112,10 @@ class Checkpoints:
         """See `StateStore.state_position`."""
         return self._store.state_position(sequence)
 
+    def is_due(self, sequence: int = 0) -> bool:
+        """Whether `save` would keep the state of a sequence in the middle of a turn."""
+        return self.position(sequence) - self._last.get(sequence, 0) >= EVERY
+
     def find(self, tokens: Sequence[int], most: int) -> int:
         """The length of the longest beginning of `tokens`, at most `most` of them, after which there is a checkpoint; 0
         if there is none."""
@@ -131,12 +135,11 @@ class Checkpoints:
     def save(self, tokens: Sequence[int], ends_turn: bool = False, sequence: int = 0) -> None:
         """Keeps the state of a sequence, which is after `tokens`, if they end a turn or there is no checkpoint after
         one of the last EVERY tokens."""
-        run = len(tokens) - self._last.get(sequence, 0)
-        if not tokens or (not ends_turn and run < EVERY):
+        if not tokens or not (ends_turn or self.is_due(sequence)):
             return
         assert self.position(sequence) == len(tokens)
+        self._now += len(tokens) - self._last.get(sequence, 0)
         self._last[sequence] = len(tokens)
-        self._now += run
         text = _text(tokens, len(tokens))
         parent = self._find(text)
         if parent and parent.length == len(tokens):

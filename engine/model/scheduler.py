@@ -287,7 +287,7 @@ class Scheduler:
         logits = dict(zip(host, self._runner.row_logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
             self.blocks.commit(sequence, [rows[n].token])
-            if self._states:
+            if self._states and self._states.is_due(sequence):
                 passed = [*job.answer.tokens, int(chosen[n])][: self._states.position(sequence)]
                 self._states.save(passed, sequence=sequence)
             try:

@@ -79,7 +79,9 @@ class Machine(RuleBasedStateMachine):
     def begin_or_go_on(self, sequence, runs):
         text = [*self.texts.get(sequence, ()), *(token for run in runs for token in run)]
         before = self.blocks.length(sequence)
+        known = self.blocks.known(sequence, text)
         cached = self.blocks.match(sequence, text)
+        assert cached == known
         assert before <= cached <= len(text)
         if cached > before:
             self.found[sequence] = cached
