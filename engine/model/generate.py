@@ -103,9 +103,8 @@ class TextModel:
         self._stored = 0  # the most tokens that were in the KV cache since it was empty
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
-            self._runner: ModelRunner = open_runner(
-                weights, self.context_length, options.kernels, options.keep_packed, options.parallel, kv
-            )
+            how = self.context_length, options.kernels, options.keep_packed, options.parallel, kv
+            self._runner: ModelRunner = open_runner(weights, *how, is_early=True)
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
             self._states = _checkpoints(self._runner)
             self.scheduler: Scheduler | None = None

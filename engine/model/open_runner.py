@@ -22,10 +22,11 @@ def open_runner(
     keep_packed: bool = False,
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
+    is_early: bool = False,
 ) -> ModelRunner:
     """Loads the weights into the runner for tinygrad's default device: the one with its own quantized kernels where
     there is one that has all parts of the model, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is
-    for the CPU runner. If `parallel` is more than 1, it is a `BatchRunner` where the device has one for the model.
+    for the CPU runner. `is_early`: it may be an `EarlyRunner`, which is ready sooner. If `parallel` is more than 1, it is a `BatchRunner` where the device has one for the model.
     Raises UsageError if `kernels` is "fused" and the device has no such kernels, or if it has none for the format `kv`
     of the KV cache; ModelFileError for damaged weights."""
     device = Device.DEFAULT.split(":")[0]
@@ -55,7 +56,7 @@ def open_runner(
             raise UsageError(f"A {kv.value} KV cache needs a GPU with tensor cores.", "Choose f16.")
         if parallel > 1 and runs_batches(weights.spec):
             return FusedBatchRunner(weights, context_length, parallel, kv)
-        return FusedRunner(weights, context_length, kv, is_early=True)
+        return FusedRunner(weights, context_length, kv, is_early)
     raise UsageError(
         f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'
     )
