@@ -26,9 +26,9 @@ def open_runner(
 ) -> ModelRunner:
     """Loads the weights into the runner for tinygrad's default device: the one with its own quantized kernels where
     there is one that has all parts of the model, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is
-    for the CPU runner. `is_early`: it may be an `EarlyRunner`, which is ready sooner. If `parallel` is more than 1, it is a `BatchRunner` where the device has one for the model.
-    Raises UsageError if `kernels` is "fused" and the device has no such kernels, or if it has none for the format `kv`
-    of the KV cache; ModelFileError for damaged weights."""
+    for the CPU runner. If `parallel` is more than 1, it is a `BatchRunner` where the device has one for the model. With
+    `is_early` it may be an `EarlyRunner`. Raises UsageError if `kernels` is "fused" and the device has no such kernels,
+    or if it has none for the format `kv` of the KV cache; ModelFileError for damaged weights."""
     device = Device.DEFAULT.split(":")[0]
     is_graph = runs_as_graph(weights.spec, device, kernels)
     if why := lacks_format_because(weights.spec, device, is_graph, kv):
