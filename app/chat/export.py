@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,8 +29,10 @@ def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Writes a new file, whole or not at all. Raises OSError, FileExistsError if there is such a file."""
-    with path.open("x", encoding="utf-8", errors="replace") as file:
+    """Writes a new file, whole or not at all, that only its owner can read. Raises OSError, FileExistsError if there is
+    such a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
         try:
             file.write(text)
             file.flush()

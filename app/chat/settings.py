@@ -82,6 +82,8 @@ def remember(key: str, value: str) -> None:
     """Stores one line. A state folder that cannot be written is ignored."""
     with contextlib.suppress(OSError, UnicodeEncodeError):
         _remembered_path(key).parent.mkdir(parents=True, exist_ok=True)
+        _remembered_path(key).touch(0o600)
+        _remembered_path(key).chmod(0o600)
         _remembered_path(key).write_text(f"{value}\n", "utf-8")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from app.chat.settings import Settings, last_model, remember, remember_model, remembered
 from app.cli.progress import say
-from engine.catalog.names import parse
+from engine.catalog import cache
+from engine.catalog.names import WebFile, parse
 from engine.errors import ModelFileError
 from presets import GREETING, GUIDE, guide_path
 
@@ -67,7 +68,9 @@ def remember_last_model(named: str | None, settings: Settings) -> None:
     """Remembers the model as the last one used: a file by its full path, else by its name, which finds newer files."""
     name = _name(named, settings)
     source = parse(name, settings.names)
-    remember_model(str(source) if isinstance(source, Path) else name)
+    if isinstance(source, WebFile):  # its address may hold a password
+        source = cache.find(source) or source
+    remember_model(str(source) if isinstance(source, Path | WebFile) else name)
 
 
 def _name(named: str | None, settings: Settings) -> str:

@@ -32,6 +32,7 @@ class TerminalLines:
         keys.add("enter")(_send)
         keys.add("escape", "enter")(_new_line)
         keys.add(Keys.BracketedPaste)(_paste)
+        keys.add(Keys.Vt100MouseEvent)(_ignore)
         self._history = InMemoryHistory([editable(text) for text in history])
         # PromptSession sends an escape sequence for the cursor, which a dumb terminal would show.
         with create_app_session(output=PlainTextOutput(sys.stdout) if is_dumb_terminal() else None):
@@ -102,3 +103,7 @@ def _new_line(event: KeyPressEvent) -> None:
 
 def _paste(event: KeyPressEvent) -> None:
     event.current_buffer.insert_text(editable(event.data))
+
+
+def _ignore(event: KeyPressEvent) -> None:
+    """The library takes a pasted ESC[31m for a mouse event, and fails to read it. No mouse is asked for."""

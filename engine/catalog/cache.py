@@ -15,13 +15,14 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import platformdirs
 
 from engine.catalog.files import models_among, pick
 from engine.catalog.names import DEFAULT_REVISION, HubModel, WebFile
 
-URL_FILE = "url"  # holds the URL of the model file beside it
+URL_FILE = "url"  # holds the address of the model file beside it, without secrets
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,18 @@ def repository_folder(repository: str) -> Path:
 
 
 def web_path(source: WebFile) -> Path:
-    """Where the file of a URL is stored."""
-    return web_folder() / hashlib.sha256(source.url.encode()).hexdigest()[:16] / source.file
+    """Where the file of a URL is stored. A query tells files apart."""
+    parts = urlsplit(source.url)
+    url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return web_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / source.file
 
 
 def find(source: HubModel | WebFile) -> Path | None:
     """The file to open, if the complete model is on this machine; else None."""
     if isinstance(source, WebFile):
         path = web_path(source)
-        return path if path.is_file() else None
+        listed = (model.path for model in _installed_from_web() if str(model.source) == source.url)
+        return path if path.is_file() else next(listed, None)
     for snapshot in _snapshots(repository_folder(source.repository), source.revision):
         if model := pick(source, models_among(_files(snapshot))):
             return snapshot / model.file
@@ -175,5 +179,5 @@ def _installed_from_web() -> Iterator[Installed]:
     for url_file in web_folder().glob(f"*/{URL_FILE}"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             source = WebFile(url_file.read_text().strip())
-            if (path := find(source)) is not None:
+            if (path := url_file.with_name(source.file)).is_file():
                 yield Installed(source, (path,))

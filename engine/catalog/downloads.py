@@ -108,7 +108,8 @@ def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Ca
 def _from_web(source: WebFile, report: Callable[[Progress], None], cancelled: Callable[[], bool]) -> Path:
     path = cache.web_path(source)
     path.parent.mkdir(parents=True, exist_ok=True)
-    (path.parent / cache.URL_FILE).write_text(f"{source.url}\n")
+    (path.parent / cache.URL_FILE).touch(0o600)
+    (path.parent / cache.URL_FILE).write_text(f"{source}\n")
     target = Target(source.file, source.url, path, size_bytes=None, digest="", on_hub=False)
     fetch(target, path.parent / "lock", Meter(source.file, 0, report, cancelled))
     try:

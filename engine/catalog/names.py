@@ -44,7 +44,7 @@ class HubModel:
 
 @dataclass(frozen=True)
 class WebFile:
-    """A model file at a URL outside the hub."""
+    """A model file at a URL outside the hub. As text it is its address without what may be secret."""
 
     url: str
 
@@ -55,7 +55,13 @@ class WebFile:
         return name.lstrip(".")[-100:] or "model.gguf"
 
     def __str__(self) -> str:
-        return self.url
+        return public_address(self.url)
+
+
+def public_address(url: str) -> str:
+    """`url` without a user's name and password, and without a query, which often holds a key."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 Source = Path | HubModel | WebFile

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.catalog import hub
 from engine.catalog.hub import DownloadError
+from engine.catalog.names import public_address
 from engine.catalog.progress import Meter
 from engine.formats.gguf import printable
 
@@ -121,7 +122,7 @@ def _download(target: Target, meter: Meter) -> None:
             furthest = max(furthest, partial.have)
             delay = hub.retry_after_s(cut, failures)
             if delay is None:
-                name = printable(target.name if target.on_hub else target.url)
+                name = printable(target.name if target.on_hub else public_address(target.url))
                 hub.raise_download_error(cut, name, on_hub=target.on_hub, has_arrived=partial.have > 0)
             if failures > 1 or hub.http_status(cut):
                 meter.wait(delay, partial.have, f"interrupted; trying again in {delay:.0f} s")

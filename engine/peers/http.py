@@ -82,7 +82,7 @@ async def get(
 ) -> R:
     """The object at `path`. `name` is the server's, for error messages. Raises OrinError."""
     async with (
-        connection_errors(name, str(server.base_url)),
+        connection_errors(name, str(server.base_url.copy_with(userinfo=b""))),
         server.stream("GET", path, timeout=timeout_s) as response,
     ):
         body = await _body(response, name)
@@ -99,7 +99,7 @@ async def stream(
 
     The format: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
     async with (
-        connection_errors(name, str(server.base_url)),
+        connection_errors(name, str(server.base_url.copy_with(userinfo=b""))),
         server.stream("POST", path, json=request) as response,
     ):
         if not response.is_success:

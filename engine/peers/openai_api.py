@@ -57,7 +57,7 @@ class OpenAIEngine(ServerEngine):
 
     async def _connect(self) -> AsyncGenerator[Event, None]:
         started = time.perf_counter()
-        address = one_line(urlsplit(self.url).netloc or self.url)
+        address = one_line(urlsplit(self.url).netloc.rpartition("@")[2] or self.url)
         self.name = f"The server {address}"
         models = await self._models()
         chosen = next((model for model in models if not self._model or model.id == self._model), None)

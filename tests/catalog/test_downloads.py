@@ -586,3 +586,19 @@ def test_sentences_on_other_addresses_do_not_speak_of_the_hub(fake_hub, web, sta
         download(web)
     text = f"{caught.value.message} {caught.value.hint}".replace(web.url, "")
     assert "hub" not in text and "HF_" not in text
+
+
+def test_an_address_is_stored_and_shown_without_secrets(fake_hub, home, tmp_path):
+    fake_hub.files["m.gguf"] = write(tmp_path / "m.gguf").read_bytes()
+    address = f"{fake_hub.url}/web/m.gguf"
+    source = WebFile(f"{address.replace('//', '//user:secret@')}?key=secret")
+    path = download(source)
+    [installed] = cache.installed()
+    assert (installed.path, str(installed.source), str(source)) == (path, address, address)
+    assert cache.find(source) == cache.find(WebFile(address)) == path
+    assert (path.parent / cache.URL_FILE).stat().st_mode & 0o777 == 0o600
+    assert not [each for each in home.rglob("*") if each.is_file() and b"secret" in each.read_bytes()]
+    fake_hub.answers.extend([404] * 2)
+    with pytest.raises(DownloadError) as failed:
+        download(WebFile(f"{fake_hub.url.replace('//', '//user:secret@')}/web/none.gguf?key=secret"))
+    assert "secret" not in str(failed.value) and "none.gguf" in str(failed.value)

@@ -29,3 +29,7 @@ def test_half_a_file_is_not_left_on_a_full_disk(tmp_path):
     with full_disk(), pytest.raises(ExportError, match="cannot be written"):
         write_new_file(tmp_path, "Why?", "more than four bytes")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_document_is_for_its_owner_only(tmp_path):
+    assert write_new_file(tmp_path, "A", "text").stat().st_mode & 0o777 == 0o600

@@ -104,3 +104,11 @@ def test_what_is_remembered_is_apart_and_lost_without_a_word(home, monkeypatch):
     monkeypatch.setattr("app.chat.settings._remembered_path", lambda what: Path("/dev/null") / what)
     remember("theme", "dark")
     assert remembered("theme") == ""
+
+
+def test_what_is_remembered_is_for_its_owner_only(home):
+    remember("model", "one")
+    path = next(home.rglob("last-model"))
+    path.chmod(0o644)
+    remember("model", "two")
+    assert path.stat().st_mode & 0o777 == 0o600 and remembered("model") == "two"

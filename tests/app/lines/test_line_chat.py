@@ -462,6 +462,8 @@ async def test_no_text_that_is_to_be_edited_acts_on_the_terminal(keys):
     assert acting(await lines.read(ATTACK)) == []
     keys.send_text("\x1b[200~one\rtwo\x1b]0;x\x07\x9b\u202e\x1b[201~\r")
     assert await lines.read("") == "one\ntwo]0;x"
+    keys.send_text("\x1b[31mred\x1b[0m\r")  # without the marks of a paste
+    assert await asyncio.wait_for(lines.read(""), 60) == "red"
 
 
 async def test_a_dumb_terminal_is_shown_the_draft_and_sent_no_escape_sequences(monkeypatch, capsys):
