@@ -12,8 +12,10 @@ when the pool started. As in tinygrad, they do not run the engine's main module 
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.pool import Pool
 from typing import Any
@@ -35,6 +37,13 @@ _PRELOADED = [
 def apply() -> None:
     """Changes tinygrad in this process."""
     compile_workers._WorkerContext = _Context
+
+
+def prepare() -> None:
+    """Starts the server process, which imports tinygrad while the caller builds the graphs that are to be compiled."""
+    if int(os.environ.get("PARALLEL", "0")):
+        multiprocessing.set_forkserver_preload(_PRELOADED)
+        forkserver.ensure_running()
 
 
 def dismiss() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tinygrad import Device, UOp, dtypes
 
 from engine.events import Sampling, Step
-from engine.fixes import launch_bounds
+from engine.fixes import compiler_processes, launch_bounds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_once
 from engine.kernels.gpu.device import has_tensor_cores
@@ -89,6 +89,7 @@ class FusedBatchRunner:
 
     def _linears(self) -> list[UOp]:
         """All kernels, to be compiled at once, so that several compilers share them."""
+        compiler_processes.prepare()
         steps = self._steps
         rows = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
         rows += [steps.kernels(n, steps.limits(n)[0], samples=True) for n in self.row_counts]

@@ -17,7 +17,7 @@ from tinygrad import Device, UOp
 
 from engine.errors import UsageError
 from engine.events import Sampling, Step
-from engine.fixes import launch_bounds
+from engine.fixes import compiler_processes, launch_bounds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_once, was_compiled
 from engine.kernels.gpu.device_memory import overwrite
@@ -90,6 +90,7 @@ class FusedRunner:
 
     def _linears(self) -> list[UOp]:
         """All kernels, or those of decode, to be compiled at once, so that several compilers share them."""
+        compiler_processes.prepare()
         variants = ((False, False), (True, False), (True, True))
         steps = [self._decode_step(limit, *v) for limit in self._decode.context_limits for v in variants]
         if not self._is_early and self._decode.uses_tensor_cores:
