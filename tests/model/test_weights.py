@@ -83,3 +83,6 @@ def test_rows_that_lie_between_those_of_another_matrix(tmp_path):
         assert into == read.tobytes()[7:]
         opened.release(second, piece)
         assert (read == values[[row // 4 * 8 + 4 + row % 4 for row in piece]]).all()
+        into, start = bytearray(read.nbytes - 60), 44  # in the middle of rows
+        opened.read_into(second, piece, start, memoryview(into))
+        assert into == read.tobytes()[start : start + len(into)]

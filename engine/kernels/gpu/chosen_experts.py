@@ -18,13 +18,14 @@ class ChosenExperts:
     """The experts of a mixture that a token takes: `used` of `n`. Each gives a result of its own, from the same vector;
     or their results are `added`, each times its probability, from a vector for each. With a `bias` each row has one.
     The first of the two products chooses the experts. Their probabilities are divided by their sum, or by `least_sum`
-    if it is larger, unless that is None."""
+    if it is larger, unless that is None; then multiplied by a number for each expert if they are `scaled`."""
 
     used: int
     n: int
     added: bool
     bias: bool = False
     least_sum: float | None = None
+    scaled: bool = False
 
 
 class ExpertRows:
@@ -50,6 +51,7 @@ class ExpertRows:
                 buffers.pop(0), UOp.const(0), chosen.used, chosen.n, thread, n_threads
             )
             self._ids = self.choice.ids
+        self._scales = buffers.pop(0) if chosen.scaled else None
         self._biases = buffers.pop(0) if chosen.bias else None
 
     def stores(self, block: UOp, total: UOp) -> list[UOp]:
@@ -59,6 +61,8 @@ class ExpertRows:
         is_first = block.eq(0) & self.slot.eq(0)
         slot, ok = i.minimum(used - 1), (i < used) & is_first
         probability = self.choice.probability(slot, total, self._chosen.least_sum)
+        if self._scales is not None:
+            probability = probability * load(self._scales, load_index(self.choice.ids, slot, self._chosen.n))
         ids, probabilities, counts = self._results
         stores = [store(ids, i, load(self.choice.ids, slot), ok), store(probabilities, i, probability, ok)]
         return [*stores, *self.choice.counted(counts, is_first)]

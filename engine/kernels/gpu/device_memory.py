@@ -38,20 +38,28 @@ def device_zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
     return Tensor(UOp.from_buffer(buffer))
 
 
+def aligned(n: int) -> int:
+    """The least multiple of what parts of buffers begin at, in numbers of 32 bits, that is not below n."""
+    return -(-n // _ALIGNMENT) * _ALIGNMENT
+
+
+def part_of(tensor: Tensor, first: int, n: int) -> Tensor:
+    """n neighbouring numbers of a device tensor of 32-bit numbers, from `first` on, which is aligned."""
+    part = tensor.uop.base.buffer.view(n, tensor.dtype, first * 4).ensure_allocated()
+    return Tensor(UOp.from_buffer(part))
+
+
 class DeviceCounts:
     """`arrays`: int32 device tensors of these sizes, zeros at first. They are parts of one buffer, so one copy reads
     them all."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        *self._firsts, total = accumulate((-(-n // _ALIGNMENT) * _ALIGNMENT for n in sizes), initial=0)
+        *self._firsts, total = accumulate(map(aligned, sizes), initial=0)
         self._sizes = sizes
         self.arrays: list[Tensor] = []
         if sizes:
             self._all = device_zeros(total, dtypes.int32)
-            whole = self._all.uop.base.buffer
-            for first, n in zip(self._firsts, sizes, strict=True):
-                part = whole.view(n, dtypes.int32, first * 4).ensure_allocated()
-                self.arrays.append(Tensor(UOp.from_buffer(part)))
+            self.arrays = [part_of(self._all, *place) for place in zip(self._firsts, sizes, strict=True)]
 
     def read(self) -> list[NDArray[np.int32]]:
         """The numbers of each array, after all kernels that were launched before."""

@@ -10,7 +10,7 @@ norm's weight and the prescale (`permuted`, `prescale`). Only one factor is left
 squares that the producer also stored.
 
 Epilogue: what the kernel does with the rows of a block: `STORE`, `STORE_SQUARES`, `add_residual`,
-`activated`, `as_logits`.
+`activated`, `EMBED`, `as_logits`.
 
 In a mixture of experts (`ChosenExperts`) a product has the matrices of all experts, and reads those of the chosen ones.
 """
@@ -263,6 +263,18 @@ def activated(activation: Activation) -> Epilogue:
     return Epilogue(1, 1, 2, stores)
 
 
+def _embed(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
+    i = rows.thread
+    ok, row = rows.valid(i), rows.index(i)
+    value = gated(rows.product(i, ok), load(ins[0], row, ok), "gelu") * load(ins[1], row % UNIT, ok)
+    return [store(outs[0], permuted(row, rows.total), value, ok)]
+
+
+EMBED = Epilogue(1, 2, 1, _embed)
+"""gelu(product) * e, permuted and prescaled for the next product. outs: that vector; ins: e, float32 (rows,); the
+prescale, float32 (UNIT,)."""
+
+
 @functools.cache
 def routed(n: int, activation: Activation) -> Epilogue:
     """Of the first `n` rows, those of a router and of a shared expert's gate, the product; of the others, which
@@ -326,9 +338,10 @@ def matvec(
     With experts, the outs are followed by the chosen experts, int32 (used,), and their probabilities, float32
     (used,). If the results are added, these are read, and x is (used, permuted_size(cols)), not normed; else they
     are written, a count of how often each expert was chosen, int32 (n,), follows, and after the partial sums the
-    router's logits, float32 (n,). Then come biases of all experts, float32 (n, rows), if there are any. Results
-    that are not added need an epilogue that stores them by slot: `activated`. With a shared expert, x is followed by
-    its vector, and by the logits of `routed`, of which the last is its gate's; its planes are the last."""
+    router's logits, float32 (n,), and the experts' scales, float32 (n,), if they are scaled. Then come biases of all
+    experts, float32 (n, rows), if there are any. Results that are not added need an epilogue that stores them by slot:
+    `activated`. With a shared expert, x is followed by its vector, and by the logits of `routed`, of which the last is
+    its gate's; its planes are the last."""
     s, cols, matrices, chosen = schedule, stack.cols, stack.matrices, stack.experts
     assert stack.slots == 1 or epilogue.pair == 2
     assert s.fits() and s.block_rows % epilogue.pair == 0, s

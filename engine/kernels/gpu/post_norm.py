@@ -7,12 +7,14 @@ A norm needs the whole product, so the product's kernel stores its rows and part
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from tinygrad import UOp
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import (
     after_store,
+    chain,
     f32,
     finish,
     inverse_rms,
@@ -25,6 +27,7 @@ from engine.kernels.gpu.uops import (
 from engine.kernels.gpu.weight_layout import permuted
 
 _THREADS = 32  # of a block, one warp, so that its sums wait for no other; each has an element
+_BOTH_THREADS = 128  # of a block that goes over all rows
 
 
 def add_normed_blocks(n: int) -> int:
@@ -33,16 +36,17 @@ def add_normed_blocks(n: int) -> int:
 
 
 @functools.cache
-def add_normed(n: int, n_norm_sums: int, copies: int, eps: float) -> Kernel:
+def add_normed(n: int, n_norm_sums: int, copies: int, eps: float, scaled: bool = False) -> Kernel:
     """Norms a product of n rows, adds it to the residual stream, and prepares the stream for the next products.
     Buffers: the outs of `engine.kernels.gpu.matvec.add_residual` (the stream, float32 (n,); partial sums of its
     squares, float32 (add_normed_blocks(n),); `copies` permuted vectors); the product, float32 (n,); partial sums of its
     squares, float32 (n_norm_sums,), another array than that of the outs; the weight of the product's norm, float32
-    (n,); for each copy the next norm's weight times the prescale, float32 (n,)."""
+    (n,); if the stream is `scaled` after it, the factor, float32 (1,); for each copy the next norm's weight times the
+    prescale, float32 (n,)."""
     steps = -(-n_norm_sums // _THREADS)
 
     def kernel(h: UOp, norm_sums: UOp, *rest: UOp) -> UOp:
-        outs, (product, product_sums, norm_weight, *weights) = rest[:copies], rest[copies:]
+        outs, (product, product_sums, norm_weight, *rest_) = rest[:copies], rest[copies:]
         thread, block = UOp.special(_THREADS, "lidx0"), UOp.special(add_normed_blocks(n), "gidx0")
         row = block * _THREADS + thread
         ok = None if n % _THREADS == 0 else row < n
@@ -53,12 +57,80 @@ def add_normed(n: int, n_norm_sums: int, copies: int, eps: float) -> Kernel:
         ]
         sums = after_store(shared(_THREADS, slot=0), thread, tree(own))
         value = stream + added * inverse_rms(tree(load_run(sums, 0, _THREADS)), n, eps)
-        square = value * value if ok is None else ok.where(value * value, f32(0))
-        squares = after_store(shared(_THREADS, slot=1), thread, square)
-        stores = [store(h, row, value, ok)]
-        stores.append(store(norm_sums, block, tree(load_run(squares, 0, _THREADS)), thread.eq(0)))
-        for out, weight in zip(outs, weights, strict=True):
-            stores.append(store(out, permuted(row, n), value * load(weight, row, ok), ok))
+        stores = _prepared(n, _THREADS, (h, norm_sums, *outs), rest_, value, scaled)
         return finish(f"add_normed_{n}_{n_norm_sums}", stores)
 
     return kernel
+
+
+def add_both_blocks(n: int) -> int:
+    """As `add_normed_blocks`, of `add_both`."""
+    return -(-n // _BOTH_THREADS)
+
+
+@functools.cache
+def add_both(n: int, n_norm_sums: tuple[int, int], copies: int, eps: float, scaled: bool = False) -> Kernel:
+    """Norms two products of n rows, adds them, norms their sum, and adds that to the residual stream. Each block
+    computes the sum's norm by itself. Buffers: the outs of `add_normed`, with add_both_blocks(n) partial sums; for each
+    of the products itself, float32 (n,), the partial sums of its squares, float32 (n_norm_sums,), and the weight of its
+    norm, float32 (n,); the weight of the sum's norm, float32 (n,); what follows in `add_normed`."""
+    threads, quads = _BOTH_THREADS, -(-n // (4 * _BOTH_THREADS))
+    assert n % 4 == 0
+
+    def kernel(h: UOp, norm_sums: UOp, *rest: UOp) -> UOp:
+        outs, rest = rest[:copies], rest[copies:]
+        first, second, (norm_weight, *rest_) = rest[:3], rest[3:6], rest[6:]
+        thread, block = UOp.special(threads, "lidx0"), UOp.special(add_both_blocks(n), "gidx0")
+        row = block * threads + thread
+        ok = None if n % threads == 0 else row < n
+        stream, weight = load(h, row, ok), load(norm_weight, row, ok)
+
+        def own_sum(sums: UOp, count: int) -> UOp:
+            """Of a thread's share of partial sums."""
+            places = [thread + i * threads for i in range(-(-count // threads))]
+            return tree([load(sums, p, None if count % threads == 0 else p < count) for p in places])
+
+        def normed(quad: UOp, ok: UOp | None) -> list[tuple[UOp, UOp]]:
+            """Four rows of both products, times their norms' weights."""
+            rows = ([a * b for a, b in zip(load_run(of[0], quad, 4, ok), load_run(of[2], quad, 4, ok), strict=True)]
+                    for of in (first, second))  # fmt: skip
+            return list(zip(*rows, strict=True))
+
+        places = [(thread + i * threads) * 4 for i in range(quads)]
+        both = [pair for p in places for pair in normed(p, None if n % (4 * threads) == 0 else p < n)]
+        own = [load(of[0], row, ok) * load(of[2], row, ok) for of in (first, second)]
+        parts = shared(2 * threads, slot=0)
+        stores = [
+            store(parts, thread + k * threads, own_sum(of[1], count))
+            for k, (of, count) in enumerate(zip((first, second), n_norm_sums, strict=True))
+        ]
+        parts = parts.after(UOp.group(*stores))
+        factors = [inverse_rms(tree(load_run(parts, k * threads, threads)), n, eps) for k in (0, 1)]
+        sums = [a * factors[0] + b * factors[1] for a, b in both]
+        squares = after_store(shared(threads, slot=2), thread, chain(x * x for x in sums))
+        factor = inverse_rms(tree(load_run(squares, 0, threads)), n, eps)
+        value = stream + (own[0] * factors[0] + own[1] * factors[1]) * factor * weight
+        results = _prepared(n, threads, (h, norm_sums, *outs), rest_, value, scaled)
+        return finish(f"add_both_{n}_{n_norm_sums[0]}_{n_norm_sums[1]}", results)
+
+    return kernel
+
+
+def _prepared(
+    n: int, threads: int, outs: Sequence[UOp], ins: Sequence[UOp], value: UOp, scaled: bool
+) -> list[UOp]:
+    """The stores of the stream's new value, of which each thread of a block has one, and of what is made of it for the
+    next products (`add_normed`)."""
+    h, norm_sums, *copies = outs
+    thread, block = UOp.special(threads, "lidx0"), UOp.special(-(-n // threads), "gidx0")
+    row, weights = block * threads + thread, ins[1:] if scaled else ins
+    ok = None if n % threads == 0 else row < n
+    if scaled:
+        value = value * load(ins[0], 0)
+    square = value * value if ok is None else ok.where(value * value, f32(0))
+    squares = after_store(shared(threads, slot=1), thread, square)
+    stores = [store(h, row, value, ok)]
+    stores.append(store(norm_sums, block, tree(load_run(squares, 0, threads)), thread.eq(0)))
+    for out, weight in zip(copies, weights, strict=True):
+        stores.append(store(out, permuted(row, n), value * load(weight, row, ok), ok))
+    return stores

@@ -49,32 +49,44 @@ def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:
 PLACES = {"fragments": fragment_index, "rows": _place_in_rows, "columns": column_index}
 
 
+class _TokenNorm:
+    """RMS norms of a token's values, which the threads of a block share: each has runs of four."""
+
+    def __init__(self, cols: int, eps: float) -> None:
+        self.threads = max(32, min(256, -(-cols // 4 // 32) * 32))
+        self.thread, self._cols, self._eps = UOp.special(self.threads, "lidx0"), cols, eps
+        quads = -(-cols // 4 // self.threads)
+        columns = [(self.thread + q * self.threads) * 4 + i for q in range(quads) for i in range(4)]
+        whole = cols % (self.threads * 4) == 0
+        self.places = [(column, None if whole else column < cols) for column in columns]
+
+    def factor(self, values: Sequence[UOp], slot: int, eps: float | None = None) -> UOp:
+        """The factor of the norm of values, of which this thread has those at its `places`."""
+        n, thread = self.threads, self.thread
+        partial = after_store(shared(n, slot), thread, chain(value * value for value in values))
+        lane_sum = tree([load(partial, thread + 32 * k, thread < 32) for k in range(n // 32)])
+        lane_sums = after_store(shared(32, slot + 1), thread, lane_sum, thread < 32)
+        return inverse_rms(tree(load_run(lane_sums, 0, 32)), self._cols, self._eps if eps is None else eps)
+
+
 @functools.cache
 def norm_prompt(
-    tokens: int, cols: int, parts: int, eps: float, post_norm: bool = False, bias: bool = False,
-    order: Order = "fragments",
+    tokens: int, cols: int, parts: int, eps: float, post_eps: float | None = None, bias: bool = False,
+    order: Order = "fragments", scaled: bool = False, is_normed: bool = True, keeps_sizes: bool = False,
 ) -> Kernel:  # fmt: skip
-    """Adds a product to the residual stream, and RMS-norms the stream for the next product. Buffers: the normed
-    activations, float16 in an `Order`; the stream, float32 (tokens, cols); the product, as partial sums, float32
-    (parts, tokens, cols), unless `parts` is 0; its bias, float32 (cols,), if there is a `bias`; with `post_norm` the
-    weight of the norm of the product before it is added, float32 (cols,); the norm's weight, float32 (cols,)."""
-    assert parts or not (post_norm or bias)
-    threads = max(32, min(256, -(-cols // 4 // 32) * 32))
-    quads = -(-cols // 4 // threads)
+    """Adds a product to the residual stream, and RMS-norms the stream for the next product, or only multiplies it by
+    weights if it `is_normed` not. Buffers: the normed activations, float16 in an `Order`; if it `keeps_sizes`, what
+    tokens were divided by, float32 (tokens,); the stream, float32 (tokens, cols); the product, as partial sums, float32
+    (parts, tokens, cols), unless `parts` is 0; its bias, float32 (cols,), if there is a `bias`; with a `post_eps` the
+    weight of the norm of the product before it is added, float32 (cols,); if the stream is `scaled` after that, the
+    factor, float32 (1,); the norm's weight, float32 (cols,)."""
+    assert parts or not (post_eps is not None or bias or scaled)
 
-    def kernel(x: UOp, h: UOp, *rest: UOp) -> UOp:
-        sums, weight = rest[0] if parts else None, rest[-1]
-        thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
-        columns = [(thread + q * threads) * 4 + i for q in range(quads) for i in range(4)]
-        places = [(column, None if cols % (threads * 4) == 0 else column < cols) for column in columns]
-
-        def norm(values: Sequence[UOp], slot: int) -> UOp:
-            """The factor of the norm of a token's values, of which this thread has some."""
-            partial = after_store(shared(threads, slot), thread, chain(value * value for value in values))
-            lane_sum = tree([load(partial, thread + 32 * k, thread < 32) for k in range(threads // 32)])
-            lane_sums = after_store(shared(32, slot + 1), thread, lane_sum, thread < 32)
-            return inverse_rms(tree(load_run(lane_sums, 0, 32)), cols, eps)
-
+    def kernel(x: UOp, *buffers: UOp) -> UOp:
+        sizes, (h, *rest) = (buffers[0], buffers[1:]) if keeps_sizes else (None, buffers)
+        sums, weight = rest.pop(0) if parts else None, rest.pop()
+        norm, token = _TokenNorm(cols, eps), UOp.special(tokens, "gidx0")
+        places = norm.places
         stores, values = [], [load(h, token * cols + column, ok) for column, ok in places]
         if sums is not None:
             added = [
@@ -82,20 +94,54 @@ def norm_prompt(
                 for column, ok in places
             ]
             if bias:
-                added = [[*terms, load(rest[1], *place)] for terms, place in zip(added, places, strict=True)]
-            if post_norm:
+                terms_of_bias = rest.pop(0)
+                added = [
+                    [*terms, load(terms_of_bias, *place)] for terms, place in zip(added, places, strict=True)
+                ]
+            if post_eps is not None:
                 product = [chain(part_sums) for part_sums in added]
-                factor = norm(product, 2)
-                weights = [load(rest[-2], column, ok) for column, ok in places]
+                factor, post_weight = norm.factor(product, 2, post_eps), rest.pop(0)
+                weights = [load(post_weight, column, ok) for column, ok in places]
                 added = [[value * factor * w] for value, w in zip(product, weights, strict=True)]
             values = [chain([value, *terms]) for value, terms in zip(values, added, strict=True)]
+            if scaled:
+                scale = load(rest.pop(0), 0)
+                values = [value * scale for value in values]
             for (column, ok), value in zip(places, values, strict=True):
                 stores.append(store(h, token * cols + column, value, ok))
-        factor = norm(values, 0)
+        factor = norm.factor(values, 0) if is_normed else f32(1)
+        if sizes is not None:
+            stores.append(store(sizes, token, factor.reciprocal(), norm.thread.eq(0)))
         for (column, ok), value in zip(places, values, strict=True):
-            normed = (value * factor * load(weight, column, ok)).cast(F16)
+            normed = value * factor * load(weight, column, ok)
+            normed = normed.cast(F16) if is_normed else as_half(normed)
             stores.append(store(x, PLACES[order](token, column, cols), normed, ok))
         return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
+
+    return kernel
+
+
+@functools.cache
+def add_normed_sums(tokens: int, cols: int, parts: tuple[int, int], eps: float) -> Kernel:
+    """The sum of two products, each normed before. Buffers: the result, float32 (tokens, cols); for each product its
+    partial sums, float32 (parts, tokens, cols), and the weight of its norm, float32 (cols,)."""
+
+    def kernel(out: UOp, *products: UOp) -> UOp:
+        norm, token, terms = _TokenNorm(cols, eps), UOp.special(tokens, "gidx0"), []
+        for k, count in enumerate(parts):
+            sums, weight = products[2 * k : 2 * k + 2]
+            values = [
+                chain(load(sums, (p * tokens + token) * cols + column, ok) for p in range(count))
+                for column, ok in norm.places
+            ]
+            factor = norm.factor(values, 2 * k)
+            weights = (load(weight, *place) for place in norm.places)
+            terms.append([value * factor * w for value, w in zip(values, weights, strict=True)])
+        stores = [
+            store(out, token * cols + column, a + b, ok)
+            for (column, ok), a, b in zip(norm.places, *terms, strict=True)
+        ]
+        return finish(f"prefill_add_normed_{tokens}_{cols}_{parts[0]}_{parts[1]}", stores)
 
     return kernel
 

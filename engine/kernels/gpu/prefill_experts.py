@@ -94,19 +94,24 @@ def router_logits(tokens: int, cols: int, n: int, eps: float, bias: bool) -> Ker
 
 
 @functools.cache
-def choose_experts(tokens: int, used: int, n: int, least_sum: float | None, stride: int = 0) -> Kernel:
+def choose_experts(
+    tokens: int, used: int, n: int, least_sum: float | None, stride: int = 0, scaled: bool = False
+) -> Kernel:
     """The `used` most probable experts of each token, the most probable first; of equal ones the first. Buffers: the
     experts, int32 (tokens, used); their probabilities, float32 (tokens, used); the router's logits, float32 (tokens,
-    stride), the first n of each token (if `stride` is 0, that is n). The probabilities are divided by their sum, or by
-    `least_sum` if it is larger, unless that is None."""
+    stride), the first n of each token (if `stride` is 0, that is n); if they are `scaled`, what each expert's
+    probability is multiplied by, float32 (n,). The probabilities are divided by their sum, or by `least_sum` if it is
+    larger, unless that is None."""
     threads = -(-n // 32) * 32
 
-    def kernel(chosen: UOp, probabilities: UOp, logits: UOp) -> UOp:
+    def kernel(chosen: UOp, probabilities: UOp, logits: UOp, *scales: UOp) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
         choice = ExpertChoice.of(logits, token * (stride or n), used, n, thread, threads)
         sums = after_store(shared(32, slot=0), thread, choice.powers(thread % 32, 32), thread < 32)
         slot, ok = thread.minimum(used - 1), thread < used
         probability = choice.probability(slot, tree(load_run(sums, 0, 32)), least_sum)
+        if scaled:
+            probability = probability * load(scales[0], load_index(choice.ids, slot, n))
         stores = [
             store(chosen, token * used + thread, load(choice.ids, slot), ok),
             store(probabilities, token * used + thread, probability, ok),

@@ -68,7 +68,7 @@ class FusedBatchRunner:
         counts = self.row_counts
         self._sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
         self._steps = RowSteps(self._one, self._batch, self._sampler, counts, context_length, self._launch)
-        by_window = {a.heads.window: a for a in model.attention}
+        by_window = {a.heads.window: a for a in model.storing}
         self._tables = [a.tables for a in by_window.values()]
         self._stale_tables: set[tuple[int, int]] = set()  # the groups and sequences of those to be sent
         self._host_tables = [
@@ -143,7 +143,7 @@ class FusedBatchRunner:
     def _copy_sequence(self, window: int) -> KernelSequence:
         """Copies a block in all layers of a window."""
         sequence = KernelSequence()
-        for a in self._model.attention:
+        for a in self._model.storing:
             if a.heads.window == window:
                 sequence.add(copy_block(a.heads), *a.cache, self._copied)
         return sequence

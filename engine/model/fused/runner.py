@@ -73,7 +73,7 @@ class FusedRunner:
         self._mailbox = Mailbox(context_length)
         self._states = DeviceStates(model.deltas)
         self.state_slots, self.state_bytes = self._states.state_slots, self._states.state_bytes
-        self._cache_export = CacheExport(model.attention)
+        self._cache_export = CacheExport(model.storing)
         self._decode_steps: dict[tuple[int, bool, bool], Callable[[], None]] = {}
         self._prefill_steps: dict[int, Callable[[], None]] = {}
         self._state = _UNKNOWN  # the token and position on the device
@@ -164,7 +164,7 @@ class FusedRunner:
     def export_layout(self) -> str:
         if self._model.deltas:
             return ""
-        return export_layout((h.kv, h.dim, h.window) for h in (a.heads for a in self._model.attention))
+        return export_layout((h.kv, h.dim, h.window) for h in (a.heads for a in self._model.storing))
 
     @property
     def widest_window(self) -> int:

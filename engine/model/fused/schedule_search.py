@@ -22,7 +22,7 @@ from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.matvec import Schedule, StackedMatrices
 from engine.kernels.gpu.schedules import candidates, save_search_result, search_result
-from engine.model.lower.gpu_weights import Product
+from engine.model.lower.gpu_matrices import Product
 from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
 

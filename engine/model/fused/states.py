@@ -11,7 +11,7 @@ from engine.kernels.gpu.delta_net import copy_state
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.model.checkpoints import checkpoint_slots
-from engine.model.lower.gpu_weights import DeltaNet
+from engine.model.lower.gpu_layers import DeltaNet
 
 
 class DeviceStates:

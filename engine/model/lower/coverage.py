@@ -5,27 +5,21 @@ from __future__ import annotations
 from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.model.spec import ModelSpec
 
-_NEW = frozenset(
-    {
-        "layers that share a KV cache",
-        "keys as values",
-        "normed values",
-        "embeddings of each layer",
-        "feed-forward layers side by side",
-        "scaled experts",
-        "scaled layers",
-    }
-)
-"""What no kernels have yet."""
-
-_GPU = _NEW | {
-    "layers without a norm before them",
-    "experts whose gate and up differ in type",
-    "a residual multiplier with norms after layers",
-}
+_GPU = frozenset({"experts whose gate and up differ in type"})
 
 _LACKING = {
-    "CPU": _NEW | {"a soft cap of the logits"},
+    "CPU": frozenset(
+        {
+            "layers that share a KV cache",
+            "keys as values",
+            "normed values",
+            "embeddings of each layer",
+            "feed-forward layers side by side",
+            "scaled experts",
+            "scaled layers",
+            "a soft cap of the logits",
+        }
+    ),
     "CUDA": _GPU,
     # tinygrad's NV device gives a block 48 KB of shared memory, and prefill attention of such heads takes 80 KB
     "NV": _GPU | {"heads of more than 256 elements"},

@@ -31,17 +31,10 @@ from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.sampling import StepRows, next_tokens
 from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.lower.gpu_prefill import Pending, PrefillKernels, PromptStep
-from engine.model.lower.gpu_weights import (
-    Attention,
-    DeltaNet,
-    FeedForward,
-    GPUModel,
-    Layer,
-    Mixture,
-    Product,
-    given,
-)
+from engine.model.lower.gpu_layers import Attention, DeltaNet, given
+from engine.model.lower.gpu_matrices import Product
+from engine.model.lower.gpu_prefill import PrefillKernels, PromptStep
+from engine.model.lower.gpu_weights import GPUModel
 from engine.model.lower.prescales import Prescales
 
 ROW_COUNTS = (4, 8, 16, 32)
@@ -90,7 +83,7 @@ class BatchKernels(PrefillKernels):
         kinds = [StepRows.SAMPLED if draws else StepRows.USED for draws in sampled]
         state[:, : len(tokens)] = tokens, positions, sequences, kinds
         overwrite(self._states[rows], state.reshape(-1))
-        if any(isinstance(layer.mix, Mixture) for layer in self._model.layers):
+        if self._model.mixtures:
             overwrite(self.prompt, np.asarray([0, len(tokens), 0], np.int32))
 
 
@@ -109,18 +102,9 @@ class _RowsStep(PromptStep):
 
     def kernels(self) -> KernelSequence:
         model = self._model
-        self._embed(self._state)
+        self._embed(self._state, model.layers)
         for layer in model.layers:
-            self._norm(layer.norm, "rows" if isinstance(layer.mix, Mixture) else "columns")
-            match layer.mix:
-                case Attention() as a:
-                    self._attend_rows(layer, a)
-                case DeltaNet() as d:
-                    self._remember_rows(layer, d)
-                case FeedForward() as f:
-                    self._feed_forward(layer, f)
-                case Mixture() as m:
-                    self._experts(layer, m)
+            self._add(layer)
         self._norm(model.output_norm, "columns")
         part = model.head.single_matrix
         tiles = self._tiles(part)
@@ -137,8 +121,7 @@ class _RowsStep(PromptStep):
             self._sequence.add(next_tokens(blocks, self._tokens), self._state, self._next_ids, *best)
         return self._sequence
 
-    def _attend_rows(self, layer: Layer, a: Attention) -> None:
-        """Adds attention, whose last product is pending."""
+    def _attend(self, a: Attention) -> tuple[Tensor, int]:
         heads, tokens = a.heads, self._tokens
         rows = self._rows(a.qkv, "qkv", given(a.bias))
         attended = self._activations("attended", a.o.stack.cols, "columns")
@@ -165,17 +148,14 @@ class _RowsStep(PromptStep):
             gates = [rows] * heads.gated
             kernel = combine(heads, split.splits, bool(sinks), tokens)
             self._sequence.add(kernel, attended, *parts, *sinks, *gates)
-        sums, count = self._product(a.o.single_matrix, attended, "o")
-        self._pending = Pending(sums, count, a.o_bias, layer.post_norm)
+        return self._product(a.o.single_matrix, attended, "o")
 
-    def _remember_rows(self, layer: Layer, d: DeltaNet) -> None:
-        """Adds a gated delta net, whose last product is pending."""
+    def _remember(self, d: DeltaNet) -> tuple[Tensor, int]:
         rows = self._rows(d.inputs, "delta", [])
         remembered = self._activations("remembered", d.heads.width, "columns")
         kernel = delta_decode(d.heads, self._tokens)
         self._sequence.add(kernel, remembered, d.memory, rows, *d.vectors, self._state)
-        sums, count = self._product(d.out.single_matrix, remembered, "delta_out")
-        self._pending = Pending(sums, count, None, layer.post_norm)
+        return self._product(d.out.single_matrix, remembered, "delta_out")
 
     def _rows(self, product: Product, name: str, bias: list[Tensor]) -> Tensor:
         """Adds a product of the normed stream; returns its rows, of all tokens one after the other."""

@@ -5,6 +5,8 @@
             for a feed-forward layer: gate+up . down
             for experts: router . choice, gate+up . down     . head . next token
 
+A feed-forward layer and experts side by side are the products of both, and a kernel that adds their results.
+
 The last product of a sublayer adds to the residual stream and prepares it for the next product: what the next sublayer
 is decides which vectors it writes. If the result is to be normed first, another kernel adds it (`post_norm`).
 Everything that changes from step to step (the token, its position, keys and values) is in device memory.
@@ -12,8 +14,9 @@ Everything that changes from step to step (the token, its position, keys and val
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +25,14 @@ from tinygrad import Tensor, dtypes
 from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
 from engine.kernels.gpu.delta_decode import delta_decode
 from engine.kernels.gpu.device import has_tensor_cores, multiprocessors
-from engine.kernels.gpu.device_memory import device_zeros
+from engine.kernels.gpu.device_memory import device_zeros, part_of
 from engine.kernels.gpu.embedding import embed
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.layer_embeddings import layer_embeddings, stride
 from engine.kernels.gpu.matvec import (
+    EMBED,
     STORE,
     STORE_BIASED,
     STORE_SQUARES,
@@ -39,20 +44,25 @@ from engine.kernels.gpu.matvec import (
     matvec,
     routed,
 )
-from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
+from engine.kernels.gpu.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
 from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.lower.gpu_weights import (
+from engine.model.lower.gpu_layers import (
     Attention,
     DeltaNet,
+    Embedded,
     FeedForward,
-    GPUModel,
+    Input,
     Layer,
+    Mix,
     Mixture,
-    Product,
+    SideBySide,
     given,
+    inputs_of,
 )
+from engine.model.lower.gpu_matrices import Product
+from engine.model.lower.gpu_weights import GPUModel
 from engine.model.lower.prescales import Prescales
 
 # Tokens: up to the first number one thread block does the attention of a head; to the second, one captured step serves.
@@ -62,12 +72,13 @@ _SHORT, _MEDIUM = 256, 8192
 @dataclass
 class ResidualStream:
     """The residual stream as the kernel before leaves it (`matvec.add_residual`): `h`, partial sums of its squares, and
-    the normed input of the next product for each of its prescales (`StackedMatrices.prescale_bits`)."""
+    the inputs of the next products, by `Input.key`. `is_normed`: whether the products norm them."""
 
     h: Tensor
     parts: Tensor
     n_parts: int
-    inputs: dict[int, Tensor]
+    inputs: dict[tuple[int, int], Tensor]
+    is_normed: bool
 
 
 class DecodeKernels:
@@ -83,7 +94,7 @@ class DecodeKernels:
         self._h = device_zeros(spec.dim)
         self._angles = [device_zeros(2 * rope.pairs) for rope in spec.ropes]
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
-        self._inputs: dict[int, Tensor] = {}
+        self._inputs: list[Tensor] = []
         self._scratch: dict[tuple[str, int], Tensor] = {}
         self._experts: dict[int, tuple[Tensor, Tensor]] = {}
         self.context_limits = [_SHORT]
@@ -105,23 +116,29 @@ class DecodeKernels:
         model, step = self._model, KernelSequence()
         stream = self._embed(step)
         for i, layer in enumerate(model.layers):
+            following = model.layers[i + 1] if i + 1 < len(model.layers) else None
+            inputs = following.inputs if following else inputs_of(model.output_norm, model.head)
+            is_normed, norm = following is None or following.is_normed, layer.norm
             match layer.mix:
                 case Attention() as a:
-                    x = self._attend(step, a, stream, limit)
+                    x = self._attend(step, a, stream, norm, limit)
                 case DeltaNet() as d:
-                    x = self._remember(step, d, stream)
+                    x = self._remember(step, d, stream, norm)
                 case FeedForward() as f:
-                    x = self._gate(step, f, stream)
+                    x = self._gate(step, f, stream, norm)
                 case Mixture() as m:
-                    x = self._choose(step, m, stream)
-            last = i + 1 == len(model.layers)
-            bits = model.head.stack.prescale_bits if last else model.layers[i + 1].input_bits
-            norm = model.output_norm if last else model.layers[i + 1].norm
-            stream = self._add(step, layer, x, bits, norm, (i + 1) % 2)
+                    x = self._choose(step, m, stream, norm, norm)
+                case Embedded() as e:
+                    x = self._take_embeddings(step, e, stream, norm)
+                case SideBySide() as both:
+                    stream = self._add_both(step, layer, both, stream, inputs, is_normed, (i + 1) % 2)
+                    continue
+            stream = self._add(step, layer, x, inputs, is_normed, (i + 1) % 2)
         blocks = model.head.n_blocks
         best = device_zeros(blocks), device_zeros(blocks, dtypes.int32)
         epilogue = as_logits(model.spec.softcap)
-        self._multiply_normed(step, model.head, stream, epilogue, [self.logits, *best], [], "head")
+        outs = [self.logits, *best]
+        self._multiply(step, model.head, stream, model.output_norm, epilogue, outs, [], "head")
         if sampler is None:
             step.add(next_token(blocks, self._context), self.state, history, *best)
         else:
@@ -132,24 +149,65 @@ class DecodeKernels:
         model, spec = self._model, self._model.spec
         first = model.layers[0]
         last = model.layers[-1].mix.products[-1]
-        stream = self._stream(max(last.n_blocks, UNIT // QUARTER), first.input_bits, 0)
+        tables = model.layer_tables
+        inputs = [*first.inputs, *(tables.inputs if tables else [])]
+        stream = self._stream(max(last.n_blocks, UNIT // QUARTER), inputs, first.is_normed, 0)
         kernel = embed(
             model.embedding.single_matrix.layout, spec.vocab, spec.dim, stream.n_parts, len(stream.inputs),
             self._context, tuple(rope.pairs for rope in spec.ropes), spec.embedding_scale,
         )  # fmt: skip
-        norms = [self._prescales.norm_weight(first.norm, bits) for bits in stream.inputs]
         outs = stream.h, stream.parts, *stream.inputs.values(), *self._angles
-        tables = [table for tables in model.ropes for table in tables]
-        step.add(kernel, *outs, self.state, *tables, *norms, *model.embedding.planes)
+        angles = [table for of_rope in model.ropes for table in of_rope]
+        step.add(kernel, *outs, self.state, *angles, *self._norms(inputs), *model.embedding.planes)
+        self._embed_layers(step, stream)
         return stream
 
-    def _attend(self, step: KernelSequence, a: Attention, stream: ResidualStream, limit: int) -> Tensor:
+    def _embed_layers(self, step: KernelSequence, stream: ResidualStream) -> None:
+        """Adds the embeddings of layers, if there are any."""
+        spec, tables = self._model.spec, self._model.layer_tables
+        if tables is None:
+            return
+        plain = replace(stream, is_normed=False)
+        rows = self._buffer("projection", tables.layers * tables.size)
+        self._multiply(step, tables.projection, plain, tables.plain, STORE, [rows], [], "projection")
+        kernel = layer_embeddings(
+            tables.table.single_matrix.layout, 1, spec.vocab, spec.dim, tables.size, tables.layers, 1, spec.eps,
+            tables.layers, False,
+        )  # fmt: skip
+        step.add(kernel, self._layer_embeddings, self.state, rows, tables.norm, *tables.table.planes)
+
+    @functools.cached_property
+    def _layer_embeddings(self) -> Tensor:
+        tables = self._model.layer_tables
+        assert tables
+        return device_zeros(tables.layers * stride(1, tables.size))
+
+    def _take_embeddings(
+        self, step: KernelSequence, e: Embedded, stream: ResidualStream, norm: NDArray[np.float32]
+    ) -> Tensor:
+        """As `_attend`, for what a layer makes of its embeddings."""
+        size = e.gate.stack.rows
+        own = part_of(self._layer_embeddings, e.layer * stride(1, size), size)
+        out = self._buffer("embedded", permuted_size(size))
+        ins = [own, self._prescales.of(e.proj.single_matrix.layout)]
+        self._multiply(step, e.gate, stream, norm, EMBED, [out], ins, "gate")
+        return out
+
+    def _attend(
+        self,
+        step: KernelSequence,
+        a: Attention,
+        stream: ResidualStream,
+        norm: NDArray[np.float32],
+        limit: int,
+    ) -> Tensor:
         """Adds attention without its last product; returns that product's input."""
         heads, split = a.heads, self._split(a.heads, limit)
         qkv = self._buffer("qkv", heads.rows)
         attended = self._buffer("attended", permuted_size(heads.query * heads.dim))
         bias = given(a.bias)
-        self._multiply_normed(step, a.qkv, stream, STORE_BIASED if bias else STORE, [qkv], bias, "qkv")
+        epilogue = STORE_BIASED if bias else STORE
+        self._multiply(step, a.qkv, stream, norm, epilogue, [qkv], bias, "qkv")
         norms = given(a.norms)
         prescale = self._prescales.of(a.o.single_matrix.layout)
         ins = [*a.cache, qkv, self._angles[a.rope], *given(a.tables), self.state]
@@ -167,46 +225,57 @@ class DecodeKernels:
             step.add(kernel, attended, *self.attention_parts, prescale, *sinks, *gates)
         return attended
 
-    def _remember(self, step: KernelSequence, d: DeltaNet, stream: ResidualStream) -> Tensor:
+    def _remember(
+        self, step: KernelSequence, d: DeltaNet, stream: ResidualStream, norm: NDArray[np.float32]
+    ) -> Tensor:
         """As `_attend`, for a gated delta net."""
         rows, out = (
             self._buffer("delta", d.heads.rows),
             self._buffer("remembered", permuted_size(d.heads.width)),
         )
-        self._multiply_normed(step, d.inputs, stream, STORE, [rows], [], "delta_inputs")
+        self._multiply(step, d.inputs, stream, norm, STORE, [rows], [], "delta_inputs")
         prescale = self._prescales.of(d.out.single_matrix.layout)
         step.add(delta_decode(d.heads), out, d.memory, rows, *d.vectors, self.state, prescale)
         return out
 
-    def _gate(self, step: KernelSequence, f: FeedForward, stream: ResidualStream) -> Tensor:
+    def _gate(
+        self, step: KernelSequence, f: FeedForward, stream: ResidualStream, norm: NDArray[np.float32]
+    ) -> Tensor:
         """As `_attend`, for a feed-forward layer."""
         prescale = self._prescales.of(f.down.single_matrix.layout)
         out = self._buffer("activated", permuted_size(f.width))
         if len(f.gate_up.matrices) == 1:
             epilogue = activated(f.activation)
-            self._multiply_normed(step, f.gate_up, stream, epilogue, [out], [prescale], "gate_up")
+            self._multiply(step, f.gate_up, stream, norm, epilogue, [out], [prescale], "gate_up")
         else:
             rows = self._buffer("gate_up", 2 * f.width)
-            self._multiply_normed(step, f.gate_up, stream, STORE, [rows], [], "gate_up")
+            self._multiply(step, f.gate_up, stream, norm, STORE, [rows], [], "gate_up")
             step.add(activate(f.width, f.activation), out, rows, prescale)
         return out
 
-    def _choose(self, step: KernelSequence, m: Mixture, stream: ResidualStream) -> Tensor:
+    def _choose(
+        self,
+        step: KernelSequence,
+        m: Mixture,
+        stream: ResidualStream,
+        norm: NDArray[np.float32],
+        router_norm: NDArray[np.float32],
+    ) -> Tensor:
         """As `_attend`, for a mixture of experts: the router, and gate and up of the experts that it chooses."""
         part, bias = m.part, given(m.router_bias)
-        out = self._buffer("activated", part.used * permuted_size(m.width))
+        out = self._buffer("experts_activated", part.used * permuted_size(m.width))
         logits, *shared = self._routed(m)
         epilogue, ins = STORE_BIASED if bias else STORE, bias
         if part.shared and m.down.shared:
             assert not bias
             epilogue = routed(part.count + 1, part.shared.activation)
             ins = [self._prescales.of(m.down.shared.layout)]
-        self._multiply_normed(step, m.router, stream, epilogue, [logits, *shared], ins, "router")
+        self._multiply(step, m.router, stream, router_norm, epilogue, [logits, *shared], ins, "router")
         outs = [out, *self._chosen(part.used), m.choices]
-        ins = [logits, *given(m.gate_up_bias), self._prescales.of(m.down.single_matrix.layout)]
-        self._multiply_normed(
-            step, m.gate_up, stream, activated(part.activation), outs, ins, "experts_gate_up"
-        )
+        (down,) = m.down.matrices
+        ins = [logits, *given(m.scales, m.gate_up_bias), self._prescales.of(down.layout)]
+        epilogue = activated(part.activation)
+        self._multiply(step, m.gate_up, stream, norm, epilogue, outs, ins, "experts_gate_up")
         return out
 
     def _routed(self, m: Mixture) -> list[Tensor]:
@@ -222,64 +291,98 @@ class DecodeKernels:
             self._experts[used] = device_zeros(used, dtypes.int32), device_zeros(used)
         return self._experts[used]
 
-    def _multiply_normed(
+    def _multiply(
         self,
         step: KernelSequence,
         product: Product,
         stream: ResidualStream,
+        norm: NDArray[np.float32],
         epilogue: Epilogue,
         outs: list[Tensor],
         ins: list[Tensor],
         name: str,
     ) -> None:
-        """Adds a product of the normed residual stream."""
-        eps = self._model.spec.stream_eps
-        kernel = matvec(product.stack, product.schedule, epilogue, name, stream.n_parts, eps)
-        inputs = [stream.inputs[bits] for bits in product.stack.prescale_bits]
-        step.add(kernel, *outs, *inputs, stream.parts, *ins, *product.planes)
+        """Adds a product of the residual stream after a norm."""
+        inputs = [stream.inputs[i.key] for i in inputs_of(norm, product)]
+        n_parts, eps = stream.n_parts if stream.is_normed else 0, self._model.spec.stream_eps
+        kernel = matvec(product.stack, product.schedule, epilogue, name, n_parts, eps)
+        step.add(kernel, *outs, *inputs, *([stream.parts] if n_parts else []), *ins, *product.planes)
 
     def _add(
         self,
         step: KernelSequence,
         layer: Layer,
         x: Tensor,
-        bits: Sequence[int],
-        norm: NDArray[np.float32],
+        inputs: Sequence[Input],
+        is_normed: bool,
         parity: int,
     ) -> ResidualStream:
-        """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream, before `norm` and
-        products with these prescales."""
-        product, name = layer.mix.products[-1], "down"
-        bias: list[Tensor] = []
-        chosen: tuple[Tensor, ...] = ()
-        biases: list[Tensor] = []  # of experts
-        shared: list[Tensor] = []
-        match layer.mix:
+        """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream, before products
+        with these inputs."""
+        dim, product = self._model.spec.dim, layer.mix.products[-1]
+        if layer.post_norm is not None:
+            rows, squares = self._product_to_norm(step, layer.mix, x)
+            stream = self._stream(add_normed_blocks(dim), inputs, is_normed, parity)
+            scale, eps = given(layer.scale), self._model.spec.eps
+            kernel = add_normed(dim, product.n_blocks, len(inputs), eps, bool(scale))
+            outs = stream.h, stream.parts, *stream.inputs.values()
+            step.add(kernel, *outs, rows, squares, layer.post_norm, *scale, *self._norms(inputs))
+            return stream
+        assert layer.scale is None
+        name, chosen, biases, bias = self._last_of(layer.mix)
+        stream = self._stream(product.n_blocks, inputs, is_normed, parity)
+        kernel = matvec(product.stack, product.schedule, add_residual(len(inputs), bool(bias)), name)
+        outs = stream.h, stream.parts, *stream.inputs.values()
+        step.add(kernel, *outs, *chosen, x, *biases, *self._norms(inputs), *bias, *product.planes)
+        return stream
+
+    def _add_both(
+        self, step: KernelSequence, layer: Layer, both: SideBySide, stream: ResidualStream, inputs: Sequence[Input],
+        is_normed: bool, parity: int,
+    ) -> ResidualStream:  # fmt: skip
+        """Adds a feed-forward layer and a mixture of experts, and the sum of their results to the residual stream."""
+        dim, eps = self._model.spec.dim, self._model.spec.eps
+        stream = replace(stream, is_normed=True)
+        x = self._choose(step, both.experts, stream, both.experts_norm, both.router_norm)
+        experts = self._product_to_norm(step, both.experts, x)
+        dense = self._product_to_norm(step, both.dense, self._gate(step, both.dense, stream, both.dense_norm))
+        stream = self._stream(add_both_blocks(dim), inputs, is_normed, parity)
+        counts = both.dense.down.n_blocks, both.experts.down.n_blocks
+        scale = given(layer.scale)
+        assert layer.post_norm is not None
+        ins = [*dense, both.dense_post_norm, *experts, both.experts_post_norm, layer.post_norm, *scale]
+        kernel = add_both(dim, counts, len(inputs), eps, bool(scale))
+        step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), *ins, *self._norms(inputs))
+        return stream
+
+    def _product_to_norm(self, step: KernelSequence, mix: Mix, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds the last product of a layer, of `x`; returns its result, and partial sums of its squares."""
+        product = mix.products[-1]
+        name, chosen, biases, bias = self._last_of(mix)
+        assert not bias
+        rows = self._buffer(f"{name}_rows", self._model.spec.dim)
+        squares = self._buffer(f"{name}_squares", product.n_blocks)
+        kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name)
+        step.add(kernel, rows, squares, *chosen, x, *biases, *product.planes)
+        return rows, squares
+
+    def _last_of(self, mix: Mix) -> tuple[str, Sequence[Tensor], list[Tensor], list[Tensor]]:
+        """The last product of a layer: its name; of experts, which are chosen, what a shared one takes, and biases; the
+        bias of others."""
+        match mix:
             case Attention() as a:
-                name, bias = "o", given(a.o_bias)
-            case DeltaNet():
-                name = "delta_out"
+                return "o", (), [], given(a.o_bias)
             case Mixture() as m:
-                name, chosen, biases = "experts_down", self._chosen(m.part.used), given(m.down_bias)
                 logits, *shared = self._routed(m)
                 shared += [logits] if shared else []
-        dim, blocks = self._model.spec.dim, product.n_blocks
-        n_parts = blocks if layer.post_norm is None else add_normed_blocks(dim)
-        stream = self._stream(n_parts, bits, parity)
-        outs = stream.h, stream.parts, *stream.inputs.values()
-        norms = [self._prescales.norm_weight(norm, bits) for bits in stream.inputs]
-        if layer.post_norm is None:
-            epilogue = add_residual(len(stream.inputs), bool(bias))
-            kernel = matvec(product.stack, product.schedule, epilogue, name)
-            step.add(kernel, *outs, *chosen, x, *shared, *biases, *norms, *bias, *product.planes)
-            return stream
-        assert not bias
-        rows, squares = self._buffer("rows", dim), self._buffer("squares", blocks)
-        kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name)
-        step.add(kernel, rows, squares, *chosen, x, *shared, *biases, *product.planes)
-        kernel = add_normed(dim, blocks, len(stream.inputs), self._model.spec.eps)
-        step.add(kernel, *outs, rows, squares, layer.post_norm, *norms)
-        return stream
+                return "experts_down", self._chosen(m.part.used), [*shared, *given(m.down_bias)], []
+            case DeltaNet():
+                return "delta_out", (), [], []
+        return "down" if isinstance(mix, FeedForward) else "proj", (), [], []
+
+    def _norms(self, inputs: Sequence[Input]) -> list[Tensor]:
+        """What the stream is multiplied by for each input."""
+        return [self._prescales.norm_weight(i.norm, i.bits) for i in inputs]
 
     def _split(self, heads: Heads, limit: int) -> Split | FlashSplit:
         """How attention over up to `limit` tokens is split into thread blocks."""
@@ -292,14 +395,12 @@ class DecodeKernels:
             self._scratch[name, n] = device_zeros(n)
         return self._scratch[name, n]
 
-    def _stream(self, n_parts: int, prescales: Sequence[int], parity: int) -> ResidualStream:
+    def _stream(self, n_parts: int, inputs: Sequence[Input], is_normed: bool, parity: int) -> ResidualStream:
         """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums, because
         a kernel may read one while it writes the other."""
-        for bits in prescales:
-            if bits not in self._inputs:
-                self._inputs[bits] = device_zeros(permuted_size(self._model.spec.dim))
+        while len(self._inputs) < len(inputs):
+            self._inputs.append(device_zeros(permuted_size(self._model.spec.dim)))
         if n_parts not in self._parts:
             self._parts[n_parts] = device_zeros(n_parts), device_zeros(n_parts)
-        return ResidualStream(
-            self._h, self._parts[n_parts][parity], n_parts, {bits: self._inputs[bits] for bits in prescales}
-        )
+        buffers = {i.key: buffer for i, buffer in zip(inputs, self._inputs, strict=False)}
+        return ResidualStream(self._h, self._parts[n_parts][parity], n_parts, buffers, is_normed)

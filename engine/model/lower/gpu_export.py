@@ -12,7 +12,7 @@ from tinygrad import Tensor, UOp, dtypes
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_export import export_sizes, export_tokens, import_tokens
-from engine.model.lower.gpu_weights import Attention
+from engine.model.lower.gpu_layers import Attention
 from engine.model.prefix_store import CHUNK
 
 

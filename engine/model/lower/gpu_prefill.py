@@ -23,7 +23,7 @@ from engine.kernels.gpu.delta_prefill import (
     vectors_size,
 )
 from engine.kernels.gpu.device import multiprocessors, shared_limit
-from engine.kernels.gpu.device_memory import device_zeros
+from engine.kernels.gpu.device_memory import device_zeros, part_of
 from engine.kernels.gpu.embedding import embed_prompt
 from engine.kernels.gpu.few_columns import (
     MAX_TOKENS,
@@ -36,8 +36,17 @@ from engine.kernels.gpu.few_columns import (
     stored,
 )
 from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.layer_embeddings import gate_embeddings, layer_embeddings, stride
 from engine.kernels.gpu.matmul import expert_tiles, fragments_size, matmul, tiles_for
-from engine.kernels.gpu.prefill import Order, Runs, activate_prompt, norm_prompt, rotate_prompt, wide_norms
+from engine.kernels.gpu.prefill import (
+    Order,
+    Runs,
+    activate_prompt,
+    add_normed_sums,
+    norm_prompt,
+    rotate_prompt,
+    wide_norms,
+)
 from engine.kernels.gpu.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
 from engine.kernels.gpu.prefill_experts import (
     add_shared,
@@ -47,16 +56,18 @@ from engine.kernels.gpu.prefill_experts import (
     sort_assignments,
 )
 from engine.kernels.gpu.uops import Activation
-from engine.model.lower.gpu_weights import (
+from engine.model.lower.gpu_layers import (
     Attention,
     DeltaNet,
+    Embedded,
     FeedForward,
-    GPUModel,
     Layer,
-    Matrix,
     Mixture,
+    SideBySide,
     given,
 )
+from engine.model.lower.gpu_matrices import Matrix
+from engine.model.lower.gpu_weights import GPUModel
 from engine.model.lower.prescales import Prescales
 
 
@@ -71,8 +82,8 @@ class PrefillKernels:
         self._scratch: dict[tuple[str, int], Tensor] = {}
 
     def step(self, tokens: int) -> KernelSequence:
-        """The kernels for up to `tokens` tokens. Of the last attention or delta net they compute only what it keeps,
-        and nothing after it."""
+        """The kernels for up to `tokens` tokens. Of the last attention or delta net that keeps something they compute
+        only that, and nothing after it."""
         return PromptStep(self, self._model, self._prescales, tokens).kernels()
 
     @property
@@ -89,12 +100,14 @@ class PrefillKernels:
 
 @dataclass(frozen=True)
 class Pending:
-    """A product that the next norm adds to the residual stream: `parts` partial sums, with a bias, or normed first."""
+    """A product that the next norm adds to the residual stream: `parts` partial sums, with a bias, or normed first. The
+    stream is multiplied by `scale` then."""
 
     sums: Tensor
     parts: int
     bias: Tensor | None
     post_norm: Tensor | None
+    scale: Tensor | None
 
 
 class PromptStep:
@@ -108,46 +121,110 @@ class PromptStep:
         self._pending: Pending | None = None
 
     def kernels(self) -> KernelSequence:
-        model = self._model
-        self._embed(self._owner.ids)
-        last = model.last_cached
-        for layer in model.layers:
-            self._norm(layer.norm, "rows" if isinstance(layer.mix, Mixture) else self._order)
-            match layer.mix:
-                case Attention() as a:
-                    queries = self._store_tokens(a)
-                    if a is last:
-                        break
-                    self._attend(layer, a, queries)
-                case DeltaNet() as d:
-                    self._remember(layer, d)
-                    if d is last:
-                        break
-                case FeedForward() as f:
-                    self._feed_forward(layer, f)
-                case Mixture() as m:
-                    self._experts(layer, m)
+        layers, last = self._model.layers, self._model.last_cached
+        n = next(i for i, layer in enumerate(layers) if layer.mix is last)
+        self._embed(self._owner.ids, layers[:n])
+        for layer in layers[:n]:
+            self._add(layer)
+        self._norm(layers[n].norm, self._order, layers[n].is_normed)
+        if isinstance(last, Attention):
+            self._store_tokens(last)
+        else:
+            self._remember(last)
         return self._sequence
 
-    def _embed(self, ids: Tensor) -> None:
-        """Starts the residual stream with the rows of `ids`."""
-        model, spec = self._model, self._model.spec
-        layout = model.embedding.single_matrix.layout
-        kernel = embed_prompt(layout, self._tokens, spec.vocab, spec.dim, spec.embedding_scale)
-        self._sequence.add(kernel, self._h, ids, *model.embedding.planes)
+    def _add(self, layer: Layer) -> None:
+        """Adds a sublayer, whose last product is pending."""
+        bias = None
+        match layer.mix:
+            case SideBySide() as both:
+                sums, parts = self._side_by_side(both), 1
+            case Embedded() as e:
+                sums, parts = self._take_embeddings(e, layer.norm)
+            case Mixture() as m:
+                self._norm(layer.norm, "rows", layer.is_normed)
+                sums, parts = self._experts(m, layer.norm)
+            case Attention() as a:
+                self._norm(layer.norm, self._order, layer.is_normed)
+                (sums, parts), bias = self._attend(a), a.o_bias
+            case DeltaNet() as d:
+                self._norm(layer.norm, self._order, layer.is_normed)
+                sums, parts = self._remember(d)
+            case FeedForward() as f:
+                self._norm(layer.norm, self._order, layer.is_normed)
+                sums, parts = self._feed_forward(f)
+        self._pending = Pending(sums, parts, bias, layer.post_norm, layer.scale)
 
-    def _norm(self, weight: NDArray[np.float32], order: Order) -> None:
+    def _embed(self, ids: Tensor, layers: Sequence[Layer]) -> None:
+        """Starts the residual stream with the rows of `ids`, and computes the embeddings of `layers`, as far as they
+        have any."""
+        model, spec, tokens, tables = self._model, self._model.spec, self._tokens, self._model.layer_tables
+        layout = model.embedding.single_matrix.layout
+        kernel = embed_prompt(layout, tokens, spec.vocab, spec.dim, spec.embedding_scale)
+        self._sequence.add(kernel, self._h, ids, *model.embedding.planes)
+        used = max((layer.mix.layer + 1 for layer in layers if isinstance(layer.mix, Embedded)), default=0)
+        if not used:
+            return
+        assert tables
+        self._norm(tables.plain, self._order, keeps_sizes=True)
+        sums, parts = self._product(
+            tables.projection.single_matrix, self._x, "projection", used * tables.size
+        )
+        kernel = layer_embeddings(
+            tables.table.single_matrix.layout, tokens, spec.vocab, spec.dim, tables.size, tables.layers, parts,
+            spec.eps, used, True,
+        )  # fmt: skip
+        self._embeddings = self._owner.buffer("layer embeddings", used * stride(tokens, tables.size))
+        ins = [ids, sums, self._sizes, tables.norm, *tables.table.planes]
+        self._sequence.add(kernel, self._embeddings, *ins)
+
+    def _take_embeddings(self, e: Embedded, plain: NDArray[np.float32]) -> tuple[Tensor, int]:
+        """Adds what a layer makes of its embeddings. Its input is not normed; but it is divided by its size, because
+        float16 may not hold it."""
+        self._norm(plain, self._order, keeps_sizes=True)
+        size = e.gate.stack.rows
+        gate, parts = self._product(e.gate.single_matrix, self._x, "embedding_gate")
+        of_layer = stride(self._tokens, size)
+        own = part_of(self._embeddings, e.layer * of_layer, of_layer)
+        out = self._activations("embedded", size, self._order)
+        kernel = gate_embeddings(self._tokens, size, parts, self._order)
+        self._sequence.add(kernel, out, gate, self._sizes, own)
+        return self._product(e.proj.single_matrix, out, "embedding_proj")
+
+    @property
+    def _sizes(self) -> Tensor:
+        """What tokens were divided by."""
+        return self._owner.buffer("sizes", self._tokens)
+
+    def _side_by_side(self, both: SideBySide) -> Tensor:
+        """Adds a feed-forward layer and a mixture of experts; returns the sum of their normed results."""
+        tokens, spec = self._tokens, self._model.spec
+        self._norm(both.dense_norm, self._order)
+        dense, dense_parts = self._feed_forward(both.dense)
+        self._norm(both.experts_norm, "rows")
+        experts, experts_parts = self._experts(both.experts, both.router_norm)
+        result = self._owner.buffer("both", tokens * spec.dim)
+        kernel = add_normed_sums(tokens, spec.dim, (dense_parts, experts_parts), spec.eps)
+        ins = dense, both.dense_post_norm, experts, both.experts_post_norm
+        self._sequence.add(kernel, result, *ins)
+        return result
+
+    def _norm(
+        self, weight: NDArray[np.float32], order: Order, is_normed: bool = True, keeps_sizes: bool = False
+    ) -> None:
         """Adds the pending product to the residual stream, and norms the stream for products with activations in an
         order."""
         self._x = self._activations("x", self._model.spec.dim, order)
-        spec, pending = self._model.spec, self._pending
-        extra = given(pending.sums, pending.bias, pending.post_norm) if pending else []
+        spec, pending = self._model.spec, self._pending or Pending(self._h, 0, None, None, None)
+        sums = [pending.sums] if pending.parts else []
         kernel = norm_prompt(
-            self._tokens, spec.dim, pending.parts if pending else 0, spec.stream_eps,
-            post_norm=pending is not None and pending.post_norm is not None,
-            bias=pending is not None and pending.bias is not None, order=order,
+            self._tokens, spec.dim, pending.parts, spec.stream_eps,
+            post_eps=None if pending.post_norm is None else spec.eps, bias=pending.bias is not None, order=order,
+            scaled=pending.scale is not None, is_normed=is_normed, keeps_sizes=keeps_sizes,
         )  # fmt: skip
-        self._sequence.add(kernel, self._x, self._h, *extra, self._prescales.norm_weight(weight, 0))
+        outs = self._x, *([self._sizes] if keeps_sizes else []), self._h
+        ins = [*sums, *given(pending.bias, pending.post_norm, pending.scale)]
+        self._sequence.add(kernel, *outs, *ins, self._prescales.norm_weight(weight, 0))
         self._pending = None
 
     def _store_tokens(self, a: Attention) -> Tensor:
@@ -167,12 +244,14 @@ class PromptStep:
             self._sequence.add(kernel, *factors, *sums[:n], *bias)
         extra = [*bias, *given(a.norms), *factors, *self._model.temperatures]
         kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), a.wide, self._order)
-        ropes, tables = self._model.ropes[a.rope], given(a.tables)
+        ropes, kept = self._model.ropes[a.rope], (a.cache, given(a.tables)) if a.is_storing else ([], [])
         gates = [self._attended(a)] * heads.gated
-        self._sequence.add(kernel, queries, *gates, *a.cache, *sums, *ropes, *tables, self._prompt, *extra)
+        self._sequence.add(kernel, queries, *gates, *kept[0], *sums, *ropes, *kept[1], self._prompt, *extra)
         return queries
 
-    def _attend(self, layer: Layer, a: Attention, queries: Tensor) -> None:
+    def _attend(self, a: Attention) -> tuple[Tensor, int]:
+        """Adds attention; returns the partial sums of its last product, and their number."""
+        queries = self._store_tokens(a)
         heads, tokens, sinks = a.heads, self._tokens, given(a.sinks)
         attended = self._attended(a)
         tiling, columns = (
@@ -188,15 +267,14 @@ class PromptStep:
             self._sequence.add(attend_prompt(heads, tokens, tiling), sums, *ins)
             combine = combine_prompt(heads, tokens, tiling.splits, bool(sinks), columns)
             self._sequence.add(combine, attended, sums, self._prompt, *sinks)
-        sums, parts = self._product(a.o.single_matrix, attended, "o")
-        self._pending = Pending(sums, parts, a.o_bias, layer.post_norm)
+        return self._product(a.o.single_matrix, attended, "o")
 
     def _attended(self, a: Attention) -> Tensor:
         """The result of attention; before that the factors of its elements, if heads are gated."""
         return self._activations("attended", a.heads.query * a.heads.dim, self._order)
 
-    def _remember(self, layer: Layer, d: DeltaNet) -> None:
-        """Adds a gated delta net, whose last product is pending."""
+    def _remember(self, d: DeltaNet) -> tuple[Tensor, int]:
+        """As `_attend`, a gated delta net."""
         heads, tokens, buffer = d.heads, self._tokens, self._owner.buffer
         made = [self._product(part, self._x, f"delta{i}") for i, part in enumerate(d.inputs.matrices)]
         sums = [t for t, _ in made]
@@ -212,10 +290,10 @@ class PromptStep:
         add(scan, products, d.memory, *made_of_inputs, *sums[channels], prompt, conv)
         remembered = self._activations("remembered", heads.width, self._order)
         add(gated_norm(heads, of_gate, self._order), remembered, products, norm, *sums[gate])
-        out, parts = self._product(d.out.single_matrix, remembered, "delta_out")
-        self._pending = Pending(out, parts, None, layer.post_norm)
+        return self._product(d.out.single_matrix, remembered, "delta_out")
 
-    def _feed_forward(self, layer: Layer, f: FeedForward) -> None:
+    def _feed_forward(self, f: FeedForward) -> tuple[Tensor, int]:
+        """As `_attend`, a feed-forward layer."""
         out = self._activations("activated", f.width, self._order)
         if len(f.gate_up.matrices) == 1:
             self._gate(f.gate_up.single_matrix, f.activation, out)
@@ -224,8 +302,7 @@ class PromptStep:
             (gate, a), (up, b) = runs
             kernel = activate_prompt(self._tokens, f.width, (a, b), f.activation, self._order)
             self._sequence.add(kernel, out, gate, up)
-        sums, parts = self._product(f.down.single_matrix, out, "down")
-        self._pending = Pending(sums, parts, None, layer.post_norm)
+        return self._product(f.down.single_matrix, out, "down")
 
     def _gate(self, part: Matrix, activation: Activation, out: Tensor) -> None:
         """Adds the product with a matrix whose rows alternate between gate and up."""
@@ -236,9 +313,9 @@ class PromptStep:
         kernel = matmul(part.layout, self._tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
         self._sequence.add(kernel, out, self._x, self._prompt, *part.planes)
 
-    def _experts(self, layer: Layer, m: Mixture) -> None:
-        """The tokens are sorted by expert, and each tile of them is multiplied by its expert's matrices. The products
-        of a token's experts are the partial sums of its result."""
+    def _experts(self, m: Mixture, router_norm: NDArray[np.float32]) -> tuple[Tensor, int]:
+        """As `_attend`, a mixture of experts. The tokens are sorted by expert, and each tile of them is multiplied by
+        its expert's matrices. The products of a token's experts are the partial sums of its result."""
         tokens, dim, width, part = self._tokens, self._model.spec.dim, m.width, m.part
         used, n = part.used, part.count
         tiles = expert_tiles(tokens, used, n)
@@ -249,14 +326,15 @@ class PromptStep:
         counts = self._owner.buffer("counts", n, dtypes.int32)
         assignments = self._owner.buffer("assignments", tiles.size, dtypes.int32)
         tile_experts = self._owner.buffer("tile_experts", tiles.count, dtypes.int32)
-        activated = self._owner.buffer("activated", fragments_size(tiles.size, width), dtypes.float16)
+        activated = self._owner.buffer("experts activated", fragments_size(tiles.size, width), dtypes.float16)
         sums = self._owner.buffer("experts", used * tokens * dim)
         router = router_logits(tokens, dim, n_rows, self._model.spec.stream_eps, m.router_bias is not None)
-        norm = self._prescales.norm_weight(layer.norm, 0)
+        norm, scales = self._prescales.norm_weight(router_norm, 0), given(m.scales)
         add = self._sequence.add
         add(router, logits, self._h, norm, self._prompt, m.router_rows, *given(m.router_bias))
         stride = n_rows if part.shared else 0
-        add(choose_experts(tokens, used, n, m.part.least_sum, stride), chosen, probabilities, logits)
+        choose = choose_experts(tokens, used, n, part.least_sum, stride, bool(scales))
+        add(choose, chosen, probabilities, logits, *scales)
         add(count_assignments(tiles), counts, m.choices, chosen, self._prompt)
         add(sort_assignments(tiles), assignments, tile_experts, counts, chosen, self._prompt)
         matrix, bias = m.gate_up.single_matrix, m.gate_up_bias
@@ -272,30 +350,32 @@ class PromptStep:
         )  # fmt: skip
         add(kernel, sums, activated, assignments, tile_experts, probabilities, *given(bias), *matrix.planes)
         if part.shared and m.down.shared:
-            self._norm(layer.norm, self._order)
+            self._norm(router_norm, self._order)
             out = self._activations("shared expert", part.shared.width, self._order)
             self._gate(m.router.matrices[1], part.shared.activation, out)
             result, parts = self._product(m.down.shared, out, "shared down")
             add(add_shared(tokens, dim, parts, n_rows), self._h, result, logits)
-        self._pending = Pending(sums, used, None, layer.post_norm)
+        return sums, used
 
-    def _product(self, part: Matrix, x: Tensor, name: str, order: Order | None = None) -> tuple[Tensor, int]:
-        """Adds a product of activations in an order; returns its partial sums, and their number."""
-        tokens = self._tokens
-        if (order or self._order) == "columns":
-            few = self._tiles(part, divided=True)
-            out = self._owner.buffer(name, few.splits * tokens * part.rows)
-            self._multiply(part, x, few, stored(part.rows), name, [out])
+    def _product(self, part: Matrix, x: Tensor, name: str, rows: int = 0) -> tuple[Tensor, int]:
+        """Adds a product of activations with the first `rows` rows of a matrix (0: all); returns its partial sums, and
+        their number."""
+        tokens, rows = self._tokens, rows or part.rows
+        if self._order == "columns":
+            few = few_tiles(part.layout, tokens, rows, part.cols, multiprocessors(), True)
+            out = self._owner.buffer(name, few.splits * tokens * rows)
+            kernel = few_columns(part.layout, tokens, rows, part.cols, few, stored(rows), name)
+            self._sequence.add(kernel, out, x, *part.planes)
             return out, few.splits
-        tiles = tiles_for(tokens, part.rows, part.cols, multiprocessors(), False)
-        out = self._owner.buffer(name, tiles.parts * tokens * part.rows)
-        kernel = matmul(part.layout, tokens, part.rows, part.cols, tiles, False, name)
+        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False)
+        out = self._owner.buffer(name, tiles.parts * tokens * rows)
+        kernel = matmul(part.layout, tokens, rows, part.cols, tiles, False, name)
         self._sequence.add(kernel, out, x, self._prompt, *part.planes)
         return out, tiles.parts
 
-    def _tiles(self, part: Matrix, divided: bool = False) -> FewTiles:
-        """How a product of few tokens is divided."""
-        return few_tiles(part.layout, self._tokens, part.rows, part.cols, multiprocessors(), divided)
+    def _tiles(self, part: Matrix) -> FewTiles:
+        """How a product of few tokens is divided that leaves one sum."""
+        return few_tiles(part.layout, self._tokens, part.rows, part.cols, multiprocessors())
 
     def _multiply(
         self, part: Matrix, x: Tensor, tiles: FewTiles, epilogue: Epilogue, name: str, outs: Sequence[Tensor],
@@ -306,7 +386,7 @@ class PromptStep:
         self._sequence.add(kernel, *outs, x, *ins, *part.planes)
 
     def _activations(self, name: str, cols: int, order: Order) -> Tensor:
-        """Scratch activations, float16, in an order. Those of an order are not of another: what is no activation is
-        zero."""
+        """Scratch activations, float16, in an order. Those of an order or a width are not of another: what is no
+        activation is zero."""
         size = columns_size if order == "columns" else fragments_size
-        return self._owner.buffer(f"{name} in {order}", size(self._tokens, cols), dtypes.float16)
+        return self._owner.buffer(f"{name} of {cols} in {order}", size(self._tokens, cols), dtypes.float16)

@@ -1,14 +1,13 @@
-"""A model's weights and KV cache as the GPU's kernels read them: matrices packed on the device, with those of the same
-input in one product."""
+"""A model's weights and KV cache as the GPU's kernels read them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +17,10 @@ from engine.formats.kv_format import KVFormat
 from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.delta_net import DeltaHeads
 from engine.kernels.gpu.device_memory import DeviceCounts, device_zeros, to_device
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
-from engine.kernels.gpu.matvec import StackedMatrices
-from engine.kernels.gpu.schedules import best_schedule
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, Stored, ring_for
 from engine.kernels.gpu.upload import Part, upload
-from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.gpu.weight_repacking import (
     MatrixSpec,
-    TensorRows,
     free_repacking_memory,
     prepare_repacking,
     repack,
@@ -33,194 +28,21 @@ from engine.kernels.gpu.weight_repacking import (
 from engine.measure.timeline import timeline
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower import REWIND
-from engine.model.mixes import Activation, Attend, Delta, Dense, Experts, Vector, Weight
+from engine.model.lower.gpu_layers import (
+    Attention,
+    DeltaNet,
+    Embedded,
+    FeedForward,
+    Layer,
+    LayerTables,
+    Mix,
+    Mixture,
+    SideBySide,
+)
+from engine.model.lower.gpu_matrices import Matrix, Product, matrices_of, product_of
+from engine.model.mixes import Attend, Beside, Delta, Dense, Experts, LayerEmbedding, Vector
 from engine.model.spec import ModelSpec, Sublayer
-from engine.model.weights import Weights, pieces
-
-_PIECE_ROWS = 32  # so that a plane of a piece begins where kernels may load several numbers at once
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of a matrix, from `first` on, that are repacked at once. `sources`: rows of each of its weights."""
-
-    spec: MatrixSpec
-    first: int
-    sources: tuple[tuple[Weight, range], ...]
-
-
-@dataclass
-class Matrix:
-    """A repacked matrix. Its rows come from `weights`."""
-
-    weights: Sequence[Weight]
-    spec: MatrixSpec
-
-    def __post_init__(self) -> None:
-        self.planes = self.spec.allocate()
-
-    @property
-    def layout(self) -> WeightLayout:
-        return self.spec.layout
-
-    @property
-    def rows(self) -> int:
-        return self.spec.rows
-
-    @property
-    def cols(self) -> int:
-        return self.spec.cols
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """All rows, in pieces that need little memory beside the planes."""
-        together = len(self.weights)
-        runs = [pieces(weight, _PIECE_ROWS, together) for weight in self.weights]
-        if self.spec.alternating or all(len(rows) == 1 for rows in runs):
-            sources = [tuple(zip(self.weights, rows, strict=True)) for rows in zip(*runs, strict=True)]
-        else:
-            sources = [((weight, rows),) for weight in self.weights for rows in pieces(weight, _PIECE_ROWS)]
-        found, first = [], 0
-        for part in sources:
-            spec = replace(self.spec, tensors=tuple(TensorRows(len(rows), w.order) for w, rows in part))
-            found.append(Piece(spec, first, part))
-            first += spec.rows
-        return found
-
-
-@dataclass
-class Product:
-    """Matrices that multiply the same input, and the schedule of the kernel that decode multiplies them with. `name`:
-    that of the first tensor, without the layer. With `experts`, one matrix that holds those of all experts; `shared`
-    is that of an expert whose result is added to theirs."""
-
-    matrices: Sequence[Matrix]
-    experts: ChosenExperts | None = None
-    shared: Matrix | None = None
-
-    def __post_init__(self) -> None:
-        first, n = self.matrices[0], self.experts.n if self.experts else 1
-        self.name = first.weights[0].name
-        shapes = tuple((m.layout, m.rows // n) for m in self.matrices)
-        shared = (self.shared.layout, self.shared.cols) if self.shared else None
-        self.stack = StackedMatrices(shapes, first.cols, self.experts, shared)
-        self.planes = [plane for matrix in self.all_matrices for plane in matrix.planes]
-        self.schedule = best_schedule(self.stack)
-
-    @property
-    def all_matrices(self) -> list[Matrix]:
-        return [*self.matrices, *([self.shared] if self.shared else [])]
-
-    @property
-    def single_matrix(self) -> Matrix:
-        """The matrix of a product that has one."""
-        (matrix,) = self.matrices
-        return matrix
-
-    @property
-    def n_blocks(self) -> int:
-        """Thread blocks of the kernel."""
-        return self.stack.n_blocks(self.schedule)
-
-
-@dataclass
-class Attention:
-    """The weights and the cache of a layer's attention. `norms`: those of queries and of keys, one after the other;
-    `wide`: they are over all heads together. `cache`: keys and values (`Heads.cache_planes`). `tables`: those of
-    blocks, int32 (sequences, `Heads.table_size`), which all layers of a window share, if there are several
-    sequences."""
-
-    heads: Heads
-    rope: int
-    qkv: Product
-    bias: Tensor | None
-    norms: Tensor | None
-    wide: bool
-    sinks: Tensor | None
-    o: Product
-    o_bias: Tensor | None
-    cache: list[Tensor]
-    tables: Tensor | None
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        """The products of the normed stream, and the one whose result is added to the stream."""
-        return self.qkv, self.o
-
-
-@dataclass
-class DeltaNet:
-    """The weights and the state of a gated delta net. `inputs`: the product with its input, of channels, gate, beta and
-    alpha. `vectors`: those of the convolution, decay, decay_bias and the norm. `memory`: the state of all sequences
-    (`DeltaHeads.memory_size`)."""
-
-    heads: DeltaHeads
-    inputs: Product
-    vectors: list[Tensor]
-    out: Product
-    memory: Tensor
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        """As `Attention.products`."""
-        return self.inputs, self.out
-
-
-@dataclass
-class FeedForward:
-    """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type."""
-
-    gate_up: Product
-    down: Product
-    width: int
-    activation: Activation
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        """As `Attention.products`."""
-        return self.gate_up, self.down
-
-
-@dataclass
-class Mixture:
-    """The weights of a mixture of experts. With a shared expert, its gate is a row of the router, and the router's
-    product has a second matrix: the shared expert's gate and up, whose rows alternate. `router_rows`: the router as
-    prefill reads it, float32 (experts * dim,), or one row more.
-    The biases of gate and up alternate as their rows do, float32 (experts * 2 * width,); those of down are float32
-    (experts * dim,). `choices`: how often each expert was chosen, int32 (experts,)."""
-
-    part: Experts
-    router: Product
-    router_rows: Tensor
-    router_bias: Tensor | None
-    gate_up: Product
-    gate_up_bias: Tensor | None
-    down: Product
-    down_bias: Tensor | None
-    choices: Tensor
-
-    @property
-    def products(self) -> tuple[Product, ...]:
-        """As `Attention.products`."""
-        return self.router, self.gate_up, self.down
-
-    @property
-    def width(self) -> int:
-        return self.part.up.rows
-
-
-@dataclass
-class Layer:
-    """A sublayer with the weights of its norms."""
-
-    norm: NDArray[np.float32]
-    mix: Attention | DeltaNet | FeedForward | Mixture
-    post_norm: Tensor | None
-
-    @property
-    def input_bits(self) -> list[int]:
-        """The prescales of the products of the normed stream (`StackedMatrices.prescale_bits`)."""
-        return sorted({bits for product in self.mix.products[:-1] for bits in product.stack.prescale_bits})
+from engine.model.weights import Weights
 
 
 @dataclass
@@ -237,10 +59,13 @@ class GPUModel:
     ropes: list[tuple[Tensor, Tensor]]
     temperatures: list[Tensor]
     choices: DeviceCounts
+    layer_tables: LayerTables | None
 
     @property
     def products(self) -> list[Product]:
         heads = [self.head] if self.head is self.embedding else [self.embedding, self.head]
+        if self.layer_tables:
+            heads += [self.layer_tables.table, self.layer_tables.projection]
         return [product for layer in self.layers for product in layer.mix.products] + heads
 
     @property
@@ -248,8 +73,20 @@ class GPUModel:
         return [matrix for product in self.products for matrix in product.all_matrices]
 
     @property
+    def mixtures(self) -> list[Mixture]:
+        mixes = [
+            layer.mix.experts if isinstance(layer.mix, SideBySide) else layer.mix for layer in self.layers
+        ]
+        return [mix for mix in mixes if isinstance(mix, Mixture)]
+
+    @property
     def attention(self) -> list[Attention]:
         return [layer.mix for layer in self.layers if isinstance(layer.mix, Attention)]
+
+    @property
+    def storing(self) -> list[Attention]:
+        """The attention with a cache of its own."""
+        return [a for a in self.attention if a.is_storing]
 
     @property
     def deltas(self) -> list[DeltaNet]:
@@ -258,7 +95,10 @@ class GPUModel:
     @property
     def last_cached(self) -> Attention | DeltaNet:
         """The last layer that keeps something of a token for the next ones."""
-        return [layer.mix for layer in self.layers if isinstance(layer.mix, Attention | DeltaNet)][-1]
+        mixes = (layer.mix for layer in reversed(self.layers))
+        return next(
+            m for m in mixes if isinstance(m, DeltaNet) or (isinstance(m, Attention) and m.is_storing)
+        )
 
     @property
     def piece_specs(self) -> list[MatrixSpec]:
@@ -296,22 +136,18 @@ class GPUModel:
                 free_repacking_memory()
 
 
-def given(*tensors: Tensor | None) -> list[Tensor]:
-    """Those that are not None."""
-    return [tensor for tensor in tensors if tensor is not None]
-
-
 @dataclass(frozen=True)
 class CacheRoom:
     """What a KV cache has room for: `parallel` sequences of a `context` each, of which prefill takes up to `chunk`
     tokens at once, in the format `kv`. Several share pools of blocks, and `tables` are those of their blocks by window,
-    made as layers need them."""
+    made as layers need them; `attention`: what was made so far, in order."""
 
     context: int
     chunk: int
     parallel: int = 1
     kv: KVFormat = KVFormat.F16
     tables: dict[int, Tensor] = field(default_factory=dict)
+    attention: list[Attention] = field(default_factory=list)
 
     def pool(self, window: int) -> int:
         """Blocks of a layer's pool: those of all sequences, and one for each that is a copy."""
@@ -328,9 +164,9 @@ def allocate(
     spec, room = weights.spec, CacheRoom(context, chunk, parallel, kv)
     choices = DeviceCounts([mix.count for mix in spec.experts])
     left = iter(choices.arrays)
-    embedding = head = _product([spec.embedding])
+    embedding = head = product_of([spec.embedding])
     if not spec.is_tied:
-        head = _product([spec.head])
+        head = product_of([spec.head])
     tables = [rope.tables(context, context) for rope in spec.ropes]
     return GPUModel(
         spec=spec,
@@ -341,22 +177,37 @@ def allocate(
         ropes=[(to_device(cos), to_device(sin)) for cos, sin in tables],
         temperatures=[to_device(spec.temperature.factors(context))] if spec.temperature else [],
         choices=choices,
+        layer_tables=_layer_tables(weights),
     )
 
 
 def _layer(weights: Weights, sublayer: Sublayer, room: CacheRoom, choices: Iterator[Tensor]) -> Layer:
-    assert sublayer.norm
-    mix: Attention | DeltaNet | FeedForward | Mixture
+    mix: Mix
     match sublayer.mix:
         case Attend() as part:
             mix = _attention(weights, part, room)
+            room.attention.append(mix)
         case Delta() as part:
             mix = _delta_net(weights, part, room)
         case Dense() as part:
             mix = _feed_forward(part)
         case Experts() as part:
             mix = _mixture(weights, part, next(choices))
-    return Layer(weights.vector(sublayer.norm), mix, _vector(weights, sublayer.post_norm))
+        case Beside() as part:
+            mix = _side_by_side(weights, part, next(choices))
+        case LayerEmbedding() as part:
+            mix = Embedded(product_of([part.gate]), product_of([part.proj]), part.layer)
+        case _:
+            raise AssertionError("a part without kernels: engine.model.lower.coverage")
+    norm = _ones(weights.spec.dim) if sublayer.norm is None else weights.vector(sublayer.norm)
+    post_norm, scale = (_vector(weights, vector) for vector in (sublayer.post_norm, sublayer.scale))
+    return Layer(norm, sublayer.norm is not None, mix, post_norm, scale)
+
+
+@functools.cache
+def _ones(n: int) -> NDArray[np.float32]:
+    """The weight of a norm that is none."""
+    return np.ones(n, np.float32)
 
 
 def _vector(weights: Weights, vector: Vector | None) -> Tensor | None:
@@ -364,11 +215,17 @@ def _vector(weights: Weights, vector: Vector | None) -> Tensor | None:
 
 
 def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
-    assert part.k and part.v
     window, is_pool = part.window if part.window < room.context else 0, room.parallel > 1
+    stored: Stored = "keys and values" if part.v else "keys" if part.k else "nothing"
     sizes = (part.query_size, part.kv_size) if part.has_wide_norms else (part.head_dim, part.head_dim)
     norms = weights.joined_vectors(list(zip((part.q_norm, part.k_norm), sizes, strict=True)), 1.0)
-    biases = (part.q_bias, part.query_size), (part.k_bias, part.kv_size), (part.v_bias, part.kv_size)
+    if norms is None and part.has_normed_values:
+        norms = np.ones(sum(sizes), np.float32)
+    biases = (
+        (part.q_bias, part.query_size),
+        (part.k_bias, part.kv_size if part.k else 0),
+        (part.v_bias, part.kv_size if part.v else 0),
+    )
     bias = weights.joined_vectors(biases, 0.0)
     heads = Heads(
         query=part.heads,
@@ -383,21 +240,27 @@ def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
         block=BLOCK if is_pool else 0,
         pool=room.pool(window) if is_pool else 0,
         kv_format=room.kv,
+        stored=stored,
+        normed_values=part.has_normed_values and stored != "nothing",
         gated=part.gate is not None,
     )
     if is_pool and window not in room.tables:
         room.tables[window] = device_zeros(room.parallel * heads.table_size, dtypes.int32)
+    if part.cache_of is None:
+        cache = [device_zeros(n, dtype) for n, dtype in heads.cache_planes]
+    else:
+        cache = room.attention[part.cache_of].cache
     return Attention(
         heads=heads,
         rope=part.rope,
-        qkv=_product([*([part.gate] if part.gate else []), part.q, part.k, part.v]),
+        qkv=product_of([weight for weight in (part.gate, part.q, part.k, part.v) if weight]),
         bias=None if bias is None else to_device(bias),
         norms=None if norms is None else to_device(norms),
         wide=part.has_wide_norms,
         sinks=_vector(weights, part.sinks),
-        o=_product([part.o]),
+        o=product_of([part.o]),
         o_bias=_vector(weights, part.o_bias),
-        cache=[device_zeros(n, dtype) for n, dtype in heads.cache_planes],
+        cache=cache,
         tables=room.tables.get(window),
     )
 
@@ -408,16 +271,42 @@ def _delta_net(weights: Weights, part: Delta, room: CacheRoom) -> DeltaNet:
     )
     return DeltaNet(
         heads=heads,
-        inputs=_product([part.qkv, part.gate, part.beta, part.alpha]),
+        inputs=product_of([part.qkv, part.gate, part.beta, part.alpha]),
         vectors=[to_device(weights.vector(vector)) for vector in part.vectors],
-        out=_product([part.out]),
+        out=product_of([part.out]),
         memory=device_zeros(heads.memory_size),
     )
 
 
+def _side_by_side(weights: Weights, part: Beside, choices: Tensor) -> SideBySide:
+    return SideBySide(
+        dense=_feed_forward(part.dense),
+        dense_norm=weights.vector(part.dense_norm),
+        dense_post_norm=to_device(weights.vector(part.dense_post_norm)),
+        experts=_mixture(weights, part.experts, choices),
+        experts_norm=weights.vector(part.experts_norm),
+        experts_post_norm=to_device(weights.vector(part.experts_post_norm)),
+        router_norm=weights.vector(part.router_scale),
+    )
+
+
+def _layer_tables(weights: Weights) -> LayerTables | None:
+    part = weights.spec.layer_embeddings
+    if part is None:
+        return None
+    return LayerTables(
+        table=product_of([part.table]),
+        projection=product_of([part.projection]),
+        norm=to_device(weights.vector(part.norm)),
+        size=part.size,
+        layers=part.layers,
+        plain=_ones(weights.spec.dim),
+    )
+
+
 def _feed_forward(part: Dense) -> FeedForward:
-    gate_up = _product([part.gate, part.up], alternate=part.gate.type == part.up.type)
-    return FeedForward(gate_up, _product([part.down]), part.width, part.activation)
+    gate_up = product_of([part.gate, part.up], alternate=part.gate.type == part.up.type)
+    return FeedForward(gate_up, product_of([part.down]), part.width, part.activation)
 
 
 def _mixture(weights: Weights, part: Experts, choices: Tensor) -> Mixture:
@@ -425,40 +314,27 @@ def _mixture(weights: Weights, part: Experts, choices: Tensor) -> Mixture:
     if part.gate_bias and part.up_bias:
         biases = [weights.vector(bias) for bias in (part.gate_bias, part.up_bias)]
         gate_up_bias = to_device(np.stack(biases, axis=1).reshape(-1))
-    chosen = ChosenExperts(part.used, part.count, False, gate_up_bias is not None, part.least_sum)
+    scales = _vector(weights, part.scales)
+    chosen = ChosenExperts(
+        part.used, part.count, False, gate_up_bias is not None, part.least_sum, scales is not None
+    )
     added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
     routers, shared_down = [part.router, *([part.shared_gate] if part.shared_gate else [])], None
     rows = [weights.read(weight, range(weight.rows)) for weight in routers]
-    router = _product(routers)
+    router = product_of(routers)
     if part.shared:
-        shared_gate_up = _matrices([part.shared.gate, part.shared.up], alternate=True)
+        shared_gate_up = matrices_of([part.shared.gate, part.shared.up], alternate=True)
         router = Product([*router.matrices, *shared_gate_up])
-        (shared_down,) = _matrices([part.shared.down])
+        (shared_down,) = matrices_of([part.shared.down])
     return Mixture(
         part=part,
         router=router,
         router_rows=to_device(np.concatenate(rows).view(np.float32)),
         router_bias=_vector(weights, part.router_bias),
-        gate_up=_product([part.gate, part.up], alternate=True, experts=chosen),
+        gate_up=product_of([part.gate, part.up], alternate=True, experts=chosen),
         gate_up_bias=gate_up_bias,
-        down=Product(_matrices([part.down]), added, shared_down),
+        down=Product(matrices_of([part.down]), added, shared_down),
         down_bias=_vector(weights, part.down_bias),
+        scales=scales,
         choices=choices,
     )
-
-
-def _product(
-    weights: Sequence[Weight], alternate: bool = False, experts: ChosenExperts | None = None
-) -> Product:
-    """The product of matrices, which follow each other (`_matrices`)."""
-    return Product(_matrices(weights, alternate), experts)
-
-
-def _matrices(weights: Sequence[Weight], alternate: bool = False) -> list[Matrix]:
-    """Neighbours of the same type become one matrix; with `alternate` their rows alternate."""
-    matrices = []
-    for type, group in groupby(weights, lambda weight: weight.type):
-        same_type = list(group)
-        rows = tuple(TensorRows(weight.experts * weight.rows, weight.order) for weight in same_type)
-        matrices.append(Matrix(same_type, MatrixSpec(WeightLayout(type), rows, same_type[0].cols, alternate)))
-    return matrices

@@ -36,6 +36,14 @@ def check_rows_with_delta_nets_and_gated_attention() -> None:
     hold(architecture="qwen35", **SMALL | {"layers": 2})
 
 
+def check_rows_with_embeddings_and_shared_caches() -> None:
+    hold(architecture="gemma4", **SMALL | {"layers": 4})
+
+
+def check_rows_side_by_side() -> None:
+    hold(architecture="gemma4-moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2, "layers": 2})
+
+
 def hold(**shape: Any) -> None:
     """Two sequences in turns, one of which a third forks; raises AssertionError where logits differ from those of each
     alone."""

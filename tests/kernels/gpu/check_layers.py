@@ -13,7 +13,7 @@ from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
 from engine.model.fused import FusedRunner
 from engine.model.memory_need import memory_need
-from engine.model.mixes import Experts
+from engine.model.mixes import Beside, Experts
 from engine.model.weights import Weights
 from tests import generated_model
 from tests.reference import Reference, wrong_by
@@ -26,6 +26,10 @@ SMALL = {"dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32, "layers": 1}
 def check_layers_with_windows_and_norms_after() -> None:
     keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
     hold(architecture="gemma3", keys=keys, **SMALL | {"layers": 2})
+
+
+def check_layers_without_norms_before_them() -> None:
+    hold(architecture="olmo2", **SMALL)
 
 
 def check_layers_with_yarn_and_temperature() -> None:
@@ -54,6 +58,14 @@ def check_layers_with_delta_nets_and_gated_attention() -> None:
     hold(architecture="qwen35", rotated=8, **SMALL | {"layers": 2})
 
 
+def check_layers_with_embeddings_and_shared_caches() -> None:
+    hold(architecture="gemma4", **SMALL | {"layers": 4})
+
+
+def check_layers_side_by_side() -> None:
+    hold(architecture="gemma4-moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2, "layers": 2})
+
+
 def check_layers_with_shared_experts() -> None:
     hold(architecture="qwen35moe", **SMALL | {"layers": 2})
 
@@ -68,7 +80,7 @@ def hold(**shape: Any) -> None:
     wanted = reference.streams(TOKENS)
     runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
     model, need = runner._model, memory_need(read_spec(file), CONTEXT, "CUDA")
-    assert need.cache_bytes == sum(t.nbytes() for a in model.attention for t in a.cache)
+    assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
     states = [*(d.memory for d in model.deltas), *runner._states.checkpoints]
     assert need.states_bytes == sum(t.nbytes() for t in states)
     stream = runner._decode._h
@@ -82,7 +94,9 @@ def hold(**shape: Any) -> None:
             realize.run_linear(UOp(Ops.LINEAR, src=tuple(calls[first:end])), jit=True)
             want = wanted[sublayer][position]
             streams.append(stream.numpy().copy())
-            if sublayer and isinstance(mix := reference.spec.sublayers[sublayer - 1].mix, Experts):
+            mix = reference.spec.sublayers[sublayer - 1].mix if sublayer else None
+            mix = mix.experts if isinstance(mix, Beside) else mix
+            if isinstance(mix, Experts):
                 choices.append(runner._decode._chosen(mix.used)[0].numpy().copy())
             worst = np.abs(streams[-1] - want).max() / np.sqrt((want * want).mean())
             assert worst < 4e-3, f"at {position}, after sublayer {sublayer}: {worst}"

@@ -7,12 +7,15 @@ from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.decode_attention import attention, split_for
+from engine.kernels.gpu.device_memory import part_of
 from engine.kernels.gpu.embedding import embed, embed_prompt
 from engine.kernels.gpu.few_columns import column_index, columns_size
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split, rows_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
+from engine.kernels.gpu.layer_embeddings import gate_embeddings, layer_embeddings, stride
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
 from engine.kernels.gpu.matvec import (
+    EMBED,
     STORE,
     STORE_BIASED,
     STORE_SQUARES,
@@ -24,8 +27,8 @@ from engine.kernels.gpu.matvec import (
     as_logits,
     matvec,
 )
-from engine.kernels.gpu.post_norm import add_normed, add_normed_blocks
-from engine.kernels.gpu.prefill import activate_prompt, norm_prompt
+from engine.kernels.gpu.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
+from engine.kernels.gpu.prefill import activate_prompt, add_normed_sums, norm_prompt
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.schedules import matvec_schedule
@@ -170,28 +173,119 @@ def check_post_norms() -> None:
         h, sums = buffer(stream), zeros(add_normed_blocks(n))
         outs, ins = [zeros(permuted_size(n)) for _ in following], [buffer(y), buffer(squares), buffer(post)]
         run(add_normed(n, n_sums, copies, eps), h, sums, *outs, *ins, *map(buffer, following))
-        close(h.numpy(), wanted)
-        close(sums.numpy().sum(), (wanted**2).sum())
-        for out, weight in zip(outs, following, strict=True):
-            close(out.numpy()[places(n)], wanted * weight)
+        check_stream(wanted, following, h, sums, outs)
+        scale, h = np.float32([0.7]), buffer(stream)
+        run(add_normed(n, n_sums, copies, eps, True), h, sums, *outs, *ins, *map(buffer, (scale, *following)))
+        check_stream(wanted * 0.7, following, h, sums, outs)
     for tokens, n, parts in ((2, 96, 2), (1, 1100, 1)):
         y = rng.standard_normal((parts, tokens, n)).astype(np.float32)
         stream, (post, weight) = rng.standard_normal((tokens, n)), rng.standard_normal((2, n))
         stream, post, weight = (a.astype(np.float32) for a in (stream, post, weight))
-        for has_post_norm, bias in ((False, []), (True, []), (False, [post * 2]), (True, [weight * 3])):
+        place = prompt_index(lambda m, e, n=n: fragment_index(m, e, n), tokens, n)
+        for post_eps, bias, scale in (
+            (None, [], []), (1e-2, [], [np.float32([0.7])]), (None, [post * 2], []), (eps, [weight * 3], [])
+        ):  # fmt: skip
             added = y.sum(0, dtype=np.float64) + sum(bias)
-            wanted = stream + (normed(added, post, eps) if has_post_norm else added)
+            wanted = stream + (normed(added, post, post_eps) if post_eps else added)
+            wanted = wanted * scale[0] if scale else wanted
             x, h = zeros(fragments_size(16, n), dtypes.float16), buffer(stream)
-            ins = [y, *bias, *([post] if has_post_norm else []), weight]
-            run(norm_prompt(tokens, n, parts, eps, has_post_norm, bool(bias)), x, h, *map(buffer, ins))
+            ins = [y, *bias, *([post] if post_eps else []), *scale, weight]
+            kernel = norm_prompt(tokens, n, parts, eps, post_eps, bool(bias), scaled=bool(scale))
+            run(kernel, x, h, *map(buffer, ins))
             close(h.numpy().reshape(tokens, n), wanted)
-            place = prompt_index(lambda m, e, n=n: fragment_index(m, e, n), tokens, n)
             close(x.numpy()[place], normed(wanted, weight, eps), 1e-3)
+        sizes, x = zeros(tokens), zeros(fragments_size(16, n), dtypes.float16)
+        run(norm_prompt(tokens, n, 0, eps, keeps_sizes=True), x, sizes, h, buffer(weight))
+        close(x.numpy()[place] * sizes.numpy()[:, None], wanted * weight, 1e-3)
+        run(norm_prompt(tokens, n, 0, eps, is_normed=False), x, h, buffer(weight))
+        close(x.numpy()[place], wanted * weight, 1e-3)
         x, width = zeros(tokens * units_of(n) * UNIT, dtypes.float16), units_of(n) * UNIT
         run(norm_prompt(tokens, n, 0, eps, order="rows"), x, h, buffer(weight))
         rows = x.numpy().reshape(tokens, width)
         close(rows[:, :n], normed(wanted, weight, eps), 1e-3)
         assert not rows[:, n:].any()
+
+
+def check_stream(wanted, following, h, sums, outs):
+    """What a kernel leaves for the next products."""
+    close(h.numpy(), wanted)
+    close(sums.numpy().sum(), (wanted**2).sum())
+    for out, weight in zip(outs, following, strict=True):
+        close(out.numpy()[places(wanted.size)], wanted * weight)
+
+
+def check_products_side_by_side() -> None:
+    """Two products that are normed, added, and normed again: a part of a block, several blocks."""
+    eps = 1e-5
+    for n, n_sums, copies, scale in ((64, (8, 4), 1, []), (704, (131, 88), 2, [np.float32([0.7])])):
+        ys, weights = (
+            rng.standard_normal((2, n)).astype(np.float32),
+            rng.standard_normal((2, n)).astype(np.float32),
+        )
+        stream, post, *following = rng.standard_normal((2 + copies, n)).astype(np.float32)
+        both = sum(normed(y.astype(np.float64), w, eps) for y, w in zip(ys, weights, strict=True))
+        wanted = (stream + normed(both, post, eps)) * (scale[0] if scale else 1)
+        of_products = []
+        for y, w, count in zip(ys, weights, n_sums, strict=True):
+            squares = np.resize(np.float32([(y * y).sum() / count]), count)
+            of_products += [buffer(y), buffer(squares), buffer(w)]
+        h, sums, outs = (
+            buffer(stream),
+            zeros(add_both_blocks(n)),
+            [zeros(permuted_size(n)) for _ in following],
+        )
+        ins = map(buffer, (post, *scale, *following))
+        run(add_both(n, n_sums, copies, eps, bool(scale)), h, sums, *outs, *of_products, *ins)
+        check_stream(wanted, following, h, sums, outs)
+        tokens, parts = 3, (1, 2)
+        out, products, wanted = zeros(tokens * n), [], 0
+        for w, count in zip(weights, parts, strict=True):
+            y = rng.standard_normal((count, tokens, n)).astype(np.float32)
+            products += [buffer(y), buffer(w)]
+            wanted = wanted + normed(y.sum(0, dtype=np.float64), w, eps)
+        run(add_normed_sums(tokens, n, parts, eps), out, *products)
+        close(out.numpy().reshape(tokens, n), wanted)
+
+
+def check_embeddings_of_layers() -> None:
+    """A token's embeddings of all layers, those of a prompt's tokens of some, and what a layer makes of them."""
+    layout, vocab, size, layers, dim, eps = WeightLayout(8), 5, 32, 8, 96, 1e-3
+    planes, table = packed(8, vocab, layers * size)
+    ids, weight = [3, 1, 4], rng.standard_normal(size).astype(np.float32)
+    for tokens, parts, used, sizes in ((1, 1, 8, []), (3, 2, 5, [np.float32([2, 0.5, 7])])):
+        y = rng.standard_normal((parts, tokens, used, size)).astype(np.float32)
+        projected = y.sum(0, dtype=np.float64) * dim**-0.5
+        projected = projected * (sizes[0][:, None, None] if sizes else 1)
+        rows = table.reshape(vocab, layers, size)[ids[:tokens], :used]
+        wanted = (normed(projected, weight, eps) + rows * size**0.5) * 0.5**0.5
+        out = zeros(used * stride(tokens, size))
+        kernel = layer_embeddings(
+            layout, tokens, vocab, dim, size, layers, parts, eps, used, divided=bool(sizes)
+        )
+        run(kernel, out, buffer(np.int32(ids)), buffer(y), *map(buffer, sizes), buffer(weight), *planes)
+        got = out.numpy().reshape(used, -1)[:, : tokens * size].reshape(used, tokens, size)
+        close(got, wanted.transpose(1, 0, 2), 1e-5)
+    e = part_of(out, 2 * stride(3, size), stride(3, size))
+    gate, result = (
+        rng.standard_normal((2, 3, size)).astype(np.float32),
+        zeros(fragments_size(16, size), dtypes.float16),
+    )
+    run(gate_embeddings(3, size, 2, "fragments"), result, buffer(gate), buffer(sizes[0]), e)
+    place = prompt_index(lambda m, c: fragment_index(m, c, size), 3, size)
+    wanted = gated(gate.sum(0) * sizes[0][:, None], got[2], "gelu")
+    close(result.numpy()[place], wanted, 1e-3)
+    planes, weights = packed(8, size)
+    x, e, scale = rng.standard_normal(256).astype(np.float32), got[2, 0], prescale(8)
+    out, stack = zeros(permuted_size(size)), StackedMatrices.single(layout, size, 256)
+    run(
+        matvec(stack, Schedule(2, 4, 2), EMBED, "t"),
+        out,
+        laid_out(x, layout),
+        buffer(e),
+        buffer(scale),
+        *planes,
+    )
+    close(out.numpy()[places(size)] / scale[:size], gated(weights.astype(np.float64) @ x, e, "gelu"))
 
 
 def check_matrices_of_several_types() -> None:

@@ -13,7 +13,7 @@ from engine.kernels.gpu.prefill import rotate_prompt
 from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
 from tests.kernels.gpu.cache_layout import cache_of, kept, stored_in
-from tests.kernels.gpu.check_attention import temperatures, turned
+from tests.kernels.gpu.check_attention import temperatures, turned, values_of
 
 BLOCK, POOL, CONTEXT = 32, 40, 512
 
@@ -35,7 +35,7 @@ class Pool:
         self.tables = np.full((len(lengths), h.table_size), -1, np.int32)
         self.past = []
         for table, n in zip(self.tables, lengths, strict=True):
-            first = max(0, n - h.window + 1) if h.window else 0
+            first = max(0, n - h.window + (h.stored != "nothing")) if h.window else 0
             for i in range(first // BLOCK, -(-(n + n_new) // BLOCK)):
                 table[i] = free.pop()
             k, v = (rng.standard_normal((h.kv, n, h.dim)).astype(np.float16) for _ in range(2))
@@ -76,13 +76,14 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
     """A step of the tokens of `sequences`, after `lengths` tokens each; -1 is a row without a token."""
     pool, tokens = Pool(h, lengths), len(sequences)
     n = h.query * h.dim
-    rows = rng.standard_normal((tokens, h.query + 2 * h.kv, h.dim)).astype(np.float32)
+    rows = rng.standard_normal((tokens, h.rows // h.dim, h.dim)).astype(np.float32)
     cos, sin = rng.standard_normal((2, CONTEXT, h.dim // 2)).astype(np.float32)
     shapes = [(m, h.dim) for m in ((h.query, h.kv) if wide else (1, 1))]
     norms = [rng.standard_normal(shape).astype(np.float32) for shape in shapes] if h.norm_eps else []
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
     factors, temperature = temperatures(h)
-    positions = [lengths[s] if s >= 0 else 0 for s in sequences]
+    last = int(h.stored == "nothing")  # the token is among those in the cache
+    positions = [lengths[s] - last if s >= 0 else 0 for s in sequences]
     columns = [(7, p, max(s, 0), s >= 0) for p, s in zip(positions, sequences, strict=True)]
     state = buffer(np.array(columns, np.int32).T)
     norm, sink_buffer = [buffer(np.concatenate(norms))] if norms else [], [buffer(s) for s in sink]
@@ -103,9 +104,12 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
             continue
         of = [x if wide else x[0] for x in norms] or [None, None]
         q = turned(rows[i, : h.query], cos[position], sin[position], of[0]) * factors[position]
-        k = turned(rows[i, h.query : h.query + h.kv], cos[position], sin[position], of[1])
-        v = rows[i, -h.kv :].astype(np.float16)
         past_k, past_v = pool.past[s]
+        if h.stored == "nothing":
+            close(got[i], pool.attended(q, past_k, past_v, *sink), 2e-3)
+            continue
+        k = turned(rows[i, h.query : h.query + h.kv], cos[position], sin[position], of[1])
+        v = values_of(h, rows[i]).astype(np.float16)
         k_all = np.concatenate([past_k, k[:, None].astype(np.float16)], 1)
         wanted = pool.attended(q, k_all, np.concatenate([past_v, v[:, None]], 1), *sink)
         close(got[i], wanted, 2e-3)
@@ -125,6 +129,19 @@ def check_rows_on_tensor_cores() -> None:
     decode(FlashSplit(64, 1, 2, 2, 2, 2), pooled(32, norm_eps=1e-6), (50, 0, 33), (2, -1, 0, 1), sinks=True)
     decode(FlashSplit(256, 3, 2, 2, 1), pooled(norm_eps=1e-6), (130, 5), (1, 0), wide=True)
     decode(FlashSplit(256, 2, 2, 2, 1), pooled(window=40, temperature=True), (130, 5), (0, 1))
+
+
+def check_rows_of_what_is_stored() -> None:
+    """Normed values, keys as values, and a cache that another layer has filled."""
+    options = {"norm_eps": 1e-6, "normed_values": True}
+    for h in (
+        pooled(32, **options),
+        pooled(stored="keys", **options),
+        pooled(stored="nothing", **options),
+        pooled(stored="nothing", **options, window=40),
+    ):
+        decode(FlashSplit(h.cached(256), 1, 2, 2, 1), h, (130, 5), (1, -1, 0))
+        decode(FlashSplit(h.cached(256), 2, 2, 2, 1), h, (130, 5), (1, -1, 0))
 
 
 def check_rows_over_a_quantized_cache() -> None:

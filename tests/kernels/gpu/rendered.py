@@ -100,7 +100,7 @@ def render_other_products() -> None:
     vector, sums = (320, F), (64, F)
     render(add_normed(320, 64, 1, 1e-6), vector, (10, F), vector, vector, sums, vector, vector)
     halves = (fragments_size(64, 320), H), (64 * 320, F), (2 * 64 * 320, F)
-    render(norm_prompt(64, 320, 2, 1e-6, post_norm=True), *halves, vector, vector)
+    render(norm_prompt(64, 320, 2, 1e-6, post_eps=1e-6), *halves, vector, vector)
 
 
 def render_window() -> None:
