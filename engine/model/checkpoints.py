@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-EVERY = 64
+EVERY = 32
 """Tokens after which a checkpoint is saved, even within a turn."""
 
 WORTH_A_STEP = 128
@@ -89,8 +89,8 @@ class _Checkpoint:
         ago = now - self.used + 1
         if (
             self.ends_turn
-        ):  # exactly this place is likely, so it saves a step too, which takes some time however short
-            return _OF_A_TURN * (self.saves + EVERY) / ago
+        ):  # exactly this place is likely, so a whole step is saved, which takes time however short
+            return _OF_A_TURN * (self.saves + WORTH_A_STEP) / ago
         return self.saves / ago
 
 
