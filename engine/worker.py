@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 MAX_RESTARTS = 8
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
 _SEND_INTERVAL_S = 0.01
+_GRACE_S = 1.0  # after a load: a request that is about to come shall not wait for what prepares later ones
 
 Report = Callable[[Event], None]
 
@@ -150,6 +151,7 @@ class _Server:
         while command := self._inbox.get():
             if isinstance(command, Load):
                 model = self._load(command.options, load)
+                self._inbox.wait_for_request(_GRACE_S)
             elif model:
                 self._take(model, command)
             if not model or not self._work(model) or not self._warm_up(model):
@@ -302,6 +304,12 @@ class _Inbox:
 
     def has_request(self) -> bool:
         return not self._queue.empty()
+
+    def wait_for_request(self, seconds: float) -> None:
+        """Returns when there is a request, or after so many seconds."""
+        until = time.monotonic() + seconds
+        while not self.has_request() and time.monotonic() < until:
+            time.sleep(0.002)
 
     def cancelled(self, request_id: int) -> Callable[[], bool]:
         return self._stops[request_id].is_set
