@@ -87,9 +87,8 @@ class _Checkpoint:
 
     def worth(self, now: int) -> float:
         ago = now - self.used + 1
-        if (
-            self.ends_turn
-        ):  # exactly this place is likely, so a whole step is saved, which takes time however short
+        if self.ends_turn:
+            # Exactly this place is likely, so a whole step is saved, which takes time however short it is.
             return _OF_A_TURN * (self.saves + WORTH_A_STEP) / ago
         return self.saves / ago
 
