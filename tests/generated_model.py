@@ -286,8 +286,8 @@ def write(
         channels = (2 * metadata["ssm.group_count"] + values) * size
         matrix(prefix + "attn_qkv", channels, dim)
         matrix(prefix + "attn_gate", values * size, dim)
-        matrix(prefix + "ssm_beta", values, dim)
-        matrix(prefix + "ssm_alpha", values, dim)
+        for name in "beta", "alpha":  # many published files hold these as floats
+            writer.add_tensor(f"{prefix}ssm_{name}.weight", _random_matrix(rng, values, dim, Type.F32))
         matrix(prefix + "ssm_out", dim, values * size)
         taps = _random_matrix(rng, channels, metadata["ssm.conv_kernel"], Type.F32)
         writer.add_tensor(prefix + "ssm_conv1d.weight", taps)
