@@ -2,9 +2,10 @@
 #              BACKEND=CPU|CUDA|NV, ARGS="more options of orin-chat"
 # make serve   set up and answer other programs; MODEL, BACKEND and ARGS as above
 # make test    set up and run the tests; ARGS="options of pytest"
+# make soak    faults and hostile input, 100,000 times, with a table of what was lost; ARGS="engine --share 0.1"
 # make check   everything that continuous integration checks
 # make clean   remove what these made
-.PHONY: chat serve test check clean
+.PHONY: chat serve test soak check clean
 BACKEND ?= auto
 PYTHON = .venv/bin/python
 
@@ -20,6 +21,10 @@ serve:
 test:
 	@BACKEND=CPU .ci/setup dev
 	@$(PYTHON) -m pytest $(ARGS)
+
+soak:
+	@BACKEND=CPU .ci/setup dev
+	@$(PYTHON) -m tests.soak $(ARGS)
 
 check:
 	@.ci/run

@@ -110,6 +110,7 @@ def git_sha1(data: bytes) -> str:
 class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the head and the body are two writes
 
     def log_message(self, *_: object) -> None:
         pass

@@ -1,0 +1,55 @@
+"""Faults and hostile input, again and again: python -m tests.soak [PART ...] [--share N]
+
+Prints a row of a Markdown table for each part: the fault, the tries, how they ended, what was lost, the longest time.
+The exit code is 1 if anything was lost. `make soak` runs all of it, in under an hour on two cores; `--share 0.1` makes
+a tenth of the tries. tests/soak/test_soak.py runs a few of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests import environment
+from tests.soak import engine_faults, hostile_files, hostile_hub, program_deaths, screen_storms
+
+PARTS = {
+    "files": (hostile_files.run, 80_000),
+    "hub": (hostile_hub.run, 20_000),
+    "engine": (engine_faults.run, 1_000),
+    "program": (program_deaths.run, 200),
+    "screen": (screen_storms.run, 1_000),
+}
+"""What runs a part, and how often."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--share", type=float, default=1.0, help="of the tries")
+    parser.add_argument(
+        "--seed", type=int, default=time.time_ns() % 1_000_000, help="of what is chosen at random"
+    )
+    args = parser.parse_args()
+    if unknown := set(args.parts) - PARTS.keys():
+        parser.error(f"no part is called {', '.join(unknown)}")
+    environment.enter()
+    print(
+        f"seed {args.seed}\n\n| fault | tries | survived | lost | longest |\n|---|---|---|---|---|",
+        flush=True,
+    )
+    lost = 0
+    try:
+        for name in args.parts or PARTS:
+            run, tries = PARTS[name]
+            counts = run(max(1, round(tries * args.share)), args.seed)
+            lost += counts.lost.total()
+            print(counts.row(), flush=True)
+    finally:
+        environment.leave()
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""What became of many tries. Losses are counted, so that a table shows them; a test says how many there may be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counts:
+    """`survived`: tries by outcome, such as "refused". `lost`: tries that failed, by what was seen. `worst_ms`: the
+    longest time that something took which a user waits for or loses."""
+
+    fault: str
+    survived: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    worst_ms: float = 0.0
+
+    @property
+    def tries(self) -> int:
+        return self.survived.total() + self.lost.total()
+
+    def took(self, ms: float) -> None:
+        self.worst_ms = max(self.worst_ms, ms)
+
+    def row(self) -> str:
+        """A row of a Markdown table."""
+        outcomes = ", ".join(f"{count} {what}" for what, count in self.survived.most_common())
+        losses = ", ".join(f"{count} {what}" for what, count in self.lost.most_common(5)) or "none"
+        return f"| {self.fault} | {self.tries} | {outcomes} | {losses} | {self.worst_ms:.0f} ms |"

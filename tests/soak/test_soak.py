@@ -1,0 +1,17 @@
+"""A few tries of each part of the soak, which `make soak` runs for long."""
+
+import pytest
+
+from tests.soak.__main__ import PARTS
+
+FEW = {"files": 150, "hub": 60, "engine": 6, "program": 1, "screen": 12}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.usefixtures("forked_engines")
+def test_nothing_is_lost(part):
+    run, _ = PARTS[part]
+    counts = run(FEW[part], 1)
+    assert counts.tries == FEW[part]
+    slow = {what for what in counts.lost if part == "program" and "ms of text" in what}  # tests time nothing
+    assert counts.lost.keys() - slow == set(), counts.row()
