@@ -246,6 +246,8 @@ class SyntheticModel:
         if position == do.die_at:
             if do.until:
                 _wait_for(do.until)
+            assert worker._server
+            worker._server._outbox.close()  # all that came before is sent, however busy the machine is
             os.kill(os.getpid(), signal.SIGKILL)
         if position == do.hang_at:
             _wait_for(do.until)

@@ -95,14 +95,14 @@ class LlamaServer(ServerEngine):
             else:
                 self._server = http.client(self._url.removesuffix("/").removesuffix("/v1"), self._key)
             while not await self._is_healthy(self._server):
+                memory = resident_memory(self.pid)
+                done = min(memory.now_bytes, file.file_bytes) if memory else 0
+                yield Loading(done_bytes=done, total_bytes=file.file_bytes)
                 if time.perf_counter() - started > self._start_s:
                     raise BackendError(
                         f"llama-server was not ready after {self._start_s:.0f} s.",
                         f"Its log: {self.log_path}" if self._process else "See its log, where it runs.",
                     )
-                memory = resident_memory(self.pid)
-                done = min(memory.now_bytes, file.file_bytes) if memory else 0
-                yield Loading(done_bytes=done, total_bytes=file.file_bytes)
                 await asyncio.sleep(POLL_S)
             yield await self._describe(self._server, file, started)
 

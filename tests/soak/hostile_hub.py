@@ -53,6 +53,7 @@ def run(tries: int, number: int = 0) -> Counts:
         @seed(number)
         @settings(
             max_examples=tries,
+            deadline=None,
             database=None,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
