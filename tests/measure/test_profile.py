@@ -61,7 +61,8 @@ def test_every_kernel_has_its_role_and_every_role_its_bytes(model, step):
         least = weights * 34 // 32  # Q8_0: 34 bytes for 32 weights
         activations = 8 * LAYERS * profile.tokens * 4 * (DIM + FFN)
         assert least <= bytes_of[role] <= 1.2 * least + activations, role
-    assert calls_of["QKV projection"] == 3 * LAYERS
+    # of the last layer, a prompt needs only keys and values
+    assert calls_of["QKV projection"] == 3 * LAYERS - (step == "prefill")
     assert calls_of["attention"] >= 3 * LAYERS
     assert ("output head" in bytes_of) == ("sampling" in bytes_of) == (step == "decode")
     assert bytes_of["embedding"] < 20_000 * profile.tokens

@@ -51,7 +51,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], li
             said = python(renderer, "-m", "tests.kernels.gpu.rendered", path, str(folder), *TYPES)
             counts = [line.split() for line in said.splitlines()]
             assert [quant for quant, *_ in counts] == TYPES
-            assert all(int(kernels) > 20 and int(vectors) > 100 for _, kernels, vectors in counts), said
+            assert all(int(kernels) > 20 and int(vectors) > 80 for _, kernels, vectors in counts), said
             made[path, renderer] = [folder / quant for quant in TYPES]
         return made[path, renderer]
 
@@ -92,7 +92,7 @@ def test_vector_accesses_are_aligned(
 ) -> None:
     for source in sources(path, renderer):
         if renderer == "PTX":
-            assert sum(wide_accesses(source.read_text())) > 100
+            assert sum(wide_accesses(source.read_text())) > 80
 
 
 @nvcc
