@@ -256,6 +256,8 @@ class ModelSpec:
             yield "shared experts"
         if any(sublayer.scale for sublayer in self.sublayers):
             yield "scaled layers"
+        if any(sublayer.scale and not sublayer.post_norm for sublayer in self.sublayers):
+            yield "scaled layers without a norm after them"
         without = (Beside, LayerEmbedding)  # named already
         if any(s.norm is None and not isinstance(s.mix, without) for s in self.sublayers):
             yield "layers without a norm before them"

@@ -23,12 +23,12 @@ def short_vectors(monkeypatch):
 
 @pytest.mark.parametrize(
     ("architecture", "kv", "error"),  # windows; experts, sinks and windows
-    [("gemma3", "f16", 1e-5), ("gpt-oss", "f16", 1e-5), ("gemma3", "q8_0", 5e-4)],
+    [("gemma3", "f16", 1e-5), ("gpt-oss", "f16", 1e-5), ("gemma3", "q8_0", 5e-4), ("gemma4", "f16", 1e-5)],
 )
 def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tmp_path):
     heads = {"heads": 2, "kv_heads": 1} if kv == "q8_0" else {}  # blocks need 32 elements
     path = generated_model.write(
-        tmp_path / "m.gguf", layers=2, architecture=architecture, quant="F32", **heads
+        tmp_path / "m.gguf", layers=3, architecture=architecture, quant="F32", **heads
     )
     runner = CPUBatchRunner(opened(path), 128, parallel=5, kv=KVFormat(kv))
     assert isinstance(runner, BatchRunner)

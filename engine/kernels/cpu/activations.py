@@ -126,7 +126,7 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
     """Buffers: the outputs in their order; the number of units in a row, int32 (1,); the state if tile is more than 1
     or with `rows`; the number of the row of each token, int32 (tokens,), if gathered; the rows, float32 (tokens, cols);
     the other rows if gated, or the norm's weight, float32 (cols,), if normed."""
-    eps, gated = quantization.eps, quantization.gated
+    eps, gate = quantization.eps, quantization.gated
     vectors = UNIT // lanes
     assert vectors >= 2, "vectors of more than 16 lanes"
 
@@ -156,26 +156,28 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
                     value = k.vector(rows, at + column)
                     if eps is not None:
                         value = value * k.load(factor, 0) * k.vector(other[0], column)
-                    if gated:
-                        value = _GATES[gated](k, value, k.vector(other[0], at + column))
+                    if gate:
+                        value = _GATES[gate](k, value, k.vector(other[0], at + column))
                     values.append(value)
                 _store_unit(k, outs, values, (tile_number * units + unit) * tile, tile, token)
-        kind = "normed" if eps is not None else gated or "plain"
+        kind = "normed" if eps is not None else gate or "plain"
         return k.finish(f"prepare_{kind}_{len(outs)}_{tile}")
 
     return kernel
 
 
 @functools.cache
-def add_normed(eps: float, lanes: int, tile: int) -> Kernel:
-    """out += RMS-normed rows * weight. The threads share the tokens. Buffers: out, float32 (tokens, cols); the number
-    of units in a row, int32 (1,); the state if tile is more than 1; the rows, float32 (tokens, cols); the weight,
-    float32 (cols,)."""
+def add_normed(eps: float, lanes: int, tile: int, added: bool = True, scaled: bool = False) -> Kernel:
+    """out += RMS-normed rows * weight; if it is not `added`, = instead of +=. If it is `scaled`, out is multiplied by a
+    number at last. The threads share the tokens. Buffers: out, float32 (tokens, cols); the number of units in a row,
+    int32 (1,); the state if tile is more than 1; the rows, float32 (tokens, cols); the weight, float32 (cols,); the
+    number, float32 (1,), if there is one."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(lanes)
         k.scratch(out)
-        *state, rows, weight = buffers
+        scale = buffers[-1] if scaled else None
+        *state, rows, weight = buffers[:-1] if scaled else buffers
         cols = k.index(shape, 0) * UNIT
         first, count = even_share(n_tokens(k, state[0], tile) if state else 1, part, parts)
         factor = k.registers(1)
@@ -185,10 +187,32 @@ def add_normed(eps: float, lanes: int, tile: int) -> Kernel:
             k.store(factor, 0, (mean + eps).sqrt().reciprocal())
             with k.loop(cols // lanes) as j:
                 normed = k.vector(rows, at + j * lanes) * k.load(factor, 0) * k.vector(weight, j * lanes)
-                k.store(out, at + j * lanes, k.vector(out, at + j * lanes) + normed)
-        return k.finish(f"add_normed_{tile}")
+                total = k.vector(out, at + j * lanes) + normed if added else normed
+                k.store(out, at + j * lanes, total if scale is None else total * k.load(scale, 0))
+        return k.finish(f"{'add' if added else 'store'}_normed_{tile}")
 
     return kernel
+
+
+@functools.cache
+def cap(limit: float, lanes: int) -> Kernel:
+    """x = limit * tanh(x / limit). Buffers: x, float32 (vectors * lanes,); the number of vectors, int32 (1,)."""
+
+    def kernel(part: UOp, parts: UOp, x: UOp, count: UOp) -> UOp:
+        k = KernelBuilder(lanes)
+        k.scratch(x)
+        first, n = even_share(k.index(count, 0), part, parts)
+        with k.loop(n) as i:
+            at = (first + i) * lanes
+            k.store(x, at, (sigmoid(k, k.vector(x, at) * (2 / limit)) * 2.0 - 1.0) * limit)
+        return k.finish("cap")
+
+    return kernel
+
+
+def gated(k: KernelBuilder, gate: Gate, x: UOp, other: UOp) -> UOp:
+    """`x` as a gate of other activations."""
+    return _GATES[gate](k, x, other)
 
 
 def sigmoid(k: KernelBuilder, x: UOp) -> UOp:

@@ -48,17 +48,20 @@ def max_tiles(tokens: int, used: int, experts: int, tile: int) -> int:
 
 
 @functools.cache
-def choose_experts(experts: int, used: int, least: float | None, lanes: int, tile: int) -> Kernel:
+def choose_experts(
+    experts: int, used: int, least: float | None, lanes: int, tile: int, scaled: bool = False
+) -> Kernel:
     """The `used` experts of the largest logits, of equal ones the first, and their probabilities, a softmax of all
     logits. With `least` these are divided by their sum, or by `least` if that is larger. Buffers: the experts, int32
     (tokens, used); their probabilities, float32 (tokens, used); the state if tile is more than 1, else how often each
     expert was chosen, int32 (experts,), to which the choices are added; the logits, float32 (tokens, experts), each row
-    filled up to a multiple of `lanes`."""
+    filled up to a multiple of `lanes`. If they are `scaled`: what the probability of each expert is multiplied by at
+    last, float32 (experts,)."""
     width = -(-experts // lanes) * lanes
 
     def kernel(part: UOp, parts: UOp, chosen: UOp, weights: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(lanes)
-        state, logits = buffers
+        state, logits, *scales = buffers
         choices = k.scratch(state) if tile == 1 else None
         first, count = even_share(k.index(state, TOKENS) if tile > 1 else 1, part, parts)
         left, best = k.registers(experts), k.registers(used)
@@ -90,6 +93,9 @@ def choose_experts(experts: int, used: int, least: float | None, lanes: int, til
             for rank, probability in enumerate(probabilities):
                 if least is not None:
                     probability = probability * add(probabilities).maximum(least).reciprocal()
+                if scaled:
+                    expert = k.index(chosen, token * used + rank)
+                    probability = probability * k.load(scales[0], expert)
                 k.store(weights, token * used + rank, probability)
         return k.finish(f"choose_experts_{experts}_{used}_{tile}")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Literal
 
 from tinygrad import UOp
 from tinygrad.dtype import DType
@@ -22,7 +24,9 @@ class Heads:
     """The attention heads of a kind of layers: `query` heads share `kv` heads of keys and values, of `dim` elements
     each. Scores are multiplied by `scale`. `query_norm` and `key_norm`: whether these are RMS-normed, with `norm_eps`.
     `wide_norms`: over all heads together. `temperature`: whether queries are multiplied by a factor of their position.
-    `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero.
+    `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero. `stored`:
+    without values of their own, the keys before norm and rotation are the values; with nothing, the cache is that of
+    another layer. `value_norm`: values are RMS-normed over a head.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
     has `length` slots, a multiple of `lanes`, of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv,
@@ -46,13 +50,16 @@ class Heads:
     dtype: DType = F16
     wide_norms: bool = False
     sinks: bool = False
+    stored: Literal["keys and values", "keys", "nothing"] = "keys and values"
+    value_norm: bool = False
     table: int = 0
     block: int = 0
 
     @property
     def rows(self) -> int:
-        """Elements of a token's queries, keys and values together."""
-        return (self.query + 2 * self.kv) * self.dim
+        """Elements of a token's queries, keys and values together, of those that it has."""
+        stored = {"keys and values": 2, "keys": 1, "nothing": 0}[self.stored]
+        return (self.query + stored * self.kv) * self.dim
 
     @property
     def cache_size(self) -> int:
@@ -89,8 +96,9 @@ class Heads:
 @functools.cache
 def rotate(heads: Heads, tile: int) -> Kernel:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
-    (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`); the state, unless tile is 1 and
-    there are tables; with tables the position and the slot of each token, int32 (tokens,) each; the products' rows,
+    (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`), if it stores something; the state,
+    unless tile is 1 and there are tables; with tables the position of each token and, if it stores something, its slot,
+    int32 (tokens,) each; the products' rows,
     float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each;
     of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one; the
     temperatures, float32 (positions,), if there are any."""
@@ -98,10 +106,12 @@ def rotate(heads: Heads, tile: int) -> Kernel:
     n = gcd(half, h.lanes)
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        queries, keys, values, *rest = buffers
-        scales = [rest.pop(0) for _ in range(2)] if h.is_quantized else []
+        queries, *rest = buffers
+        keys, values = (rest.pop(0) for _ in range(2)) if h.stored != "nothing" else (queries, queries)
+        scales = [rest.pop(0) for _ in range(2)] if h.is_quantized and h.stored != "nothing" else []
         state = rest.pop(0) if tile > 1 or not h.table else None
-        positions, slots = (rest.pop(0) if h.table else None for _ in range(2))
+        positions = rest.pop(0) if h.table else None
+        slots = rest.pop(0) if h.table and h.stored != "nothing" else None
         rows, cos, sin, *rest = rest
         query_norm, key_norm = (rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm))
         k = KernelBuilder(h.lanes)
@@ -121,42 +131,32 @@ def rotate(heads: Heads, tile: int) -> Kernel:
             c, s = (k.vector(table, position * half + j, n) for table in (cos, sin))
             return a * c - b * s, b * c + a * s
 
-        def norm_factor(at: Index, weight: UOp | None, size: int) -> UOp | None:
-            if weight is None:
-                return None
+        def norm_factor(at: Index, size: int) -> UOp:
             factor = k.registers(1)
             mean = sum_of_squares(k, rows, at, size, n) * (1.0 / size)
             k.store(factor, 0, (mean + h.norm_eps).sqrt().reciprocal())
             return factor
 
-        key_head = k.registers(h.dim) if h.is_quantized else None
+        key_head = k.registers(h.dim) if h.is_quantized and h.stored != "nothing" else None
 
-        with k.loop(n_tokens(k, state, tile)) as t:
-            position = start + t if positions is None else k.index(positions, t)
-            slot = h.slot(position) if slots is None else k.index(slots, t)
-            scale: float | UOp = h.scale
-            if h.temperature:
-                scale = k.load(rest[0], position) * h.scale
-            first, count = even_share(h.query, part, parts)
-            factor = norm_factor(t * h.rows, query_norm, h.query * h.dim) if h.wide_norms else None
-            with k.loop(count) as i:
-                head = first + i
-                at = t * h.rows + head * h.dim
-                if not h.wide_norms:
-                    factor = norm_factor(at, query_norm, h.dim)
-                with k.loop(half // n) as j:
-                    a, b = rotated(at, position, j * n, query_norm, factor, head)
-                    to = t * (h.query * h.dim) + head * h.dim + j * n
-                    k.store(queries, to, a * scale)
-                    k.store(queries, to + half, b * scale)
+        def store(t: UOp, position: Index, slot: Index) -> None:
+            """Stores the keys and values of a token."""
             first, count = even_share(h.kv, part, parts)
-            if h.wide_norms:
-                factor = norm_factor(t * h.rows + h.query * h.dim, key_norm, h.kv * h.dim)
+            factor = None
+            if h.key_norm and h.wide_norms:
+                factor = norm_factor(t * h.rows + h.query * h.dim, h.kv * h.dim)
             with k.loop(count) as i:
                 head = first + i
                 at = t * h.rows + (h.query + head) * h.dim
-                if not h.wide_norms:
-                    factor = norm_factor(at, key_norm, h.dim)
+                of_values = at + h.kv * h.dim if h.stored == "keys and values" else at
+                value_factor = norm_factor(of_values, h.dim) if h.value_norm else None
+
+                def value(d: Index, n: int, at: Index = of_values, by: UOp | None = value_factor) -> UOp:
+                    v = k.vector(rows, at + d, n)
+                    return v if by is None else v * k.load(by, 0)
+
+                if h.key_norm and not h.wide_norms:
+                    factor = norm_factor(at, h.dim)
                 with k.loop(half // n) as j:
                     for v, offset in zip(
                         rotated(at, position, j * n, key_norm, factor, head), (0, half), strict=True
@@ -171,24 +171,45 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                         d = group * QUANT_BLOCK
                         scale_at = h.scale_index(head, slot // h.lanes, group) + slot % h.lanes
                         to = h.key_index(head, slot // h.lanes, d) + slot % h.lanes
-                        _store_quantized(k, key_head, d, keys, to, h.lanes, scales[0], scale_at)
+                        units = range(0, QUANT_BLOCK, h.lanes)
+                        vectors = [k.vector(key_head, d + i) for i in units]
+                        _store_quantized(k, vectors, keys, to, h.lanes, scales[0], scale_at)
                         to = h.value_index(head, slot, d)
-                        value_at = at + h.kv * h.dim + d
-                        _store_quantized(k, rows, value_at, values, to, 1, scales[1], scale_at)
+                        vectors = [value(d + i, h.lanes) for i in units]
+                        _store_quantized(k, vectors, values, to, 1, scales[1], scale_at)
                 else:
                     with k.loop(h.dim // n) as j:
-                        v = k.vector(rows, at + h.kv * h.dim + j * n, n)
+                        v = value(j * n, n)
                         k.store(values, h.value_index(head, slot, j * n), v.cast(h.dtype))
+
+        with k.loop(n_tokens(k, state, tile)) as t:
+            position = start + t if positions is None else k.index(positions, t)
+            scale: float | UOp = h.scale
+            if h.temperature:
+                scale = k.load(rest[0], position) * h.scale
+            first, count = even_share(h.query, part, parts)
+            factor = norm_factor(t * h.rows, h.query * h.dim) if h.wide_norms and h.query_norm else None
+            with k.loop(count) as i:
+                head = first + i
+                at = t * h.rows + head * h.dim
+                if h.query_norm and not h.wide_norms:
+                    factor = norm_factor(at, h.dim)
+                with k.loop(half // n) as j:
+                    a, b = rotated(at, position, j * n, query_norm, factor, head)
+                    to = t * (h.query * h.dim) + head * h.dim + j * n
+                    k.store(queries, to, a * scale)
+                    k.store(queries, to + half, b * scale)
+            if h.stored != "nothing":
+                store(t, position, h.slot(position) if slots is None else k.index(slots, t))
         return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel
 
 
 def _store_quantized(
-    k: KernelBuilder, x: UOp, at: Index, out: UOp, to: Index, stride: int, scales: UOp, scale_at: Index
+    k: KernelBuilder, vectors: Sequence[UOp], out: UOp, to: Index, stride: int, scales: UOp, scale_at: Index
 ) -> None:
-    """Rounds the 32 elements of x from `at` on to int8, and stores them `stride` apart, and their scale."""
-    vectors = [k.vector(x, at + i) for i in range(0, QUANT_BLOCK, k.lanes)]
+    """Rounds 32 elements to int8, and stores them `stride` apart, and their scale."""
     magnitudes = (v.maximum(v * -1.0) for v in vectors)
     largest = k.across(functools.reduce(UOp.maximum, magnitudes), Ops.MAX)
     k.store(scales, scale_at, (largest * (1 / 127)).cast(F16))

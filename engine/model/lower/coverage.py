@@ -8,18 +8,7 @@ from engine.model.spec import ModelSpec
 _GPU = frozenset({"experts whose gate and up differ in type"})
 
 _LACKING = {
-    "CPU": frozenset(
-        {
-            "layers that share a KV cache",
-            "keys as values",
-            "normed values",
-            "embeddings of each layer",
-            "feed-forward layers side by side",
-            "scaled experts",
-            "scaled layers",
-            "a soft cap of the logits",
-        }
-    ),
+    "CPU": frozenset({"scaled layers without a norm after them"}),
     "CUDA": _GPU,
     # tinygrad's NV device gives a block 48 KB of shared memory, and prefill attention of such heads takes 80 KB
     "NV": _GPU | {"heads of more than 256 elements"},

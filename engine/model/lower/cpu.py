@@ -18,7 +18,15 @@ from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
 from engine.model.lower.cpu_cache import BlockCache, ContiguousCache
-from engine.model.lower.cpu_layers import Attention, FeedForward, LayerLoader, Mixture, Recurrence
+from engine.model.lower.cpu_layers import (
+    Attention,
+    Embedded,
+    FeedForward,
+    LayerLoader,
+    Mixture,
+    Recurrence,
+    SideBySide,
+)
 from engine.model.lower.cpu_states import CPUStates
 from engine.model.lower.cpu_weights import CPUWeights
 from engine.model.weights import Weights
@@ -58,6 +66,7 @@ class CPUModel:
         layers = LayerLoader(loader, spec, self.cache, self.states, kv, lanes)
         self.layers = [layers.layer(sublayer) for sublayer in spec.sublayers]
         self.output_norm = loader.vector(spec.output_norm)
+        self.layer_tables = loader.layer_tables(spec)
         loader.finish()
         self.ropes = [
             [memory.array(table, dtypes.float32) for table in rope.tables(self.cache.positions, context)]
@@ -91,9 +100,8 @@ class CPUModel:
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         """See `ModelRunner.expert_choices`."""
-        return [
-            memory.view(layer.mix.choices).copy() for layer in self.layers if isinstance(layer.mix, Mixture)
-        ]
+        mixes = (m.experts if isinstance(m := layer.mix, SideBySide) else m for layer in self.layers)
+        return [memory.view(m.choices).copy() for m in mixes if isinstance(m, Mixture)]
 
     def uses(self) -> BufferUses:
         """The uses of the weights, the cache and the scratch buffers."""
@@ -108,7 +116,7 @@ class CPUModel:
         scores = [buffer for (name, *_), buffer in self._scratch.items() if name == "scores"]
         uses.add(BufferUse("attention", "context", length), *scores)
         for layer in self.layers:
-            uses.add(BufferUse("norm"), layer.norm, layer.post_norm)
+            uses.add(BufferUse("norm"), layer.norm, layer.post_norm, *layer.scale)
             match layer.mix:
                 case Attention() as a:
                     gates = [a.gate.stream] if a.gate else []
@@ -129,13 +137,28 @@ class CPUModel:
                 case FeedForward() as f:
                     _add_dense(uses, f)
                 case Mixture() as m:
-                    uses.add(BufferUse("router"), m.router_bias, m.router.stream, m.choices)
-                    gate_up, down = [*m.biases[:2], m.gate.stream, m.up.stream], [m.biases[2], m.down.stream]
-                    uses.add_experts(m.spec, m.spec.used, gate_up, down)
-                    if m.shared:
-                        _add_dense(uses, m.shared.layer)
-                        uses.add(BufferUse("router"), m.shared.gate.stream)
+                    _add_mixture(uses, m)
+                case SideBySide() as b:
+                    norms = b.dense_norm, b.dense_post_norm, b.experts_norm, b.experts_post_norm
+                    uses.add(BufferUse("norm"), *norms, b.router_norm)
+                    _add_dense(uses, b.dense)
+                    _add_mixture(uses, b.experts)
+                case Embedded() as e:
+                    uses.add(BufferUse("FFN gate+up"), e.gate.stream)
+                    uses.add(BufferUse("FFN down"), e.proj.stream)
+        if tables := self.layer_tables:
+            uses.add(BufferUse("embedding", "token", self.spec.vocab), tables.table.stream)
+            uses.add(BufferUse("embedding"), tables.projection.stream, tables.norm)
         return uses
+
+
+def _add_mixture(uses: BufferUses, m: Mixture) -> None:
+    uses.add(BufferUse("router"), m.router_bias, m.router.stream, m.choices, *m.scales)
+    gate_up, down = [*m.biases[:2], m.gate.stream, m.up.stream], [m.biases[2], m.down.stream]
+    uses.add_experts(m.spec, m.spec.used, gate_up, down)
+    if m.shared:
+        _add_dense(uses, m.shared.layer)
+        uses.add(BufferUse("router"), m.shared.gate.stream)
 
 
 def _add_dense(uses: BufferUses, f: FeedForward) -> None:

@@ -126,8 +126,8 @@ class BlockCache:
         return cached
 
     def rotating(self, heads: Heads, tile: int) -> list[Tensor]:
-        places = self._places[self._group(heads)]
-        return [*([self._state] if tile > 1 else []), self._positions, places]
+        places = [self._places[self._group(heads)]] if heads.stored != "nothing" else []
+        return [*([self._state] if tile > 1 else []), self._positions, *places]
 
     def attending(self, heads: Heads) -> list[Tensor]:
         return [self._tables[self._group(heads)], self._positions, self._sequences]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tinygrad import Tensor, dtypes
 
@@ -14,7 +15,7 @@ from engine.model.kv_blocks import BLOCK
 from engine.model.lower.cpu_cache import CPUCache
 from engine.model.lower.cpu_states import CPUStates
 from engine.model.lower.cpu_weights import CPUWeights, Matrix
-from engine.model.mixes import Activation, Attend, Delta, Dense, Experts
+from engine.model.mixes import Activation, Attend, Beside, Delta, Dense, Experts, LayerEmbedding
 from engine.model.spec import ModelSpec, Sublayer
 
 
@@ -89,15 +90,44 @@ class Mixture:
     biases: list[Tensor]
     choices: Tensor
     shared: Shared | None
+    scales: list[Tensor]
+    """What the results of the experts are multiplied by, if there is something."""
+
+
+@dataclass
+class SideBySide:
+    """A feed-forward layer and a mixture of experts side by side, with the weights of their norms."""
+
+    dense: FeedForward
+    dense_norm: Tensor
+    dense_post_norm: Tensor
+    experts: Mixture
+    experts_norm: Tensor
+    experts_post_norm: Tensor
+    router_norm: Tensor
+
+
+@dataclass
+class Embedded:
+    """The weights through which the embeddings of a layer, the `layer`-th, are added."""
+
+    gate: Matrix
+    proj: Matrix
+    layer: int
+
+
+Mix = Attention | Recurrence | FeedForward | Mixture | SideBySide | Embedded
 
 
 @dataclass
 class Layer:
-    """A sublayer with the weights of its norms."""
+    """A sublayer with the weights of its norms. `scale`: what the stream is multiplied by after it, if there is
+    something."""
 
     norm: Tensor | None
-    mix: Attention | Recurrence | FeedForward | Mixture
+    mix: Mix
     post_norm: Tensor | None
+    scale: list[Tensor]
 
 
 class LayerLoader:
@@ -115,6 +145,7 @@ class LayerLoader:
     ) -> None:
         self._loader, self._spec, self._lanes = loader, spec, lanes
         self._cache, self._states = cache, states
+        self._caches: list[list[Tensor]] = []  # of each attention the one that it reads
         floats = dtypes.float32 if spec.is_float32 else dtypes.float16
         self._cache_type = dtypes.int8 if kv.is_quantized else floats
 
@@ -124,7 +155,7 @@ class LayerLoader:
         added = (
             post_norm is None
         )  # the last product adds the residual stream, unless its result is normed first
-        mix: Attention | Recurrence | FeedForward | Mixture
+        mix: Mix
         match part:
             case Attend():
                 mix = self._attention(part, added)
@@ -134,7 +165,24 @@ class LayerLoader:
                 mix = self._recurrence(part, added)
             case Dense():
                 mix = self._feed_forward(part, added)
-        return Layer(norm, mix, post_norm)
+            case Beside():
+                mix = self._side_by_side(part)
+            case LayerEmbedding():
+                gate, proj = self._loader.matrix(part.gate), self._loader.matrix(part.proj, added=added)
+                mix = Embedded(gate, proj, part.layer)
+        return Layer(norm, mix, post_norm, [self._loader.vector(sublayer.scale)] if sublayer.scale else [])
+
+    def _side_by_side(self, part: Beside) -> SideBySide:
+        vector = self._loader.vector
+        return SideBySide(
+            dense=self._feed_forward(part.dense),
+            dense_norm=vector(part.dense_norm),
+            dense_post_norm=vector(part.dense_post_norm),
+            experts=self._mixture(part.experts),
+            experts_norm=vector(part.experts_norm),
+            experts_post_norm=vector(part.experts_post_norm),
+            router_norm=vector(part.router_scale),
+        )
 
     def _feed_forward(self, part: Dense, added: bool = False) -> FeedForward:
         gate, up = (self._loader.matrix(weight) for weight in (part.gate, part.up))
@@ -159,15 +207,12 @@ class LayerLoader:
             ],
             choices=memory.zeros(part.count, dtypes.int32),
             shared=shared,
+            scales=[self._loader.vector(part.scales)] if part.scales else [],
         )
 
     def _attention(self, part: Attend, added: bool) -> Attention:
-        rows, firsts = (
-            part.query_size + 2 * part.kv_size,
-            (0, part.query_size, part.query_size + part.kv_size),
-        )
-        assert part.k and part.v
-        qkv = part.q, part.k, part.v
+        qkv = [weight for weight in (part.q, part.k, part.v) if weight]
+        *firsts, rows = accumulate((weight.rows for weight in qkv), initial=0)
         length, window, table = self._cache.slots(part.window)
         heads = Heads(
             part.heads, part.kv_heads, part.head_dim, length, self._lanes, part.scale,
@@ -176,19 +221,21 @@ class LayerLoader:
             window=window, table=table, block=BLOCK,
             dtype=self._cache_type,
             wide_norms=part.has_wide_norms, sinks=part.sinks is not None,
+            stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
         )  # fmt: skip
         biases = part.q_bias, part.k_bias, part.v_bias
+        self._caches.append(self._cache.add(heads) if part.cache_of is None else self._caches[part.cache_of])
         return Attention(
             heads=heads,
             rope=part.rope,
             qkv=[self._loader.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)],
             gate=self._loader.matrix(part.gate) if part.gate else None,
-            bias=self._loader.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=True)]),
+            bias=self._loader.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=False)]),
             norms=[self._loader.vector(norm) for norm in (part.q_norm, part.k_norm) if norm],
             o=self._loader.matrix(part.o, added=added),
             o_bias=part.o_bias and self._loader.vector(part.o_bias),
             sinks=[self._loader.vector(part.sinks)] if part.sinks else [],
-            cached=self._cache.add(heads),
+            cached=self._caches[-1],
         )
 
     def _recurrence(self, part: Delta, added: bool) -> Recurrence:

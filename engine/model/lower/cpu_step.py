@@ -24,6 +24,7 @@ from engine.kernels.cpu.activations import (
     add_normed,
     buffer_names,
     buffer_type,
+    cap,
     quantize_activations,
 )
 from engine.kernels.cpu.attention import attention, n_parts, scratch_size
@@ -37,12 +38,21 @@ from engine.kernels.cpu.experts import (
     max_tiles,
 )
 from engine.kernels.cpu.kernel_sequence import KernelSequence
+from engine.kernels.cpu.layer_embeddings import gate_embeddings
 from engine.kernels.cpu.product import product, span_of
 from engine.kernels.cpu.rope import rotate
 from engine.kernels.cpu.step_state import SIZE
 from engine.kernels.cpu.weight_layout import UNIT
 from engine.model.lower.cpu import CPUModel
-from engine.model.lower.cpu_layers import Attention, FeedForward, Mixture, Recurrence, Shared
+from engine.model.lower.cpu_layers import (
+    Attention,
+    Embedded,
+    FeedForward,
+    Mixture,
+    Recurrence,
+    Shared,
+    SideBySide,
+)
 from engine.model.lower.cpu_weights import Matrix
 
 PART_BYTES = 256 << 10  # of a matrix, in each part of its product
@@ -74,6 +84,7 @@ class _Step:
         self._tokens = rows or (1 if tile == 1 else model.max_chunk)
         self._state = [] if tile == 1 else [model.state]
         self._sequence = KernelSequence(model.pool)
+        self._parts = 1 if tile == 1 else 0  # of kernels whose threads share the tokens
 
     def kernels(self) -> KernelSequence:
         model, spec, tile = self._model, self._model.spec, self._tile
@@ -87,17 +98,22 @@ class _Step:
             model.tokens,
             embedding.stream,
         )
+        of_layers = self._embed_layers(x)
         for layer in model.layers:
             mix, post_norm = layer.mix, layer.post_norm
             mixed, shape = self._rows("mixed", spec.dim), model.sizes(spec.dim // UNIT)
             if isinstance(mix, Mixture):
                 self._mix(mix, x, layer.norm, mixed if post_norm else x)
+            elif isinstance(mix, SideBySide):
+                self._mix_both(mix, x, mixed)
             else:
                 bias = None
                 if isinstance(mix, Attention):
                     (matrix, inputs), bias = self._attend(mix, x, layer.norm), mix.o_bias
                 elif isinstance(mix, Recurrence):
                     matrix, inputs = self._recur(mix, x, layer.norm)
+                elif isinstance(mix, Embedded):
+                    matrix, inputs = self._gate_embeddings(mix, x, of_layers)
                 else:
                     inputs = self._quantize(x, [mix.gate, mix.up], norm=layer.norm)
                     matrix, inputs = self._gate(mix, inputs)
@@ -107,12 +123,61 @@ class _Step:
                 else:
                     self._multiply(mixed, matrix, inputs, added=bias)
             if post_norm is not None:
-                kernel, parts = add_normed(spec.eps, model.lanes, tile), 1 if tile == 1 else 0
-                self._sequence.add(kernel, x, shape, *self._state, mixed, post_norm, parts=parts)
+                kernel = add_normed(spec.eps, model.lanes, tile, scaled=bool(layer.scale))
+                self._sequence.add(
+                    kernel, x, shape, *self._state, mixed, post_norm, *layer.scale, parts=self._parts
+                )
         if tile == 1 or self._n_rows:
             head = model.head
             self._multiply(model.logits, head, self._quantize(x, [head], norm=model.output_norm))
+            if spec.softcap:
+                vectors = model.sizes(memory.view(model.logits).size // model.lanes)
+                self._sequence.add(cap(spec.softcap, model.lanes), model.logits, vectors)
         return self._sequence
+
+    def _embed_layers(self, x: Tensor) -> list[Tensor]:
+        """Adds the kernels of what the embeddings of layers are made of, if there are any: returns the products, the
+        weight of their norm, and the rows of the table."""
+        model, tables = self._model, self._model.layer_tables
+        if tables is None:
+            return []
+        table, projected = tables.table, self._rows("layer projections", tables.projection.rows)
+        rows = self._rows("layer rows", table.cols)
+        shape = model.sizes(table.rows, table.cols // table.layout.block)
+        kernel = embed(table.layout, self._tile, tables.size**0.5)
+        self._sequence.add(kernel, rows, shape, *self._state, model.tokens, table.stream)
+        self._multiply(projected, tables.projection, self._quantize(x, [tables.projection]))
+        return [projected, tables.norm, rows]
+
+    def _gate_embeddings(
+        self, e: Embedded, x: Tensor, of_layers: list[Tensor]
+    ) -> tuple[Matrix, dict[str, Tensor]]:
+        """As `_attend`, for the embeddings of a layer."""
+        model, tables = self._model, self._model.layer_tables
+        assert tables
+        gate, gated = (self._rows(name, tables.size) for name in ("gate", "layer gated"))
+        self._multiply(gate, e.gate, self._quantize(x, [e.gate]))
+        kernel = gate_embeddings(
+            tables.size, tables.layers, model.spec.dim, model.spec.eps, model.lanes, self._tile
+        )
+        self._sequence.add(
+            kernel, gated, model.sizes(e.layer), *self._state, gate, *of_layers, parts=self._parts
+        )
+        return e.proj, self._quantize(gated, [e.proj])
+
+    def _mix_both(self, both: SideBySide, x: Tensor, out: Tensor) -> None:
+        """Adds the kernels of a feed-forward layer and a mixture of experts side by side."""
+        model, dim = self._model, self._model.spec.dim
+        results, shape = self._rows("side result", dim), model.sizes(dim // UNIT)
+        dense = both.dense
+        inputs = self._quantize(x, [dense.gate, dense.up], norm=both.dense_norm)
+        matrix, inputs = self._gate(dense, inputs)
+        self._multiply(results, matrix, inputs)
+        for added, norm in (False, both.dense_post_norm), (True, both.experts_post_norm):
+            if added:
+                self._mix(both.experts, x, both.experts_norm, results, both.router_norm)
+            kernel = add_normed(model.spec.eps, model.lanes, self._tile, added=added)
+            self._sequence.add(kernel, out, shape, *self._state, results, norm, parts=self._parts)
 
     def _attend(self, a: Attention, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
         """Adds the kernels of attention but its last product; returns that one's matrix and its activations."""
@@ -128,7 +193,8 @@ class _Step:
         if a.gate:
             gates = self._rows("gate", width)
             self._multiply(gates, a.gate, inputs, concurrent=True)
-        cached = [*a.cached, *model.cache.rotating(heads, tile)]
+        stored = a.cached if heads.stored != "nothing" else []
+        cached = [*stored, *model.cache.rotating(heads, tile)]
         tables = [*model.ropes[a.rope], *a.norms, *model.temperatures]
         self._sequence.add(rotate(heads, tile), queries, *cached, rows, *tables)
         rows_n = self._n_rows
@@ -183,22 +249,30 @@ class _Step:
         self._multiply(results, down, inputs)
         return [factors, results]
 
-    def _mix(self, m: Mixture, x: Tensor, norm: Tensor | None, out: Tensor) -> None:
-        """Adds the kernels of a mixture of experts: to x if that is `out`, else the result is in `out`."""
+    def _mix(
+        self, m: Mixture, x: Tensor, norm: Tensor | None, out: Tensor, of_router: Tensor | None = None
+    ) -> None:
+        """Adds the kernels of a mixture of experts: to x if that is `out`, else the result is in `out`. `of_router`: a
+        norm of its own for the router."""
         model, tile, spec, dim, state = self._model, self._tile, m.spec, m.down.rows, self._state
-        parts = 1 if tile == 1 else 0
+        parts = self._parts
         logits = self._rows("router", m.router.layout.groups(spec.count) * model.lanes)
         first = [m.router, *(m.shared.reads if m.shared else [])]
-        inputs = self._quantize(x, [*first, m.gate, m.up] if tile == 1 else first, norm=norm)
-        self._multiply(logits, m.router, inputs, added=m.router_bias)
+        if of_router is not None:
+            self._multiply(logits, m.router, self._quantize(x, [m.router], norm=of_router))
+            inputs = self._quantize(x, [m.gate, m.up], norm=norm) if tile == 1 else {}
+        else:
+            inputs = self._quantize(x, [*first, m.gate, m.up] if tile == 1 else first, norm=norm)
+            self._multiply(logits, m.router, inputs, added=m.router_bias)
         shared = self._share(m.shared, inputs) if m.shared else []
         chosen, probabilities = (
             model.scratch(name, tile, self._tokens * spec.used, dtype)
             for name, dtype in (("chosen", dtypes.int32), ("probabilities", dtypes.float32))
         )
-        kernel = choose_experts(spec.count, spec.used, spec.least_sum, model.lanes, tile)
+        kernel = choose_experts(spec.count, spec.used, spec.least_sum, model.lanes, tile, bool(m.scales))
         read = m.choices if tile == 1 else model.state
-        self._sequence.add(kernel, chosen, probabilities, read, logits, parts=parts, concurrent=bool(shared))
+        reads = read, logits, *m.scales
+        self._sequence.add(kernel, chosen, probabilities, *reads, parts=parts, concurrent=bool(shared))
         if tile == 1:
             tiles = Tiles(spec.used, model.sizes(0, 0, spec.used, 0), chosen, [])
         else:

@@ -17,6 +17,7 @@ from engine.kernels.cpu.weight_repacking import repack
 from engine.model import packed_weights_cache
 from engine.model.mixes import Vector, Weight
 from engine.model.packed_weights_cache import PackedReader
+from engine.model.spec import ModelSpec
 from engine.model.weights import Weights, pieces
 
 
@@ -30,6 +31,18 @@ class Matrix:
     cols: int
     shape: Tensor
     stream: Tensor
+
+
+@dataclass
+class LayerTables:
+    """The weights of the embeddings of `layers` layers, of `size` elements each
+    (`engine.model.spec.LayerEmbeddings`)."""
+
+    table: Matrix
+    projection: Matrix
+    norm: Tensor
+    size: int
+    layers: int
 
 
 class CPUWeights:
@@ -78,6 +91,14 @@ class CPUWeights:
         ModelFileError."""
         values = self._weights.joined_vectors(parts, 0.0)
         return None if values is None else memory.array(values, dtypes.float32)
+
+    def layer_tables(self, spec: ModelSpec) -> LayerTables | None:
+        """What the embeddings of layers are made of. Raises ModelFileError."""
+        if not (e := spec.layer_embeddings):
+            return None
+        return LayerTables(
+            self.matrix(e.table), self.matrix(e.projection), self.vector(e.norm), e.size, e.layers
+        )
 
     def sizes(self, *values: int) -> Tensor:
         """The values as an int32 tensor; the same values give the same tensor."""
