@@ -29,6 +29,7 @@ from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.decode_attention import attention, combine, split_for
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
+from engine.kernels.gpu.layer_embeddings import layer_embeddings, stride
 from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.kernels.gpu.matvec import (
     STORE,
@@ -40,7 +41,7 @@ from engine.kernels.gpu.matvec import (
     add_residual,
     matvec,
 )
-from engine.kernels.gpu.post_norm import add_normed
+from engine.kernels.gpu.post_norm import add_both, add_both_blocks, add_normed
 from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
 from engine.kernels.gpu.prefill_experts import (
@@ -164,6 +165,37 @@ def render_rows_in_blocks() -> None:
     render(attend, (64 * size, H), (64 * size, H), *cache, tables, prompt)
 
 
+def render_large_heads() -> None:
+    """Attention of heads of 512 elements whose keys are the values, and over the cache of another layer."""
+    for stored in ("keys", "nothing"):
+        h = Heads(8, 2, 512, CONTEXT + CACHE_SLACK, 1e-6, 1.0, stored=stored, normed_values=True)
+        size, tokens, ints, norms = h.query * h.dim, 64, (2, dtypes.int32), (2 * h.dim, F)
+        cache, queries, table = list(h.cache_planes), (tokens * size, H), (CONTEXT * h.dim // 2, F)
+        ins = *cache, (h.rows, F), (h.dim, F), ints, norms
+        short, long = flash_split(h, 256, 256, 16), flash_split(h, CONTEXT, 256, 16)
+        render(flash_attention(h, short), (permuted_size(size), F), *ins, (UNIT, F))
+        render(flash_attention(h, long), (long.splits * size, F), (long.splits * h.query * 2, F), *ins)
+        kept = cache if stored == "keys" else []
+        rotate = rotate_prompt(h, tokens, (1,), (h.rows,), False)
+        render(rotate, queries, *kept, (tokens * h.rows, F), table, table, ints, norms)
+    cut = replace(prompt_tiling(h, tokens, 16, 99 << 10), splits=1)
+    render(attend_prompt(h, tokens, cut), (fragments_size(tokens, size), H), queries, *cache, ints)
+
+
+def render_layers_of_gemma4() -> None:
+    """What joins layers side by side, and embeddings of layers."""
+    n, p, size, layers = 704, WeightLayout(12), 256, 35
+    vector, parts = (n, F), (add_both_blocks(n), F)
+    products = vector, (88, F), vector, vector, (64, F), vector
+    kernel = add_both(n, (88, 64), 1, 1e-6, scaled=True)
+    render(kernel, vector, parts, (permuted_size(n), F), *products, vector, (1, F), vector)
+    for tokens, divided in ((1, False), (64, True)):
+        kernel = layer_embeddings(p, tokens, 100, n, size, layers, 1, 1e-6, layers, divided)
+        out, sums = (layers * stride(tokens, size), F), (tokens * layers * size, F)
+        sizes, planes = [(tokens, F)] * divided, p.shapes(100, layers * size)
+        render(kernel, out, (64, dtypes.int32), sums, *sizes, (size, F), *planes)
+
+
 def render_experts() -> None:
     """What a mixture of experts takes in prefill."""
     tokens, n, used, width, cols, p = 64, 40, 4, 512, 2048, WeightLayout(12)
@@ -272,6 +304,8 @@ def main(path: str, folder: str, *quants: str) -> None:
             render_other_products()
             render_window()
             render_wide_norms_and_sinks()
+            render_large_heads()
+            render_layers_of_gemma4()
             render_experts()
             render_chosen_experts()
             render_few_columns()
