@@ -154,7 +154,8 @@ class EngineProcess(asyncio.Protocol):
             return
         try:
             for payload in self._deframer.feed(data):
-                self._receive(event_decoder.decode(payload))
+                if not self._killed:
+                    self._receive(event_decoder.decode(payload))
         except (FrameError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self._sent_garbage = True
             self.kill()

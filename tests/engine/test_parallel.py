@@ -75,9 +75,7 @@ async def test_the_death_of_the_process_ends_all_and_the_next_works(engine):
         return [event async for event in engine.generate(request(prompt, 400))][-1]
 
     ends = [asyncio.create_task(last([i])) for i in range(5)]
-    await asyncio.sleep(0.005)
-    while not engine._process or not engine._ready:
-        await asyncio.sleep(0.001)  # all replies take some 50 ms
-    engine._process.kill()
+    engine.on_event = lambda event: isinstance(event, Token) and engine._process.kill()
     assert all(isinstance(end, Failed) for end in await asyncio.gather(*ends))
+    engine.on_event = lambda event: None
     assert await answered(engine, [3]) == greedy_reply([3], 20)
