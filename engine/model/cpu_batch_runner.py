@@ -28,7 +28,7 @@ from engine.model.weights import Weights
 
 
 class CPUBatchRunner:
-    """Implements `BatchRunner` and `StateRunner`. One captured step serves chunks of any length."""
+    """Implements `BatchRunner` and `StateStore`. One captured step serves chunks of any length."""
 
     precompiled = False
     chunk_sizes: tuple[int, ...] = (1,)

@@ -27,7 +27,7 @@ from engine.model.weights import Weights
 
 
 class CPURunner:
-    """Implements `PrefixRunner` and `StateRunner`. One captured step serves chunks of any length."""
+    """Implements `PrefixRunner` and `StateStore`. One captured step serves chunks of any length."""
 
     precompiled = False
     chunk_sizes: tuple[int, ...] = (1,)

@@ -48,7 +48,7 @@ def runs_batches(spec: ModelSpec) -> bool:
 
 
 class FusedBatchRunner:
-    """Implements `BatchRunner`, `StateRunner` and `RowSampler`."""
+    """Implements `BatchRunner`, `StateStore` and `RowSampler`."""
 
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]

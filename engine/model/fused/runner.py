@@ -52,7 +52,7 @@ _TIMING_S = 0.03
 
 
 class FusedRunner:
-    """Implements `SamplingRunner`, `PrefixRunner`, `StateRunner`, `TunableRunner` and `EarlyRunner`."""
+    """Implements `SamplingRunner`, `PrefixRunner`, `StateStore`, `TunableRunner` and `EarlyRunner`."""
 
     precompiled = True
     max_chunk = CHUNK_SIZES[-1]
