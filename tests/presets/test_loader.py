@@ -42,7 +42,8 @@ def test_a_preset_becomes_options(own):
         "[matvec]\nthreads_per_row = 16\n[sampling]\ntemperature = 0\n"
     )
     preset = loader.find_preset("mine")
-    engine, sampling = configure("m.gguf", Settings(context=4096, sampling=SamplingSettings(seed=7)), preset)
+    own_settings = Settings(context=4096, sampling=SamplingSettings(seed=7))
+    engine, sampling, _ = configure("m.gguf", own_settings, preset)
     assert engine == EngineOptions(
         model_path="m.gguf", backend="CUDA", kernels="graph", search_width=3, context_length=512,
         matvec=Matvec(threads_per_row=16), prefix_cache_bytes=None,

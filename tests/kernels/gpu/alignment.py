@@ -189,12 +189,17 @@ class Registers:
         name = op.partition(".")[0]
         if (linear := self._linear(op, arguments)) is not None:
             return gcd(*(times * self._of_symbol(symbol) for symbol, times in linear.items()), ANY)
-        if name not in ("mul", "shl", "shr", "and", "or", "xor", "selp", "min", "max", "bfi") or ".hi" in op:
+        if (
+            name not in ("mul", "mad", "shl", "shr", "and", "or", "xor", "selp", "min", "max", "bfi")
+            or ".hi" in op
+        ):
             return 1
         d = [self.divisor(argument) for argument in arguments]
         match name:
             case "mul":
                 return min(d[0] * d[1], ANY)
+            case "mad":
+                return gcd(min(d[0] * d[1], ANY), d[2])
             case "and":
                 return max(d)
             case "bfi":  # the first, shifted by the third, among the bits of the second

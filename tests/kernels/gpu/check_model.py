@@ -15,9 +15,9 @@ from engine.kernels.gpu.prefill_attention import prompt_tiling
 from engine.kernels.gpu.sampling import Shortlist
 from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
-from engine.model import weights
+from engine.model import fused, weights
 from engine.model.architectures import read_spec
-from engine.model.fused import FusedRunner
+from engine.model.fused.runner import FusedRunner
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_weights import GPUModel
 from engine.model.model_runner import SamplingRunner
@@ -55,7 +55,11 @@ def check_decode_steps() -> None:
 def only_looked_at(path: Path) -> FusedRunner:
     """A runner with a context of 32 tokens that compiles and loads nothing."""
     file = GGUF(path)
-    with mock.patch.object(FusedRunner, "_compile"), mock.patch.object(GPUModel, "fill"):
+    with (
+        mock.patch.object(fused.runner, "compile_once"),
+        mock.patch.object(GPUModel, "begin_fill"),
+        mock.patch.object(FusedRunner, "_capture_while"),
+    ):
         return FusedRunner(Weights(file, read_spec(file), lambda _: None), 32)
 
 

@@ -173,10 +173,10 @@ def check_post_norms() -> None:
         h, sums = buffer(stream), zeros(add_normed_blocks(n))
         outs, ins = [zeros(permuted_size(n)) for _ in following], [buffer(y), buffer(squares), buffer(post)]
         run(add_normed(n, n_sums, copies, eps), h, sums, *outs, *ins, *map(buffer, following))
-        check_stream(wanted, following, h, sums, outs)
+        compare_stream(wanted, following, h, sums, outs)
         scale, h = np.float32([0.7]), buffer(stream)
         run(add_normed(n, n_sums, copies, eps, True), h, sums, *outs, *ins, *map(buffer, (scale, *following)))
-        check_stream(wanted * 0.7, following, h, sums, outs)
+        compare_stream(wanted * 0.7, following, h, sums, outs)
     for tokens, n, parts in ((2, 96, 2), (1, 1100, 1)):
         y = rng.standard_normal((parts, tokens, n)).astype(np.float32)
         stream, (post, weight) = rng.standard_normal((tokens, n)), rng.standard_normal((2, n))
@@ -206,7 +206,7 @@ def check_post_norms() -> None:
         assert not rows[:, n:].any()
 
 
-def check_stream(wanted, following, h, sums, outs):
+def compare_stream(wanted, following, h, sums, outs):
     """What a kernel leaves for the next products."""
     close(h.numpy(), wanted)
     close(sums.numpy().sum(), (wanted**2).sum())
@@ -236,7 +236,7 @@ def check_products_side_by_side() -> None:
         )
         ins = map(buffer, (post, *scale, *following))
         run(add_both(n, n_sums, copies, eps, bool(scale)), h, sums, *outs, *of_products, *ins)
-        check_stream(wanted, following, h, sums, outs)
+        compare_stream(wanted, following, h, sums, outs)
         tokens, parts = 3, (1, 2)
         out, products, wanted = zeros(tokens * n), [], 0
         for w, count in zip(weights, parts, strict=True):

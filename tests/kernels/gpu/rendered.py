@@ -23,6 +23,7 @@ from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
+from engine.fixes import dynamic_shared
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu import few_columns as few
 from engine.kernels.gpu.chosen_experts import ChosenExperts
@@ -297,6 +298,7 @@ def main(path: str, folder: str, *quants: str) -> None:
     compile_nothing()
     Device[Device.DEFAULT].allocator.free_cache = lambda: None  # which only devices with memory have
     is_ptx = "PTX" in type(Device[Device.DEFAULT].renderer).__name__
+    dynamic_shared.apply()
     for quant in quants:
         programs.clear()
         run_model(path, quant, layers=1 if is_ptx else 2)

@@ -1,4 +1,5 @@
-"""Runs checks of GPU kernels and prints a line for each, in JSON: {"check": name, "error": traceback or ""}.
+"""Runs checks of GPU kernels and prints a line for each, in JSON: {"check": name, "error": traceback or "", "seconds":
+its time}.
 
     DEV=... python -m tests.kernels.gpu.run_checks MODULE.CHECK...
 
@@ -15,6 +16,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -66,7 +68,9 @@ def main(*names: str) -> None:
         for name in names:
             module, _, function = name.partition(".")
             check = getattr(importlib.import_module(f"tests.kernels.gpu.{module}"), function)
-            print(json.dumps({"check": function, "error": run(check, is_on_board)}), flush=True)
+            started = time.perf_counter()
+            result = {"check": function, "error": run(check, is_on_board)}
+            print(json.dumps(result | {"seconds": round(time.perf_counter() - started, 1)}), flush=True)
 
 
 if __name__ == "__main__":
