@@ -77,9 +77,8 @@ class TokenIds(_Record, frozen=True, kw_only=True):
 
 class Sampling(_Record, frozen=True, kw_only=True):
     """How a token is drawn. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and 0 for
-    the other penalties turn their step off. `seed` None takes a random seed; `Finished` reports it. `effort` is for
-    models whose chat template reads how much they should think (`ModelInfo.takes_effort`); None leaves it to the
-    template."""
+    the other penalties turn their step off. `seed` None takes a random seed; `Finished` reports it. `effort` is how
+    much to think, if the chat template reads it (`ModelInfo.takes_effort`); None leaves it to the template."""
 
     temperature: float = 0.7
     top_k: int = 40
@@ -102,8 +101,7 @@ class Grammar(_Record, frozen=True, kw_only=True):
 
 
 class Matvec(_Record, frozen=True, kw_only=True):
-    """How tinygrad's heuristic splits a matrix-vector product: its MV_BLOCKSIZE, MV_THREADS_PER_ROW and
-    MV_ROWS_PER_THREAD."""
+    """How tinygrad's heuristic splits a matrix-vector product: its MV_BLOCKSIZE and the like."""
 
     block_size: int = 4
     threads_per_row: int = 8
@@ -255,13 +253,13 @@ class Span(_Record, frozen=True, kw_only=True):
 
 class Ready(_Record, frozen=True, kw_only=True):
     """The engine can answer. `context_length` is in tokens, `cache_bytes` what its KV cache takes in memory (0: not
-    known) in the format `kv` ("": not known), `load_ms` the time from the start of loading. `is_squeezed`: the context
-    should be as long as possible, and memory has no room for as long a one as the model was trained for. `warnings` are
-    sentences about unexpected things in the model. `parallel` conversations are answered at a time. A decode step reads
+    known) in the format `kv` ("": not known), `load_ms` the time from the start of loading. `is_squeezed`: "max" was
+    asked for, and memory has no room for the context that the model was trained for. `warnings` are sentences about
+    unexpected things in the model. `parallel` conversations are answered at a time. A decode step reads
     `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), `window_kv_bytes_per_token`
-    for each of those in the sliding `window`, and the recurrent state, `state_bytes` (0: the model has none). If the
-    engine reports `ExpertChoices`, each layer of experts has `experts`, and `experts_used` compute a token. `start`
-    says what the engine's process did until now. It outlives its client by `keep_warm_s` seconds."""
+    for each in the sliding `window`, and the recurrent state, `state_bytes` (0: none). States with up to `checkpoints`
+    copies take `states_bytes`. If the engine reports `ExpertChoices`, each layer of experts has `experts`, and
+    `experts_used` compute a token. `start`: what the engine's process did. It outlives its client by `keep_warm_s`."""
 
     model: ModelInfo
     backend: str
@@ -278,6 +276,8 @@ class Ready(_Record, frozen=True, kw_only=True):
     window: int = 0
     window_kv_bytes_per_token: int = 0
     state_bytes: int = 0
+    states_bytes: int = 0
+    checkpoints: int = 0
     experts: int = 0
     experts_used: int = 0
     start: tuple[Span, ...] = ()

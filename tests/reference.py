@@ -112,6 +112,10 @@ class Reference:
                 found.append(self._router(x, sublayer.mix.router_scale, sublayer.mix.experts))
         return found
 
+    def expert_scales(self, part: Experts) -> Floats:
+        """What the results of the experts are multiplied by, beside their probabilities: float32 (experts,)."""
+        return self._vector(part.scales) if part.scales else np.ones(part.count, np.float32)
+
     def _router(self, x: Floats, norm: Vector | None, part: Experts) -> Floats:
         logits = self._product(self._normed(x, norm, self.spec.stream_eps), part.router, part.router_bias)
         return log_softmax(logits).astype(np.float32)
@@ -161,7 +165,7 @@ class Reference:
     def _experts(self, part: Experts, h: Floats, of_router: Floats) -> Floats:
         router = softmax(self._product(of_router, part.router, part.router_bias))
         y = np.zeros_like(h)
-        scales = self._vector(part.scales) if part.scales else np.ones(part.count, np.float32)
+        scales = self.expert_scales(part)
         for token, (x, probabilities) in enumerate(zip(h, router, strict=True)):
             chosen = np.argsort(-probabilities, kind="stable")[: part.used]
             total = np.maximum(probabilities[chosen].sum(), np.float32(MIN_PROBABILITY))

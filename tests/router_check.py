@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 
 from engine.model.mixes import MIN_PROBABILITY
-from engine.model.spec import ModelSpec
 from tests import oracles
 from tests.model.lower.layers import TIE, opened
 from tests.model.lower.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep
@@ -66,7 +65,7 @@ def _line(backend: str, path: Path, prompt: oracles.Prompt) -> str:
     )
     if backend == "graph":
         return line
-    given, _ = _run(make(path, prompt.context), prompt, _Given(reference.spec, wanted))
+    given, _ = _run(make(path, prompt.context), prompt, _Given(reference, wanted))
     return f"{line} | given {_agreement(reference, prompt, given[-1])}"
 
 
@@ -106,8 +105,9 @@ class _Given:
     """Gives a run of tokens these choices instead of its own: the likeliest by `wanted`, (tokens, experts) for each
     mixture of experts."""
 
-    def __init__(self, spec: ModelSpec, wanted: Sequence[Array]) -> None:
-        self._mixes, self._wanted = spec.experts, wanted
+    def __init__(self, reference: Reference, wanted: Sequence[Array]) -> None:
+        self._mixes, self._wanted = reference.spec.experts, wanted
+        self._scales = [reference.expert_scales(mix) for mix in self._mixes]
         self._at, self._mix = 0, 0
 
     def __call__(self, chosen: Array, probabilities: Array, logits: Array) -> None:
@@ -115,9 +115,9 @@ class _Given:
         wanted = self._wanted[self._mix][self._at : self._at + n]
         chosen[:] = np.argsort(-wanted, axis=-1, kind="stable")[:, : mix.used]
         p = np.take_along_axis(softmax(logits[:, : mix.count]), chosen.astype(np.int64), -1)
-        probabilities[:] = (
-            p / np.maximum(p.sum(-1, keepdims=True), MIN_PROBABILITY) if mix.renormalised else p
-        )
+        if mix.renormalised:
+            p = p / np.maximum(p.sum(-1, keepdims=True), MIN_PROBABILITY)
+        probabilities[:] = p * self._scales[self._mix][chosen]
         self._mix = (self._mix + 1) % len(self._mixes)
         self._at += n if self._mix == 0 else 0
 

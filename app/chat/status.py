@@ -18,7 +18,6 @@ from engine.events import (
     Warming,
     decode_rate,
 )
-from engine.model.checkpoints import checkpoint_slots
 from widgets.engine_status import EngineStatus, Phase
 
 _MIN_S, _MIN_DONE = 0.5, 4
@@ -98,7 +97,6 @@ class StatusObserver:
                 self._search(search, event.cached)
             case Ready(model=model):
                 self._enter(Phase.READY)
-                checkpoints = checkpoint_slots(event.parallel) if event.state_bytes else 0
                 self._status = replace(
                     self._status,
                     model=model.name,
@@ -110,8 +108,8 @@ class StatusObserver:
                     context_length=event.context_length,
                     cache_bytes=event.cache_bytes,
                     kv=event.kv,
-                    states_bytes=(event.parallel + checkpoints) * event.state_bytes,
-                    checkpoints=checkpoints,
+                    states_bytes=event.states_bytes,
+                    checkpoints=event.checkpoints,
                     keep_warm_s=event.keep_warm_s,
                 )
             case Prefilling(done=done, total=total, cached=cached):

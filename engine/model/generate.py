@@ -141,6 +141,8 @@ class TextModel:
             window=spec.window,
             window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True, kv=kv),
             state_bytes=spec.state_bytes,
+            states_bytes=need.states_bytes,
+            checkpoints=self._runner.state_slots if isinstance(self._runner, StateStore) else 0,
             **self._experts(spec),
         )
 

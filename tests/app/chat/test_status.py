@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from app.chat.status import StatusObserver
 from app.cli.progress import describe
 from engine.events import Loading, Prefilling, Search, Warming
+from tests.app.fake_engine import READY
 from widgets.activity_line import status_text
 
 
@@ -51,6 +52,12 @@ def test_what_the_context_costs_is_said_while_the_model_loads():
     status.observe(replace(loading, kv="q8_0", cache_bytes=2_500_000_000))
     assert status_text(status.snapshot()).endswith("2.50 GB of KV cache in q8_0")
     assert describe(loading) == "loading 0%, context of 40,960 tokens (4.70 GB of KV cache)"
+
+
+def test_the_memory_of_states_is_what_the_engine_says():
+    status = StatusObserver(Clock())
+    status.observe(replace(READY, state_bytes=100, states_bytes=1_000, checkpoints=8))  # two states, on a GPU
+    assert (status.snapshot().states_bytes, status.snapshot().checkpoints) == (1_000, 8)
 
 
 def test_no_time_is_left_where_all_is_done_but_the_end():

@@ -57,7 +57,7 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
             rows = [memory.view(b) for b in buffers]
             rows = [r[: len(r) // size * size].reshape(size, -1)[: len(tokens)] for r in rows]
             if name == "chosen":
-                see(rows[0], rows[1], rows[-1])
+                see(rows[0], rows[1], rows[3])  # the outputs of `choose_experts`, and the logits it read
             (got.choices if name == "chosen" else got.streams).append(rows[0].copy())
         if done < len(sequence.programs):
             pool.run(sequence.first + done, len(sequence.programs) - done)
