@@ -93,9 +93,14 @@ def _print_error(error: OrinError, *, as_json: bool = False) -> int:
 
 
 def _settings() -> Settings:
-    """The user's settings. If they cannot be used, prints a warning and returns the defaults."""
+    """The user's settings. If they cannot be used, prints a warning and returns the defaults. Before any other file is
+    touched: says if folders that cannot be written are replaced."""
     from app.chat.settings import Settings, load_settings
+    from app.cli.progress import say
+    from app.cli.stand_in import stand_in_where_needed
 
+    if sentence := stand_in_where_needed():
+        say(sys.stderr, sentence)
     try:
         return load_settings()
     except UsageError as error:

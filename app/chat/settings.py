@@ -54,7 +54,7 @@ def load_settings(path: Path | None = None) -> Settings:
     try:
         settings = msgspec.toml.decode(path.read_bytes(), type=Settings)
         check_sampling(settings.sampling)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Settings()
     except (OSError, ValueError, UsageError) as error:  # msgspec's errors are ValueErrors
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")

@@ -150,6 +150,9 @@ def _store(model: Path, record: ModelRecord) -> None:
         machines.setdefault(platform.node(), {})[str(model.resolve())] = record
         _path().parent.mkdir(parents=True, exist_ok=True)
         new = _path().with_suffix(f".{os.getpid()}.tmp")
-        new.touch(0o600)
-        new.write_bytes(msgspec.json.encode(machines))
-        new.replace(_path())
+        try:
+            new.touch(0o600)
+            new.write_bytes(msgspec.json.encode(machines))
+            new.replace(_path())
+        finally:
+            new.unlink(missing_ok=True)  # if the disk is full
