@@ -141,7 +141,7 @@ def flash_attention(
     dim, width = h.dim, h.dim // split.across
     own_dims, own_width, lists = dim // ways, width // ways, warps * 4
     assert group <= _MAX_HEADS and h.shared_by % group == 0 and own_dims % 16 == 0 and own_width % 16 == 0
-    gate_bytes = group * width * 4 if h.gated else 0
+    gate_bytes = group * width * 4 if h.gated and split.splits == 1 else 0
     assert n_threads >= UNIT and split.shared_bytes(dim) + gate_bytes < _MAX_SHARED_BYTES
 
     def kernel(*buffers: UOp) -> UOp:

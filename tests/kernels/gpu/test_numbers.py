@@ -25,6 +25,7 @@ CHECKS = {
 """The functions to run, and their modules."""
 
 THOROUGH = {  # which take a minute each: other checks run the same kernels, in fewer steps of fewer models
+    "check_chunks_leave_the_same_state",
     "check_head_sizes",
     "check_rows_side_by_side",
     "check_rows_with_delta_nets_and_gated_attention",
