@@ -18,6 +18,7 @@ from typing import Any, Never
 
 from engine.catalog.files import is_safe
 from engine.catalog.names import HubModel
+from engine.credentials import credentials
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import printable
 
@@ -113,12 +114,17 @@ def file_url(model: HubModel, commit: str, file: str) -> str:
 @contextlib.contextmanager
 def open_url(url: str, headers: dict[str, str], *, on_hub: bool) -> Iterator[Any]:
     """The response to a GET request, whose body is to be streamed. The user's token is sent to the hub only: not to
-    other servers, and not to those that the hub redirects to. Raises the errors of `http_errors`."""
+    other servers, and not to those that the hub redirects to. They get the name and the password that netrc has for
+    them. Raises the errors of `http_errors`, and UsageError if netrc cannot be read."""
     hub = _library()
     token = None if on_hub else False
     headers = hub.utils.build_hf_headers(token=token, library_name="orin-chat", headers=headers)
     session = hub.utils.get_session()
-    with session.stream("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True) as response:
+    known = None if on_hub else credentials(url)
+    options = {"auth": known} if known else {}  # else those in the address
+    with session.stream(
+        "GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True, **options
+    ) as response:
         hub.utils.hf_raise_for_status(response)
         yield response
 
@@ -186,7 +192,7 @@ def raise_download_error(
         message = f"{name} does not exist, or it is private."
         hint = "Check the name. If it is private, give your token: HF_TOKEN=…, or `hf auth login`."
         if not on_hub:
-            hint = "Check the address. If it needs a password, download the file with another program."
+            hint = "Check the address. If it needs a password, write it into ~/.netrc."
     elif code == 429:
         message = f"{server} has received too many requests from this network."
         hint = f"Try again in a few minutes.{kept}"

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from engine.credentials import credentials
 from engine.errors import BackendError, ContextFullError, OrinError, UsageError, one_line
 
 CONNECT_S = 10.0
@@ -38,8 +39,9 @@ R = TypeVar("R", bound=Reply)
 def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.AsyncClient:
     """A client for the server at `base_url`; `socket` is the path of a Unix socket to reach it through.
 
-    It waits without limit for an answer: a long prompt may take minutes on a small machine, and the caller can stop.
-    Raises UsageError if the address is not valid or the key cannot be sent.
+    Without a key, a name and a password for the host come from netrc. It waits without limit for an answer: a long
+    prompt may take minutes on a small machine, and the caller can stop.
+    Raises UsageError if the address is not valid, the key cannot be sent, or netrc cannot be read.
     """
     example = "Write it as http://host:8000/v1"
     if not base_url.lower().startswith(("http://", "https://")):
@@ -48,6 +50,7 @@ def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.Asy
         raise UsageError("The key holds characters that no key has.", "Set it again, without line breaks.")
     try:
         return httpx.AsyncClient(
+            auth=None if key or socket else credentials(base_url),
             base_url=base_url.rstrip("/") + "/",
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_S),
@@ -183,7 +186,7 @@ def error_of(response: httpx.Response | None, body: bytes, name: str) -> OrinErr
     if status in (401, 403):
         return UsageError(
             f"{name} refuses the key{because}.",
-            "Put the right one into an environment variable and name it with --api-key-env.",
+            "Put the right one into an environment variable and name it: --api-key-env. Passwords go into ~/.netrc.",
         )
     if status == 404:
         return NotFoundError(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -524,6 +525,15 @@ def test_a_file_from_another_address(fake_hub, web, monkeypatch):
     assert not any("Authorization" in headers for *_, headers in fake_hub.requests)
     assert cache.remove(found) == len(fake_hub.files["tiny.gguf"])
     assert cache.installed() == []
+
+
+def test_a_password_comes_from_netrc_and_only_to_its_own_host(fake_hub, web, home):
+    (home / ".netrc").write_text("machine localhost login me password secret")
+    (home / ".netrc").chmod(0o600)
+    path = download(web)
+    sent = {headers.get("Authorization") for *_, headers in fake_hub.requests}
+    assert sent == {f"Basic {b64encode(b'me:secret').decode()}"}
+    assert "secret" not in (path.parent / cache.URL_FILE).read_text()
 
 
 def test_its_download_goes_on_where_it_ended_if_it_is_the_same_file(fake_hub, web):

@@ -301,6 +301,16 @@ async def test_stopping_hangs_up(engines, fake):
     await asyncio.wait_for(fake.hung_up.wait(), 60)
 
 
+@pytest.mark.parametrize(("key", "sent"), [("", "Basic bWU6c2VjcmV0"), ("a-key", "Bearer a-key")])
+async def test_without_a_key_a_password_comes_from_netrc(fake, engines, home, key, sent):
+    (home / ".netrc").write_text(
+        "machine 127.0.0.1 login me password secret\ndefault login any password other"
+    )
+    (home / ".netrc").chmod(0o600)
+    await collect(engines(f"{fake.url}/v1", api_key=key).start())
+    assert [headers["authorization"] for _, headers, _ in fake.requests] == [sent]
+
+
 async def test_a_key_that_no_header_holds(engines):
     [failed] = await collect(engines("http://127.0.0.1:1", api_key="a\nb").start())
     assert failed.kind == "usage"
