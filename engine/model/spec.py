@@ -156,6 +156,13 @@ class ModelSpec:
         return [mix for mix in self.mixes() if isinstance(mix, Delta)]
 
     @property
+    def last_keeping(self) -> int:
+        """The number of the last sublayer that keeps something of each token: keys and values, or a state. The tokens
+        of a prompt need nothing after it."""
+        own = (*self.caching, *self.deltas)
+        return max(i for i, sublayer in enumerate(self.sublayers) if sublayer.mix in own)
+
+    @property
     def feed_forward(self) -> list[Dense]:
         """All feed-forward layers, those beside experts too."""
         return [mix for mix in self.mixes() if isinstance(mix, Dense)]

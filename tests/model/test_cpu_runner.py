@@ -4,14 +4,20 @@ import numpy as np
 import pytest
 
 from engine.formats.kv_format import KVFormat
+from engine.kernels.cpu.rope import rotate
+from engine.kernels.cpu.thread_pool import default_pool
 from engine.model.cpu_runner import CPURunner
 from engine.model.graph_runner import GraphRunner
+from engine.model.lower.cpu import CPUModel
+from engine.model.lower.cpu_step import step_kernels
 from tests import generated_model
 from tests.model.lower.layers import opened, written
 from tests.reference import Reference, divergence
 
 
-@pytest.mark.parametrize("name", ["llama F32 untied, rope factors", "phi3 Q8_0, 12 of 16 rotated"])
+@pytest.mark.parametrize(
+    "name", ["llama F32 untied, rope factors", "phi3 Q8_0, 12 of 16 rotated", "gemma4 F32, rope factors"]
+)
 def test_prefill_and_decode_agree_with_float32(name, tmp_path, monkeypatch):
     # Kernels of half the size: less to compile.
     monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)
@@ -26,6 +32,18 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path, monkeypatch):
         logits = runner.logits()
         assert best == logits.argmax()
         assert divergence(wanted[position], logits) < 1e-5
+
+
+def test_a_prompt_runs_what_later_tokens_need(tmp_path):
+    """No attention of the last layer that stores keys, and nothing of layers that only read the caches of others."""
+    weights = opened(written("gemma4 F32, rope factors", tmp_path))
+    stores = [sublayer.mix in weights.spec.caching for sublayer in weights.spec.sublayers]
+    assert stores[-1 - stores[::-1].index(True) :].count(False) > 3
+    model = CPUModel(weights, 64, default_pool(), 8, keep_packed=False)
+    prefill, whole = (step_kernels(model, 8, whole=whole).kernels for whole in (False, True))
+    assert prefill == whole[: len(prefill)] and prefill[-1][0] is rotate(
+        model.layers[weights.spec.last_keeping].mix.heads, 8
+    )
 
 
 def test_long_context(tmp_path):

@@ -6,7 +6,8 @@
 
 "quantize" (`quantize_activations`) norms the activations and rounds them to the integers that products take. All that
 changes from step to step (tokens, position, number of tokens) is in memory, so a step is one job of the thread pool.
-Prefill is the same with tiles of tokens instead of one token.
+Prefill is the same with tiles of tokens instead of one token, and it ends with the last keys and values, or the last
+state, that it leaves for later tokens.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from engine.model.lower.cpu_layers import (
     Attention,
     Embedded,
     FeedForward,
+    Mix,
     Mixture,
     Recurrence,
     Shared,
@@ -58,10 +60,11 @@ from engine.model.lower.cpu_weights import Matrix
 PART_BYTES = 256 << 10  # of a matrix, in each part of its product
 
 
-def step_kernels(model: CPUModel, tile: int, rows: int = 0) -> KernelSequence:
+def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False) -> KernelSequence:
     """The kernels of a step: if `tile` is 1, decode of one token, with logits; else prefill of as many tiles of tokens
-    as the state says. With `rows`, decode of as many tokens at most, each of another sequence."""
-    return _Step(model, tile, rows).kernels()
+    as the state says, of the `whole` model or of what later tokens need. With `rows`, decode of as many tokens at most,
+    each of another sequence."""
+    return _Step(model, tile, rows).kernels(whole)
 
 
 @dataclass
@@ -86,7 +89,7 @@ class _Step:
         self._sequence = KernelSequence(model.pool)
         self._parts = 1 if tile == 1 else 0  # of kernels whose threads share the tokens
 
-    def kernels(self) -> KernelSequence:
+    def kernels(self, whole: bool) -> KernelSequence:
         model, spec, tile = self._model, self._model.spec, self._tile
         x, y = (self._rows(name, spec.dim) for name in "xy")
         embedding = model.embedding
@@ -99,8 +102,13 @@ class _Step:
             embedding.stream,
         )
         of_layers = self._embed_layers(x)
+        decodes = tile == 1 or self._n_rows > 0
+        last = None if decodes or whole else model.layers[spec.last_keeping]
         for layer in model.layers:
             mix, post_norm = layer.mix, layer.post_norm
+            if layer is last:
+                self._keep(mix, x, layer.norm)
+                break
             mixed, shape = self._rows("mixed", spec.dim), model.sizes(spec.dim // UNIT)
             if isinstance(mix, Mixture):
                 self._mix(mix, x, layer.norm, mixed if post_norm else x)
@@ -127,7 +135,7 @@ class _Step:
                 self._sequence.add(
                     kernel, x, shape, *self._state, mixed, post_norm, *layer.scale, parts=self._parts
                 )
-        if tile == 1 or self._n_rows:
+        if decodes:
             head = model.head
             self._multiply(model.logits, head, self._quantize(x, [head], norm=model.output_norm))
             if spec.softcap:
@@ -179,24 +187,35 @@ class _Step:
             kernel = add_normed(model.spec.eps, model.lanes, self._tile, added=added)
             self._sequence.add(kernel, out, shape, *self._state, results, norm, parts=self._parts)
 
+    def _keep(self, mix: Mix, x: Tensor, norm: Tensor | None) -> None:
+        """Adds the kernels of a layer that leave something for later tokens."""
+        if isinstance(mix, Attention):
+            self._rotate(mix, x, norm)
+        else:
+            assert isinstance(mix, Recurrence)
+            self._recur(mix, x, norm)
+
+    def _rotate(self, a: Attention, x: Tensor, norm: Tensor | None, gates: Tensor | None = None) -> Tensor:
+        """Adds the kernels that store keys and values; returns the queries. The result's gate fills `gates`."""
+        model, heads = self._model, a.heads
+        rows, queries = self._rows("rows", heads.rows), self._rows("queries", heads.query * heads.dim)
+        gate = [(gates, a.gate)] if gates is not None and a.gate else []
+        inputs = self._quantize(x, [*a.qkv, *(matrix for _, matrix in gate)], norm=norm)
+        products = [*((rows, matrix, a.bias) for matrix in a.qkv), *((*of_gate, None) for of_gate in gate)]
+        for i, (out, matrix, added) in enumerate(products):
+            self._multiply(out, matrix, inputs, added=added, concurrent=i > 0)
+        stored = a.cached if heads.stored != "nothing" else []
+        cached = [*stored, *model.cache.rotating(heads, self._tile)]
+        tables = [*model.ropes[a.rope], *a.norms, *model.temperatures]
+        self._sequence.add(rotate(heads, self._tile), queries, *cached, rows, *tables)
+        return queries
+
     def _attend(self, a: Attention, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
         """Adds the kernels of attention but its last product; returns that one's matrix and its activations."""
         model, heads, tile, threads = self._model, a.heads, self._tile, self._model.pool.count
         width = heads.query * heads.dim
-        rows, queries, attended = (
-            self._rows(name, n) for name, n in (("rows", heads.rows), ("queries", width), ("attended", width))
-        )
-        inputs = self._quantize(x, [*a.qkv, *([a.gate] if a.gate else [])], norm=norm)
-        for i, matrix in enumerate(a.qkv):
-            self._multiply(rows, matrix, inputs, added=a.bias, concurrent=i > 0)
-        gates = None
-        if a.gate:
-            gates = self._rows("gate", width)
-            self._multiply(gates, a.gate, inputs, concurrent=True)
-        stored = a.cached if heads.stored != "nothing" else []
-        cached = [*stored, *model.cache.rotating(heads, tile)]
-        tables = [*model.ropes[a.rope], *a.norms, *model.temperatures]
-        self._sequence.add(rotate(heads, tile), queries, *cached, rows, *tables)
+        attended, gates = self._rows("attended", width), self._rows("gate", width) if a.gate else None
+        queries = self._rotate(a, x, norm, gates)
         rows_n = self._n_rows
         scores = model.scratch("scores", tile, scratch_size(heads, threads, tile, rows_n), dtypes.float32)
         kernel, parts = attention(heads, threads, tile, rows_n), n_parts(heads, threads, tile, rows_n)

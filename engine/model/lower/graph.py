@@ -26,7 +26,6 @@ from engine.model.mixes import (
     Dense,
     Experts,
     LayerEmbedding,
-    Mix,
     Vector,
     Weight,
 )
@@ -92,7 +91,7 @@ class Transformer:
     def store(self, tokens: Tensor, rows: Tensor, position: UOp | int, count: UOp | int) -> Tensor:
         """Runs tokens as `__call__` does, of which the first `count` are those of a prompt; returns the last cache that
         they are stored in. What follows a prompt does not need, and it is not computed."""
-        last = max(i for i, s in enumerate(self.spec.sublayers) if _keeps(s.mix))
+        last = self.spec.last_keeping
         steps = self.sublayers(tokens, rows, position, count)
         return [stored for _, (_, stored) in zip(range(last + 1), steps, strict=False)][-1]
 
@@ -315,11 +314,6 @@ class Transformer:
 def _normed(x: Tensor, eps: float) -> Tensor:
     """x over the root of the mean of its squares along the last axis."""
     return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
-
-
-def _keeps(mix: Mix) -> bool:
-    """Whether a layer keeps something of each token."""
-    return isinstance(mix, Delta) or (isinstance(mix, Attend) and mix.cache_of is None)
 
 
 def _quantized(x: Tensor) -> Tensor:

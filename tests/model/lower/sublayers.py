@@ -39,8 +39,8 @@ def keep(chosen: Array, probabilities: Array, logits: Array) -> None:
 
 
 def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
-    """A step of the CPU's kernels, which shows `see` every choice."""
-    sequence, pool = step_kernels(model, tile).compile(), model.pool
+    """A step of the CPU's kernels, all sublayers of it, which shows `see` every choice."""
+    sequence, pool = step_kernels(model, tile, whole=True).compile(), model.pool
     scratch = {buffer: name for (name, of, _), buffer in model._scratch.items() if of == tile}
     size = 1 if tile == 1 else model.max_chunk
 
