@@ -259,11 +259,25 @@ class Tokenizer:
                     f"The conversation has at least {least} tokens and the context holds {most}.",
                     SHORTEN,
                 )
+            if any(self._goes_beyond(part, most) for part in parts if isinstance(part, str)):
+                raise ContextFullError(
+                    f"The conversation has over {most} tokens, and the context holds no more.", SHORTEN
+                )
         ids: list[int] = []
         before = " " if self.add_space_prefix else ""  # such models expect a space before a text
         for part in parts:
             ids += [part] if isinstance(part, int) else self._encode_text(before + part)
         return ids
+
+    def _goes_beyond(self, text: str, most: int) -> bool:
+        """Whether the beginning of a text that is much longer than `most` tokens usually are has more of them, and some
+        to spare: what comes after it can change only its last few. Takes time for a multiple of `most`."""
+        length = 8 * most + 1024
+        while length < len(text) // 2:
+            if len(self._encode_text(text[:length])) > most + most // 16 + 64:
+                return True
+            length *= 4
+        return False
 
     def _fewest(self, text: str) -> int:
         """A number of tokens that `text` has at least: no token has more of `_amounts` than those of the vocabulary

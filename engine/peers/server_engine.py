@@ -11,8 +11,10 @@ import httpx
 
 from engine.errors import BackendError, OrinError, UsageError
 from engine.event_stream import AnswerStats, EventStream
-from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling
+from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Token
 
+MOST_CHARS_A_TOKEN = 32  # on average over a reply; a token of usual text has 4
+MOST_TOKENS = 1 << 17  # of a reply, where neither the user nor the server gives a number
 EXIT_WAIT_S = 0.3  # after an answer failed: by then a server that crashed has ended
 
 
@@ -47,6 +49,12 @@ class ServerEngine(ABC):
     async def _exit_error(self, within_s: float = 0.0) -> OrinError | None:
         """Why the server ended, if it has, or does within that time. None for a server that is not ours."""
         return None
+
+    def _most_chars(self, request: Generate) -> int:
+        """More characters than a reply has if the server keeps to the limit of `request` and to its context."""
+        context = self._ready.context_length if self._ready else 0
+        limits = [limit for limit in (request.max_tokens, context or MOST_TOKENS) if limit is not None]
+        return MOST_CHARS_A_TOKEN * max(1024, min(limits))
 
     def _broken_off(self) -> BackendError:
         return BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
@@ -128,8 +136,15 @@ class ServerEngine(ABC):
         try:
             if request.grammar or (isinstance(request.prompt, Chat) and request.prompt.tools):
                 raise UsageError(f"{self.name} gets no tools and no grammar from orin-chat.")
+            left = self._most_chars(request)
             async for event in self._answer(request, stats):
                 yield event
+                left -= len(event.text) if isinstance(event, Token) else 0
+                if left < 0:
+                    raise BackendError(
+                        f"{self.name} goes on beyond the end of its reply, which was stopped.",
+                        "What came is kept. Set a limit where it runs, or take another server.",
+                    )
             yield stats.finished()
         except OrinError as error:
             exit_error = await self._exit_error(within_s=EXIT_WAIT_S)

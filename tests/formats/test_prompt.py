@@ -33,6 +33,18 @@ def test_a_prompt_that_is_certain_not_to_fit_is_not_tokenized(tmp_path, monkeypa
             encoder.encode(prompt, most=100)
 
 
+def test_a_text_whose_beginning_does_not_fit_is_not_tokenized_to_its_end(tmp_path, monkeypatch):
+    with GGUF(write(tmp_path / "m.gguf")) as file:
+        tokenizer = PromptEncoder(file).tokenizer
+    monkeypatch.setattr(tokenizer, "_fewest", lambda text: 0)  # it knows little of texts without spaces
+    encode_text, sizes = tokenizer._encode_text, []
+    monkeypatch.setattr(tokenizer, "_encode_text", lambda text: sizes.append(len(text)) or encode_text(text))
+    with pytest.raises(ContextFullError, match=r"has over 100 tokens, and the context holds no more\."):
+        tokenizer.encode("qzxj" * 100_000, most=100)
+    assert max(sizes) < 10_000
+    assert len(tokenizer.encode("qzxj" * 1000, most=10_000)) > 100
+
+
 def test_words_and_changes_tell_that_a_text_does_not_fit_where_its_length_does_not(tmp_path):
     with GGUF(write(tmp_path / "m.gguf")) as file:
         tokenizer = PromptEncoder(file).tokenizer

@@ -327,3 +327,19 @@ async def test_what_a_server_sends_has_a_size(fake, engines, monkeypatch):
     fake.answer("/v1/models", {"data": [{"id": "small" * 300}]})
     [failed] = await collect(engines(fake.url).start())
     assert "an answer of more than" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("most", "context", "limit"), [(None, 0, 2048), (2000, 0, 2000), (None, 1500, 1500), (9, 0, 1024)]
+)
+async def test_a_reply_without_end_is_stopped_and_kept(fake, engines, monkeypatch, most, context, limit):
+    monkeypatch.setattr("engine.peers.server_engine.MOST_CHARS_A_TOKEN", 1)
+    monkeypatch.setattr("engine.peers.server_engine.MOST_TOKENS", 2048)
+    fake.answer(
+        "/v1/models", {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": context or None}]}
+    )
+    fake.answer("/v1/chat/completions", *sse(*[delta(content="word ") for _ in range(600)]), WAIT)
+    events = await collect(engines(fake.url).generate(ask(max_tokens=most)))
+    assert "goes on beyond the end of its reply, which was stopped" in events[-1].message
+    assert limit < len(said(events)) <= limit + 5
+    await asyncio.wait_for(fake.hung_up.wait(), 60)

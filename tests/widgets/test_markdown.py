@@ -103,6 +103,22 @@ def test_a_piece_costs_no_more_late_than_early(name):
     assert max(sizes[len(sizes) // 2 :]) <= max(sizes[: len(sizes) // 2]) + 200
 
 
+@pytest.mark.parametrize("part", ["**bold**", "![", "- item, ", "# head ", "> quote ", "word ", "漢字"])
+@pytest.mark.parametrize("size", [7, 300, 5000])
+def test_a_line_without_end_is_cut(part, size, monkeypatch):
+    monkeypatch.setattr(stream, "MOST_CHARS", 400)
+    text, sizes, parse = part * (4000 // len(part)), [], parser().parse
+    with mock.patch.object(parser(), "parse", lambda text: sizes.append(len(text)) or parse(text)):
+        document = StreamedMarkdown()
+        for start in range(0, len(text), size):
+            document.append(text[start : start + size])
+    assert max(sizes) <= 2 * 400
+    if part in ("word ", "漢字"):
+        rows = plain(document)
+        assert "".join(rows).replace(" ", "") == text.replace(" ", "")
+        assert "" not in rows  # between the parts of one paragraph
+
+
 def test_a_wider_screen_lays_it_out_anew():
     document = streamed("".join(PARTS.values()), [50])
     assert plain(document, 30) == plain(whole("".join(PARTS.values())), 30)

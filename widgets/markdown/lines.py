@@ -34,10 +34,10 @@ def wrapped(content: Content, width: int) -> list[Line]:
         text, position = paragraph.expand_tabs(8), 0
         for row in text.wrap(width):
             position += len(row.plain)
-            rest = text.plain[position:]
-            spaces = len(rest) - len(rest.lstrip(" "))
-            position += spaces
-            lines.append(Line(row, end=" " if spaces else ""))
+            end = position
+            while text.plain.startswith(" ", position):
+                position += 1
+            lines.append(Line(row, end=" " if position > end else ""))
         lines[-1].end = "\n"
     return lines
 

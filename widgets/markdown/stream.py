@@ -29,6 +29,8 @@ CUT_LINES = 16
 """Lines of code or rows of a table that are parsed again with each piece of text, at most about."""
 CUT_CHARS = 4_000
 """A longer paragraph is cut at the end of a line."""
+MOST_CHARS = 8_000
+"""A line of more characters is cut between words, or anywhere: some texts take 20 µs a character to parse."""
 _UNDECIDED = re.compile(r"(?:^|\n)[ \t]*(?:\d{1,9}[.)]?|[-+*_=#>|`~]+)[ \t]*\Z")
 
 
@@ -48,8 +50,17 @@ class StreamedMarkdown:
 
     def append(self, text: str) -> None:
         """Adds cleaned text."""
+        while len(text) > MOST_CHARS:
+            end = text.rfind("\n", 0, MOST_CHARS) + 1 or MOST_CHARS
+            self._append(text[:end])
+            text = text[end:]
+        self._append(text)
+
+    def _append(self, text: str) -> None:
         self._source += text
         self._parse()
+        if len(self._source) > MOST_CHARS and self._growing is None:
+            self._cut_anywhere()
 
     def lines(self, width: int) -> Sequence[Line]:
         """The rows of the document in `width` cells, with a blank one between blocks."""
@@ -173,6 +184,19 @@ class StreamedMarkdown:
             self._follows = True
         self._source = after
         self._parse()
+
+    def _cut_anywhere(self) -> None:
+        """Ends the last block between two words. What comes after is a paragraph that follows it without a gap."""
+        place = self._source.rfind(" ", MOST_CHARS // 2) + 1 or len(self._source)
+        rest = self._source[place:]
+        if rest:
+            self._source = self._source[:place]
+            self._parse()
+        self._finished += self._last
+        self._last, self._source, self._opening = [], "", ""
+        self._growing, self._list, self._follows = None, None, True
+        if rest:
+            self._append(rest)
 
 
 def _first_line(node: SyntaxTreeNode) -> int:

@@ -23,6 +23,11 @@ def test_lines_are_broken_between_words_wherever_the_tokens_end():
     assert wrapped("twenty letters in it\nnext\n") == "twenty letters in it\nnext\n"
 
 
+def test_a_word_longer_than_any_line_does_not_wait_for_its_end():
+    assert len(wrapped("see", " ", *["abcd"] * 1000)) >= 3000
+    assert wrapped("see", " ", *["abcd"] * 1000, " it\n") == f"see\n{'abcd' * 1000}\nit\n"
+
+
 def test_a_word_is_written_once_it_has_ended():
     assert wrapped("Press Ctr") == "Press"
     assert wrapped("Press Ctr", "l+J ") == "Press Ctrl+J"
