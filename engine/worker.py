@@ -394,10 +394,11 @@ def _failure(error: Exception, request_id: int) -> Failed:
 
 def _log_without_messages(error: BaseException | None) -> None:
     """Prints the traceback and the type of each error in the chain, not its message: that may quote the prompt."""
-    while error is not None:
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        print(frames, type(error).__name__, file=sys.stderr, sep="")
-        error = error.__cause__ or error.__context__
+    with contextlib.suppress(OSError):  # the disk is full
+        while error is not None:
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            print(frames, type(error).__name__, file=sys.stderr, sep="")
+            error = error.__cause__ or error.__context__
 
 
 def _die() -> Never:

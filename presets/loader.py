@@ -32,6 +32,7 @@ from msgspec import Meta
 from engine.errors import UsageError
 from engine.events import KernelPath, Matvec
 from engine.formats.kv_format import KVFormat
+from engine.whole_file import write_whole
 from presets.sampling import PresetSampling, out_of_range
 
 BUILT_IN = Path(__file__).parent
@@ -128,8 +129,7 @@ def save(name: str, text: str) -> Path:
     path = user_folder() / f"{name}.toml"
     try:
         parse(text)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
+        write_whole(path, text.encode())
     except (OSError, ValueError) as error:
         raise UsageError(f"The preset {name} is not saved: {_reason(error)}.") from error
     return path

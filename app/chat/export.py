@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -41,21 +44,27 @@ def write_new(path: Path, text: str) -> None:
             raise
 
 
-def write_new_file(folder: Path, title: str, text: str) -> Path:
-    """Writes a new file in `folder`, named after `title`, with a number if there is one. Raises ExportError."""
+def write_new_file(title: str, text: str) -> Path:
+    """Writes a new file, named after `title`, with a number if there is one, and returns its path: in the current folder
+    or, if nothing can be written there, in the home folder or in one for temporary files. Raises ExportError."""
     name = "-".join(re.findall(r"\w+", one_line(title).lower()))[:50].strip("-") or "chat"
+    problem = ""
+    for find in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir()), lambda: Path("/dev/shm")):
+        try:
+            return _write_numbered(find(), name, text)
+        except (OSError, RuntimeError) as error:  # a RuntimeError without a home folder
+            reason = getattr(error, "strerror", None) or error
+            problem = (
+                problem or f"{getattr(error, 'filename', None) or f'{name}.md'} cannot be written: {reason}."
+            )
+    raise ExportError(problem, "Start orin-chat in a folder where you may write, and export again.")
+
+
+def _write_numbered(folder: Path, name: str, text: str) -> Path:
+    """Raises OSError."""
     for number in range(1, 1000):
         path = folder / f"{name}{'' if number == 1 else f'-{number}'}.md"
-        try:
+        with contextlib.suppress(FileExistsError):
             write_new(path, text)
             return path
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ExportError(
-                f"{path} cannot be written: {error.strerror or error}.",
-                "Start orin-chat in a folder where you may write, and export again.",
-            ) from error
-    raise ExportError(
-        f"There are a thousand files named {name} here already.", "Remove some, and export again."
-    )
+    raise OSError(errno.EEXIST, "there are a thousand files of that name", str(folder / name))

@@ -76,7 +76,8 @@ class History(HistoryDatabase):
             return cls(path)
         except HistoryError as error:
             history = cls(":memory:")
-            history.problem = error
+            lasting = error.hint.replace("until then", "until the next start")
+            history.problem = HistoryError(error.message, lasting)
             return history
 
     # --- one chat ---------------------------------------------------------------------------------------

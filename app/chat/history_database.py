@@ -58,7 +58,7 @@ _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint
     ("malformed", "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"),
     ("readonly", "cannot be written", f"Check its permissions; {_NOT_SAVED}"),
     ("unable to open", "cannot be opened", f"Check its permissions; {_NOT_SAVED}"),
-    ("full", "cannot grow because the disk is full", "Free some space; the chat is saved again after that."),
+    ("full", "cannot grow because the disk is full", f"Free some space; {_NOT_SAVED}"),
     ("locked", "is locked by another process", "The next message tries again."),
 )
 

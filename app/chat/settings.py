@@ -11,6 +11,7 @@ import platformdirs
 from engine.errors import UsageError
 from engine.events import ContextLength, Sampling
 from engine.formats.kv_format import KVFormat
+from engine.whole_file import write_whole
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
 
@@ -81,10 +82,7 @@ def remembered(key: str) -> str:
 def remember(key: str, value: str) -> None:
     """Stores one line. A state folder that cannot be written is ignored."""
     with contextlib.suppress(OSError, UnicodeEncodeError):
-        _remembered_path(key).parent.mkdir(parents=True, exist_ok=True)
-        _remembered_path(key).touch(0o600)
-        _remembered_path(key).chmod(0o600)
-        _remembered_path(key).write_text(f"{value}\n", "utf-8")
+        write_whole(_remembered_path(key), f"{value}\n".encode())
 
 
 def _remembered_path(key: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import platformdirs
 from msgspec.structs import replace
 
 from engine.events import MIN_TOKENS, EngineOptions, Event, Finished, Ready, decode_rate
+from engine.whole_file import write_whole
 
 if TYPE_CHECKING:
     from engine.client import LocalEngine
@@ -148,11 +148,4 @@ def _store(model: Path, record: ModelRecord) -> None:
     with contextlib.suppress(OSError, UnicodeEncodeError):
         machines = _read()
         machines.setdefault(platform.node(), {})[str(model.resolve())] = record
-        _path().parent.mkdir(parents=True, exist_ok=True)
-        new = _path().with_suffix(f".{os.getpid()}.tmp")
-        try:
-            new.touch(0o600)
-            new.write_bytes(msgspec.json.encode(machines))
-            new.replace(_path())
-        finally:
-            new.unlink(missing_ok=True)  # if the disk is full
+        write_whole(_path(), msgspec.json.encode(machines))

@@ -7,7 +7,6 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Unpack
 
 from textual import on, work
@@ -319,7 +318,7 @@ class ChatApp(ContextActions, EngineActions):
         title, model = conversation.title, self.session.status.snapshot().model
         document = to_markdown(title, model, conversation.all_messages())
         try:
-            self.notice(f"Exported to {write_new_file(Path.cwd(), title, document)}")
+            self.notice(f"Exported to {write_new_file(title, document)}")
         except (ExportError, OSError) as error:
             self.notice(str(error), warning=True)
 

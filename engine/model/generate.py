@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from engine.measure.compiling import kernels_reported
 from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
-from engine.model import file_summary
+from engine.model import file_summary, packed_weights_cache
 from engine.model.answer import Answer, Answers
 from engine.model.architectures import read_spec
 from engine.model.checkpoints import Checkpoints, StateStore
@@ -162,12 +163,16 @@ class TextModel:
                 f"Conversations are answered one after another: the kernels for {Device.DEFAULT} compute one at a time."
             )
         )
+        unkept = ""
+        packs = str(Device.DEFAULT) == "CPU" and not as_graph and options.kernels != "graph"
+        if packs and options.keep_packed and not packed_weights_cache.cached_files(Path(options.model_path)):
+            unkept = "The packed weights are not kept: the disk has no room for them, or cannot be written."
         shorter = squeezed_because(spec, options.context_length, self.context_length)
         text_only = [
             f"Its {encoder} encoder is not loaded: orin-chat gives it text alone."
             for encoder in spec.encoders
         ]
-        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn, shorter, *text_only]))
+        return (*self.prompts.warnings, *filter(None, [as_graph, in_turn, unkept, shorter, *text_only]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that

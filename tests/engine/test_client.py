@@ -310,6 +310,18 @@ async def test_a_home_that_cannot_be_written_has_no_log_but_a_chat(engines, monk
     assert token_ids(await collect(engines(tokens=2).generate(ask()))) == [0, 1]
 
 
+@pytest.mark.parametrize("failure", ["ValueError", "ContextFullError"])
+async def test_a_log_on_a_full_disk_ends_nothing(engines, failure):
+    engine = engines(failure=failure, fail_at=1, tokens=2)
+    engine.log_path.parent.mkdir(parents=True)
+    engine.log_path.symlink_to("/dev/full")
+    events = await collect(engine.generate(ask()))
+    assert isinstance(events[-1], Failed) and f"{failure}" in events[-1].message
+    pid = engine.pid
+    await collect(engine.generate(ask(10)))
+    assert engine.pid == pid
+
+
 def test_import_stays_light():
     code = (
         "import sys, engine.client; print([m for m in ('numpy', 'tinygrad', 'textual') if m in sys.modules])"

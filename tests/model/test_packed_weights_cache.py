@@ -1,14 +1,17 @@
 """The cache of packed weights: used if its file is complete and belongs to this model file, else not."""
 
 import os
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from engine.events import EngineOptions
 from engine.formats.gguf import GGUF
 from engine.model import packed_weights_cache as cache
 from engine.model.architectures import read_spec
 from engine.model.cpu_runner import CPURunner
+from engine.model.generate import TextModel
 from engine.model.lower import cpu_weights
 from engine.model.packed_weights_cache import PackedReader
 from engine.model.weights import Weights
@@ -101,3 +104,14 @@ def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
 
     monkeypatch.setattr(cpu_weights, "repack", fails)
     np.testing.assert_array_equal(logits(), first)
+
+
+def test_weights_that_could_not_be_kept_are_said(model, monkeypatch):
+    def warnings() -> str:
+        options = EngineOptions(model_path=str(model), context_length=64, keep_packed=True)
+        return " ".join(TextModel(options, lambda _: None).ready.warnings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
+        assert "The packed weights are not kept" in warnings()
+    assert "packed" not in warnings()

@@ -278,6 +278,7 @@ def test_a_damaged_file_is_one_sentence_and_the_chat_goes_on_in_memory(tmp_path)
     assert raised.value.hint
     history = History.open(path)
     assert history.problem is not None
+    assert history.problem.hint.endswith("until the next start chats are not saved.")
     chat_id = history.new_chat("m")
     history.append(chat_id, user("still works"))
     assert history.chats(query="works")[0].id == chat_id

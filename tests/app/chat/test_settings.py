@@ -1,5 +1,7 @@
 from pathlib import Path
+from unittest import mock
 
+import platformdirs
 import pytest
 
 from app.chat.settings import (
@@ -104,6 +106,14 @@ def test_what_is_remembered_is_apart_and_lost_without_a_word(home, monkeypatch):
     monkeypatch.setattr("app.chat.settings._remembered_path", lambda what: Path("/dev/null") / what)
     remember("theme", "dark")
     assert remembered("theme") == ""
+
+
+def test_a_full_disk_leaves_what_was_remembered_before(home, monkeypatch):
+    remember("model", "one")
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    remember("model", "two")
+    assert remembered("model") == "one"
+    assert len(list(platformdirs.user_state_path("orin-chat", appauthor=False).iterdir())) == 1
 
 
 def test_what_is_remembered_is_for_its_owner_only(home):

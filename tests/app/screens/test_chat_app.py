@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
@@ -444,11 +444,13 @@ async def test_export(history, tmp_path, monkeypatch):
 
 
 async def test_export_where_nobody_may_write(history, tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "cwd", lambda: tmp_path / "gone")
+    monkeypatch.setattr(
+        "app.chat.export.write_new", mock.Mock(side_effect=OSError(28, "No space left on device"))
+    )
     async with chat(FakeEngine(), history, initial_prompt="Hi") as user:
         await user.idle()
         await user.press("ctrl+s")
-        assert "cannot be written" in user.notice()
+        assert "hi.md cannot be written: No space left on device" in user.notice()
 
 
 async def test_help_and_palette_have_every_action(history):
