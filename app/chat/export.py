@@ -45,8 +45,9 @@ def write_new(path: Path, text: str) -> None:
 
 
 def write_new_file(title: str, text: str) -> Path:
-    """Writes a new file, named after `title`, with a number if there is one, and returns its path: in the current folder
-    or, if nothing can be written there, in the home folder or in one for temporary files. Raises ExportError."""
+    """Writes a new file, named after `title`, with a number if there is one, and returns its path. It is in the
+    current folder or, if nothing can be written there, in the home folder or in one for temporary files. Raises
+    ExportError."""
     name = "-".join(re.findall(r"\w+", one_line(title).lower()))[:50].strip("-") or "chat"
     problem = ""
     for find in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir()), lambda: Path("/dev/shm")):
