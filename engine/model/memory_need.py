@@ -54,7 +54,7 @@ class _Path:
 
 
 _EXTRA = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}  # their 6-bit scales become bytes
-_CPU = _Path(128, 128, 16, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8})
+_CPU = _Path(128, 128, 16, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8}, reads_tables=True)
 _GPU = _Path(512, 1024, 1024, 4, 0, _EXTRA | {"IQ4_XS": 2})
 _GRAPH = _Path(32, 32, 1, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2}, reads_tables=True)
 

@@ -1,4 +1,4 @@
-"""Zeroed arrays that kernels and numpy share; large ones are in huge pages.
+"""Arrays that kernels and numpy share. They begin as zeros, and large ones are in huge pages.
 
 tinygrad's allocator uses pages of 4 KiB, and reading a gigabyte of weights would translate a quarter of a million of
 them. Pages that are never touched use no memory.
@@ -55,11 +55,19 @@ def array(values: NDArray[Any], dtype: DType) -> Tensor:
     return tensor
 
 
+def mapped(values: NDArray[Any], dtype: DType) -> Tensor:
+    """A tensor (n,) in the memory of an array of bytes, such as that of a mapped file. It does not count as in use."""
+    n = values.nbytes // dtype.itemsize
+    tensor = Tensor.from_blob(values.ctypes.data, (n,), dtype=dtype, device="CPU")
+    _memory[tensor.uop.base.buffer] = values.reshape(-1)
+    return tensor
+
+
 def view(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a tensor of `zeros` or `array`, as an array (n,); bfloat16 appears as uint16."""
+    """The memory of such a tensor, as an array (n,); bfloat16 appears as uint16."""
     return _memory[tensor.uop.base.buffer].view(np.dtype(tensor.dtype.fmt or "H"))
 
 
 def address(tensor: Tensor) -> int:
-    """The address of a tensor of `zeros` or `array`."""
+    """The address of such a tensor."""
     return int(_memory[tensor.uop.base.buffer].ctypes.data)

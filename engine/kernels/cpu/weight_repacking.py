@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, UOp, dtypes
 
-from engine.formats.quantization import Format, Plane, Planes
+from engine.formats.quantization import Format, Planes
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu import memory
+from engine.kernels.cpu.file_block import FileBlock
 from engine.kernels.cpu.kernel_builder import U16, Index, KernelBuilder, even_share, shift_left, shift_right
 from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
@@ -77,43 +78,20 @@ def _block(
 ) -> None:
     """Writes a block of the stream at index `at`, from its `block_bytes` (bytes of a block, lanes)."""
     lanes = layout.lanes
-
-    def byte(n: Index) -> UOp:
-        return k.vector(block_bytes, n * lanes).cast(U16)
-
-    def word(n: int) -> UOp:
-        return byte(n) | shift_left(byte(n + 1), 8)
-
-    def bits_of(plane: Plane, i: Index, n: int) -> UOp:
-        at, bit = plane.position(i, n)
-        value = byte(at) if plane.bits == 8 else shift_right(byte(at), bit) & (2**plane.bits - 1)
-        return value ^ 2 ** (plane.bits - 1) if plane.signed else value
-
-    def number(planes: Planes, i: Index, n: int) -> UOp:
-        """Number i of n, uint16."""
-        value, low = bits_of(planes[0], i, n), planes[0].bits
-        for plane in planes[1:]:
-            value, low = value | shift_left(bits_of(plane, i, n), low), low + plane.bits
-        return value
-
-    def small(runs: tuple[Planes, ...], group: int) -> UOp:
-        """The scale or the minimum of a group, uint16, of a signed one the byte."""
-        n = format.block // format.group // len(runs)
-        value = number(runs[group // n], group % n, n)
-        return value - format.scale_offset & 255 if format.scale_offset else value
-
-    k.store(out, at, shift_left(byte(format.d), 7) if format.exponent else word(format.d))
+    block = FileBlock(format, lambda n: k.vector(block_bytes, n * lanes).cast(U16))
+    k.store(out, at, shift_left(block.byte(format.d), 7) if format.exponent else block.word(format.d))
     if format.m is not None:  # products subtract it
-        k.store(out, at + lanes, word(format.m) if format.minimum else word(format.m) ^ 0x8000)
+        m = block.word(format.m)
+        k.store(out, at + lanes, m if format.minimum else m ^ 0x8000)
     units, groups = at + layout.header_words, UNIT // format.group
     if layout.has_small_scales:
         for u in range(format.block // UNIT):
-            in_bytes = [small(format.scale, u * groups + i) for i in range(groups)]
+            in_bytes = [block.small(format.scale, u * groups + i) for i in range(groups)]
             if format.has_nibble_scales:
-                minima = [small(format.minimum, u * groups + i) for i in range(groups)]
+                minima = [block.small(format.minimum, u * groups + i) for i in range(groups)]
                 in_bytes = [a | shift_left(b, 4) for a, b in zip(in_bytes, minima, strict=True)]
             elif format.minimum:
-                in_bytes.append(small(format.minimum, u))
+                in_bytes.append(block.small(format.minimum, u))
             joined = [b if not i else shift_left(b, 8) for i, b in enumerate(in_bytes)]
             k.store(out, units + u * layout.unit_words, functools.reduce(UOp.__or__, joined))
         units = units + lanes
@@ -123,7 +101,7 @@ def _block(
         for planes, bits in zip(stored, layout.planes, strict=True):
 
             def value(i: Index, planes: Planes = planes) -> UOp:
-                return layout.stored(number(planes, i, format.block))
+                return layout.stored(block.number(planes, i, format.block))
 
             _plane(k, lanes, out, at, bits, value, u * UNIT)
             at = at + 2 * bits * lanes

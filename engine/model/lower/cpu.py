@@ -147,7 +147,7 @@ class CPUModel:
                     uses.add(BufferUse("FFN gate+up"), e.gate.stream)
                     uses.add(BufferUse("FFN down"), e.proj.stream)
         if tables := self.layer_tables:
-            uses.add(BufferUse("embedding", "token", self.spec.vocab), tables.table.stream)
+            uses.add(BufferUse("embedding", "token", self.spec.vocab), tables.table.data)
             uses.add(BufferUse("embedding"), tables.projection.stream, tables.norm)
         return uses
 

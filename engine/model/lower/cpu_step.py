@@ -30,7 +30,7 @@ from engine.kernels.cpu.activations import (
 )
 from engine.kernels.cpu.attention import attention, n_parts, scratch_size
 from engine.kernels.cpu.delta_net import convolve, delta_net
-from engine.kernels.cpu.embedding import embed
+from engine.kernels.cpu.embedding import embed, embed_from_file
 from engine.kernels.cpu.experts import (
     add_experts,
     choose_experts,
@@ -151,9 +151,8 @@ class _Step:
             return []
         table, projected = tables.table, self._rows("layer projections", tables.projection.rows)
         rows = self._rows("layer rows", table.cols)
-        shape = model.sizes(table.rows, table.cols // table.layout.block)
-        kernel = embed(table.layout, self._tile, tables.size**0.5)
-        self._sequence.add(kernel, rows, shape, *self._state, model.tokens, table.stream)
+        kernel = embed_from_file(table.type, model.lanes, self._tile, tables.size**0.5)
+        self._sequence.add(kernel, rows, table.shape, *self._state, model.tokens, table.data)
         self._multiply(projected, tables.projection, self._quantize(x, [tables.projection]))
         return [projected, tables.norm, rows]
 

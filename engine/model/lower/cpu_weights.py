@@ -34,11 +34,22 @@ class Matrix:
 
 
 @dataclass
+class Table:
+    """A matrix as the file holds it, of which rows are read: its ggml type, the sizes that `embed_from_file` reads, and
+    its bytes in the file or its floats."""
+
+    type: int
+    cols: int
+    shape: Tensor
+    data: Tensor
+
+
+@dataclass
 class LayerTables:
     """The weights of the embeddings of `layers` layers, of `size` elements each
     (`engine.model.spec.LayerEmbeddings`)."""
 
-    table: Matrix
+    table: Table
     projection: Matrix
     norm: Tensor
     size: int
@@ -96,9 +107,13 @@ class CPUWeights:
         """What the embeddings of layers are made of. Raises ModelFileError."""
         if not (e := spec.layer_embeddings):
             return None
-        return LayerTables(
-            self.matrix(e.table), self.matrix(e.projection), self.vector(e.norm), e.size, e.layers
-        )
+        table = self._table(e.table)
+        return LayerTables(table, self.matrix(e.projection), self.vector(e.norm), e.size, e.layers)
+
+    def _table(self, weight: Weight) -> Table:
+        layout = WeightLayout(weight.type, self._lanes)
+        data = memory.mapped(self._weights.mapped(weight), dtypes.uint8 if layout.format else layout.dtype)
+        return Table(weight.type, weight.cols, self.sizes(weight.rows, weight.cols // layout.block), data)
 
     def sizes(self, *values: int) -> Tensor:
         """The values as an int32 tensor; the same values give the same tensor."""

@@ -1,5 +1,7 @@
 """Weight layout and products, for every type, against what the gguf package says the weights are."""
 
+import mmap
+
 import gguf
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from tinygrad import dtypes
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.activations import Quantization, buffer_names, quantize_activations
-from engine.kernels.cpu.embedding import embed
+from engine.kernels.cpu.embedding import embed, embed_from_file
 from engine.kernels.cpu.kernel_sequence import KernelSequence
 from engine.kernels.cpu.product import product, shape_of, span_of
 from engine.kernels.cpu.thread_pool import ThreadPool
@@ -101,17 +103,39 @@ def test_columns_that_make_no_whole_spans(pool: ThreadPool) -> None:
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
 def test_rows_of_the_embedding(pool: ThreadPool, kind: int) -> None:
-    layout, stream, weights = packed(pool, Type(kind), 40, 512)
-    out, token = memory.zeros(512, dtypes.float32), ints(0)
-    step = KernelSequence(pool)
-    step.add(embed(layout, 1), out, ints(40, 512 // layout.block), token, stream)
+    """Repacked, and as the file holds them."""
+    blocks, weights = blocks_of(Type(kind), 40, 512)
+    layout = WeightLayout(kind, LANES)
+    stream = repack(pool, blocks, layout, np.arange(40, dtype=np.int32), 512)
+    in_file = memory.mapped(blocks, dtypes.uint8 if layout.format else layout.dtype)
+    outs, token = [memory.zeros(512, dtypes.float32) for _ in range(2)], ints(0)
+    shape, step = ints(40, 512 // layout.block), KernelSequence(pool)
+    step.add(embed(layout, 1), outs[0], shape, token, stream)
+    step.add(embed_from_file(kind, LANES, 1), outs[1], shape, token, in_file)
     run = step.compile()
     for row in (0, 17, 39):
         memory.view(token)[:] = row
         run()
-        np.testing.assert_allclose(
-            memory.view(out), weights[row], rtol=2e-6, atol=1e-6 * np.abs(weights[row]).max()
-        )
+        for out in outs:
+            np.testing.assert_allclose(
+                memory.view(out), weights[row], rtol=2e-6, atol=1e-6 * np.abs(weights[row]).max()
+            )
+
+
+def test_a_row_of_a_file_of_gigabytes(pool: ThreadPool) -> None:
+    """Of a table whose bytes an int32 cannot number. Its other rows take no memory."""
+    blocks, weights = blocks_of(Type.Q4_K, 1, 8192)
+    rows = (3 << 30) // blocks.size
+    raw = np.frombuffer(
+        mmap.mmap(-1, rows * blocks.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+    ).reshape(rows, -1)
+    raw[-1] = blocks
+    out, step = memory.zeros(2 * 8192, dtypes.float32), KernelSequence(pool)
+    inputs = ints(rows, 8192 // 256), ints(0, 0, 1), ints(rows - 1, 0), memory.mapped(raw, dtypes.uint8)
+    step.add(embed_from_file(Type.Q4_K, LANES, 2, 3.0), out, *inputs)
+    step.compile()()
+    wanted = 3 * np.concatenate([weights[0], np.zeros(8192)])
+    np.testing.assert_allclose(memory.view(out), wanted, atol=1e-6 * np.abs(wanted).max())
 
 
 def test_rows_of_the_embedding_times_a_constant(pool: ThreadPool) -> None:
