@@ -96,8 +96,9 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
     limit = heads.cached(limit)
     group, warps, across, most_across, ways = _blocks(heads)
     if limit <= short:
-        warps, steps = (4, 1) if ways > 1 else (max(8, warps), 2)
-        return FlashSplit(limit, 1, group, warps, steps, most_across, ways)
+        if heads.dim > _MAX_DIM:
+            return FlashSplit(limit, 1, group, 4, 1, most_across, ways)
+        return FlashSplit(limit, 1, group, max(8, warps), 2, most_across)
     resident = 3 if heads.dim <= 64 else 2  # registers allow
     splits = max(2, resident * multiprocessors // (heads.query // group))
     split = FlashSplit(limit, splits, group, warps, 1, across, ways)
@@ -128,8 +129,13 @@ def _blocks(heads: Heads) -> tuple[int, int, int, int, int]:
     warps = max(4, -(-heads.dim // 32))
     least = QUANT_BLOCK if heads.kv_format.is_quantized else 16
     runs = [n for n in (4, 2, 1) if heads.dim % (least * n) == 0]
-    across = runs[-1] if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES else runs[0]
-    return group, warps, across, runs[0], 1
+    if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES:
+        return group, warps, runs[-1], runs[0], 1
+    if (
+        heads.dim >= 2 * _WAY and not heads.window
+    ):  # measured: a third of the time of blocks that share dimensions
+        return group, 2, 1, runs[0], heads.dim // _WAY
+    return group, warps, runs[0], runs[0], 1
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.chosen_experts import ChosenExperts, ExpertRows
+from engine.kernels.gpu.delta_net import HeadNorm
 from engine.kernels.gpu.uops import (
     I32,
     Activation,
@@ -329,11 +330,12 @@ def matvec(
     name: str,
     n_norm_sums: int = 0,
     eps: float = 0.0,
+    heads: HeadNorm | None = None,
 ) -> Kernel:
     """The product of stacked matrices with a vector x. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
     permuted and prescaled, for each of the stack's prescales; if x is still to be RMS-normed over its `cols` elements,
-    with `eps`, the partial sums of its squares, float32 (n_norm_sums,); the epilogue's ins; the planes of all
-    matrices.
+    with `eps`, the partial sums of its squares, float32 (n_norm_sums,), or if its `heads` are, of those of all heads;
+    the epilogue's ins; the planes of all matrices.
 
     With experts, the outs are followed by the chosen experts, int32 (used,), and their probabilities, float32
     (used,). If the results are added, these are read, and x is (used, permuted_size(cols)), not normed; else they
@@ -355,6 +357,7 @@ def matvec(
         xs = {bits: rest.pop(0) for bits in stack.prescale_bits}
         of_shared = [rest.pop(0), rest.pop(0)] if stack.shared else []
         norm_sums = rest.pop(0) if n_norm_sums else None
+        head_sums = rest.pop(0) if heads else None
         experts = (
             ExpertRows(chosen, results, rest, stack.rows, thread, s.threads * s.groups) if chosen else None
         )
@@ -374,10 +377,13 @@ def matvec(
             clamped = [first_row + r for r in range(s.rows)]
             if rows % s.block_rows:
                 clamped = [(row < rows).where(row, rows - 1) for row in clamped]
+            factor_of = (
+                functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
+            )
             sums = (
                 experts.sums(layout, cols, x, matrix_planes, clamped, t, s.threads)
                 if experts
-                else _row_sums(layout, cols, x, matrix_planes, clamped, t, s.threads, active, k)
+                else _row_sums(layout, cols, x, matrix_planes, clamped, t, s.threads, active, k, factor_of)
             )
             if stack.shared:
                 assert chosen
@@ -433,10 +439,11 @@ def matvec(
 
 def _row_sums(
     layout: WeightLayout, cols: int, x: UOp, planes: Sequence[UOp], rows: Sequence[UOp], t: UOp, threads: int,
-    active: UOp | None, axis: int,
+    active: UOp | None, axis: int, factor_of: Callable[[UOp, UOp | None], UOp] | None = None,
 ) -> list[UOp]:  # fmt: skip
-    """The partial sums of rows of one matrix, by thread t of `threads`. If the block is not `active`, its loop has no
-    steps and the sums are zeros, so that it costs only a branch."""
+    """The partial sums of rows of one matrix, by thread t of `threads`. `factor_of`: what a unit of the vector is to be
+    multiplied by. If the block is not `active`, its loop has no steps and the sums are zeros, so that it costs only a
+    branch."""
     units = units_of(cols)
     steps = -(-units // threads)
     if active is not None:  # tinygrad moves code that precedes a loop of one step at most into the loop
@@ -450,6 +457,9 @@ def _row_sums(
     xs = [load(x, (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
     group_sums = layout.group_sums(xs)
     products = [layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums) for row in rows]
+    if factor_of is not None:
+        factor = factor_of(unit, inside)
+        products = [p * factor for p in products]
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 
 

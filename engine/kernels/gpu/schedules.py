@@ -91,7 +91,8 @@ def candidates(stack: StackedMatrices, near: Schedule) -> list[Schedule]:
 
 def _all(rows: int, units: int, slots: int) -> Iterator[Schedule]:
     min_blocks = min(64, max(1, rows // 16)) // slots
-    for threads in (8, 16, 24, 32, 48, 64, 96, 128):
+    divisors = (n for n in range(8, 129) if units % n == 0)
+    for threads in sorted({8, 16, 24, 32, 48, 64, 96, 128, *divisors}):
         if -units % threads > _MAX_IDLE * units and units > 8:
             continue
         for groups in (1, 2, 4, 8, 16):

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
-from engine.kernels.gpu.delta_decode import delta_decode
+from engine.kernels.gpu.delta_decode import delta_decode, parts_of
+from engine.kernels.gpu.delta_net import HeadNorm
 from engine.kernels.gpu.device import has_tensor_cores, multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros, part_of
 from engine.kernels.gpu.embedding import embed
@@ -235,8 +236,20 @@ class DecodeKernels:
         )
         self._multiply(step, d.inputs, stream, norm, STORE, [rows], [], "delta_inputs")
         prescale = self._prescales.of(d.out.single_matrix.layout)
-        step.add(delta_decode(d.heads), out, d.memory, rows, *d.vectors, self.state, prescale)
+        kernel = delta_decode(d.heads, 0, parts_of(d.heads, multiprocessors()))
+        step.add(kernel, out, *self._squares_of(d), d.memory, rows, *d.vectors, self.state, prescale)
         return out
+
+    def _squares_of(self, d: DeltaNet) -> list[Tensor]:
+        """The partial sums of the squares of heads, if several blocks have a head."""
+        parts = parts_of(d.heads, multiprocessors())
+        return [self._buffer("head_squares", d.heads.value * parts)] if parts > 1 else []
+
+    def _head_norm(self, mix: Mix) -> HeadNorm | None:
+        """The norm of heads that the last product of a layer is left to do."""
+        if not isinstance(mix, DeltaNet) or (parts := parts_of(mix.heads, multiprocessors())) == 1:
+            return None
+        return HeadNorm(mix.heads.size, parts, mix.heads.eps)
 
     def _gate(
         self, step: KernelSequence, f: FeedForward, stream: ResidualStream, norm: NDArray[np.float32]
@@ -331,7 +344,8 @@ class DecodeKernels:
         assert layer.scale is None
         name, chosen, biases, bias = self._last_of(layer.mix)
         stream = self._stream(product.n_blocks, inputs, is_normed, parity)
-        kernel = matvec(product.stack, product.schedule, add_residual(len(inputs), bool(bias)), name)
+        epilogue, heads = add_residual(len(inputs), bool(bias)), self._head_norm(layer.mix)
+        kernel = matvec(product.stack, product.schedule, epilogue, name, heads=heads)
         outs = stream.h, stream.parts, *stream.inputs.values()
         step.add(kernel, *outs, *chosen, x, *biases, *self._norms(inputs), *bias, *product.planes)
         return stream
@@ -362,13 +376,13 @@ class DecodeKernels:
         assert not bias
         rows = self._buffer(f"{name}_rows", self._model.spec.dim)
         squares = self._buffer(f"{name}_squares", product.n_blocks)
-        kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name)
+        kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name, heads=self._head_norm(mix))
         step.add(kernel, rows, squares, *chosen, x, *biases, *product.planes)
         return rows, squares
 
     def _last_of(self, mix: Mix) -> tuple[str, Sequence[Tensor], list[Tensor], list[Tensor]]:
-        """The last product of a layer: its name; of experts, which are chosen, what a shared one takes, and biases; the
-        bias of others."""
+        """The last product of a layer: its name; of experts, which are chosen, what a shared one takes, and biases, of
+        a delta net the squares of its heads; the bias of others."""
         match mix:
             case Attention() as a:
                 return "o", (), [], given(a.o_bias)
@@ -376,8 +390,8 @@ class DecodeKernels:
                 logits, *shared = self._routed(m)
                 shared += [logits] if shared else []
                 return "experts_down", self._chosen(m.part.used), [*shared, *given(m.down_bias)], []
-            case DeltaNet():
-                return "delta_out", (), [], []
+            case DeltaNet() as d:
+                return "delta_out", (), self._squares_of(d), []
         return "down" if isinstance(mix, FeedForward) else "proj", (), [], []
 
     def _norms(self, inputs: Sequence[Input]) -> list[Tensor]:

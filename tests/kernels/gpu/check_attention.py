@@ -159,7 +159,8 @@ def check_head_sizes() -> None:
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2, 2), heads_of(64, norm_eps=1e-6))
     decode_attention(130, FlashSplit(256, 2, 1, 1, 1, 1, 2), heads_of(32))
     decode_attention(100, FlashSplit(256, 1, 2, 2, 1, 1, 2), heads_of(64, kv_format=KVFormat.Q8_0))
-    largest = heads_of(512, 4, 1, 1e-6)
+    shared_by_four, largest = heads_of(256, 4, 1, 1e-6, gated=True), heads_of(512, 4, 1, 1e-6)
+    decode_attention(130, flash_split(shared_by_four, 512, 32, 2), shared_by_four)
     decode_attention(40, flash_split(largest, 256, 32, 2), largest)
     decode_attention(40, flash_split(largest, 256, 256, 2), largest)
     for h in (odd, large):

@@ -74,24 +74,34 @@ def rows_of(heads, tokens):
     return rng.standard_normal((tokens, heads.rows)).astype(np.float32)
 
 
-def one_token(net, rows, position, memory):
+def one_token(net, rows, position, memory, parts=1):
     """The result of a decode step with `rows` (1, rows): float32 (1, width)."""
     heads, out = net.heads, zeros(permuted_size(net.heads.width))
     state, ones = buffer(np.array([7, position], np.int32)), buffer(np.ones(UNIT, np.float32))
-    run(delta_decode(heads), out, memory, buffer(rows), *net.buffers, state, ones)
-    return out.numpy()[places(heads.width)][None]
+    squares = [zeros(heads.value * parts)] if parts > 1 else []
+    run(delta_decode(heads, 0, parts), out, *squares, memory, buffer(rows), *net.buffers, state, ones)
+    got = out.numpy()[places(heads.width)]
+    for parts_of_heads in squares:  # the next product norms it
+        total = parts_of_heads.numpy().reshape(-1, parts).sum(1)
+        got = got / np.sqrt(np.repeat(total, heads.size) / heads.size + heads.eps)
+    return got[None]
 
 
 def check_delta_nets_of_one_token() -> None:
-    """At the beginning, where the memory holds something else, and later: more heads of values than of keys."""
-    for heads in (DeltaHeads(2, 4, 16, 4, 1e-6), DeltaHeads(1, 1, 64, 3, 1e-6)):
+    """At the beginning, where the memory holds something else, and later: more heads of values than of keys, a head to
+    a block and to several."""
+    for heads, parts in (
+        (DeltaHeads(2, 4, 16, 4, 1e-6), 1),
+        (DeltaHeads(1, 1, 64, 3, 1e-6), 1),
+        (DeltaHeads(1, 2, 64, 4, 1e-6), 4),
+    ):
         net = Net(heads)
         halves = [net.random_state() for _ in range(2)]
         memory = buffer(np.concatenate([flat(state) for state in halves]))
         before = [np.zeros_like(x) for x in halves[0]]
         for position in (0, 1, 2):
             rows = rows_of(heads, 1)
-            got = one_token(net, rows, position, memory)
+            got = one_token(net, rows, position, memory, parts)
             wanted, after = net.result(rows, before)
             close(got, wanted, 1e-5)
             held = memory.numpy().reshape(2, -1)

@@ -7,6 +7,7 @@ from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.decode_attention import attention, split_for
+from engine.kernels.gpu.delta_net import HeadNorm
 from engine.kernels.gpu.device_memory import part_of
 from engine.kernels.gpu.embedding import embed, embed_prompt
 from engine.kernels.gpu.few_columns import column_index, columns_size
@@ -80,6 +81,12 @@ def check_epilogues() -> None:
     kernel = matvec(StackedMatrices.single(layout, rows, cols), schedule, STORE_BIASED, "t", 5, eps)
     run(kernel, out, vector, buffer(squares), buffer(bias), *planes)
     close(out.numpy(), normed + bias)
+    of_heads = rng.uniform(0, 9, (2, 4)).astype(np.float32)
+    kernel = matvec(
+        StackedMatrices.single(layout, rows, cols), schedule, STORE, "t", heads=HeadNorm(128, 4, eps)
+    )
+    run(kernel, out, vector, buffer(of_heads), *planes)
+    close(out.numpy(), weights.astype(np.float64) @ (x / np.sqrt(of_heads.sum(1) / 128 + eps).repeat(128)))
 
     stream, weight = (
         rng.standard_normal(rows).astype(np.float32),
