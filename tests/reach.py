@@ -106,6 +106,10 @@ class Terminal:
             time.sleep(0.002)
         return (self.last_at - started) * 1e3
 
+    def translates_enter(self) -> bool:
+        """Whether the terminal is as a shell leaves it, where Enter is a line break."""
+        return bool(termios.tcgetattr(self._ours)[0] & termios.ICRNL)
+
     def cpu_s(self) -> float:
         """Of the drawing process, without the engine's."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()

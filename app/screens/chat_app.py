@@ -40,6 +40,7 @@ from engine.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
 from widgets.markdown.parser import code_blocks
+from widgets.suspension import suspend_between_events
 from widgets.text import clean, counted
 from widgets.transcript import Transcript
 
@@ -163,6 +164,7 @@ class ChatApp(ContextActions, EngineActions):
             await self.session.send(self._send_first)
         garbage.postpone()
         self.set_interval(TICK_S, self._tick)
+        suspend_between_events(self)
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no signals outside the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
 

@@ -12,7 +12,7 @@ import sys
 import time
 
 from tests import environment
-from tests.soak import engine_faults, hostile_files, hostile_hub, program_deaths, screen_storms
+from tests.soak import engine_faults, hostile_files, hostile_hub, program_deaths, screen_storms, suspensions
 
 PARTS = {
     "files": (hostile_files.run, 80_000),
@@ -20,6 +20,7 @@ PARTS = {
     "engine": (engine_faults.run, 1_000),
     "program": (program_deaths.run, 200),
     "screen": (screen_storms.run, 1_000),
+    "suspension": (suspensions.run, 400),
 }
 """What runs a part, and how often."""
 
