@@ -9,31 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tinygrad import UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad import UOp
 
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.gpu import quantized_cache as quantized
-from engine.kernels.gpu.cache_tiles import halves, words_of
+from engine.kernels.gpu.cache_tiles import words_of
 from engine.kernels.gpu.decode_block import DecodeBlock
+from engine.kernels.gpu.half_words import halves, product, word_of
 from engine.kernels.gpu.kv_cache import TILE
 from engine.kernels.gpu.matmul import wmma
-from engine.kernels.gpu.uops import F16, F32, bitwise_or, f32, half_registers, load_run, mask, shift, u32
+from engine.kernels.gpu.uops import F16, F32, f32, load_run
 
-_BASE, _BASE_BITS = 256.0, 0x5C005C00  # as float16, twice: bits 2 to 9 of it count ones
 _ENLARGED = 256.0  # weights times scales are enlarged, for small values would be too small for float16
 
 Loads = list[list[UOp]]
-"""Numbers for each array of registers."""
+"""Words for each array of registers."""
 
 
 class Fragments(Protocol):
     """A layer's cache in a kernel."""
-
-    key_types: tuple[DType, ...]
-    """The types of the arrays of registers that hold keys."""
-
-    value_types: tuple[DType, ...]
 
     n_sums: int
     """Registers of the weighted sums of values."""
@@ -46,12 +40,8 @@ class Fragments(Protocol):
         """The same of the values."""
         ...
 
-    def prepared(self, queries: Sequence[list[UOp]]) -> list[UOp]:
-        """What `scores` needs that follows from the queries: float32. `queries`: left tiles of sixteen dimensions."""
-        ...
-
-    def scores(self, queries: Sequence[list[UOp]], constants: Sequence[UOp], keys: Loads) -> list[UOp]:
-        """The scores of four tokens. `constants`: of `prepared`."""
+    def scores(self, queries: Sequence[list[UOp]], keys: Loads) -> list[UOp]:
+        """The scores of four tokens. `queries`: left tiles of sixteen dimensions."""
         ...
 
     def add(self, weights: Sequence[UOp], values: Loads, sums: Sequence[UOp]) -> list[UOp]:
@@ -85,7 +75,6 @@ class _HalfFragments:
     def __init__(self, block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> None:
         self._block, self._g, self._t, self._keys = block, g, t, keys
         self._first, self._width = values
-        self.key_types = self.value_types = (dtypes.uint32,)
         self.n_sums = self._width // 4
 
     def keys(self, step: UOp) -> Loads:
@@ -101,10 +90,7 @@ class _HalfFragments:
         firsts = (words_of(h, tile, first + c, self._t, self._g) for c in chunks)
         return [[x for i in firsts for x in load_run(buffer, i, 4, ok)]]
 
-    def prepared(self, queries: Sequence[list[UOp]]) -> list[UOp]:
-        return []
-
-    def scores(self, queries: Sequence[list[UOp]], constants: Sequence[UOp], keys: Loads) -> list[UOp]:
+    def scores(self, queries: Sequence[list[UOp]], keys: Loads) -> list[UOp]:
         (words,), acc = keys, [[f32(0)] * 4 for _ in (0, 1)]
         for c, query in enumerate(queries):
             for token in (0, 1):
@@ -114,92 +100,75 @@ class _HalfFragments:
         return [acc[k % 2][k // 2] for k in range(4)]
 
     def add(self, weights: Sequence[UOp], values: Loads, sums: Sequence[UOp]) -> list[UOp]:
-        (words,), left = values, upper_rows(weights)
-        result: list[UOp] = []
-        for j in range(self._width // 8):
-            result += _added(
-                left, [halves(word)[j % 2] for word in words[j // 2 * 4 :][:4]], sums[2 * j : 2 * j + 2]
-            )
+        (words,), result = values, list[UOp]()
+        lefts = _lefts(weights, [None] * 4)
+        for c in range(self._width // 16):
+            result += _added(lefts, [halves(word) for word in words[c * 4 :][:4]], sums[4 * c :][:4])
         return result
 
     def results(self, sums: Sequence[UOp], t: UOp) -> list[tuple[UOp, UOp]]:
-        return [
-            (t * 4 + (i // 4 * 16 + i % 2 * 2 + i // 2 % 2), x) for i, x in enumerate(sums[: self.n_sums])
-        ]
+        places = ((i // 4 * 16 + i % 2 * 2 + i % 4 // 2, x) for i, x in enumerate(sums[: self.n_sums]))
+        return [(t * 4 + d, x) for d, x in places]
 
 
 class _QuantizedFragments:
-    """q8_0 (`engine.kernels.gpu.quantized_cache`). The byte of an element, 128 + q, becomes a float16 without a
-    conversion: it goes to the bits of 256. What the 384 add to a score is the same for all tokens, and what they add to
-    a sum of values the same for all its dimensions: a product with tiles of constants takes it away. The scales of keys
-    multiply the scores of their blocks, those of values the weights."""
+    """q8_0 (`engine.kernels.gpu.quantized_cache`). The scales of keys multiply the scores of their blocks, those of
+    values the weights of tokens."""
 
     def __init__(self, block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> None:
         self._block, self._g, self._t, self._keys = block, g, t, keys
         self._first, self._width = values
-        self.key_types = self.value_types = dtypes.uint32, half_registers()
-        self.n_sums = self._width // 4 + self._width // QUANT_BLOCK
+        self.n_sums = self._width // 4
 
     def keys(self, step: UOp) -> Loads:
         h, (tile, ok) = self._block.heads, tile_of(self._block, step)
         first_block, n = self._keys[0] // QUANT_BLOCK, self._keys[1] // QUANT_BLOCK
         firsts = (quantized.key_words(h, tile, first_block + i, self._t, self._g) for i in range(n))
         words = [x for first in firsts for x in load_run(self._block.cache[0], first, 4, ok)]
-        scales = quantized.scales(h, tile, self._t) + first_block * 4
-        return [words, load_run(self._block.cache[2], scales, n * 4, ok)]
+        return [words, self._scales(2, step, first_block, n)]
 
     def values(self, step: UOp) -> Loads:
         h, (tile, ok) = self._block.heads, tile_of(self._block, step)
         quad, n = self._first // 4 + self._g, self._width // QUANT_BLOCK
         firsts = (quantized.value_words(h, tile, quad + i * 8, self._t) for i in range(n))
         words = [x for first in firsts for x in load_run(self._block.cache[1], first, 4, ok)]
-        scales = quantized.scales(h, tile, self._t) + self._first // QUANT_BLOCK * 4
-        return [words, load_run(self._block.cache[3], scales, n * 4, ok)]
+        return [words, self._scales(3, step, self._first // QUANT_BLOCK, n)]
 
-    def prepared(self, queries: Sequence[list[UOp]]) -> list[UOp]:
-        """What the offsets add to the scores of each block, negated."""
-        return [self._offset(queries[2 * i : 2 * i + 2], f32(0)) for i in range(len(queries) // 2)]
+    def _scales(self, plane: int, step: UOp, first: UOp | int, n: int) -> list[UOp]:
+        """The scales of n blocks, two in a word. Beyond the tokens they are those of the cache's first tile, which are
+        finite: loads that may be left out would take more instructions."""
+        tile, ok = tile_of(self._block, step)
+        index = quantized.scales(self._block.heads, ok.where(tile, 0), self._t) + first * 4
+        loads = load_run(self._block.cache[plane], index, n * 4)
+        return [word_of(*loads[i : i + 2]) for i in range(0, n * 4, 2)]
 
-    def scores(self, queries: Sequence[list[UOp]], constants: Sequence[UOp], keys: Loads) -> list[UOp]:
+    def scores(self, queries: Sequence[list[UOp]], keys: Loads) -> list[UOp]:
         words, scales = keys
         scores: list[UOp] = []
-        for i, constant in enumerate(constants):
-            acc = [[constant, constant, f32(0), f32(0)] for _ in (0, 1)]
+        for i in range(len(queries) // 2):
+            acc = [[f32(0)] * 4 for _ in (0, 1)]
             for half in (0, 1):
                 for token in (0, 1):
-                    right = _bytes(words[i * 4 + token * 2 + half])
+                    right = quantized.integers_of(words[i * 4 + token * 2 + half])
                     acc[token] = wmma(queries[2 * i + half], right, acc[token])
-            parts = [acc[k % 2][k // 2] * scales[i * 4 + k].cast(F32) for k in range(4)]
+            of_tokens = [x.cast(F32) for word in scales[2 * i : 2 * i + 2] for x in halves(word)]
+            parts = [acc[k % 2][k // 2] * of_tokens[k] for k in range(4)]
             scores = [x + y for x, y in zip(scores, parts, strict=True)] if scores else parts
         return scores
 
     def add(self, weights: Sequence[UOp], values: Loads, sums: Sequence[UOp]) -> list[UOp]:
-        (words, scales), n = values, self._width // QUANT_BLOCK
-        result, offsets = list[UOp](), list(sums[n * 8 :])
-        for i in range(n):
-            scaled = [
-                w * f32(_ENLARGED) * s.cast(F32) for w, s in zip(weights, scales[4 * i :], strict=False)
-            ]
-            left = upper_rows(scaled)
-            for j in range(4):
-                of_tokens = [_byte(word, j) for word in words[4 * i : 4 * i + 4]]
-                result += _added(left, of_tokens, sums[(i * 4 + j) * 2 :][:2])
-            offsets[i] = self._offset([left], offsets[i])
-        return result + offsets
+        (words, scales), enlarged, result = values, [w * f32(_ENLARGED) for w in weights], list[UOp]()
+        for i in range(self._width // QUANT_BLOCK):
+            lefts = _lefts(enlarged, [x for word in scales[2 * i : 2 * i + 2] for x in halves(word)])
+            quads = [quantized.integers_of(word) for word in words[4 * i : 4 * i + 4]]
+            for j in (0, 1):
+                pairs = [quad[2 * j : 2 * j + 2] for quad in quads]
+                result += _added(lefts, pairs, sums[(i * 2 + j) * 4 :][:4])
+        return result
 
     def results(self, sums: Sequence[UOp], t: UOp) -> list[tuple[UOp, UOp]]:
-        offsets, factor = sums[self._width // 4 :], f32(1 / _ENLARGED)
-        return [
-            (t * 8 + (i // 8 * QUANT_BLOCK + i % 2 * 4 + i // 2 % 4), (x + offsets[i // 8]) * factor)
-            for i, x in enumerate(sums[: self._width // 4])
-        ]
-
-    def _offset(self, lefts: Sequence[list[UOp]], start: UOp) -> UOp:
-        """`start` less what is added to all elements, times the sum of row g of left tiles."""
-        right = [f32(-quantized.OFFSET - _BASE).cast(F16)] * 4
-        for left in lefts:
-            start = _added(left, right, [start, start])[0]
-        return start
+        places = (i // 8 * QUANT_BLOCK + i % 2 * 4 + i // 4 % 2 * 2 + i % 4 // 2 for i in range(self.n_sums))
+        return [(t * 8 + d, x * f32(1 / _ENLARGED)) for d, x in zip(places, sums, strict=False)]
 
 
 def upper_rows(four: Sequence[UOp]) -> list[UOp]:
@@ -213,16 +182,19 @@ def _float16(values: Sequence[UOp]) -> list[UOp]:
     return [x.cast(F16) for x in values]
 
 
-def _added(left: Sequence[UOp], right: Sequence[UOp], sums: Sequence[UOp]) -> list[UOp]:
-    """Row g of sums + left @ right."""
-    return wmma(left, right, [*sums, f32(0), f32(0)])[:2]
+def _lefts(weights: Sequence[UOp], scales: Sequence[UOp | None]) -> list[list[UOp]]:
+    """Two left tiles, of eight tokens each, from a thread's weights of four and their scales. Columns 2t and 2t + 1 are
+    the same token: row g has its weight in the first, row g + 8 in the second."""
+    zero, rows = f32(0).cast(F16), list[list[UOp]]()
+    for weight, scale in zip(_float16(weights), scales, strict=True):
+        pairs = [weight, zero], [zero, weight]
+        rows.append([x for pair in pairs for x in (pair if scale is None else product(pair, [scale] * 2))])
+    return [rows[k] + rows[k + 1] for k in (0, 2)]
 
 
-def _bytes(word: UOp) -> list[UOp]:
-    """The four bytes of a word in the order of the dimensions, each above `_BASE`, float16."""
-    return [_byte(word, j) for j in range(4)]
-
-
-def _byte(word: UOp, j: int) -> UOp:
-    pair = bitwise_or([mask(shift(word, j // 2 * 8 - 2), 0xFF << 2 | 0xFF << 18), u32(_BASE_BITS)])
-    return mask(shift(pair, j % 2 * 16), 0xFFFF).cast(dtypes.uint16).bitcast(F16)
+def _added(lefts: Sequence[list[UOp]], pairs: Sequence[list[UOp]], sums: Sequence[UOp]) -> list[UOp]:
+    """Row g and row g + 8 of sums, of two dimensions, with the values of four tokens in both."""
+    acc = list(sums)
+    for k, left in enumerate(lefts):
+        acc = wmma(left, pairs[2 * k] + pairs[2 * k + 1], acc)
+    return acc

@@ -13,22 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.gpu import quantized_cache
+from engine.kernels.gpu.half_words import halves, word_of
 from engine.kernels.gpu.kv_cache import TILE, Heads, Pages
-from engine.kernels.gpu.uops import F16, bitwise_or, load, load_run, mask, shift, shift_right, store
+from engine.kernels.gpu.uops import F16, load, load_run, shift_right, store
 
 
 def words_of(heads: Heads, tile: UOp, chunk: UOp | int, t: UOp, g: UOp) -> UOp:
     """The index of four words of a float16 cache in the sixteen dimensions `chunk` of a tile (`Heads.tile`)."""
     return (((tile * heads.chunks + chunk) * 4 + t) * 8 + g) * 4
-
-
-def halves(word: UOp) -> list[UOp]:
-    """The two float16 of a word."""
-    return [mask(shift(word, by), 0xFFFF).cast(dtypes.uint16).bitcast(F16) for by in (0, 16)]
 
 
 def store_quad(
@@ -49,8 +45,7 @@ def store_halves(
     valid: UOp | None = None, pages: Pages | None = None,
 ) -> list[UOp]:  # fmt: skip
     """Stores the four elements of a quad in a float16 cache."""
-    bits = [x.cast(F16).bitcast(dtypes.uint16).cast(dtypes.uint32) for x in own]
-    words = [bitwise_or([bits[i], shift(bits[i + 1], -16)]) for i in (0, 2)]
+    words = [word_of(*(x.cast(F16) for x in own[i : i + 2])) for i in (0, 2)]
     places = _quad_words(heads, which, kv, token, quad, pages)
     return [store(cache[which], place, word, valid) for place, word in zip(places, words, strict=True)]
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import UOp
-from tinygrad.dtype import DType
 from tinygrad.uop.ops import AxisType
 
 from engine.formats.kv_format import QUANT_BLOCK
@@ -31,6 +30,7 @@ from engine.kernels.gpu.uops import (
     F16,
     F32,
     LOWEST,
+    U32,
     after_store,
     all_of,
     chain,
@@ -166,19 +166,14 @@ def flash_attention(
             of_steps = [one(step) for step in steps_of(round_)]
             return [[x for step in of_steps for x in step[k]] for k in range(len(of_steps[0]))]
 
-        def prefetch(
-            one: Callable[[UOp], Loads], types: Sequence[DType], slot: int
-        ) -> tuple[list[UOp], list[UOp]]:
+        def prefetch(one: Callable[[UOp], Loads], slot: int) -> tuple[list[UOp], list[UOp]]:
             """Arrays of registers for the loads of a round, and the stores of round 0 to them."""
             first = loads(one, 0)
-            arrays = [
-                registers(len(x), slot + k, dtype)
-                for k, (x, dtype) in enumerate(zip(first, types, strict=True))
-            ]
+            arrays = [registers(len(x), slot + k, U32) for k, x in enumerate(first)]
             return arrays, stored(arrays, first)
 
-        next_keys, key_stores = prefetch(cache.keys, cache.key_types, 20)
-        next_values, value_stores = prefetch(cache.values, cache.value_types, 22)
+        next_keys, key_stores = prefetch(cache.keys, 20)
+        next_values, value_stores = prefetch(cache.values, 22)
         first_loads = [*key_stores, *value_stores]
 
         # The new token. The loads for the end of the kernel are issued here too.
@@ -217,7 +212,6 @@ def flash_attention(
         for c in range(own_dims // 16):
             quad = load_run(query_rows, head * dim + way * own_dims + c * 16 + t * 4, 4)
             queries.append(upper_rows(quad))
-        constants = cache.prepared(queries)
         partial_scores, new_scores = shared(1, slot=6), list[UOp]()
         if block.has_new:
             partial_scores, new_scores = block.partial_scores(new_rows, slot=6)
@@ -235,7 +229,7 @@ def flash_attention(
 
         # The scores of a round, and the largest ones so far.
         tops = after_store(registers(1, 2), 0, f32(-_LARGEST))
-        fours = [cache.scores(queries, constants, loaded(next_keys, s)) for s in range(split.steps)]
+        fours = [cache.scores(queries, loaded(next_keys, s)) for s in range(split.steps)]
         if ways > 1:
             fours = _added_ways(fours, loop, split, warp, way, lane)
         scores: list[UOp] = []

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from tinygrad import Device, UOp
-from tinygrad.renderer.cstyle import CUDARenderer
+from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
 from engine.kernels.gpu.bit_packing import BitPacking
-from engine.kernels.gpu.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right, u32
+from engine.kernels.gpu.half_words import chosen_bytes, constants, halves, is_cuda, pairwise
+from engine.kernels.gpu.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, Unit, WeightLayout
 
 RUN = 8
@@ -55,8 +54,7 @@ def quarter_pairs(
 
 def _has_pairs(layout: WeightLayout) -> bool:
     format = layout.format
-    is_cuda = isinstance(Device[Device.DEFAULT].renderer, CUDARenderer)
-    return is_cuda and not (format is None or format.codebook or format.exponent)
+    return is_cuda() and not (format is None or format.codebook or format.exponent)
 
 
 def _columns(n: int) -> list[tuple[int, int]]:
@@ -81,11 +79,11 @@ def _weights(
     (first, p), (second, q) = (_window(BitPacking(layout.bits), words, column) for column in (a, b))
     ones = (1 << layout.bits) - 1
     fields = mask(_joined(first, second), ones << p | ones << (q + 16))
-    powers = _constant(*(2.0 ** (_DENORMAL - _CENTER - place) for place in (p, q)))
+    powers = constants(*(2.0 ** (_DENORMAL - _CENTER - place) for place in (p, q)))
     if minimum is not None:
-        return _halves(_pairs("__hfma2", _pairs("__hmul2", fields, powers), scale, minimum))
+        return _pair(pairwise("__hfma2", pairwise("__hmul2", fields, powers), scale, minimum))
     offset = -layout.offset * 2.0**-_CENTER
-    return _halves(_pairs("__hmul2", _pairs("__hfma2", fields, powers, _constant(offset, offset)), scale))
+    return _pair(pairwise("__hmul2", pairwise("__hfma2", fields, powers, constants(offset, offset)), scale))
 
 
 _Window = tuple[UOp, int]
@@ -110,28 +108,13 @@ def _joined(first: _Window, second: _Window) -> UOp:
     (a, i), (b, j) = first, second
     if a is b and (i, j) == (0, 2):
         return a
-    places = [i, min(i + 1, 3), j + 4, min(j + 1, 3) + 4]
-    selector = sum(place << (4 * k) for k, place in enumerate(places))
-    return UOp(Ops.CUSTOM, U32, (a, b), f"__byte_perm({{0}}, {{1}}, {selector:#x})")
+    return chosen_bytes(a, b, (i, min(i + 1, 3), j + 4, min(j + 1, 3) + 4))
 
 
-def _pairs(function: str, *words: UOp) -> UOp:
-    """A function of pairs of half-precision numbers. UOps have no such instructions; CUDA's own are used."""
-    arguments = ", ".join(f"tg_bitcast<__half2>({{{i}}})" for i in range(len(words)))
-    return UOp(Ops.CUSTOM, U32, words, f"tg_bitcast<uint>({function}({arguments}))")
+def _pair(word: UOp) -> Pair:
+    low, high = halves(word)
+    return low, high
 
 
 def _twice(value: UOp) -> UOp:
     return UOp(Ops.CUSTOM, U32, (value,), "tg_bitcast<uint>(__float2half2_rn({0}))")
-
-
-def _constant(low: float, high: float) -> UOp:
-    return u32(int(np.array([low, high], np.float16).view(np.uint32)[0]))
-
-
-def _halves(word: UOp) -> Pair:
-    low, high = (
-        UOp(Ops.CUSTOM, F16, (word,), f"{function}(tg_bitcast<__half2>({{0}}))")
-        for function in ("__low2half", "__high2half")
-    )
-    return low, high

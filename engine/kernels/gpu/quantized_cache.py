@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from tinygrad import UOp, dtypes
 
 from engine.formats.kv_format import QUANT_BLOCK
+from engine.kernels.gpu.half_words import chosen_bytes, integers, product
 from engine.kernels.gpu.kv_cache import TILE, Heads, Pages
 from engine.kernels.gpu.uops import (
     F16,
@@ -28,13 +29,12 @@ from engine.kernels.gpu.uops import (
     mask,
     maximum,
     shift,
+    shift_right,
     store,
-    u32,
 )
 
 OFFSET = 128  # what is added to an integer
 _MOST = 127.0
-_BASE_BITS, _BASE = 0x6400, 1024.0  # a float16 whose lowest bits count ones
 _ORDER = (0, 2, 1, 3)  # the byte of each dimension of a quad
 
 
@@ -94,38 +94,26 @@ def eight_keys(heads: Heads, cache: Sequence[UOp], tile: UOp, chunk: UOp, t: UOp
     """Eight float16: the dimensions 16 * chunk + 4t to 4t + 3 of a tile's tokens 2g and 2g + 1."""
     words = key_words(heads, tile, chunk // 2, t, g) + chunk % 2
     scale = scales(heads, tile, g // 2) + chunk // 2 * 4 + g % 2 * 2
-    return [
-        x * load(cache[2], scale + token)
-        for token in (0, 1)
-        for x in _integers(load(cache[0], words + 2 * token))
-    ]
+    result = []
+    for token in (0, 1):
+        four, factors = integers_of(load(cache[0], words + 2 * token)), [load(cache[2], scale + token)] * 2
+        result += product(four[:2], factors) + product(four[2:], factors)
+    return result
 
 
 def eight_values(heads: Heads, cache: Sequence[UOp], tile: UOp, chunk: UOp, t: UOp, g: UOp) -> list[UOp]:
     """Eight float16: of the tokens 4t to 4t + 3 of a tile the dimension 16 * chunk + 2g, then the one after it."""
     words = load_run(cache[1], value_words(heads, tile, chunk * 4 + g // 2, t), 4)
     of_tokens = load_run(cache[3], scales(heads, tile, t) + chunk // 2 * 4, 4)
-    is_first = (g % 2).eq(0)
-    tokens = [is_first.where(word, shift(word, 8)) for word in words]
-    return [
-        (_half(bitwise_or([mask(shift(word, 16 * d), 0xFF), u32(_BASE_BITS)])) - _half_of(_BASE + OFFSET))
-        * scale
-        for d in (0, 1)
-        for word, scale in zip(tokens, of_tokens, strict=True)
-    ]
+    own = [shift_right(word, g % 2 * 8) for word in words]  # its bytes 0 and 2
+    dimensions = list[list[UOp]]([[], []])
+    for k in (0, 2):
+        four = integers(chosen_bytes(own[k], own[k + 1], (0, 4, 2, 6)), range(4), OFFSET)
+        for d, two in zip(dimensions, (four[:2], four[2:]), strict=True):
+            d += product(two, of_tokens[k : k + 2])
+    return [x for d in dimensions for x in d]
 
 
-def _integers(word: UOp) -> list[UOp]:
+def integers_of(word: UOp) -> list[UOp]:
     """The four integers of a word, float16."""
-    base = u32(_BASE_BITS << 16 | _BASE_BITS)
-    pairs = [bitwise_or([mask(shift(word, by), 0x00FF00FF), base]) for by in (0, 8)]
-    return [_half(shift(pair, by)) - _half_of(_BASE + OFFSET) for pair in pairs for by in (0, 16)]
-
-
-def _half(bits: UOp) -> UOp:
-    """The lower 16 bits of a word as a float16."""
-    return bits.cast(dtypes.uint16).bitcast(F16)
-
-
-def _half_of(value: float) -> UOp:
-    return f32(value).cast(F16)
+    return integers(word, _ORDER, OFFSET)
