@@ -31,7 +31,7 @@ from engine.doctor.backend_checks import as_finding
 from engine.doctor.check_result import CheckResult
 from engine.errors import BackendError, UsageError
 from engine.peers.llama_process import find_llama_server
-from widgets.text import as_bytes, one_line
+from widgets.text import as_bytes, clean, one_line
 
 NOTHING_WORKS = 1
 _SIGNS: dict[State, tuple[str, str]] = {
@@ -97,7 +97,7 @@ def _show_start(model: str, settings: Settings, out: Console) -> None:
 
     path = model_path(model or None, settings)
     engine = LocalEngine(configure(str(path), settings).engine)
-    out.print(f"The start of an engine with {path.name}", style="bold", markup=False)
+    out.print(f"The start of an engine with {one_line(path.name)}", style="bold", markup=False)
     asyncio.run(show_start(engine, lambda line: out.print(line, markup=False)))
 
 
@@ -252,7 +252,7 @@ def as_plain_text(report: Report) -> str:
     for section in report.sections:
         lines += ["", section.title]
         for finding in section.findings:
-            lines.append(f"  {_SIGNS[finding.state][0]} {finding.topic}: {one_line(finding.text)}")
+            lines.append(f"  {_SIGNS[finding.state][0]} {one_line(finding.topic)}: {one_line(finding.text)}")
             if finding.advice:
                 lines.append(f"      {one_line(finding.advice)}")
     lines += ["", *(f"{name}={one_line(value)}" for name, value in report.variables.items())]
@@ -269,9 +269,10 @@ def write(report: Report, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Writes `text` without the names of the user and of the machine. Raises UsageError."""
+    """Writes `text` without the names of the user and of the machine, and without terminal controls. Raises
+    UsageError."""
     try:
-        path.write_text(without_names(text), "utf-8")
+        path.write_text(clean(without_names(text)), "utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
 

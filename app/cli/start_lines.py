@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from engine.client import Engine
 from engine.events import Failed, Ready, Span
 from engine.measure.timeline import timeline
+from widgets.text import one_line
 
 _BAR_CHARS = 30
 
@@ -40,7 +41,7 @@ async def show_start(engine: Engine, write: Callable[[str], object]) -> bool:
                 for line in start_lines(event.start, with_program=False):
                     write(line)
             elif isinstance(event, Failed):
-                write(f"{event.message} {event.hint}".strip())
+                write(one_line(f"{event.message} {event.hint}"))
     finally:
         await engine.close()
     return started

@@ -317,8 +317,9 @@ class LineChat:
             write_new(path, text)
         except FileExistsError:
             raise UsageError(f"{path} exists already.", "Choose another name.") from None
-        except OSError as error:
-            raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+        except (OSError, ValueError) as error:  # a ValueError for a character that no name can have
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"{path} cannot be written: {reason}.") from None
         self._print(f"Saved as {path}.")
 
     async def do_model(self, name: str) -> None:

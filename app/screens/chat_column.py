@@ -54,7 +54,9 @@ class ChatColumn(Vertical):
     ChatColumn.-empty Welcome { display: block; }
     ChatColumn.-comparing Transcript, ChatColumn.-comparing Welcome { display: none; }
     ChatColumn.-comparing ComparisonPane { display: block; }
-    ChatColumn #queued { display: none; height: 1; padding: 0 2; color: $text-accent; }
+    ChatColumn #queued {
+        display: none; height: 1; padding: 0 2; color: $text-accent; text-wrap: nowrap; text-overflow: ellipsis;
+    }
     ChatColumn #queued.-waiting { display: block; }
     ChatColumn Prompt { margin: 0 1; }
     """
@@ -110,7 +112,7 @@ class ChatColumn(Vertical):
 
     def queue_changed(self) -> None:
         text = Content(f"⏎ next: {one_line(self.session.queued)}")
-        text = text.truncate(max(20, self.app.size.width - 24), ellipsis=True)
+        text = text.truncate(max(20, self.size.width - 24), ellipsis=True)
         self.queued.update(text + Content.styled("  F2 takes it back", "$foreground 60%"))
         self.queued.set_class(bool(self.session.queued), "-waiting")
 

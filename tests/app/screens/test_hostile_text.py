@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from textual import events
+from textual.app import App
 from textual.widgets import Input, TextArea
 
 from app.chat.history import History
-from engine.events import Failed, Message
+from app.screens.models import ModelsScreen
+from app.serve.activity import Activity
+from app.serve.serve_app import ServeApp
+from app.serve.service import Handled, Service
+from engine.events import Counter, Failed, Message, Slot, Slots
 from tests.app.driver import Driver, chat
-from tests.app.fake_engine import READY, STARTED, FakeEngine, reply
-from tests.app.hostile_text import ATTACK, acting
+from tests.app.fake_engine import STARTED, FakeEngine, reply
+from tests.app.hostile_text import ATTACK, HOSTILE_READY, NAME, acting
+from tests.app.terminal import Terminal, shown
+from tests.generated_model import write
+from tests.waiting import until
+from widgets.entry_list import EntryList
 
 
 def past_chat(history: History) -> int:
@@ -29,10 +37,19 @@ async def paste(user: Driver, field: str) -> None:
     await user.pilot.pause()
 
 
+def check_terminal(app: App[None]) -> None:
+    """A terminal shows the text that the program means to show, and does nothing else."""
+    terminal = Terminal(*app.size)
+    terminal.feed(app.screen._compositor.render_full_update().render_segments(app.console))
+    meant = "\n".join(strip.text.rstrip() for strip in app.screen._compositor.render_strips())
+    assert terminal.text() == shown(meant).rstrip().split("\n")
+    assert terminal.effects() == {}
+
+
 async def seen(user: Driver) -> None:
     """Waits until the text is shown, and checks the whole screen and what can be edited on it."""
     await user.sees("attack")
-    assert acting(user.screen()) == []
+    check_terminal(user.app)
     for area in user.app.screen.query(TextArea):
         assert acting(area.text) == []
     for field in user.app.screen.query(Input):
@@ -77,11 +94,39 @@ async def test_a_prompt_that_waits_and_is_given_back(history):
 
 
 async def test_what_an_engine_says_of_itself(history):
-    model = msgspec.structs.replace(READY.model, name=ATTACK, quantization=ATTACK, architecture=ATTACK)
-    ready = msgspec.structs.replace(
-        READY, model=model, backend=ATTACK, device_name=ATTACK, warnings=(ATTACK,)
-    )
-    engine = FakeEngine(reply(ATTACK, ATTACK), start=[*STARTED[:2], ready])
+    engine = FakeEngine(reply(ATTACK, ATTACK), start=[*STARTED[:2], HOSTILE_READY])
     async with chat(engine, history, initial_prompt="Hi", warning=ATTACK, size=(140, 40)) as user:
         await user.idle()
         await seen(user)
+
+
+async def test_the_list_of_models(home):
+    path = write(home / f"{NAME}.gguf", context=256)
+    app = App()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app.push_screen(page := ModelsScreen({NAME: str(path)}, None))
+        await until(lambda: any("attack" in row for row in page.query_one(EntryList).texts))
+        await pilot.pause()
+        check_terminal(app)
+
+
+async def test_the_screen_of_the_server():
+    engine, activity = FakeEngine(), Activity("http://127.0.0.1:8080/v1")
+    service = Service(engine, ATTACK, None)
+    app = ServeApp(
+        service, engine, activity, read_counters=lambda: (Counter(name=ATTACK, value=1.0, unit="%"),)
+    )
+    phases = {"prompt_done": 1, "prompt_n": 2, "predicted_n": 3, "rate": 4.0}
+    slots = Slots(slots=(Slot(request_id=1, client=ATTACK, phase="decode", **phases),), waiting=0, blocks=())
+    async with app.run_test(size=(160, 50)) as pilot:
+        for event in (HOSTILE_READY, slots, Failed(kind="model", message=ATTACK, hint=ATTACK)):
+            app.observe(event)
+        for handled in (
+            Handled(ATTACK, ATTACK, 200, 1.0, reply("")[-1]),
+            Handled(ATTACK, ATTACK, 500, 1.0, error=ATTACK),
+        ):
+            activity.handled(handled)
+        app.draw()
+        await pilot.pause()
+        await until(lambda: any("attack" in strip.text for strip in app.screen._compositor.render_strips()))
+        check_terminal(app)
