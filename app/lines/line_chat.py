@@ -125,6 +125,9 @@ class LineChat:
                 return 0
             except KeyboardInterrupt:
                 self._print("Ctrl-D or /quit ends the chat.")
+                await asyncio.sleep(
+                    0.01
+                )  # the loop, which a blocking read has held, forgets it: no reply is to stop
             except OrinError as error:
                 self._output.say(error.message, error.hint)
 

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -439,6 +440,34 @@ def test_a_signal_stops_the_reply(model, number, code):
     assert (process.returncode, err) == (code, "")
     assert (said + out).endswith("\n")
     assert workers and not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_ctrl_c_between_two_prompts_from_a_pipe_stops_no_reply(model):
+    command = [
+        sys.executable,
+        "-m",
+        "tests.app.synthetic_cli",
+        '{"rate": 100, "tokens": 9, "load_s": 0}',
+        "--plain",
+    ]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        for text, until in (
+            ("", "/help lists"),
+            ("one", "reply 9 tokens"),
+            ("", "Ctrl-D or"),
+            ("two", "reply 9 tokens"),
+        ):
+            if text:
+                process.stdin.write(f"{text}\n")
+                process.stdin.flush()
+            elif until == "Ctrl-D or":
+                time.sleep(0.05)  # it reads again
+                process.send_signal(signal.SIGINT)
+            while until not in (line := process.stdout.readline()):
+                assert line and "stopped" not in line
+        process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 def test_a_signal_while_the_model_loads(model):

@@ -12,7 +12,15 @@ import sys
 import time
 
 from tests import environment
-from tests.soak import engine_faults, hostile_files, hostile_hub, program_deaths, screen_storms, suspensions
+from tests.soak import (
+    engine_faults,
+    hostile_files,
+    hostile_hub,
+    program_deaths,
+    screen_storms,
+    served_chats,
+    suspensions,
+)
 
 PARTS = {
     "files": (hostile_files.run, 80_000),
@@ -20,6 +28,7 @@ PARTS = {
     "engine": (engine_faults.run, 1_000),
     "program": (program_deaths.run, 200),
     "screen": (screen_storms.run, 1_000),
+    "served": (served_chats.run, 300),
     "suspension": (suspensions.run, 400),
 }
 """What runs a part, and how often."""

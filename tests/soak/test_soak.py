@@ -4,7 +4,7 @@ import pytest
 
 from tests.soak.__main__ import PARTS
 
-FEW = {"files": 150, "hub": 60, "engine": 3, "program": 1, "screen": 6, "suspension": 2}
+FEW = {"files": 150, "hub": 60, "engine": 3, "program": 1, "screen": 6, "served": 1, "suspension": 2}
 
 
 @pytest.mark.parametrize("part", PARTS)
