@@ -4,8 +4,9 @@
 # make test    set up and run the tests; ARGS="options of pytest"
 # make soak    faults and hostile input, 100,000 times, with a table of what was lost; ARGS="engine --share 0.1"
 # make check   everything that continuous integration checks
+# make lock    requirements.lock anew, with the newest versions that pyproject.toml allows (needs uv)
 # make clean   remove what these made
-.PHONY: chat serve test soak check clean
+.PHONY: chat serve test soak check lock clean
 BACKEND ?= auto
 PYTHON = .venv/bin/python
 
@@ -28,6 +29,12 @@ soak:
 
 check:
 	@.ci/run
+
+# For every platform and Python at once. setuptools builds the package itself.
+lock:
+	@echo "setuptools>=77" | uv pip compile pyproject.toml - --universal --python-version 3.11 \
+		--extra cpu --extra gpu --extra serve --generate-hashes --no-emit-index-url --no-annotate --upgrade \
+		--custom-compile-command "make lock" --quiet --output-file requirements.lock
 
 clean:
 	rm -rf .venv build dist *.egg-info
