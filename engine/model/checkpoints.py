@@ -131,6 +131,16 @@ class Checkpoints:
         length = self._last[sequence] = found.length if found else 0
         return length
 
+    def last(self, tokens: Sequence[int], most: int) -> tuple[int, int]:
+        """As `find`, and the slot of the checkpoint, -1 if there is none."""
+        found = self._find(_text(tokens, most))
+        return (found.length, found.slot) if found else (0, -1)
+
+    def add(self, tokens: Sequence[int]) -> int:
+        """A slot for the state after `tokens`, the end of a turn, which the caller fills. There is no checkpoint after
+        these tokens yet."""
+        return self._add(_text(tokens, len(tokens)), ends_turn=True).slot
+
     def save(self, tokens: Sequence[int], ends_turn: bool = False, sequence: int = 0) -> None:
         """Keeps the state of a sequence, which is after `tokens`, if they end a turn or there is no checkpoint after
         one of the last EVERY tokens."""
@@ -144,15 +154,7 @@ class Checkpoints:
         if parent and parent.length == len(tokens):
             parent.used, parent.ends_turn = self._now, parent.ends_turn or ends_turn
             return
-        if not self._free:
-            self._give_up(min(self._kept, key=lambda c: c.worth(self._now)))
-            parent = self._find(text)
-        new = _Checkpoint(text, self._free.pop(), ends_turn, self._now, parent)
-        for other in self._kept:
-            if other.parent is parent and other.text.startswith(text):
-                other.parent = new
-        self._kept.append(new)
-        self._store.save_state(new.slot, sequence)
+        self._store.save_state(self._add(text, ends_turn).slot, sequence)
 
     def forget_after(self, length: int) -> None:
         """Gives up all after more than so many tokens."""
@@ -166,6 +168,17 @@ class Checkpoints:
         saved = dict.fromkeys(turns, WORTH_A_STEP) | dict.fromkeys(turns[-2:-1], WORTH_AN_EDIT)
         places = (place for place, least in saved.items() if max(done + 1, last + least) <= place < end)
         return min(places, default=end)
+
+    def _add(self, text: bytes, ends_turn: bool) -> _Checkpoint:
+        if not self._free:
+            self._give_up(min(self._kept, key=lambda c: c.worth(self._now)))
+        parent = self._find(text)
+        new = _Checkpoint(text, self._free.pop(), ends_turn, self._now, parent)
+        for other in self._kept:
+            if other.parent is parent and other.text.startswith(text):
+                other.parent = new
+        self._kept.append(new)
+        return new
 
     def _find(self, text: bytes) -> _Checkpoint | None:
         """That of the longest beginning of a text."""

@@ -53,6 +53,7 @@ class CPURunner:
             states.save_state,
             states.load_state,
         )
+        self.export_state, self.import_state = states.export_state, states.import_state
         self._state, self._tokens = memory.view(self._model.state), memory.view(self._model.tokens)
         self._logits = memory.view(self._model.logits)[: weights.spec.vocab]
         decode, prefill = step_kernels(self._model, 1), step_kernels(self._model, self._lanes)
@@ -85,9 +86,7 @@ class CPURunner:
 
     @property
     def export_layout(self) -> str:
-        if self.state_slots:  # keys and values alone are not enough to go on
-            return ""
-        return export_layout((h.kv, h.dim, h.window) for h, _ in self._layers)
+        return export_layout(((h.kv, h.dim, h.window) for h, _ in self._layers), self._model.states.layout)
 
     @property
     def widest_window(self) -> int:

@@ -102,6 +102,7 @@ class TextModel:
         )
         self._cached: list[int] = []  # the tokens whose keys and values are in the KV cache
         self._stored = 0  # the most tokens that were in the KV cache since it was empty
+        self._prompt_end = 0  # where the messages of the last prompt end, in tokens
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
             how = self.context_length, options.kernels, options.keep_packed, options.parallel, kv
@@ -111,7 +112,7 @@ class TextModel:
             self.scheduler: Scheduler | None = None
             if isinstance(self._runner, BatchRunner):
                 self.scheduler = Scheduler(self._runner, lambda slots: self._report_slots(slots, report))
-            self._keeper = _keeper(file, self._runner, options.prefix_cache_bytes)
+            self._keeper = _keeper(file, self._runner, self._states, options.prefix_cache_bytes)
             self._search(options, report)
             self._captures = self._capture_steps()
             with timeline.span("first step"):
@@ -184,12 +185,13 @@ class TextModel:
         compiler_processes.dismiss()
         if self._keeper and self._cached:
             self._stored = max(self._stored, len(self._cached))
-            self._keeper.keep(self._cached, self._stored, interrupted)
+            self._keeper.keep(self._cached, self._stored, self._prompt_end, interrupted)
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Answers a request, reporting `Prefilling`, then a `Thinking` or `Token` for each token. Stops before the
         next token or prompt chunk when `cancelled`. Raises ContextFullError, TemplateError and UsageError."""
         answer = self._answers.begin(request, report)
+        self._prompt_end = max(answer.turn_ends, default=len(answer.tokens) - 1)
         if request.fresh:
             self._cached.clear()
             self._prepare_prefill()
@@ -312,11 +314,11 @@ class TextModel:
     def _restore(self, keeper: PrefixKeeper, prompt: list[int], cancelled: Callable[[], bool]) -> int:
         """Reads what the disk has of the prompt, but for its last token; returns how many tokens were not computed."""
         shared = len(self._cached)
-        done, read = keeper.restore(prompt[:-1], shared, cancelled)
+        done, known = keeper.restore(prompt[:-1], shared, cancelled)
         self._cached = prompt[:done]
-        if read:  # a layer with a window has only the last one: nothing may be cut back
+        if known > shared:  # a layer with a window has only the last one: nothing may be cut back
             self._stored = done + (self._runner.max_rewind or 0)
-        return min(shared, done) + read
+        return known
 
     def _prefill(self, answer: Answer, cancelled: Callable[[], bool]) -> bool:
         """Stores all tokens of the prompt but the last one, which the first decode step runs. False if cancelled."""
@@ -411,12 +413,14 @@ def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
     return free is None or needed <= free
 
 
-def _keeper(file: GGUF, runner: ModelRunner, limit_bytes: int | None) -> PrefixKeeper | None:
+def _keeper(
+    file: GGUF, runner: ModelRunner, states: Checkpoints | None, limit_bytes: int | None
+) -> PrefixKeeper | None:
     """Keeps up to so many bytes of conversations on disk, if the runner can."""
     limit = default_limit_bytes() if limit_bytes is None else limit_bytes
     if not limit or not isinstance(runner, PrefixRunner) or not runner.export_layout:
         return None
-    return PrefixKeeper(runner, PrefixStore(file, runner.export_layout, limit))
+    return PrefixKeeper(runner, PrefixStore(file, runner.export_layout, limit), states)
 
 
 def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate) -> ModelInfo:

@@ -83,8 +83,11 @@ class PrefixRunner(ModelRunner, Protocol):
     """A runner whose KV cache can be copied to the host and back, in chunks of `prefix_store.CHUNK` tokens."""
 
     export_layout: str
-    """What `export_chunk` gives: only a runner with the same layout may import it. "" if keys and values cannot be
-    exported, or are not enough to go on, as with a recurrent state."""
+    """What `export_chunk` and `export_state` give: only a runner with the same layout may import it. "" if it cannot
+    export."""
+
+    state_bytes: int
+    """Bytes of the recurrent state of a sequence, 0 if the model has none."""
 
     widest_window: int
     """Tokens of the widest sliding window of a layer, 0 if there is none."""
@@ -94,11 +97,20 @@ class PrefixRunner(ModelRunner, Protocol):
         ...
 
     def export_chunk(self, position: int) -> NDArray[np.uint8]:
-        """The keys and values of the chunk from `position` on, uint8 (bytes,), valid until the next call."""
+        """The keys and values of the chunk from `position` on, a multiple of `prefix_store.STEP`, uint8 (bytes,), valid
+        until the next call."""
         ...
 
     def import_chunk(self, position: int, export: NDArray[np.uint8]) -> None:
         """Stores the chunk from `position` on as `export_chunk` gave it."""
+        ...
+
+    def export_state(self, slot: int) -> NDArray[np.uint8]:
+        """The recurrent state in a slot (see `StateStore`), uint8 (state_bytes,)."""
+        ...
+
+    def import_state(self, slot: int, position: int, export: NDArray[np.uint8]) -> None:
+        """Fills a slot with a state after `position` tokens, as `export_state` gave it."""
         ...
 
 

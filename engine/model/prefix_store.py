@@ -5,6 +5,11 @@ of all tokens up to the end of the chunk, so a conversation finds its own chunks
 same way. A file is 24 bytes (a magic number, the first token for which layers with a sliding window are exported, the
 CRC-32 of the rest), the chunk's tokens, int32 (CHUNK,), and the export of the runner. Files are written under a
 temporary name and then renamed; a damaged one is deleted. The least recently used files beyond a limit are deleted.
+
+A recurrent state is that after some number of tokens, not after a chunk. Its file is named after the last whole chunk
+before it, that number, and the CRC-32 of the tokens after that chunk. The number takes the place of the first token of
+windows. The file's tokens are those after the chunk, and its export is the state and then the CHUNK tokens that end
+with it, or up to STEP - 1 tokens later.
 """
 
 from __future__ import annotations
@@ -29,16 +34,22 @@ from engine.model.prefix_folder import folder
 CHUNK = 512
 """Tokens of a file."""
 
+STEP = 64
+"""An export begins at a multiple of so many tokens."""
+
 _HEADER = struct.Struct("<8sqq")  # magic, first token of windows, CRC-32
-_MAGIC = b"orinkv01"
-_SUFFIX = ".kv"
+_MAGIC, _STATE_MAGIC = b"orinkv01", b"orinst01"
+_SUFFIX, _STATE_SUFFIX = ".kv", ".state"
 
 
-def export_layout(layers: Iterable[tuple[int, int, int]]) -> str:
+def export_layout(layers: Iterable[tuple[int, int, int]], states: str) -> str:
     """What an export holds of layers with so many key heads, of so many elements, and a window of so many tokens (0:
-    none). "" if it cannot: a head's elements must be whole blocks."""
+    none), and of recurrent `states` ("": none). "" if it cannot: a head's elements must be whole blocks, and a layer
+    with a window cannot go back to where a state is."""
     layers = list(layers)
-    return "" if any(dim % QUANT_BLOCK for _, dim, _ in layers) else repr(layers)
+    if any(dim % QUANT_BLOCK for _, dim, _ in layers) or (states and any(window for *_, window in layers)):
+        return ""
+    return repr(layers) + states
 
 
 @dataclass(frozen=True)
@@ -50,16 +61,59 @@ class StoredChunk:
 
     def read(self, tokens: Sequence[int]) -> NDArray[np.uint8] | None:
         """The export of a chunk of `tokens`; None if the file is damaged or gone."""
-        try:
-            data = np.fromfile(self.path, np.uint8)  # several threads do this at once
-            _, _, crc = _HEADER.unpack(data[: _HEADER.size].tobytes())
-            body, n = data[_HEADER.size :], 4 * len(tokens)
-            if zlib.crc32(body.data) == crc and np.array_equal(body[:n].view(np.int32), tokens):
-                return body[n:]
-            self.path.unlink()
-        except (OSError, struct.error, ValueError):
-            pass
-        return None
+        return _read(self.path, tokens)
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """The state after `length` tokens."""
+
+    path: Path
+    length: int
+
+    @property
+    def tail(self) -> int:
+        """The position of the chunk that is stored with it."""
+        return tail_of(self.length)
+
+    def read(
+        self, tokens: Sequence[int], state_bytes: int
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
+        """The state after the first of `tokens`, and the chunk before it; None if the file is damaged or gone."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+        data = _read(self.path, _after_chunks(tokens[: self.length]))
+        return None if data is None else (data[:state_bytes], data[state_bytes:])
+
+
+def tail_of(length: int) -> int:
+    """The position of the chunk that is stored with the state after `length` tokens."""
+    return -(-length // STEP) * STEP - CHUNK
+
+
+def _after_chunks(tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens after the whole chunks."""
+    return tokens[len(tokens) // CHUNK * CHUNK :]
+
+
+def _state_path(chunk: Path, tokens: Sequence[int]) -> Path:
+    """The file of the state after `tokens`, whose last whole chunk is in a file of that name."""
+    crc = zlib.crc32(np.asarray(_after_chunks(tokens), np.int32).tobytes())
+    return chunk.with_name(f"{chunk.stem}-{len(tokens)}-{crc:08x}{_STATE_SUFFIX}")
+
+
+def _read(path: Path, tokens: Sequence[int]) -> NDArray[np.uint8] | None:
+    """What a file holds after its `tokens`; None if it is damaged, and then deleted, or gone."""
+    try:
+        data = np.fromfile(path, np.uint8)  # several threads do this at once
+        _, _, crc = _HEADER.unpack(data[: _HEADER.size].tobytes())
+        body, n = data[_HEADER.size :], 4 * len(tokens)
+        if zlib.crc32(body.data) == crc and np.array_equal(body[:n].view(np.int32), tokens):
+            return body[n:]
+        path.unlink()
+    except (OSError, struct.error, ValueError):
+        pass
+    return None
 
 
 class PrefixStore:
@@ -89,15 +143,48 @@ class PrefixStore:
         """Stores the last chunk of `tokens`, which are whole chunks. False if the disk is full or read-only; then
         nothing more is written."""
         *_, path = self._paths(tokens)
-        ids = np.asarray(tokens[-CHUNK:], np.int32).tobytes()
-        crc, temporary = zlib.crc32(export.data, zlib.crc32(ids)), None
+        return self._write(path, _MAGIC, window_from, tokens[-CHUNK:], export)
+
+    def states(self, tokens: Sequence[int]) -> list[StoredState]:
+        """The states after beginnings of `tokens` that are stored, the longest first."""
+        stored, found = sorted(folder().glob(f"*{_STATE_SUFFIX}")), []
+        chunks = {path.stem: path for path in self._paths(tokens)} if stored else {}
+        for path in stored:
+            chunk, _, rest = path.stem.partition("-")
+            number = rest.partition("-")[0]
+            length = int(number) if number.isdecimal() else 0
+            is_part = chunk in chunks and CHUNK <= length <= len(tokens)
+            if is_part and path == _state_path(chunks[chunk], tokens[:length]):
+                found.append(StoredState(path, length))
+        return sorted(found, key=lambda state: state.length, reverse=True)
+
+    def write_state(self, tokens: Sequence[int], state: NDArray[np.uint8], tail: NDArray[np.uint8]) -> bool:
+        """Stores the state after `tokens`, a chunk or more, with the chunk at `tail_of` them. It takes the place of
+        those after beginnings of `tokens`. False as for `write`."""
+        *_, chunk = self._paths(tokens)
+        path, rest = _state_path(chunk, tokens), _after_chunks(tokens)
+        is_written = self._write(path, _STATE_MAGIC, len(tokens), rest, state, tail)
+        for other in self.states(tokens) if is_written else ():
+            if other.path != path:
+                with contextlib.suppress(OSError):
+                    other.path.unlink(missing_ok=True)
+        return is_written
+
+    def _write(
+        self, path: Path, magic: bytes, number: int, tokens: Sequence[int], *exports: NDArray[np.uint8]
+    ) -> bool:
+        ids, temporary = np.asarray(tokens, np.int32).tobytes(), None
+        crc = zlib.crc32(ids)
+        for export in exports:
+            crc = zlib.crc32(export.data, crc)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._trim(export.nbytes)
+            self._trim(sum(export.nbytes for export in exports))
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # for the user alone
                 temporary = Path(file.name)
-                file.write(_HEADER.pack(_MAGIC, window_from, crc) + ids)
-                file.write(export.data)
+                file.write(_HEADER.pack(magic, number, crc) + ids)
+                for export in exports:
+                    file.write(export.data)
             temporary.replace(path)
         except OSError:
             self._writable = False

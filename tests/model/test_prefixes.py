@@ -63,6 +63,39 @@ def test_a_later_engine_reads_what_an_earlier_one_kept(path, folder, kv):
     assert tokens[0] == tokens[1]
 
 
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory):
+    where = tmp_path_factory.mktemp("recurrent") / "m.gguf"
+    return generated_model.write(
+        where, architecture="qwen35", layers=3, context=2 * CONTEXT, heads=2, kv_heads=1
+    )
+
+
+def tokens_of(events):
+    return [event.id for event in events if hasattr(event, "id")]
+
+
+def test_a_recurrent_state_is_kept_with_the_keys(recurrent, folder, monkeypatch):
+    """Exactly, and one for a conversation, stored anew after a chunk or more."""
+    text = tuple(np.random.default_rng(0).integers(0, 200, 3700).tolist())
+    first = start(recurrent)
+    for n, known in (2900, 2899), (3000, 2899), (3700, 3699):
+        _, events = answer(first, text[:n])
+        if n == 2900:
+            continue
+        later = start(recurrent)
+        again, repeated = answer(later, text[:n])
+        assert again.cached_n == known - CHUNK and tokens_of(events) == tokens_of(repeated)
+        (file,) = folder.glob("*.state")
+        states = [m._runner.export_state(m._states.last(text, known)[1]) for m in (first, later)]
+        assert np.array_equal(*states) and file.stat().st_size > states[0].size == later.ready.state_bytes
+    monkeypatch.setattr(prefix_keeper, "_seconds", lambda work: (work(), 0.0)[1])  # computing is faster
+    again, repeated = answer(start(recurrent), text)
+    assert again.cached_n == 0 and tokens_of(events) == tokens_of(repeated)
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    assert answer(start(recurrent), text)[0].cached_n == 0 and file.exists()
+
+
 def test_a_fast_device_computes(path, monkeypatch):
     _, events = answer(start(path), PROMPT)
     monkeypatch.setattr(prefix_keeper, "_seconds", lambda work: (work(), 0.0)[1])

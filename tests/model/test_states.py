@@ -1,12 +1,16 @@
 """Recurrent states in runners: chunks of a prompt, checkpoints, beginning anew, and several sequences."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from engine.kernels.gpu.delta_net import DeltaHeads
 from engine.model import cpu_batch_runner, cpu_runner
 from engine.model.checkpoints import StateStore
 from engine.model.cpu_batch_runner import CPUBatchRunner
 from engine.model.cpu_runner import CPURunner
+from engine.model.fused.states import DeviceStates
 from engine.model.graph_runner import GraphRunner
 from engine.model.kv_blocks import KVBlocks
 from engine.model.memory_need import memory_need
@@ -117,3 +121,12 @@ def test_sequences_side_by_side(path, monkeypatch):
     runner.prefill(texts[0][12:-1], 12, 0)
     for got, want in zip(runner._model.states.memory, whole, strict=True):
         np.testing.assert_allclose(got[0], want, atol=1e-5)
+
+
+def test_a_checkpoint_on_a_gpu_leaves_and_comes_back_as_it_was():
+    heads = DeltaHeads(2, 4, 16, 4, 1e-6)
+    states = DeviceStates([SimpleNamespace(heads=heads)] * 2)
+    export = np.random.default_rng(0).normal(size=2 * heads.half).astype(np.float32).view(np.uint8)
+    states.import_state(3, 70, export)
+    np.testing.assert_array_equal(states.export_state(3), export)
+    assert not states.export_state(2).any() and export.size == states.state_bytes

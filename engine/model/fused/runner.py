@@ -162,9 +162,8 @@ class FusedRunner:
 
     @property
     def export_layout(self) -> str:
-        if self._model.deltas:
-            return ""
-        return export_layout((h.kv, h.dim, h.window) for h in (a.heads for a in self._model.storing))
+        heads = (a.heads for a in self._model.storing)
+        return export_layout(((h.kv, h.dim, h.window) for h in heads), self._states.layout)
 
     @property
     def widest_window(self) -> int:
@@ -181,6 +180,12 @@ class FusedRunner:
     def import_chunk(self, position: int, export: NDArray[np.uint8]) -> None:
         self._cancel_run_ahead()
         self._cache_export.import_chunk(position, export)
+
+    def export_state(self, slot: int) -> NDArray[np.uint8]:
+        return self._states.export_state(slot)
+
+    def import_state(self, slot: int, position: int, export: NDArray[np.uint8]) -> None:
+        self._states.import_state(slot, position, export)
 
     def replay(self, step: Step, position: int) -> Replay:
         self._ahead, self._state = None, _UNKNOWN

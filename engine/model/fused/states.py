@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 from tinygrad import dtypes
 
 from engine.kernels.gpu.delta_net import copy_state
-from engine.kernels.gpu.device_memory import device_zeros, overwrite
+from engine.kernels.gpu.device_memory import device_zeros, overwrite, read_rows
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.model.checkpoints import checkpoint_slots
 from engine.model.lower.gpu_layers import DeltaNet
@@ -42,6 +44,22 @@ class DeviceStates:
     def load_state(self, slot: int, sequence: int = 0) -> None:
         self._positions[sequence] = self._of_slots[slot]
         self._copy(slot, sequence, saves=False)
+
+    @property
+    def layout(self) -> str:
+        """How `export_state` arranges a state; "" if there is none."""
+        return f"GPU {[delta.heads for delta in self._deltas]}" if self._deltas else ""
+
+    def export_state(self, slot: int) -> NDArray[np.uint8]:
+        parts = [read_rows(checkpoints, self.state_slots, [slot])[0] for checkpoints in self.checkpoints]
+        return np.concatenate(parts).view(np.uint8)
+
+    def import_state(self, slot: int, position: int, export: NDArray[np.uint8]) -> None:
+        self._of_slots[slot] = position
+        *firsts, _ = accumulate((delta.heads.half for delta in self._deltas), initial=0)
+        for checkpoints, delta, first in zip(self.checkpoints, self._deltas, firsts, strict=True):
+            n = delta.heads.half
+            overwrite(checkpoints, export.view(np.float32)[first : first + n], slot * n)
 
     def kernels(self) -> list[KernelSequence]:
         """All kernels."""

@@ -20,7 +20,7 @@ class CPUStates:
     def __init__(self, parallel: int) -> None:
         self.parallel = parallel
         self.memory = list[Floats]()
-        self._checkpoints = list[Floats]()
+        self._checkpoints, self._nets = list[Floats](), list[DeltaNet]()
         self._positions, self._of_slots = [0] * parallel, [0] * checkpoint_slots(parallel)
 
     @property
@@ -28,11 +28,17 @@ class CPUStates:
         return len(self._of_slots) if self.memory else 0
 
     @property
+    def layout(self) -> str:
+        """How `export_state` arranges a state; "" if there is none."""
+        return f"CPU {self._nets}" if self._nets else ""
+
+    @property
     def state_bytes(self) -> int:
         return sum(states[0].nbytes for states in self.memory)
 
     def add(self, net: DeltaNet) -> list[Tensor]:
         """The states and the inputs of one more layer, of all sequences."""
+        self._nets.append(net)
         sizes = net.state_size, net.inputs_size
         added = [zeros(self.parallel * size, dtypes.float32) for size in sizes]
         kept = [zeros(len(self._of_slots) * size, dtypes.float32, sparse=True) for size in sizes]
@@ -59,3 +65,12 @@ class CPUStates:
         self._positions[sequence] = self._of_slots[slot]
         for states, kept in zip(self.memory, self._checkpoints, strict=True):
             states[sequence] = kept[slot]
+
+    def export_state(self, slot: int) -> NDArray[np.uint8]:
+        return np.concatenate([kept[slot] for kept in self._checkpoints]).view(np.uint8)
+
+    def import_state(self, slot: int, position: int, export: NDArray[np.uint8]) -> None:
+        self._of_slots[slot], done = position, 0
+        for kept in self._checkpoints:
+            kept[slot] = export[done : done + kept[slot].nbytes].view(np.float32)
+            done += kept[slot].nbytes
