@@ -61,9 +61,10 @@ def pytest_collection_finish() -> None:
     """Kernels that one process has compiled are known to all others, as they are from one run of the engine to the
     next."""
     if "tinygrad" in sys.modules:
-        from engine.fixes import program_cache
+        from engine.fixes import program_cache, slice_shapes
 
         program_cache.apply()
+        slice_shapes.apply()
     gc.freeze()  # collections of garbage leave out all modules and tests
 
 

@@ -23,7 +23,7 @@ from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
-from engine.fixes import dynamic_shared
+from engine.fixes import dynamic_shared, slice_shapes
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu import few_columns as few
 from engine.kernels.gpu.chosen_experts import ChosenExperts
@@ -299,6 +299,7 @@ def main(path: str, folder: str, *quants: str) -> None:
     Device[Device.DEFAULT].allocator.free_cache = lambda: None  # which only devices with memory have
     is_ptx = "PTX" in type(Device[Device.DEFAULT].renderer).__name__
     dynamic_shared.apply()
+    slice_shapes.apply()
     for quant in quants:
         programs.clear()
         run_model(path, quant, layers=1 if is_ptx else 2)

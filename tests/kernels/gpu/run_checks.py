@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 
 from tinygrad import Device
 
+from engine.fixes import slice_shapes
+
 
 @contextlib.contextmanager
 def simulated_board() -> Iterator[None]:
@@ -63,6 +65,7 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
 
 def main(*names: str) -> None:
     gc.disable()  # a fifth of the time that kernels take to compile
+    slice_shapes.apply()
     is_on_board = os.environ["DEV"].endswith("NV")
     with simulated_board() if is_on_board else contextlib.nullcontext():
         for name in names:
