@@ -1,8 +1,8 @@
 """Faults and hostile input, again and again: python -m tests.soak [PART ...] [--share N]
 
 Prints a row of a Markdown table for each part: the fault, the tries, how they ended, what was lost, the longest time.
-The exit code is 1 if anything was lost. `make soak` runs all of it, in under an hour on two cores; `--share 0.1` makes
-a tenth of the tries. tests/soak/test_soak.py runs a few of each.
+The exit code is 1 if anything was lost. `make soak` runs all of it, in about two hours on two cores; `--share 0.1`
+makes a tenth of the tries. tests/soak/test_soak.py runs a few of most parts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from tests.soak import (
     hostile_hub,
     program_deaths,
     screen_storms,
+    searches,
     served_chats,
     suspensions,
+    switches,
 )
 
 PARTS = {
@@ -28,6 +30,8 @@ PARTS = {
     "engine": (engine_faults.run, 1_000),
     "program": (program_deaths.run, 200),
     "screen": (screen_storms.run, 1_000),
+    "search": (searches.run, 100),
+    "switch": (switches.run, 500),
     "served": (served_chats.run, 300),
     "suspension": (suspensions.run, 400),
 }
