@@ -327,8 +327,8 @@ class Thinking(Token, frozen=True, kw_only=True):
 
 
 class ExpertChoices(_Record, frozen=True, kw_only=True):
-    """How often each expert was chosen since the event before, for tokens of prompts too: a number for each expert of
-    each layer of experts. Comes at most once a second while the engine answers, and once at the end."""
+    """How often each expert of each layer was chosen since the event before, also by the tokens of prompts, unless they
+    need no experts of the layer. Comes at most once a second while the engine answers, and once at the end."""
 
     layers: tuple[tuple[int, ...], ...]
 
