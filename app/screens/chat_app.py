@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Iterable
 from typing import Unpack
@@ -40,7 +38,7 @@ from engine.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
 from widgets.markdown.parser import code_blocks
-from widgets.suspension import suspend_between_events
+from widgets.terminal_signals import end_with_terminal, suspend_between_events
 from widgets.text import clean, counted
 from widgets.transcript import Transcript
 
@@ -165,8 +163,7 @@ class ChatApp(ContextActions, EngineActions):
         garbage.postpone()
         self.set_interval(TICK_S, self._tick)
         suspend_between_events(self)
-        with contextlib.suppress(NotImplementedError, RuntimeError):  # no signals outside the main thread
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
+        end_with_terminal(self)
 
     async def on_unmount(self) -> None:
         self.session.save()

@@ -38,7 +38,7 @@ from widgets.pane_stack import PaneStack, next_pane
 from widgets.request_list import RequestList
 from widgets.server_head import ServerHead
 from widgets.slot_table import SlotTable
-from widgets.suspension import suspend_between_events
+from widgets.terminal_signals import suspend_between_events
 from widgets.text import counted
 
 FRAME_S = 0.5 if "SSH_CONNECTION" in os.environ else 0.25

@@ -1,0 +1,56 @@
+"""Suspends a full-screen program on SIGTSTP, draws it anew when it goes on, and ends it with its terminal.
+
+Textual's own handlers run in the middle of whatever the thread of the screen does. If that holds a lock, the program
+hangs; and after a SIGCONT alone, two threads read the keyboard. Here signals wait for their turn between two events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from textual.app import App
+
+
+def suspend_between_events(app: App[Any]) -> None:
+    """To be called once, when the screen is there."""
+    is_ours = False
+
+    def suspend() -> None:
+        nonlocal is_ours
+        is_ours = True
+        with app.suspend():
+            os.kill(os.getpid(), signal.SIGSTOP)  # returns when the program goes on
+
+    def go_on() -> None:
+        nonlocal is_ours
+        if (
+            not is_ours
+        ):  # it was stopped by SIGSTOP: what the terminal shows, and how it sends keys, is not known
+            with app.suspend():
+                pass
+        is_ours = False
+
+    _on_signals({signal.SIGTSTP: suspend, signal.SIGCONT: go_on})
+
+
+def end_with_terminal(app: App[Any]) -> None:
+    """Leaves the program in order on SIGTERM and SIGHUP, and when its terminal is gone without a word."""
+
+    def leave_if_alone() -> None:
+        if not os.isatty(0):
+            app.exit()
+
+    _on_signals({signal.SIGTERM: app.exit, signal.SIGHUP: app.exit})
+    if os.isatty(0) and not app.is_headless:
+        app.set_interval(1.0, leave_if_alone)
+
+
+def _on_signals(handlers: Mapping[signal.Signals, Callable[[], object]]) -> None:
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # there are none outside the main thread
+        for number, handler in handlers.items():
+            asyncio.get_running_loop().add_signal_handler(number, handler)
