@@ -37,6 +37,9 @@ async def read_body(request: Request) -> bytes:
     """Raises ApiError for a body that is too long or does not arrive, ClientGoneError if the client goes."""
     too_long = ApiError(413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB.")
     body = bytearray()
+    with suppress(ValueError):
+        if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+            raise too_long
     try:
         async with asyncio.timeout(BODY_S):
             while True:

@@ -30,6 +30,7 @@ from app.serve.http import (
     while_connected,
 )
 from app.serve.metrics import CONTENT_TYPE, Gauges
+from app.serve.openapi import description
 from app.serve.requests import (
     Body,
     ChatBody,
@@ -57,6 +58,7 @@ def application(service: Service, key: str = "") -> ASGIApp:
         ("GET", "/health", routes.health),
         ("GET", "/models", routes.models),
         ("GET", "/metrics", routes.metrics),
+        ("GET", "/openapi.json", routes.openapi),
         ("POST", "/chat/completions", routes.chat),
         ("POST", "/completions", routes.text),
         ("POST", "/embeddings", routes.embeddings),
@@ -163,6 +165,9 @@ class Routes:
         raise ApiError(
             501, "This server has no embeddings: it generates text.", "not_supported_error", code=501
         )
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(description())
 
     async def tokenize(self, request: Request) -> Response:
         """As llama-server: special tokens in the text are special unless the client says otherwise."""

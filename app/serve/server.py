@@ -9,8 +9,10 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from app.cli.signals import run_until_signal
 from app.serve.service import Service
@@ -23,6 +25,10 @@ _BACKLOG = 2048
 _IDLE_CONNECTION_S = 75
 """Clients and proxies keep idle connections for 5 to 60 s. If the server closed one first, it would now and then do so
 while a request is on its way."""
+HEAD_S = 20.0  # for the head of a request to arrive
+UNREAD_S = 60.0
+"""A client that takes nothing of its answer for so long is gone: it would keep a place that others wait for."""
+MOST_CONNECTIONS = 512
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -31,6 +37,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted sockets inherit it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_S * 1e3))
         try:
             sock.bind(address)
             sock.listen(_BACKLOG)
@@ -59,6 +67,7 @@ class Server:
         self._service, self._engine, self._show, self._sock = service, engine, show, sock
         config = uvicorn.Config(
             app,
+            http=_Connection,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -70,6 +79,9 @@ class Server:
         )
         # It warns of clients that go while several tokens are sent to them: nobody has to do anything about that.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
+        logging.getLogger("uvicorn.error").setLevel(
+            logging.ERROR
+        )  # it warns of each client that sends nonsense
         self._http = _HttpServer(config)
         self._loading: asyncio.Task[int] | None = None
 
@@ -118,3 +130,32 @@ class _HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals to `Server.run`."""
         yield
+
+
+class _Connection(H11Protocol):
+    """A connection on which the head of a request must arrive in time; one of many beyond the limit is closed. uvicorn
+    waits for ever otherwise, and each connection takes a file descriptor."""
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._watch()
+
+    def _watch(self) -> None:
+        waits = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+        if self._due and not waits:
+            self._due.cancel()
+            self._due = None
+        elif waits and not self._due:
+            self._due = self.loop.call_later(HEAD_S, self.transport.abort)

@@ -20,6 +20,11 @@ from engine.model.sampling import Logits
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+MAX_SOURCE = 1 << 18
+"""Characters. The library bounds its own work, but reads a source to its end before: 10 MB would take it 10 s, in which
+no other conversation goes on, and half a gigabyte."""
+MAX_REASON = 200  # characters
+
 
 class Grammars:
     """Compiles grammars for the vocabulary of one model."""
@@ -33,12 +38,14 @@ class Grammars:
         thinking. The first call takes about a second for a large vocabulary. Raises UsageError if the grammar is not
         valid, or the library is not installed."""
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
             raise UsageError(
                 "Grammars and JSON schemas need the library llguidance, which is not installed.",
                 "Install it: pip install 'orin-chat[serve]'",
             ) from None
+        if len(grammar.source) > MAX_SOURCE:
+            raise _invalid(f"it has more than {MAX_SOURCE:,} characters")
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer)
         try:
@@ -51,7 +58,9 @@ class Grammars:
             )
         except ValueError as error:
             raise _invalid(str(error)) from None
-        matcher = LLMatcher(self._vocabulary, source, log_level=0)
+        # A fraction of the library's own limits: no other conversation goes on while it works.
+        limits = LLParserLimits(initial_lexer_fuel=300_000, max_grammar_size=50_000)
+        matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _invalid(matcher.get_error())
         return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark))
@@ -128,4 +137,10 @@ def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
 
 
 def _invalid(reason: str) -> UsageError:
-    return UsageError(f"The grammar or JSON schema cannot be used: {one_line(reason).rstrip('.')}.")
+    """`reason` may be followed by the state of the library's parser, and may quote what was sent."""
+    reason = one_line(reason.partition("<state>")[0])
+    if reason.startswith("NoExtension"):
+        reason = "no text fits it"
+    if len(reason) > MAX_REASON:
+        reason = f"{reason[:MAX_REASON]}…"
+    return UsageError(f"The grammar or JSON schema cannot be used: {reason.rstrip('.')}.")

@@ -111,10 +111,28 @@ def test_the_host_chooses_under_a_grammar(model):
     assert [model._answers.begin(request, print).is_best_token for request in (free, bound)] == [True, False]
 
 
-@pytest.mark.parametrize("source", ["{", '{"type": "nothing"}', '{"$ref": "#/nowhere"}'])
-def test_a_bad_schema(model, source):
-    with pytest.raises(UsageError, match="schema cannot be used"):
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{", "."),
+        ('{"type": "nothing"}', "."),
+        ('{"$ref": "#/nowhere"}', "."),
+        ('{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "no text fits it"),
+        (json.dumps({"pattern": "(" * 5000}), "regex parse error"),
+        (
+            json.dumps({"enum": [f"{i * 7919 % 100_003}" for i in range(30_000)]}),
+            "more than 262,144 characters",
+        ),
+        (
+            json.dumps({"properties": {f"p{i}": {"pattern": f"a{{{i % 50}}}b*"} for i in range(3000)}}),
+            "too big",
+        ),
+    ],
+)
+def test_a_bad_schema(model, source, says):
+    with pytest.raises(UsageError, match=f"schema cannot be used: .*{says}") as refused:
         answer(model, RawText(text="x"), grammar=msgspec.structs.replace(PERSON, source=source))
+    assert len(refused.value.message) < 300 and refused.value.message.endswith(".")
 
 
 def test_a_missing_library(model, monkeypatch):

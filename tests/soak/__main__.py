@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 
 from tests import environment
 from tests.soak import (
@@ -20,6 +21,8 @@ from tests.soak import (
     screen_storms,
     searches,
     served_chats,
+    server_attacks,
+    server_schemas,
     suspensions,
     switches,
 )
@@ -34,6 +37,9 @@ PARTS = {
     "switch": (switches.run, 500),
     "served": (served_chats.run, 300),
     "suspension": (suspensions.run, 400),
+    "request": (server_schemas.run, 20_000),
+    "attack": (server_attacks.run, 4_000),
+    "model-attack": (partial(server_attacks.run, real=True), 16_000),
 }
 """What runs a part, and how often."""
 

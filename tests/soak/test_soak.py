@@ -13,6 +13,8 @@ FEW = {
     "switch": 3,
     "served": 1,
     "suspension": 2,
+    "request": 10,
+    "attack": 100,
 }
 
 

@@ -318,6 +318,18 @@ async def test_a_body_that_is_too_long(served):
     client, _ = served()
     response = await client.post(CHAT, content=b" " * (MAX_BODY_BYTES + 1))
     assert response.status_code == 413
+    at_once = await client.post(CHAT, content=b"{}", headers={"Content-Length": str(MAX_BODY_BYTES + 1)})
+    assert at_once.status_code == 413
+
+
+async def test_the_description_of_the_paths(served):
+    client, _ = served()
+    described = (await client.get("/openapi.json")).json()
+    fields = described["components"]["schemas"]["ChatBody"]["properties"]
+    assert described["openapi"] == "3.1.0" and {"messages", "max_tokens", "tools"} <= set(fields)
+    for path, operations in described["paths"].items():
+        for method in operations:
+            assert (await client.request(method, f"/v1{path}")).status_code in (200, 400)
 
 
 @pytest.mark.parametrize("stream", [False, True])

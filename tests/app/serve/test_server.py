@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -128,6 +129,53 @@ async def test_a_client_that_hangs_up(model_file):
         async with asyncio.timeout(5):
             while service.open:
                 await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: local"])
+async def test_a_connection_on_which_no_request_comes_is_closed(model_file, monkeypatch, begun):
+    monkeypatch.setattr(server_module, "HEAD_S", 0.05)
+    async with running(FakeEngine(), model_file) as (address, _, _, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
+        writer.write(begun)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        async with httpx.AsyncClient() as client:  # one that asks in time stays, for longer than that
+            for _ in range(2):
+                assert (await client.get(f"{address}/health")).status_code == 200
+                await asyncio.sleep(0.1)
+
+
+async def test_connections_beyond_a_limit_are_closed(model_file, monkeypatch):
+    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 2)
+    async with running(FakeEngine(), model_file) as (address, _, _, _):
+        opened = [await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1])) for _ in range(3)]
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(opened[2][0].read(), 10) == b""
+        opened[0][1].close()
+        await asyncio.sleep(0.05)
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"{address}/health")).status_code == 200
+        opened[1][1].close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has it")
+async def test_a_client_that_does_not_read_loses_its_place(model_file, monkeypatch):
+    monkeypatch.setattr(server_module, "UNREAD_S", 0.2)
+    long = [Token(request_id=0, id=1, text="x" * 1_000_000) for _ in range(30)]
+    engine = FakeEngine([*reply("")[:2], *long, None])
+    async with running(engine, model_file) as (address, service, _, _):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", int(address.split(":")[-1])))
+            body = json.dumps({**HELLO, "stream": True}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            async with asyncio.timeout(10):
+                while not service.open:
+                    await asyncio.sleep(0.01)
+                while service.open:
+                    await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["in time", "not in time"])

@@ -1,0 +1,75 @@
+"""Requests after the server's own OpenAPI description, that keep to it or do not (schemathesis makes them)."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+
+from app.serve.openapi import description
+from app.serve.routes import application
+from app.serve.service import ModelFile, Service
+from tests import generated_model
+from tests.app.fake_engine import READY, FakeEngine
+from tests.soak.counts import Counts
+
+_REFUSED = {400, 401, 404, 405, 413}
+
+
+def run(tries: int, number: int = 0) -> Counts:
+    """A request is answered, or refused in a sentence with a status that says whose fault it is."""
+    counts = Counts("requests after the server's schema, and against it")
+    schema = schemathesis.openapi.from_dict(description())
+    cases = st.one_of(
+        operation.ok().as_strategy(generation_mode=mode)
+        for operation in schema.get_all_operations()
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = ModelFile.read(generated_model.write(Path(folder, "tiny.gguf"), architecture="qwen3"))
+    service = Service(FakeEngine(), "tiny", file, ready=READY)
+    transport = httpx.ASGITransport(application(service))
+    loop = asyncio.new_event_loop()
+    client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+    @seed(number)
+    @settings(
+        max_examples=tries,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases)
+    def ask(case: schemathesis.Case) -> None:
+        sent = case.as_transport_kwargs()
+        started = time.perf_counter()
+        try:
+            response = loop.run_until_complete(
+                client.request(
+                    case.method,
+                    f"/v1{case.formatted_path}",
+                    json=sent.get("json"),
+                    content=sent.get("data") if "json" not in sent else None,
+                )
+            )
+            if response.status_code != 200:
+                assert response.status_code in _REFUSED, response.text
+                assert response.json()["error"]["message"].endswith(".")
+            assert service.open == 0
+            counts.survived["answered" if response.status_code == 200 else "refused"] += 1
+        except Exception as error:
+            counts.lost[f"{type(error).__name__}: {str(error)[:100]}"] += 1
+        counts.took((time.perf_counter() - started) * 1e3)
+
+    ask()
+    loop.run_until_complete(client.aclose())
+    loop.close()
+    return counts
