@@ -21,6 +21,7 @@ from tests.paths import ROOT, SHARED
 __all__ = ["fork_server", "forked_engines"]
 
 tests_environment.enter()
+gc.set_threshold(100_000, 10, 10)  # graphs of kernels are many objects, and no garbage
 os.environ["PARALLEL"] = "0"  # a process that computes for many tests has no compilers of its own
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
 

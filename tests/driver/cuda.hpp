@@ -10,7 +10,7 @@
 #define __device__ static inline
 #define __forceinline__
 #define __align__(n) alignas(n)
-#define MEMBER inline __attribute__((always_inline))
+#define MEMBER inline
 #define INLINE static MEMBER
 
 typedef unsigned char u8;
@@ -50,7 +50,7 @@ __attribute__((noinline)) static u8 *fault(Context *c, u64 kind, u64 address) {
   if (!c->fault) c->fault = kind, c->fault_address = address;
   return c->scrap;
 }
-INLINE u8 *at_global(Context *c, u64 va, u64 size) {
+static u8 *at_global(Context *c, u64 va, u64 size) {
   c->loads_and_stores++;
   if (va % size) return fault(c, MISALIGNED, va);
   if (va - c->local_window < c->window_bytes || va - c->shared_window < c->window_bytes) return fault(c, WINDOW, va);
@@ -58,7 +58,7 @@ INLINE u8 *at_global(Context *c, u64 va, u64 size) {
   if (page >= c->n_pages || !c->pages[page]) return fault(c, UNMAPPED, va);
   return (u8 *)c->pages[page] + (va & 4095);
 }
-INLINE u8 *at_shared(Context *c, u64 offset, u64 size) {
+static u8 *at_shared(Context *c, u64 offset, u64 size) {
   if (offset % size) return fault(c, MISALIGNED, offset);
   if (offset + size > c->shared_bytes) return fault(c, SHARED_RANGE, offset);
   return c->shared + offset;
@@ -68,12 +68,12 @@ constexpr u64 access_bytes(u64 size) { u64 n = 1; while (n < size) n *= 2; retur
 template <class T> struct global {
   Context *c; u64 va;
   MEMBER global operator+(long i) const { return {c, va + (u64)i * sizeof(T)}; }
-  MEMBER T &operator*() const { return *(T *)at_global(c, va, access_bytes(sizeof(T))); }
+  T &operator*() const { return *(T *)at_global(c, va, access_bytes(sizeof(T))); }
 };
 template <class T> struct local {
   Context *c; u64 offset;
   MEMBER local operator+(long i) const { return {c, offset + (u64)i * sizeof(T)}; }
-  MEMBER T &operator*() const { return *(T *)at_shared(c, offset, access_bytes(sizeof(T))); }
+  T &operator*() const { return *(T *)at_shared(c, offset, access_bytes(sizeof(T))); }
 };
 template <class U, class T> INLINE global<U> pointer_cast(global<T> p) { return {p.c, p.va}; }
 template <class U, class T> INLINE local<U> pointer_cast(local<T> p) { return {p.c, p.offset}; }

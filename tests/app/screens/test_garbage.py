@@ -14,14 +14,17 @@ class Ring:
 
 
 @pytest.fixture
-def collections():
+def collections(monkeypatch):
     """The generations of the collections that were made."""
-    made = []
+    made, thresholds = [], gc.get_threshold()
+    monkeypatch.setattr(garbage, "_THRESHOLDS", (700, 10, 10))  # Python's own, and not those of our tests
+    garbage.resume()
     note = lambda phase, info: phase == "start" and made.append(info["generation"])
     gc.callbacks.append(note)
     yield made
     gc.callbacks.remove(note)
     garbage.resume()
+    gc.set_threshold(*thresholds)
 
 
 def allocate(count: int) -> list[list[int]]:

@@ -13,8 +13,8 @@ from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine
 
 
-# At every step of the loop on one page, at every third on the others.
-@pytest.mark.parametrize(("page", "every"), [("f1", 1), ("f12", 3), ("ctrl+o", 3), ("f8", 3), ("ctrl+p", 3)])
+# At every step of the loop on one page, at every sixth on the others.
+@pytest.mark.parametrize(("page", "every"), [("f1", 1), ("f12", 6), ("ctrl+o", 6), ("f8", 6), ("ctrl+p", 6)])
 async def test_the_second_of_two_quick_escapes_is_not_lost(history, home, page, every):
     setup = EngineSetup(EngineOptions(model_path="m.gguf", backend="CUDA"), "cuda")
     async with chat(FakeEngine(), history, setup=setup) as user:

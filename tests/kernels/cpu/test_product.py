@@ -80,9 +80,17 @@ def test_one_token(pool: ThreadPool, kind: int) -> None:
     assert multiply(pool, Type(kind), 40, 512, 1, 1) < (5e-5 if kind in QUANTIZED else 2e-6)
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
-@pytest.mark.parametrize("tile", [4, LANES])  # in registers, and through the L1 cache
-def test_tiles_of_tokens(pool: ThreadPool, kind: int, tile: int) -> None:
+@pytest.mark.parametrize(
+    (
+        "tile",
+        "kind",
+    ),  # in registers, of every type; through the L1 cache, of floats and of blocks of several kinds
+    [
+        *((4, kind) for kind in TYPES),
+        *((LANES, kind) for kind in (Type.F32, Type.Q8_0, Type.Q6_K, Type.Q4_K)),
+    ],
+)
+def test_tiles_of_tokens(pool: ThreadPool, tile: int, kind: int) -> None:
     assert multiply(pool, Type(kind), 40, 512, 2 * tile, tile) < (1e-4 if kind in QUANTIZED else 2e-6)
 
 

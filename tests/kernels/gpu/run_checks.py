@@ -24,6 +24,8 @@ from tinygrad import Device
 
 from engine.fixes import slice_shapes
 
+MODELS = ("check_batches", "check_layers", "check_model")
+
 
 @contextlib.contextmanager
 def simulated_board() -> Iterator[None]:
@@ -42,11 +44,12 @@ def simulated_board() -> Iterator[None]:
         assert not fault and not kernel.leaks()
 
 
-def orders_of_warps() -> Iterator[None]:
-    """Once with the first warp of a block ahead of the others, once with the last."""
+def orders_of_warps(of_models: bool) -> Iterator[None]:
+    """Once with the first warp of a block ahead of the others, once with the last. Whole models, whose kernels other
+    checks have run alone, run with the last one only, unless ORIN_THOROUGH is set."""
     from tests.driver import program
 
-    for program.backwards in (False, True):
+    for program.backwards in (True,) if of_models and not os.environ.get("ORIN_THOROUGH") else (False, True):
         yield
 
 
@@ -55,7 +58,8 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
     from tests.kernels.gpu.buffers import begin
 
     try:
-        for _ in orders_of_warps() if is_on_board else [None]:
+        of_models = check.__module__.rpartition(".")[2] in MODELS
+        for _ in orders_of_warps(of_models) if is_on_board else [None]:
             begin()
             check()
     except Exception:
