@@ -80,16 +80,20 @@ class ExpertRows:
         rows: Sequence[UOp],
         t: UOp,
         threads: int,
+        active: UOp | None = None,
     ) -> list[UOp]:
         """The partial sums of `rows` of each expert, by thread t of `threads`. If results are added, the units of all
-        experts follow each other, as if of one row.
+        experts follow each other, as if of one row. If the block is not `active`, its loop has no steps.
 
         Loads of weights and biases are not gated: tinygrad would simplify all that their index depends on by the gate,
         and the number of the expert depends on all threads."""
         units = units_of(cols)
         total = units * (self._chosen.used if self.slot is None else 1)
         steps = -(-total // threads)
-        step = UOp.range(steps, 0, AxisType.REDUCE) if steps > 1 else None
+        if active is not None:  # as in a product of several matrices
+            steps = max(steps, 2)
+        trips = steps if active is None else active.where(UOp.const(steps), UOp.const(0))
+        step = UOp.range(trips, 0, AxisType.REDUCE) if steps > 1 else None
         item = t if step is None else t + step * threads
         inside = None if total == threads * steps else item < total
         slot, unit, first_x = self.slot, item if inside is None else item.minimum(units - 1), UOp.const(0)

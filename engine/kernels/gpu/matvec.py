@@ -77,16 +77,21 @@ class Schedule:
 class StackedMatrices:
     """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n
     experts has one such matrix, and these are one after the other. If the results of experts are added, that of a
-    `shared` expert may be too: (layout, columns) of its matrix."""
+    `shared` expert may be too: (layout, columns) of its matrix. `beside`: matrices with vectors of their own, whose
+    rows follow."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int
     experts: ChosenExperts | None = None
     shared: tuple[WeightLayout, int] | None = None
+    beside: StackedMatrices | None = None
 
     def __post_init__(self) -> None:
         assert self.experts is None or len(self.matrices) == 1, "an expert's gate and up differ in type"
         assert self.shared is None or (self.experts and self.experts.added)
+        if self.beside:
+            assert self.slots == 1 and not self.shared
+            assert not (self.beside.experts or self.beside.beside)
 
     @classmethod
     def single(
@@ -97,14 +102,15 @@ class StackedMatrices:
     @property
     def rows(self) -> int:
         """Rows of the result, of one expert."""
-        return sum(rows for _, rows in self.matrices)
+        return sum(rows for _, rows in self.matrices) + (self.beside.rows if self.beside else 0)
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the weights that the product reads."""
         used = self.experts.used if self.experts else 1
         shared = self.shared[0].n_bytes(self.rows, self.shared[1]) if self.shared else 0
-        return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices) + shared
+        others = shared + (self.beside.n_bytes if self.beside else 0)
+        return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices) + others
 
     @property
     def prescale_bits(self) -> list[int]:
@@ -117,7 +123,9 @@ class StackedMatrices:
         name = " + ".join(f"{layout.name} {rows}x{self.cols}" for layout, rows in self.matrices)
         e = self.experts
         shared = f" and {self.shared[0].name} x{self.shared[1]}" if self.shared else ""
-        return f"{name} {e.used} of {e.n}{' added' if e.added else ''}{shared}" if e else name
+        if e:
+            name += f" {e.used} of {e.n}{' added' if e.added else ''}{shared}"
+        return f"{name} beside {self.beside.name}" if self.beside else name
 
     @property
     def slots(self) -> int:
@@ -131,7 +139,8 @@ class StackedMatrices:
 
     def n_blocks(self, schedule: Schedule) -> int:
         """Blocks of the product, for one slot. No block has rows of two matrices."""
-        return sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
+        own = sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
+        return own + (self.beside.n_blocks(schedule) if self.beside else 0)
 
 
 @dataclass(frozen=True)
@@ -343,37 +352,42 @@ def matvec(
     router's logits, float32 (n,), and the experts' scales, float32 (n,), if they are scaled. Then come biases of all
     experts, float32 (n, rows), if there are any. Results that are not added need an epilogue that stores them by slot:
     `activated`. With a shared expert, x is followed by its vector, and by the logits of `routed`, of which the last is
-    its gate's; its planes are the last."""
-    s, cols, matrices, chosen = schedule, stack.cols, stack.matrices, stack.experts
+    its gate's; its planes are the last. The vectors and the planes of matrices `beside` follow those of the others."""
+    s, cols, chosen, beside = schedule, stack.cols, stack.experts, stack.beside
+    matrices = [(stack, *matrix) for matrix in stack.matrices]
+    matrices += [(beside, *matrix) for matrix in beside.matrices] if beside else []
+    assert not (n_norm_sums and beside) or beside.cols == cols
     assert stack.slots == 1 or epilogue.pair == 2
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
-    whole = all(rows % s.block_rows == 0 for _, rows in matrices)
+    whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
 
     def kernel(*buffers: UOp) -> UOp:
         outs, rest = buffers[: epilogue.n_outs], list(buffers[epilogue.n_outs :])
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
         thread = group * s.threads + t
         results = [rest.pop(0) for _ in range(2 if chosen.added else 3)] if chosen else []
-        xs = {bits: rest.pop(0) for bits in stack.prescale_bits}
+        xs = {(of, bits): rest.pop(0) for of in (stack, beside) if of for bits in of.prescale_bits}
         of_shared = [rest.pop(0), rest.pop(0)] if stack.shared else []
         norm_sums = rest.pop(0) if n_norm_sums else None
         head_sums = rest.pop(0) if heads else None
         experts = (
-            ExpertRows(chosen, results, rest, stack.rows, thread, s.threads * s.groups) if chosen else None
+            ExpertRows(chosen, results, rest, matrices[0][2], thread, s.threads * s.groups)
+            if chosen
+            else None
         )
         ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
-        first, end, factor = block * s.block_rows, UOp.const(matrices[0][1]), f32(matrices[0][0].scale)
+        first, end, factor = block * s.block_rows, UOp.const(matrices[0][2]), f32(matrices[0][1].scale)
         blocks_before = rows_before = 0
-        for k, (layout, rows) in enumerate(matrices):
-            n_planes = len(layout.shapes(rows, cols))
+        for k, (of, layout, rows) in enumerate(matrices):
+            n_planes = len(layout.shapes(rows, of.cols))
             matrix_planes, planes = planes[:n_planes], planes[n_planes:]
             matrix_block, starts_here = block - blocks_before, block >= blocks_before
             first_row = matrix_block * s.block_rows + group * s.rows
             blocks_before += -(-rows // s.block_rows)
             active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
-            x = xs[layout.prescale_bits]
+            x = xs[of, layout.prescale_bits]
             clamped = [first_row + r for r in range(s.rows)]
             if rows % s.block_rows:
                 clamped = [(row < rows).where(row, rows - 1) for row in clamped]
@@ -381,9 +395,9 @@ def matvec(
                 functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
             )
             sums = (
-                experts.sums(layout, cols, x, matrix_planes, clamped, t, s.threads)
-                if experts
-                else _row_sums(layout, cols, x, matrix_planes, clamped, t, s.threads, active, k, factor_of)
+                experts.sums(layout, of.cols, x, matrix_planes, clamped, t, s.threads, active)
+                if experts and of.experts
+                else _row_sums(layout, of.cols, x, matrix_planes, clamped, t, s.threads, active, k, factor_of)
             )
             if stack.shared:
                 assert chosen
@@ -422,13 +436,16 @@ def matvec(
         end_of_rows = None if whole else end
         slot = experts.slot if experts else None
         result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
-        names = "_".join(layout.name for layout, _ in matrices)
+        names = "_".join(layout.name for _, layout, _ in matrices)
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
         mixture += f"_{stack.shared[0].name}x{stack.shared[1]}" if stack.shared else ""
         full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
-        n_vectors = chosen.used if chosen and chosen.added else len(xs)
-        n_bytes = stack.n_bytes + permuted_size(cols) * 4 * n_vectors
-        n_ops = 2 * stack.rows * cols * (chosen.used if chosen else 1)
+        sizes = [
+            permuted_size(of.cols) * (chosen.used if chosen and chosen.added and of is stack else 1)
+            for of, _ in xs
+        ]
+        n_bytes = stack.n_bytes + 4 * sum(sizes)
+        n_ops = sum(2 * rows * of.cols * (of.experts.used if of.experts else 1) for of, _, rows in matrices)
         stores = epilogue.stores(outs, ins, result)
         if experts and experts.choice:
             stores += experts.stores(block, total(UOp.const(s.block_rows + 1), None))

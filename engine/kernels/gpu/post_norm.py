@@ -71,38 +71,42 @@ def add_both_blocks(n: int) -> int:
 @functools.cache
 def add_both(n: int, n_norm_sums: tuple[int, int], copies: int, eps: float, scaled: bool = False) -> Kernel:
     """Norms two products of n rows, adds them, norms their sum, and adds that to the residual stream. Each block
-    computes the sum's norm by itself. Buffers: the outs of `add_normed`, with add_both_blocks(n) partial sums; for each
-    of the products itself, float32 (n,), the partial sums of its squares, float32 (n_norm_sums,), and the weight of its
-    norm, float32 (n,); the weight of the sum's norm, float32 (n,); what follows in `add_normed`."""
+    computes the sum's norm by itself. Buffers: the outs of `add_normed`, with add_both_blocks(n) partial sums; both
+    products, float32 (2, n); the partial sums of the squares of the first, then of the second, float32
+    (sum(n_norm_sums),); the weights of their norms, float32 (n,) each; the weight of the sum's norm, float32 (n,);
+    what follows in `add_normed`."""
     threads, quads = _BOTH_THREADS, -(-n // (4 * _BOTH_THREADS))
     assert n % 4 == 0
 
     def kernel(h: UOp, norm_sums: UOp, *rest: UOp) -> UOp:
         outs, rest = rest[:copies], rest[copies:]
-        first, second, (norm_weight, *rest_) = rest[:3], rest[3:6], rest[6:]
+        (products, squares_of, *weights_of), (norm_weight, *rest_) = rest[:4], rest[4:]
         thread, block = UOp.special(threads, "lidx0"), UOp.special(add_both_blocks(n), "gidx0")
         row = block * threads + thread
         ok = None if n % threads == 0 else row < n
         stream, weight = load(h, row, ok), load(norm_weight, row, ok)
 
-        def own_sum(sums: UOp, count: int) -> UOp:
+        def own_sum(first: int, count: int) -> UOp:
             """Of a thread's share of partial sums."""
             places = [thread + i * threads for i in range(-(-count // threads))]
-            return tree([load(sums, p, None if count % threads == 0 else p < count) for p in places])
+            whole = count % threads == 0
+            return tree([load(squares_of, p + first, None if whole else p < count) for p in places])
 
         def normed(quad: UOp, ok: UOp | None) -> list[tuple[UOp, UOp]]:
             """Four rows of both products, times their norms' weights."""
-            rows = ([a * b for a, b in zip(load_run(of[0], quad, 4, ok), load_run(of[2], quad, 4, ok), strict=True)]
-                    for of in (first, second))  # fmt: skip
-            return list(zip(*rows, strict=True))
+            runs = [
+                (load_run(products, quad + k * n, 4, ok), load_run(w, quad, 4, ok))
+                for k, w in enumerate(weights_of)
+            ]
+            return list(zip(*([a * b for a, b in zip(*run, strict=True)] for run in runs), strict=True))
 
         places = [(thread + i * threads) * 4 for i in range(quads)]
         both = [pair for p in places for pair in normed(p, None if n % (4 * threads) == 0 else p < n)]
-        own = [load(of[0], row, ok) * load(of[2], row, ok) for of in (first, second)]
+        own = [load(products, row + k * n, ok) * load(w, row, ok) for k, w in enumerate(weights_of)]
         parts = shared(2 * threads, slot=0)
         stores = [
-            store(parts, thread + k * threads, own_sum(of[1], count))
-            for k, (of, count) in enumerate(zip((first, second), n_norm_sums, strict=True))
+            store(parts, thread + k * threads, own_sum(k * n_norm_sums[0], count))
+            for k, count in enumerate(n_norm_sums)
         ]
         parts = parts.after(UOp.group(*stores))
         factors = [inverse_rms(tree(load_run(parts, k * threads, threads)), n, eps) for k in (0, 1)]

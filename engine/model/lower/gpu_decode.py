@@ -5,7 +5,8 @@
             for a feed-forward layer: gate+up . down
             for experts: router . choice, gate+up . down     . head . next token
 
-A feed-forward layer and experts side by side are the products of both, and a kernel that adds their results.
+A feed-forward layer and experts side by side share kernels: the router and the layer's gate+up, and both downs. Another
+kernel adds their results.
 
 The last product of a sublayer adds to the residual stream and prepares it for the next product: what the next sublayer
 is decides which vectors it writes. If the result is to be normed first, another kernel adds it (`post_norm`).
@@ -128,7 +129,8 @@ class DecodeKernels:
                 case FeedForward() as f:
                     x = self._gate(step, f, stream, norm)
                 case Mixture() as m:
-                    x = self._choose(step, m, stream, norm, norm)
+                    self._route(step, m, stream, norm)
+                    x = self._choose(step, m, stream, norm)
                 case Embedded() as e:
                     x = self._take_embeddings(step, e, stream, norm)
                 case SideBySide() as both:
@@ -266,24 +268,28 @@ class DecodeKernels:
             step.add(activate(f.width, f.activation), out, rows, prescale)
         return out
 
+    def _route(
+        self, step: KernelSequence, m: Mixture, stream: ResidualStream, norm: NDArray[np.float32]
+    ) -> None:
+        """Adds the router of a mixture of experts, with the gate and up of a shared expert."""
+        part, bias = m.part, given(m.router_bias)
+        epilogue, ins = STORE_BIASED if bias else STORE, bias
+        if part.shared and m.down.shared:
+            assert not bias
+            epilogue = routed(part.count + 1, part.shared.activation)
+            ins = [self._prescales.of(m.down.shared.layout)]
+        self._multiply(step, m.router, stream, norm, epilogue, self._routed(m), ins, "router")
+
     def _choose(
         self,
         step: KernelSequence,
         m: Mixture,
         stream: ResidualStream,
         norm: NDArray[np.float32],
-        router_norm: NDArray[np.float32],
     ) -> Tensor:
-        """As `_attend`, for a mixture of experts: the router, and gate and up of the experts that it chooses."""
-        part, bias = m.part, given(m.router_bias)
+        """As `_attend`, for the experts that the router chooses: their gate and up."""
+        part, (logits, *_) = m.part, self._routed(m)
         out = self._buffer("experts_activated", part.used * permuted_size(m.width))
-        logits, *shared = self._routed(m)
-        epilogue, ins = STORE_BIASED if bias else STORE, bias
-        if part.shared and m.down.shared:
-            assert not bias
-            epilogue = routed(part.count + 1, part.shared.activation)
-            ins = [self._prescales.of(m.down.shared.layout)]
-        self._multiply(step, m.router, stream, router_norm, epilogue, [logits, *shared], ins, "router")
         outs = [out, *self._chosen(part.used), m.choices]
         (down,) = m.down.matrices
         ins = [logits, *given(m.scales, m.gate_up_bias), self._prescales.of(down.layout)]
@@ -309,14 +315,17 @@ class DecodeKernels:
         step: KernelSequence,
         product: Product,
         stream: ResidualStream,
-        norm: NDArray[np.float32],
+        norm: NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]],
         epilogue: Epilogue,
         outs: list[Tensor],
         ins: list[Tensor],
         name: str,
     ) -> None:
-        """Adds a product of the residual stream after a norm."""
-        inputs = [stream.inputs[i.key] for i in inputs_of(norm, product)]
+        """Adds a product of the residual stream after a norm, or with one beside it after two norms."""
+        norms = norm if isinstance(norm, tuple) else (norm,)
+        products = product, product.beside
+        used = [i for n, p in zip(norms, products, strict=False) if p for i in inputs_of(n, p)]
+        inputs = [stream.inputs[i.key] for i in used]
         n_parts, eps = stream.n_parts if stream.is_normed else 0, self._model.spec.stream_eps
         kernel = matvec(product.stack, product.schedule, epilogue, name, n_parts, eps)
         step.add(kernel, *outs, *inputs, *([stream.parts] if n_parts else []), *ins, *product.planes)
@@ -356,15 +365,28 @@ class DecodeKernels:
     ) -> ResidualStream:  # fmt: skip
         """Adds a feed-forward layer and a mixture of experts, and the sum of their results to the residual stream."""
         dim, eps = self._model.spec.dim, self._model.spec.eps
-        stream = replace(stream, is_normed=True)
-        x = self._choose(step, both.experts, stream, both.experts_norm, both.router_norm)
-        experts = self._product_to_norm(step, both.experts, x)
-        dense = self._product_to_norm(step, both.dense, self._gate(step, both.dense, stream, both.dense_norm))
+        stream, experts, dense = replace(stream, is_normed=True), both.experts, both.dense
+        if both.first:
+            outs = [*self._routed(experts), self._buffer("activated", permuted_size(dense.width))]
+            ins, x = [self._prescales.of(dense.down.single_matrix.layout)], outs[-1]
+            epilogue, norms = (
+                routed(experts.part.count, dense.activation),
+                (both.router_norm, both.dense_norm),
+            )
+            self._multiply(step, both.first, stream, norms, epilogue, outs, ins, "router_gate_up")
+        else:
+            self._route(step, experts, stream, both.router_norm)
+            x = self._gate(step, dense, stream, both.dense_norm)
+        of_experts = self._choose(step, experts, stream, both.experts_norm)
+        product, schedule = both.down, both.down.schedule
+        rows, squares = self._buffer("both_rows", 2 * dim), self._buffer("both_squares", product.n_blocks)
+        kernel = matvec(product.stack, schedule, STORE_SQUARES, "both_down")
+        step.add(kernel, rows, squares, *self._chosen(experts.part.used), of_experts, x, *product.planes)
+        counts = experts.down.stack.n_blocks(schedule), dense.down.stack.n_blocks(schedule)
         stream = self._stream(add_both_blocks(dim), inputs, is_normed, parity)
-        counts = both.dense.down.n_blocks, both.experts.down.n_blocks
         scale = given(layer.scale)
         assert layer.post_norm is not None
-        ins = [*dense, both.dense_post_norm, *experts, both.experts_post_norm, layer.post_norm, *scale]
+        ins = [rows, squares, both.experts_post_norm, both.dense_post_norm, layer.post_norm, *scale]
         kernel = add_both(dim, counts, len(inputs), eps, bool(scale))
         step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), *ins, *self._norms(inputs))
         return stream

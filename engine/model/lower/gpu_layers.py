@@ -110,7 +110,8 @@ class Mixture:
 @dataclass
 class SideBySide:
     """A feed-forward layer and a mixture of experts side by side, and the weights of their norms: those before them and
-    before the router, and those of their results."""
+    before the router, and those of their results. In decode, one kernel has the router beside the feed-forward layer's
+    gate and up (`first`), unless these differ in type, and one has both downs (`down`)."""
 
     dense: FeedForward
     dense_norm: NDArray[np.float32]
@@ -119,10 +120,14 @@ class SideBySide:
     experts_norm: NDArray[np.float32]
     experts_post_norm: Tensor
     router_norm: NDArray[np.float32]
+    first: Product | None
+    down: Product
 
     @property
     def products(self) -> tuple[Product, ...]:
-        return *self.dense.products, *self.experts.products
+        """Those of a decode step."""
+        first = [self.first] if self.first else [self.experts.router, self.dense.gate_up]
+        return *first, self.experts.gate_up, self.down
 
 
 @dataclass

@@ -69,24 +69,27 @@ class Matrix:
 class Product:
     """Matrices that multiply the same input, and the schedule of the kernel that decode multiplies them with. `name`:
     that of the first tensor, without the layer. With `experts`, one matrix that holds those of all experts; `shared`
-    is that of an expert whose result is added to theirs."""
+    is that of an expert whose result is added to theirs. `beside`: a product of another input in the same kernel."""
 
     matrices: Sequence[Matrix]
     experts: ChosenExperts | None = None
     shared: Matrix | None = None
+    beside: Product | None = None
 
     def __post_init__(self) -> None:
         first, n = self.matrices[0], self.experts.n if self.experts else 1
         self.name = first.weights[0].name
         shapes = tuple((m.layout, m.rows // n) for m in self.matrices)
         shared = (self.shared.layout, self.shared.cols) if self.shared else None
-        self.stack = StackedMatrices(shapes, first.cols, self.experts, shared)
+        beside: StackedMatrices | None = self.beside.stack if self.beside else None
+        self.stack: StackedMatrices = StackedMatrices(shapes, first.cols, self.experts, shared, beside)
         self.planes = [plane for matrix in self.all_matrices for plane in matrix.planes]
         self.schedule = best_schedule(self.stack)
 
     @property
     def all_matrices(self) -> list[Matrix]:
-        return [*self.matrices, *([self.shared] if self.shared else [])]
+        others = self.beside.all_matrices if self.beside else []
+        return [*self.matrices, *([self.shared] if self.shared else []), *others]
 
     @property
     def single_matrix(self) -> Matrix:

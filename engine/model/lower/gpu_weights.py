@@ -279,14 +279,18 @@ def _delta_net(weights: Weights, part: Delta, room: CacheRoom) -> DeltaNet:
 
 
 def _side_by_side(weights: Weights, part: Beside, choices: Tensor) -> SideBySide:
+    dense, experts = _feed_forward(part.dense), _mixture(weights, part.experts, choices)
+    can_join = len(dense.gate_up.matrices) == 1 and experts.router_bias is None
     return SideBySide(
-        dense=_feed_forward(part.dense),
+        dense=dense,
         dense_norm=weights.vector(part.dense_norm),
         dense_post_norm=to_device(weights.vector(part.dense_post_norm)),
-        experts=_mixture(weights, part.experts, choices),
+        experts=experts,
         experts_norm=weights.vector(part.experts_norm),
         experts_post_norm=to_device(weights.vector(part.experts_post_norm)),
         router_norm=weights.vector(part.router_scale),
+        first=Product(experts.router.matrices, beside=dense.gate_up) if can_join else None,
+        down=Product(experts.down.matrices, experts.down.experts, beside=dense.down),
     )
 
 

@@ -13,6 +13,7 @@ from engine.kernels.gpu.matvec import (
     activated,
     add_residual,
     matvec,
+    routed,
 )
 from engine.kernels.gpu.prefill_experts import choose_experts
 from engine.kernels.gpu.schedules import matvec_schedule
@@ -110,6 +111,43 @@ def check_down_of_chosen_experts() -> None:
         product, sums = zeros(rows), zeros(blocks)
         run(matvec(stack, schedule, STORE_SQUARES, "t"), product, sums, *ins, *planes)
         close(product.numpy(), y, 4e-6)
+
+
+def check_products_beside_experts() -> None:
+    """The sum of the chosen experts, and beside it a product of another vector of another length: rows that fill their
+    blocks, and rows that do not."""
+    n, ids, p = 4, np.array([3, 0, 2], np.int32), np.float32([0.5, 0.2, 0.3])
+    for (a, b), schedule, rows in (((8, 12), Schedule(2, 2, 2), 16), ((12, 8), Schedule(4, 2, 2), 10)):
+        layouts, cols, experts = (WeightLayout(a), WeightLayout(b)), (256, 512), ChosenExperts(3, n, True)
+        packs = packed(a, n * rows, cols[0]), packed(b, rows, cols[1])
+        beside = StackedMatrices.single(layouts[1], rows, cols[1])
+        stack = StackedMatrices(((layouts[0], rows),), cols[0], experts, beside=beside)
+        xs, x = vector((len(ids), cols[0])), vector(cols[1])
+        vectors = buffer(np.concatenate([laid_out(x, layouts[0]).numpy() for x in xs]))
+        product, squares = zeros(2 * rows), zeros(stack.n_blocks(schedule))
+        ins = buffer(ids), buffer(p), vectors, laid_out(x, layouts[1])
+        run(matvec(stack, schedule, STORE_SQUARES, "t"), product, squares, *ins, *packs[0][0], *packs[1][0])
+        of_experts = packs[0][1].reshape(n, rows, cols[0])[ids].astype(np.float64)
+        wanted = p @ np.einsum("erc,ec->er", of_experts, xs), packs[1][1].astype(np.float64) @ x
+        close(product.numpy(), np.concatenate(wanted), 4e-6)
+        close(squares.numpy().sum(), (np.concatenate(wanted) ** 2).sum(), 4e-6)
+
+
+def check_router_beside_gate_and_up() -> None:
+    """A router and gate and up of a feed-forward layer, which have other norms of the same stream."""
+    n, cols, width, eps, layouts = 8, 256, 16, 1e-5, (WeightLayout(0), WeightLayout(12))
+    (planes, router), (others, weights) = packed(0, n, cols), packed(12, 2 * width, cols)
+    beside = StackedMatrices.single(layouts[1], 2 * width, cols)
+    stack = StackedMatrices(((layouts[0], n),), cols, beside=beside)
+    xs, squares, scale = vector((2, cols)), np.full(3, 30, np.float32), prescale(6)
+    logits, out = zeros(n), zeros(permuted_size(width))
+    kernel = matvec(stack, Schedule(2, 4, 2), routed(n, "gelu"), "t", 3, eps)
+    vectors = (laid_out(x, layout) for x, layout in zip(xs, layouts, strict=True))
+    run(kernel, logits, out, *vectors, buffer(squares), buffer(scale), *planes, *others)
+    factor = 1 / np.sqrt(squares.sum() / cols + eps)
+    close(logits.numpy(), router.astype(np.float64) @ xs[0] * factor)
+    y = weights.astype(np.float64) @ xs[1] * factor
+    close(out.numpy()[places(width)] / scale[:width], gated(y[0::2], y[1::2], "gelu"), 4e-6)
 
 
 def check_residual_with_bias() -> None:

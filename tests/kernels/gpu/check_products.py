@@ -232,10 +232,8 @@ def check_products_side_by_side() -> None:
         stream, post, *following = rng.standard_normal((2 + copies, n)).astype(np.float32)
         both = sum(normed(y.astype(np.float64), w, eps) for y, w in zip(ys, weights, strict=True))
         wanted = (stream + normed(both, post, eps)) * (scale[0] if scale else 1)
-        of_products = []
-        for y, w, count in zip(ys, weights, n_sums, strict=True):
-            squares = np.resize(np.float32([(y * y).sum() / count]), count)
-            of_products += [buffer(y), buffer(squares), buffer(w)]
+        squares = [np.full(count, (y * y).sum() / count) for y, count in zip(ys, n_sums, strict=True)]
+        of_products = map(buffer, (ys, np.concatenate(squares).astype(np.float32), *weights))
         h, sums, outs = (
             buffer(stream),
             zeros(add_both_blocks(n)),

@@ -187,7 +187,7 @@ def render_layers_of_gemma4() -> None:
     """What joins layers side by side, and embeddings of layers."""
     n, p, size, layers = 704, WeightLayout(12), 256, 35
     vector, parts = (n, F), (add_both_blocks(n), F)
-    products = vector, (88, F), vector, vector, (64, F), vector
+    products = (2 * n, F), (88 + 64, F), vector, vector
     kernel = add_both(n, (88, 64), 1, 1e-6, scaled=True)
     render(kernel, vector, parts, (permuted_size(n), F), *products, vector, (1, F), vector)
     for tokens, divided in ((1, False), (64, True)):
