@@ -85,6 +85,22 @@ class BitPacking:
             done += n
         return fields
 
+    def half(self, words: Sequence[UOp], is_second: UOp) -> list[UOp]:
+        """Words that hold the integers of a half of a period as words of a period hold its first ones."""
+        n, halves = self.period // 2, []
+        for start in range(0, n, self.whole):
+            runs: list[list[int]] = []  # bits of the second half: [word, lowest bit, number of bits, place]
+            for j in range(start, min(start + self.whole, n)):
+                for word, low, bits, first in self.fields(n + j):
+                    place = (j - start) * self.bits + first
+                    if runs and runs[-1][0] == word and runs[-1][1] + runs[-1][2] == low:
+                        runs[-1][2] += bits
+                    else:
+                        runs.append([word, low, bits, place])
+            moved = [mask(shift(words[w], low - to), ((1 << k) - 1) << to) for w, low, k, to in runs]
+            halves.append(is_second.where(bitwise_or(moved), words[start // self.whole]))
+        return halves
+
     def position(self, j: int) -> int:
         """The bit at which `unpack` leaves integer j: where it is if that is within a significand."""
         (_, low, _, _), *others = self.fields(j % self.period)

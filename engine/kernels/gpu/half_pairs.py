@@ -45,7 +45,7 @@ def quarter_pairs(
     layout: WeightLayout, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp
 ) -> list[Pair]:
     """As `unit_pairs`, of the columns of `WeightLayout.quarter`."""
-    if not _has_pairs(layout) or BitPacking(layout.bits).period > QUARTER:
+    if not _has_pairs(layout):
         return _converted(layout.quarter(planes, row, units, unit, part))
     words, d, m = layout.load_quarter(planes, row, units, unit, part)
     scales = _scales(d, m)

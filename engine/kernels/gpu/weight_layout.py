@@ -214,7 +214,6 @@ class WeightLayout:
             words = [load(planes[0], self.word_index(row, units, unit, part * n + i)) for i in range(n)]
             return [self.float_of(words, j) for j in range(QUARTER)]
         packing = BitPacking(self.bits)
-        quarters = max(packing.period // QUARTER, 1)  # in a period
         words, d, m = self.load_quarter(planes, row, units, unit, part)
 
         def fraction(j: int) -> UOp:
@@ -226,9 +225,6 @@ class WeightLayout:
             return packing.unpack_above_256(words[k * packing.words : (k + 1) * packing.words], j)
 
         values = [fraction(j) for j in range(QUARTER)]
-        for k in range(1, quarters):
-            is_kth = (part % quarters).eq(k)
-            values = [is_kth.where(fraction(k * QUARTER + j), v) for j, v in enumerate(values)]
         if self._is_e2m1:
             return [v * (d * f32(2.0**E2M1_HALF_EXPONENT)) for v in values]
         offset = d * f32(-256.0 - self.offset)  # values are 256 + q
@@ -239,13 +235,14 @@ class WeightLayout:
     def load_quarter(
         self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp
     ) -> tuple[list[UOp], UOp, UOp | None]:
-        """The words of the periods that columns 16 * part to 16 * part + 15 of a unit are part of, and the scale and
-        the minimum of these columns as float32, of a type that is none of floats."""
+        """Words that begin with the integers of columns 16 * part to 16 * part + 15 of a unit, and the scale and the
+        minimum of these columns as float32, of a type that is none of floats."""
         packing = BitPacking(self.bits)
-        n = max(QUARTER // packing.period, 1) * packing.words
-        quarters = max(packing.period // QUARTER, 1)  # in a period
-        first = (part // quarters if quarters > 1 else part) * n
+        n, is_half = max(QUARTER // packing.period, 1) * packing.words, packing.period > QUARTER
+        first = (part // 2 if is_half else part) * n
         words = [load(planes[0], self.word_index(row, units, unit, first + i)) for i in range(n)]
+        if is_half:
+            words = packing.half(words, (part % 2).eq(1))
         small_scales, halves = self._load_scales(planes, row, units, unit, None)
         d, m = self._halves_of(halves, part)
         if small_scales is not None:
