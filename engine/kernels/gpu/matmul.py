@@ -97,9 +97,10 @@ class ExpertTiles:
 
 
 def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
-    """Tiles of half as many tokens as an expert has on average: weights are converted to half precision once for a
-    tile, and an expert's last tile is on average half empty."""
-    tile = next((t for t in (64, 32) if 2 * t * n <= tokens * used), 16)
+    """Tiles of up to twice as many tokens as an expert has on average: weights are converted to half precision once
+    for a tile, which costs more than the empty half of an expert's last tile. Larger ones take more registers than
+    they save time."""
+    tile = next((t for t in (48, 32) if t * n <= 2 * tokens * used), 16)
     return ExpertTiles(tokens, used, n, tile)
 
 

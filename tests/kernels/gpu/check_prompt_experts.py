@@ -73,7 +73,7 @@ def check_sorted_assignments() -> None:
     threads; every choice has room. All choices are counted, those of tokens beyond the prompt are not."""
     for experts, live in (
         (ExpertTiles(16, 2, 5, 16), 11),
-        (ExpertTiles(64, 4, 8, 32), 64),
+        (ExpertTiles(64, 4, 8, 48), 64),
         (ExpertTiles(64, 4, 8, 16), 1),
         (ExpertTiles(512, 8, 128, 16), 500),
     ):
@@ -93,14 +93,14 @@ def check_sorted_assignments() -> None:
         assert (assigned.numpy()[len(wanted) :] == 99).all()
         assert np.array_equal(tile_experts.numpy(), owners)
     worst = expert_tiles(512, 4, 32)
-    assert worst.tile == 32 and worst.count >= 31 + -(-(2048 - 31) // 32)
+    assert worst.tile == 48 and worst.count >= 31 + -(-(2048 - 31) // 48)
 
 
 def check_expert_products() -> None:
     """Gate and up of each expert's tokens, then down, weighted, in parts for each slot; with biases and without."""
     live, tokens, used, n, width, cols, dim = 27, 32, 2, 3, 64, 256, 40
     for ggml_type, down_type, tile, bias, activation in (
-        (12, 8, 16, False, "silu"), (8, 6, 32, True, "swiglu_oai")
+        (12, 8, 16, False, "silu"), (8, 6, 48, True, "swiglu_oai")
     ):  # fmt: skip
         experts, layout, down_layout = (
             ExpertTiles(tokens, used, n, tile),
