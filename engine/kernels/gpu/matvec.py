@@ -370,11 +370,9 @@ def matvec(
         of_shared = [rest.pop(0), rest.pop(0)] if stack.shared else []
         norm_sums = rest.pop(0) if n_norm_sums else None
         head_sums = rest.pop(0) if heads else None
-        experts = (
-            ExpertRows(chosen, results, rest, matrices[0][2], thread, s.threads * s.groups)
-            if chosen
-            else None
-        )
+        n_threads, experts = s.threads * s.groups, None
+        if chosen:
+            experts = ExpertRows(chosen, results, rest, matrices[0][2], thread, n_threads)
         ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
@@ -440,10 +438,8 @@ def matvec(
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
         mixture += f"_{stack.shared[0].name}x{stack.shared[1]}" if stack.shared else ""
         full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
-        sizes = [
-            permuted_size(of.cols) * (chosen.used if chosen and chosen.added and of is stack else 1)
-            for of, _ in xs
-        ]
+        vectors = chosen.used if chosen and chosen.added else 1
+        sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
         n_bytes = stack.n_bytes + 4 * sum(sizes)
         n_ops = sum(2 * rows * of.cols * (of.experts.used if of.experts else 1) for of, _, rows in matrices)
         stores = epilogue.stores(outs, ins, result)
