@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 
 import httpx
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
 
 from app.serve.openapi import description
 from app.serve.routes import application
@@ -25,6 +23,9 @@ _REFUSED = {400, 401, 404, 405, 413}
 
 def run(tries: int, number: int = 0) -> Counts:
     """A request is answered, or refused in a sentence with a status that says whose fault it is."""
+    import schemathesis  # takes a second
+    from schemathesis import GenerationMode
+
     counts = Counts("requests after the server's schema, and against it")
     schema = schemathesis.openapi.from_dict(description())
     cases = st.one_of(
