@@ -298,5 +298,3 @@ class ModelSpec:
             yield "a scale of attention"
         if any(a.shape != attention[0].shape for a in attention):
             yield "attention of several shapes"
-        if any(a.head_dim > 256 for a in attention):
-            yield "heads of more than 256 elements"

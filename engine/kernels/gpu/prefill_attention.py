@@ -3,7 +3,8 @@
 A block has queries of neighbouring tokens and of all heads that share keys. Its warps go over the keys together, some
 at a time: a step. Keys and values come from the cache once for all of them, into shared memory, in the order in which
 threads hold operands of tensor cores, so that a warp loads sixteen bytes a thread without conflicts. There is room for
-two steps: while one step's keys and values are used, those of the next are on their way.
+two steps: while one step's keys and values are used, those of the next are on their way. Where large heads leave room
+for one, the next ones are loaded when all warps are done with it.
 
 Scores, weights and weighted sums stay in registers. The threads of a warp that share queries have different keys. They
 learn the largest score of each query through tensor cores: a product with ones and zeros hands numbers on. If it has
@@ -63,7 +64,7 @@ class PromptTiling:
     """How prefill attention is divided. A warp has 16 * `rows` queries of a head; a block has `warps` warps, which read
     the same keys, 16 * `steps` at a time; `splits` blocks share the keys of the same queries. Queries are in registers,
     or if they are `shared`, in shared memory. `across` warps have the same queries, and each a part of the values'
-    dimensions."""
+    dimensions. Shared memory has the keys and values of `held` steps, two or one."""
 
     rows: int
     warps: int
@@ -71,6 +72,7 @@ class PromptTiling:
     splits: int
     shared: bool = False
     across: int = 1
+    held: int = 2
 
     @property
     def units(self) -> int:
@@ -78,8 +80,8 @@ class PromptTiling:
         return self.warps // self.across
 
     def shared_bytes(self, dim: int) -> int:
-        """Shared memory of a block: keys and values of two steps, and queries."""
-        return (4 * self.steps + self.shared * self.units * self.rows) * 16 * dim * 2
+        """Shared memory of a block: keys, values and queries."""
+        return (2 * self.held * self.steps + self.shared * self.units * self.rows) * 16 * dim * 2
 
     def sums_size(self, heads: Heads, tokens: int) -> int:
         """The size of the sums of all splits, float32."""
@@ -99,7 +101,9 @@ def prompt_tiling(
     shapes = [(8, 1), (4, 1), (2, 1)] if is_large else [(8, 4)] * (units >= 8) + [(8, 2), (8, 1)]
     across = 2 if dim > 256 else 1  # the sums of so many dimensions are more than a warp's registers hold
     tilings = [
-        PromptTiling(rows, min(units * across, warps), steps, 1, is_large, across) for warps, steps in shapes
+        PromptTiling(rows, min(units * across, warps), steps, 1, is_large, across, held)
+        for held in (2, 1)
+        for warps, steps in shapes
     ]
     tiling = next((t for t in tilings if t.shared_bytes(dim) <= limit), tilings[-1])
     blocks = heads.kv * -(-units // tiling.units)
@@ -155,6 +159,7 @@ class _Tiles:
     def __init__(self, heads: Heads, tiling: PromptTiling, cache: Sequence[UOp], kv: UOp, warp: UOp, thread: UOp,
                  pages: Pages | None) -> None:  # fmt: skip
         self._heads, self._steps, self._cache, self._kv, self._pages = heads, tiling.steps, cache, kv, pages
+        self._held = tiling.held
         self._chunks = heads.dim // 16
         pieces = tiling.steps * self._chunks  # of 512 bytes
         numbers = [warp + k * tiling.warps for k in range(-(-pieces // tiling.warps))]
@@ -162,7 +167,7 @@ class _Tiles:
         self._size = pieces * 256  # elements of the keys of a step, or of its values
         self._t, self._g = thread // 8, thread % 8  # so that neighbouring threads load neighbouring bytes
         self._read_place = self._place(thread % 4, thread // 4)
-        self.array = shared(4 * self._size, 0, F16)
+        self.array = shared(2 * tiling.held * self._size, 0, F16)
 
     @staticmethod
     def _place(t: UOp, g: UOp) -> UOp:
@@ -170,31 +175,38 @@ class _Tiles:
         conflict."""
         return (t * 8 + (g + 2 * t) % 8) * 8
 
-    def from_cache(self, step: UOp) -> list[UOp]:
+    def from_cache(self, step: UOp, *after: UOp) -> list[UOp]:
         """A thread's part of the keys and values of a step."""
-        loads = []
+        cache, loads = [plane.after(*after) if after else plane for plane in self._cache], []
         for eight in (eight_keys, eight_values):
             for piece in self._pieces:
                 number, c = step * self._steps + piece // self._chunks, piece % self._chunks
                 tile = self._heads.tile(self._kv, number, pages=self._pages)
-                loads += eight(self._heads, self._cache, tile, c, self._t, self._g)
+                loads += eight(self._heads, cache, tile, c, self._t, self._g)
         return loads
 
-    def put(self, step: UOp, elements: Sequence[UOp]) -> UOp:
+    def put(self, step: UOp, elements: Sequence[UOp], *after: UOp) -> UOp:
         """Stores what `from_cache` loaded."""
-        stores = []
+        array, stores = self.array.after(*after) if after else self.array, []
         for i in range(0, len(elements), 8):
             which, k = divmod(i // 8, len(self._pieces))
-            first = (
-                (step % 2 * 2 + which) * self._size + self._pieces[k] * 256 + self._place(self._t, self._g)
-            )
-            stores += store_run(self.array, first, elements[i : i + 8])
+            first = self._first(step, which) + self._pieces[k] * 256 + self._place(self._t, self._g)
+            stores += store_run(array, first, elements[i : i + 8])
         return UOp.group(*stores)
+
+    def replace(self, step: UOp, used: Sequence[UOp]) -> UOp:
+        """Loads and stores a step in place of the one before, when all warps have `used` that."""
+        barrier = used[0].barrier(*used[1:])
+        return self.put(step, self.from_cache(step, barrier), barrier)
+
+    def _first(self, step: UOp, which: int) -> UOp:
+        """Where the keys or the values of a step begin."""
+        return (step % self._held * 2 + which) * self._size
 
     def operands(self, array: UOp, step: UOp, which: int, s: int, c: int | UOp) -> list[list[UOp]]:
         """Two right tiles: of keys (`which` is 0) or values, of the s-th sixteen tokens of a step, in sixteen
         dimensions: of even keys and odd ones, or of even dimensions and odd ones."""
-        first = (step % 2 * 2 + which) * self._size + (s * self._chunks + c) * 256 + self._read_place
+        first = self._first(step, which) + (s * self._chunks + c) * 256 + self._read_place
         eight = load_run(array, first, 8)
         return [eight[:4], eight[4:]]
 
@@ -291,13 +303,13 @@ def attend_prompt(
         for axis, (start, stop, masked) in enumerate(turns):
             loop = UOp.range(stop - start, axis, AxisType.LOOP)
             step, before = start + loop, (loop, *done)
-            following = tiles.from_cache(step + 1)
-            now = _before(array, following, *before)
+            old = load_run(tops.after(*before), 0, 2 * rows)
+            following = tiles.from_cache(step + 1) if tiling.held > 1 else []
+            now = _before(array, following or old, *before)
             if tiling.shared:
                 held = query_array.after(*before)
                 query_rows = [load_run(held, own_queries + i * 256, 8) for i in range(rows * chunks)]
             own = scores(now, step, masked, query_rows)
-            old = load_run(tops.after(*before), 0, 2 * rows)
             top = []
             for r in range(rows):
                 top += _quad_maxima([maximum(x) for x in own[2 * r : 2 * r + 2]], g, t)
@@ -323,7 +335,8 @@ def attend_prompt(
                             k = ((r * own_chunks + c) * 2 + odd) * 4
                             sums[k : k + 4] = wmma(lefts[r], values, sums[k : k + 4])
             stores += store_run(sums_array, 0, sums) + store_run(tops, 0, top)
-            done = (UOp.group(*stores, tiles.put(step + 1, following)).end(loop),)
+            put = tiles.put(step + 1, following) if following else tiles.replace(step + 1, sums)
+            done = (UOp.group(*stores, put).end(loop),)
 
         sums, top = load_run(sums_array.after(*done), 0, n_sums), load_run(tops.after(*done), 0, 2 * rows)
         thread_totals, total = load_run(totals.after(*done), 0, 2 * rows), []
@@ -352,7 +365,8 @@ def attend_prompt(
                 results = own_sums[8 * c : 8 * c + 8]
                 chunk = run * own_chunks + c
                 stores += _store(h, out, columns, head, tile + r, chunk, thread, results, factors, live)
-        shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_sinks' * sinks}{'_columns' * columns}"
+        shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
+        shape += f"{'_sinks' * sinks}{'_columns' * columns}"
         used = tiling.shared_bytes(dim)
         big = f"_sm{used}" if used > STATIC_SHARED else ""
         return finish(f"prefill_attend_{h.name}_{tokens}_{shape}{big}", stores)

@@ -10,8 +10,7 @@ _GPU = frozenset({"experts whose gate and up differ in type"})
 _LACKING = {
     "CPU": frozenset({"scaled layers without a norm after them"}),
     "CUDA": _GPU,
-    # tinygrad's NV device gives a block 48 KB of shared memory, and prefill attention of such heads takes 80 KB
-    "NV": _GPU | {"heads of more than 256 elements"},
+    "NV": _GPU,
 }
 
 

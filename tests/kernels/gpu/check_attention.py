@@ -1,5 +1,7 @@
 """Attention of one token and of a prompt, over a KV cache of keys and values in half precision."""
 
+from dataclasses import replace
+
 import numpy as np
 from tinygrad import dtypes
 
@@ -165,6 +167,9 @@ def check_head_sizes() -> None:
     decode_attention(40, flash_split(largest, 256, 256, 2), largest)
     for h in (odd, large):
         attended_prompt(prompt_tiling(h, 32, 16), 18, 100, h)
+    small = prompt_tiling(largest, 32, 2)  # room for the keys of one step
+    assert small.held == 1 and small.shared_bytes(512) <= 48 << 10
+    attended_prompt(replace(small, splits=1), 18, 20, largest)
 
 
 def check_windows() -> None:
