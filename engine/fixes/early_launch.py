@@ -6,7 +6,13 @@ previous one itself (CUDA C++ Programming Guide, "Programmatic Dependent Launch 
 griddepcontrol). With this fix every kernel begins with that wait, and a graph edge between two such kernels launches
 the second as blocks of the first end. Decode on an H200 is 4 to 8 % faster.
 
-The order stays strict. A kernel does nothing until its predecessor has ended, and that one waited for its own
+Weights do not depend on the previous kernel. A kernel whose name ends in `_wN` reads weights, which no kernel of a
+graph writes, from its buffer N on. It loads the first of them before it waits, and lets the next kernel start before
+its threads first meet. That pays if blocks have so few registers that those of the next kernel fit beside them: a step
+of eight layers of Llama 3.2 3B (Q6_K) and the head takes 398 microseconds in place of 428 with such schedules. With
+others it can take longer.
+
+The order stays strict. A kernel does nothing else until its predecessor has ended, and that one waited for its own
 predecessor, so one edge replaces the many of a chain. A kernel that depends on several independent kernels keeps its
 ordinary edges.
 """
@@ -30,6 +36,8 @@ from engine.devices import cuda_driver
 from engine.fixes import once
 
 _WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+_LAUNCH = 'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");'
+_BARRIER = "__syncthreads();"
 _MIN_CAPABILITY = 90  # the first compute capability, times ten, that has griddepcontrol
 
 _stock_render = CUDARenderer.render_kernel
@@ -50,7 +58,33 @@ def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -
     arch = re.match(r"sm_(\d+)", self.target.arch)
     if arch is None or int(arch[1]) < _MIN_CAPABILITY:
         return source
-    return re.sub(r"(__global__ [^{]*\{\n)", lambda opening: f"{opening[1]}  {_WAIT}\n", source, count=1)
+    before, opening, body = re.split(r"(__global__ [^{]*\{\n)", source, maxsplit=1)
+    weights = re.search(r"_w(\d+)(_mb\d+)?$", function_name)
+    late = waiting_late(body, int(weights[1])) if weights else f"  {_WAIT}\n{body}"
+    return before + opening + late
+
+
+def waiting_late(body: str, weights: int) -> str:
+    """The lines of a kernel that waits before its first access to a buffer below number `weights`, and lets the next
+    kernel start before its first barrier. If that access is in a loop, there is another wait after the loop, which may
+    have no steps. Every wait but the first returns at once. No wait depends on a condition."""
+    lines: list[str] = []
+    loops, waits, surely, launches, condition = False, False, False, False, 0
+    for line in body.splitlines(keepends=True):
+        if line.startswith("  for (") or (loops and line == "  }\n"):
+            loops, waits = not loops, surely
+        if not waits and any(int(number) < weights for number in re.findall(r"\bdata(\d+)_", line)):
+            lines.insert(condition or len(lines), f"  {_WAIT}\n")
+            waits, surely = True, not loops
+        if not launches and line.strip() == _BARRIER:
+            lines.append(f"  {_LAUNCH}\n")
+            launches = True
+        lines.append(line)
+        if line.lstrip().startswith("if ("):
+            condition = condition or len(lines) - 1
+        elif line.strip() == "}":
+            condition = 0
+    return "".join(lines)
 
 
 def _node(self: CUDAGraph, bufs: Any, write: Any) -> Any:

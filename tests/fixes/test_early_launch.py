@@ -132,3 +132,37 @@ def test_a_kernel_after_two_independent_ones_keeps_its_edges(monkeypatch):
 def test_a_driver_that_refuses_gets_ordinary_edges(monkeypatch):
     driver = graph_of(monkeypatch, CHAIN, [True] * 4, refuses=True)
     assert driver.edges == {(0, 1): "full", (1, 2): "full", (2, 3): "full"}
+
+
+BODY = """  int alu0 = 3;
+  for (int Ridx0 = 0; Ridx0 < alu0; Ridx0++) {
+    uint val0 = (*(data12_8+Ridx0));
+    float val1 = (*(data1_8+Ridx0));
+    *(buf0+0) = val0*val1;
+  }
+  *(buf1+alu0) = (*(buf0+0));
+  __syncthreads();
+  if (alu0) {
+    *(data0_8+0) = (*(buf1+0));
+  }
+  float val2 = (*(data2_8+0));
+  __syncthreads();
+}
+"""
+
+
+def test_a_kernel_loads_weights_before_it_waits_and_lets_the_next_start_before_its_first_barrier():
+    lines = early_launch.waiting_late(BODY, weights=12).splitlines()
+    added = [(i, line.strip()) for i, line in enumerate(lines) if "griddepcontrol" in line]
+    wait, launch = early_launch._WAIT, early_launch._LAUNCH
+    assert [(lines[i + 1].strip(), line) for i, line in added] == [
+        ("float val1 = (*(data1_8+Ridx0));", wait),
+        ("__syncthreads();", launch),
+        ("if (alu0) {", wait),
+    ]
+    assert "\n".join(line for line in lines if "griddepcontrol" not in line) + "\n" == BODY
+
+
+def test_a_loop_after_a_wait_needs_no_other():
+    lines = early_launch.waiting_late("  float val9 = (*(data3_8+0));\n" + BODY, weights=12).splitlines()
+    assert [i for i, line in enumerate(lines) if early_launch._WAIT in line] == [0]

@@ -52,21 +52,23 @@ MAX_BLOCK = 256  # columns of the largest quantization block
 @dataclass(frozen=True)
 class Schedule:
     """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
-    once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none."""
+    once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
+    `early`: whether it loads weights before it waits for the kernel before (`engine.fixes.early_launch`)."""
 
     threads: int
     groups: int
     rows: int
     blocks: int = 0
+    early: bool = False
 
     @property
     def block_rows(self) -> int:
         return self.groups * self.rows
 
-    @property
-    def suffix(self) -> str:
-        """The end of the kernel's name, which asks for the resident blocks."""
-        return f"_mb{self.blocks}" if self.blocks else ""
+    def name(self, first_weights: int) -> str:
+        """For the name of a kernel whose buffers from `first_weights` on are weights: what it asks for is the end."""
+        name = f"{self.threads}_{self.groups}_{self.rows}" + f"_w{first_weights}" * self.early
+        return f"{name}_mb{self.blocks}" if self.blocks else name
 
     def fits(self) -> bool:
         """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""
@@ -75,10 +77,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StackedMatrices:
-    """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n
-    experts has one such matrix, and these are one after the other. If the results of experts are added, that of a
-    `shared` expert may be too: (layout, columns) of its matrix. `beside`: matrices with vectors of their own, whose
-    rows follow."""
+    """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n has one
+    such matrix, one after the other. If the results of experts are added, that of a `shared` expert may be too:
+    (layout, columns) of its matrix. `beside`: matrices with vectors of their own, whose rows follow."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int
@@ -374,7 +375,7 @@ def matvec(
         if chosen:
             experts = ExpertRows(chosen, results, rest, matrices[0][2], thread, n_threads)
         ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
-        block = UOp.special(stack.n_blocks(s), "gidx0")
+        n_before, block = len(buffers) - len(planes), UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
         first, end, factor = block * s.block_rows, UOp.const(matrices[0][2]), f32(matrices[0][1].scale)
         blocks_before = rows_before = 0
@@ -437,7 +438,7 @@ def matvec(
         names = "_".join(layout.name for _, layout, _ in matrices)
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
         mixture += f"_{stack.shared[0].name}x{stack.shared[1]}" if stack.shared else ""
-        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.threads}_{s.groups}_{s.rows}{s.suffix}"
+        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name(n_before)}"
         vectors = chosen.used if chosen and chosen.added else 1
         sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
         n_bytes = stack.n_bytes + 4 * sum(sizes)

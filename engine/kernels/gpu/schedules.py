@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import astuple, replace
 from importlib import resources
 
 import msgspec
@@ -35,6 +36,8 @@ def matvec_schedule(stack: StackedMatrices, chip: str = "", multiprocessors: int
     """The schedule of a product without a search, on a GPU of a compute capability (`chip`, as "sm_87") with a number
     of multiprocessors."""
     shipped = _shipped(chip)
+    if measured := shipped.early.get(stack.name):
+        return Schedule(*measured, early=True)
     if measured := shipped.products.get(stack.name):
         return Schedule(*measured)
     min_blocks = shipped.rule.blocks_a_multiprocessor * multiprocessors
@@ -48,11 +51,12 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, and for each `StackedMatrices.name` threads, groups, rows and
-    blocks."""
+    blocks. Those of `early` are `Schedule.early`."""
 
     origin: str = "a guess"
     rule: _Rule = _Rule()
     products: dict[str, tuple[int, int, int, int]] = {}
+    early: dict[str, tuple[int, int, int, int]] = {}
 
 
 @functools.cache
@@ -84,8 +88,9 @@ def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Sc
 
 def candidates(stack: StackedMatrices, near: Schedule) -> list[Schedule]:
     """The schedules to try for a product, those most similar to `near` first, without `near`: blocks of 64 to 512
-    threads, whole blocks of rows, gate and up in one block, few idle threads."""
-    schedules = dict.fromkeys(s for s in _all(stack.rows, stack.units, stack.slots) if s != near)
+    threads, whole blocks of rows, gate and up in one block, few idle threads. They load weights as early as `near`."""
+    alike = (replace(s, early=near.early) for s in _all(stack.rows, stack.units, stack.slots))
+    schedules = dict.fromkeys(s for s in alike if s != near)
     return sorted(schedules, key=lambda s: _distance(s, near))
 
 
@@ -123,8 +128,7 @@ def search_result(stack: StackedMatrices) -> tuple[Schedule, int] | None:
 
 
 def save_search_result(stack: StackedMatrices, schedule: Schedule, width: int) -> None:
-    s = schedule
-    disk_cache().put("tuned", _key(stack), ((s.threads, s.groups, s.rows, s.blocks), width))
+    disk_cache().put("tuned", _key(stack), (astuple(schedule), width))
 
 
 def _key(stack: StackedMatrices) -> tuple[str, ...]:

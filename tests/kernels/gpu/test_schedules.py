@@ -21,7 +21,8 @@ def test_what_is_shipped_fits(chip):
     known = schedules._shipped(chip)
     assert known.origin.startswith(("measured", "predicted"))
     assert known.origin == "predicted" or known.products
-    for name, numbers in known.products.items():
+    assert not known.products.keys() & known.early.keys()
+    for name, numbers in (known.products | known.early).items():
         schedule = Schedule(*numbers)
         assert schedule.fits() and schedule.block_rows % 2 == 0
         for matrix in name.split(" + "):
@@ -32,6 +33,13 @@ def test_what_is_shipped_fits(chip):
 def test_what_was_measured_comes_before_the_rule():
     assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_90", 132) == Schedule(16, 4, 8)
     assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_00", 132) != Schedule(16, 4, 8)
+    early = matvec_schedule(StackedMatrices.single(Q6_K, 3072, 3072), "sm_90", 132)
+    assert early == Schedule(48, 4, 4, early=True) and early.name(5) == "48_4_4_w5"
+    assert (
+        Schedule(16, 4, 8, 2, early=True).name(5) == "16_4_8_w5_mb2"
+        and Schedule(16, 4, 8).name(5) == "16_4_8"
+    )
+    assert all(s.early for s in schedules.candidates(StackedMatrices.single(Q6_K, 3072, 3072), early))
 
 
 @pytest.mark.parametrize("multiprocessors", [8, 16, 24, 128])
