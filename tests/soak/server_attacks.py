@@ -308,8 +308,9 @@ async def _waits_for_its_turn(target: Target) -> None:
     number = target.choose.random()  # others may do the same now
 
     def ended() -> list[str]:
-        """Who asked for the answers that have ended, by the server's own lines."""
-        return [who for who in target.log.read_text().split() if f"{number}@" in who]
+        """Who asked for the answers that have ended, by the server's own lines. Others may have taken the places."""
+        lines = [line.split() for line in target.log.read_text().splitlines() if f"{number}@" in line]
+        return [client for _, client, _, status, *_ in lines if status == "200:"]
 
     async def ask(user: str) -> None:
         long = HELLO | {"user": f"{user}{number}", "ignore_eos": True, "max_tokens": 300}
