@@ -150,7 +150,7 @@ def test_scale_and_temperature(pool: ThreadPool) -> None:
     check(pool, replace(PLAIN, scale=0.5, norm_eps=EPS, query_norm=True, temperature=True), 19, 1, 1)
 
 
-@pytest.mark.parametrize(("dim", "lanes"), [(64, 4), (96, 4), (96, 16), (128, 8), (256, 4), (256, 16)])
+@pytest.mark.parametrize(("dim", "lanes"), [(64, 4), (96, 16), (128, 8), (256, 4)])
 def test_sizes_of_heads(pool: ThreadPool, dim: int, lanes: int) -> None:
     heads = Heads(4, 2, dim, 128, lanes, dim**-0.5, EPS, query_norm=True, key_norm=True)
     check(pool, heads, 2 * lanes + 3, 1, lanes, 1)

@@ -117,12 +117,11 @@ def render_window() -> None:
     ):  # fmt: skip
         render(attend(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *ins)
         normed, weights = replace(h, norm_eps=1e-6), ((h.query + h.kv) * h.dim, F)
-        short = replace(split, limit=64, splits=1)
-        outs = [(permuted_size(size), F)], [(split.splits * size, F), (split.splits * h.query * 2, F)]
-        for cut, out, rest in ((short, outs[0], [(h.query, F), (UNIT, F)]), (split, outs[1], [])):
-            kernel = attend(normed, cut, True, True)
-            render(kernel, *out, *cache, (rows, F), (h.dim, F), ints, weights, factors, *rest)
-        render(combine(h, split.splits, True), *outs[0], *outs[1], (UNIT, F), (h.query, F))
+        short, out = replace(split, limit=64, splits=1), (permuted_size(size), F)
+        kernel = attend(normed, short, True, True)
+        render(kernel, out, *cache, (rows, F), (h.dim, F), ints, weights, factors, (h.query, F), (UNIT, F))
+        parts = (split.splits * size, F), (split.splits * h.query * 2, F)
+        render(combine(h, split.splits, True), out, *parts, (UNIT, F), (h.query, F))
     rotate = rotate_prompt(h, tokens, (1,), (rows,), False)
     render(rotate, queries, *cache, (tokens * rows, F), table, table, ints, factors)
     cut = prompt_tiling(h, tokens, 16)
