@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ while a request is on its way."""
 HEAD_S = 20.0  # for the head of a request to arrive
 UNREAD_S = 60.0
 """A client that takes nothing of its answer for so long is gone: it would keep a place that others wait for."""
-MOST_CONNECTIONS = 512
+MOST_CONNECTIONS = 4096
+"""More than the system lets wait for their acceptance: an honest client among many that vanish is not refused."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -89,6 +91,7 @@ class Server:
         """Serves until SIGINT or SIGTERM, and returns the exit code: that of the failure if the engine does not start.
 
         The first signal lets answers end for DRAIN_S; then, or at the second signal, they are ended."""
+        _allow_descriptors()
         try:
             return await run_until_signal(self._serve(), signal.SIGINT, signal.SIGTERM, stop=self._stop)
         finally:
@@ -123,6 +126,14 @@ class Server:
         while self._service.open and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.05)
         await self._engine.stop()
+
+
+def _allow_descriptors() -> None:
+    """Raises the limit of open files, commonly 1,024, so that connections do not use them up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MOST_CONNECTIONS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _HttpServer(uvicorn.Server):
