@@ -265,9 +265,11 @@ def rotate_prompt(
             lanes = max(16, dim // 16)  # that add squares, so that no thread adds those of a whole head
             first, adds = head_in_block * dim + d, d < lanes
             lane_sum = tree([load(squares, first + j, adds) for j in range(0, dim, lanes)])
-            sums = shared(per_block * lanes, slot=3)
-            sums = after_store(sums, head_in_block * lanes + d, lane_sum, adds)
-            norm = inverse_rms(tree(load_run(sums, head_in_block * lanes, lanes)), dim, h.norm_eps or 0.0)
+            lane_sums = shared(per_block * lanes, slot=3)
+            lane_sums = after_store(lane_sums, head_in_block * lanes + d, lane_sum, adds)
+            norm = inverse_rms(
+                tree(load_run(lane_sums, head_in_block * lanes, lanes)), dim, h.norm_eps or 0.0
+            )
             weight = is_query.where(UOp.const(0), UOp.const(dim))
             x, other = (v * load(norms, weight + e) * norm for v, e in ((own, d), (partner, partner_d)))
             value = own * norm if h.normed_values else own
