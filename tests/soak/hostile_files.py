@@ -6,7 +6,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from engine.errors import OrinError
@@ -17,6 +16,7 @@ from engine.model.memory_need import memory_need
 from engine.model.weights import Weights, pieces
 from tests import generated_model
 from tests.soak.counts import Counts
+from tests.soak.drawn import drawn
 
 ARCHITECTURES = ("llama", "gemma3", "qwen3moe", "gpt-oss", "qwen35")
 _NUMBERS = st.sampled_from([0, 1, 2, 8, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1])
@@ -42,15 +42,7 @@ def run(tries: int, number: int = 0) -> Counts:
             with GGUF(path) as file:
                 heads.append(len(data) - sum(tensor.data.nbytes for tensor in file.tensors.values()))
 
-        @seed(number)
-        @settings(
-            max_examples=tries,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(st.integers(0, len(files) - 1), _CHANGES, st.none() | st.floats(0, 1))
+        @drawn(tries, number, st.integers(0, len(files) - 1), _CHANGES, st.none() | st.floats(0, 1))
         def read(which: int, changes: list[tuple[float, bytes]], cut: float | None) -> None:
             data = bytearray(files[which])
             for place, piece in changes:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from engine.catalog import hub
@@ -19,6 +18,7 @@ from engine.catalog.names import HubModel
 from engine.errors import OrinError
 from tests.catalog.fake_hub import FakeHub
 from tests.soak.counts import Counts
+from tests.soak.drawn import drawn
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -50,15 +50,7 @@ def run(tries: int, number: int = 0) -> Counts:
     with _a_hub() as fake:
         info = fake.info()
 
-        @seed(number)
-        @settings(
-            max_examples=tries,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(_ANSWERS)
+        @drawn(tries, number, _ANSWERS)
         def ask(answer: tuple[dict[str, object], dict[str, object], bytes | None]) -> None:
             of_repository, of_file, instead = answer
             [sibling] = info["siblings"]

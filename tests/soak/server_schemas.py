@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import httpx
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from app.serve.openapi import description
@@ -17,6 +16,7 @@ from app.serve.service import ModelFile, Service
 from tests import generated_model
 from tests.app.fake_engine import READY, FakeEngine
 from tests.soak.counts import Counts
+from tests.soak.drawn import drawn
 
 _REFUSED = {400, 401, 404, 405, 413}
 
@@ -40,15 +40,7 @@ def run(tries: int, number: int = 0) -> Counts:
     loop = asyncio.new_event_loop()
     client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
-    @seed(number)
-    @settings(
-        max_examples=tries,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases)
+    @drawn(tries, number, cases)
     def ask(case: schemathesis.Case) -> None:
         sent = case.as_transport_kwargs()
         started = time.perf_counter()
