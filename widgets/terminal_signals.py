@@ -28,9 +28,7 @@ def suspend_between_events(app: App[Any]) -> None:
 
     def go_on() -> None:
         nonlocal is_ours
-        if (
-            not is_ours
-        ):  # it was stopped by SIGSTOP: what the terminal shows, and how it sends keys, is not known
+        if not is_ours:  # it was stopped by SIGSTOP: how the terminal shows text and sends keys is not known
             with app.suspend():
                 pass
         is_ours = False

@@ -81,9 +81,8 @@ class Server:
         )
         # It warns of clients that go while several tokens are sent to them: nobody has to do anything about that.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
-        logging.getLogger("uvicorn.error").setLevel(
-            logging.ERROR
-        )  # it warns of each client that sends nonsense
+        # This one warns of each client that sends nonsense.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self._http = _HttpServer(config)
         self._loading: asyncio.Task[int] | None = None
 
