@@ -22,6 +22,11 @@ def has_tensor_cores() -> bool:
     return int(capability()[3:]) >= 80
 
 
+def launches_early() -> bool:
+    """Whether a kernel can be launched before the one before has ended (`engine.fixes.early_launch`)."""
+    return Device.DEFAULT.split(":")[0] == "CUDA" and int(capability()[3:]) >= 90
+
+
 def shared_limit() -> int:
     """The most bytes of shared memory of a block: what every GPU with tensor cores has, where tinygrad can ask for more
     than 48 KB (`engine.fixes.dynamic_shared`)."""

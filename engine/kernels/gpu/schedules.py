@@ -86,12 +86,14 @@ def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Sc
 # --- the search ----------------------------------------------------------------------------------------
 
 
-def candidates(stack: StackedMatrices, near: Schedule) -> list[Schedule]:
+def candidates(stack: StackedMatrices, near: Schedule, early: bool = False) -> list[Schedule]:
     """The schedules to try for a product, those most similar to `near` first, without `near`: blocks of 64 to 512
-    threads, whole blocks of rows, gate and up in one block, few idle threads. They load weights as early as `near`."""
-    alike = (replace(s, early=near.early) for s in _all(stack.rows, stack.units, stack.slots))
-    schedules = dict.fromkeys(s for s in alike if s != near)
-    return sorted(schedules, key=lambda s: _distance(s, near))
+    threads, whole blocks of rows, gate and up in one block, few idle threads. With `early`, those without held
+    blocks are also tried as `Schedule.early`."""
+    schedules = list(_all(stack.rows, stack.units, stack.slots))
+    if early:
+        schedules += [replace(s, early=True) for s in schedules if not s.blocks]
+    return sorted(dict.fromkeys(s for s in schedules if s != near), key=lambda s: _distance(s, near))
 
 
 def _all(rows: int, units: int, slots: int) -> Iterator[Schedule]:
@@ -118,7 +120,7 @@ def _distance(a: Schedule, b: Schedule) -> float:
     steps = sum(
         abs(math.log2(x / y)) for x, y in ((a.threads, b.threads), (a.groups, b.groups), (a.rows, b.rows))
     )
-    return steps + 0.5 * (bool(a.blocks) != bool(b.blocks))
+    return steps + 0.5 * (bool(a.blocks) != bool(b.blocks)) + 0.5 * (a.early != b.early)
 
 
 def search_result(stack: StackedMatrices) -> tuple[Schedule, int] | None:

@@ -19,6 +19,7 @@ from engine.candidate_trial import CandidateFailedError, device_works, has_faile
 from engine.disk_cache import disk_cache
 from engine.events import Search
 from engine.kernels.compilation import compile_all
+from engine.kernels.gpu.device import launches_early
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.matvec import Schedule, StackedMatrices
 from engine.kernels.gpu.schedules import candidates, save_search_result, search_result
@@ -93,7 +94,7 @@ class _ShapeSearch:
     def run(self, max_candidates: int, deadline: float) -> Iterator[None]:
         """Tries candidates until `deadline`, yields after each, and sets the best schedule at the end."""
         stack = self._first.stack
-        schedules = candidates(stack, self._first.schedule)
+        schedules = candidates(stack, self._first.schedule, launches_early())
         todo = [s for s in schedules if not has_failed(disk_cache(), self._key(s))][:max_candidates]
         self._total = len(todo)
         timed: list[tuple[float, Schedule]] = []
@@ -196,7 +197,7 @@ def search_event(
 ) -> Search:
     """The `Search` event for a product with its current schedule."""
     s = product.schedule
-    held = f", {s.blocks} blocks held" if s.blocks else ""
+    held = f", {s.blocks} blocks held" if s.blocks else ", weights early" if s.early else ""
     return Search(
         what=f"{product.name} {product.stack.name}",
         choice=f"{s.threads} threads x {s.groups} rows, {s.rows} each{held}",

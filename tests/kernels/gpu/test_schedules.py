@@ -33,13 +33,20 @@ def test_what_is_shipped_fits(chip):
 def test_what_was_measured_comes_before_the_rule():
     assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_90", 132) == Schedule(16, 4, 8)
     assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_00", 132) != Schedule(16, 4, 8)
-    early = matvec_schedule(StackedMatrices.single(Q6_K, 3072, 3072), "sm_90", 132)
-    assert early == Schedule(48, 4, 4, early=True) and early.name(5) == "48_4_4_w5"
+    early = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), "sm_90", 132)
+    assert early == Schedule(16, 8, 2, early=True) and early.name(5) == "16_8_2_w5"
     assert (
         Schedule(16, 4, 8, 2, early=True).name(5) == "16_4_8_w5_mb2"
         and Schedule(16, 4, 8).name(5) == "16_4_8"
     )
-    assert all(s.early for s in schedules.candidates(StackedMatrices.single(Q6_K, 3072, 3072), early))
+
+
+def test_a_search_tries_early_weights_where_kernels_are_launched_early():
+    stack, near = StackedMatrices.single(Q6_K, 3072, 3072), Schedule(48, 4, 4)
+    assert not any(s.early for s in schedules.candidates(stack, near))
+    tried = schedules.candidates(stack, near, early=True)
+    assert near not in tried and tried[0] == Schedule(48, 4, 4, early=True)
+    assert not any(s.early and s.blocks for s in tried)
 
 
 @pytest.mark.parametrize("multiprocessors", [8, 16, 24, 128])
