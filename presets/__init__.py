@@ -4,10 +4,6 @@ from pathlib import Path
 
 GUIDE = "orin-guide"
 """The name of the built-in model."""
-GREETING = (
-    f"{GUIDE} answers: a small built-in model that knows only orin-chat. "
-    "For a larger model: orin-chat --model qwen3:0.6b. `orin-chat models` lists more."
-)
 
 
 def guide_path() -> Path:

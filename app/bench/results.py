@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import UsageError
+from engine.invocation import call
 from widgets.text import one_line
 
 OURS, PEER = "orin-chat", "llama.cpp"
@@ -124,6 +125,6 @@ def read(path: Path) -> list[Result]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             f"{path} holds no results of a benchmark: {one_line(str(error))}.",
-            "Make one with: orin-chat bench --save FILE",
+            f"Make one with: {call('bench --save FILE')}",
         ) from None
     return [result for result in results if result.samples_ts]

@@ -10,6 +10,7 @@ from app.chat.summary import Summarized, newest
 from app.chat.turn import Turn
 from engine.errors import UsageError
 from engine.events import Message
+from engine.invocation import call
 from widgets.text import counted
 
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"
@@ -102,7 +103,7 @@ class Conversation:
             if self.chat_id is not None and self.history.problem is None:
                 is_latest = self.history.chats(limit=1)[0].id == self.chat_id
                 chat = "--continue" if is_latest else f"--chat {self.chat_id}"
-                return f"orin-chat {options}{chat} goes on with this chat."
+                return f"{call(options + chat)} goes on with this chat."
         return ""
 
     def all_messages(self) -> list[Message]:

@@ -30,6 +30,7 @@ from engine.doctor import Finding, Section, State, backend_checks, fair, good, h
 from engine.doctor.backend_checks import as_finding
 from engine.doctor.check_result import CheckResult
 from engine.errors import BackendError, UsageError
+from engine.invocation import call
 from engine.peers.llama_process import find_llama_server
 from widgets.text import as_bytes, clean, one_line
 
@@ -196,7 +197,7 @@ def _environment(settings: Settings) -> Iterator[Finding]:
     yield (
         good("disk", space)
         if free > 4 << 30
-        else fair("disk", space, "Make room: orin-chat models, orin-chat rm")
+        else fair("disk", space, f"Make room: {call('models')}, {call('rm')}")
     )
     yield _terminal()
 
@@ -223,7 +224,7 @@ def _terminal() -> Finding:
     encoding = (sys.stdout.encoding or "ascii").upper()
     text = f"{size.columns}x{size.lines}, {colors}, {encoding}"
     if "UTF" not in encoding:
-        return fair("terminal", text, "Set a UTF-8 locale, as LANG=C.UTF-8, or use orin-chat --plain.")
+        return fair("terminal", text, f"Set a UTF-8 locale, as LANG=C.UTF-8, or: {call('--plain')}")
     return good("terminal", text)
 
 

@@ -12,7 +12,8 @@ from app.cli.progress import say
 from engine.catalog import cache
 from engine.catalog.names import WebFile, parse
 from engine.errors import ModelFileError
-from presets import GREETING, GUIDE, guide_path
+from engine.invocation import call
+from presets import GUIDE, guide_path
 
 
 def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bool] = lambda: False) -> Path:
@@ -60,7 +61,11 @@ def greet(named: str | None, model_path: str, *, is_chat: bool) -> None:
     the first single answer."""
     is_known = remembered("greeting") and not is_chat
     if named is None and model_path == str(guide_path()) and not is_known:
-        say(sys.stderr, GREETING)
+        say(
+            sys.stderr,
+            f"{GUIDE} answers: a small built-in model that knows only orin-chat. "
+            f"For a larger model: {call('--model qwen3:0.6b')}. `{call('models')}` lists more.",
+        )
         remember("greeting", "shown")
 
 

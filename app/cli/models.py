@@ -22,6 +22,7 @@ from engine.errors import ModelFileError, OrinError, UsageError
 from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
 from engine.formats.kv_format import KVFormat
+from engine.invocation import call
 from engine.model import file_summary, packed_weights_cache
 from engine.model.architectures import read_spec
 from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
@@ -68,7 +69,7 @@ def list_models(args: Namespace, aliases: Mapping[str, str]) -> None:
         if entry.problem:
             print(one_line(f"{entry.name} cannot be used: {entry.problem}"))
     print(f"\nNot here, but known: {', '.join(entry.name for entry in not_here(local, aliases))}.")
-    print("orin-chat pull NAME downloads one; so does hf.co/user/repository[:Q4_K_M].")
+    print(f"{call('pull NAME')} downloads one; so does hf.co/user/repository[:Q4_K_M].")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
@@ -134,7 +135,7 @@ def remove(args: Namespace, aliases: Mapping[str, str]) -> None:
         return
     model = next((model for model in cache.installed() if model.path == path), None)
     if model is None:
-        raise ModelFileError(f"{args.model} is not on this machine.", "orin-chat models lists what is.")
+        raise ModelFileError(f"{args.model} is not on this machine.", f"{call('models')} lists what is.")
     name = one_line(model.path.name)
     if not args.yes and not _is_confirmed(f"Delete {name} ({as_bytes(model.size_bytes)})? [y/N] "):
         print("It stays.", file=sys.stderr)
@@ -167,7 +168,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     if path is None:
         raise ModelFileError(
             f"{source} is not on this machine.",
-            "Check the path for a typing error." if isinstance(source, Path) else f"orin-chat pull {source}",
+            "Check the path for a typing error." if isinstance(source, Path) else call(f"pull {source}"),
         )
     entry = read_entry(source, path, aliases)
     with GGUF(path) as file:

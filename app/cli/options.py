@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from engine.errors import UsageError
 from engine.formats.kv_format import NAMES as KV_FORMATS
+from engine.invocation import call
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -49,7 +50,9 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message[0].upper()}{message[1:]}.", f"{self.prog} --help lists the args.")
+        command = self.prog.partition(" ")[2]  # "" for the chat, "bench" for orin-chat bench
+        hint = f"{call(f'{command} --help'.strip())} lists the args."
+        raise UsageError(f"{message[0].upper()}{message[1:]}.", hint)
 
 
 def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namespace:
@@ -59,7 +62,7 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     args = parser.parse_args(arguments)
     if len(args.prompt) > 1:
         if args.prompt[0] in commands and "--" not in arguments:
-            parser.error(f"the command comes first: orin-chat {args.prompt[0]} ...")
+            parser.error(f"the command comes first: {call(args.prompt[0])} ...")
         parser.error("the prompt is one argument: put it in quotes")
     asked = bool(args.prompt) or args.prompt_ids is not None
     args.one_shot = asked or (not args.plain and not args.once and _stdin_has_text())
@@ -147,7 +150,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         (args.compare and args.logprobs, "--compare leaves no place for --logprobs."),
     ):
         if refused:
-            raise UsageError(sentence, "orin-chat --help says what the options do.")
+            raise UsageError(sentence, f"{call('--help')} says what the options do.")
 
 
 # --- what the options mean ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from engine.errors import ModelFileError
+from engine.invocation import call
 
 HUB_HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
 DEFAULT_REVISION = "main"
@@ -187,5 +188,5 @@ def _suggestion(text: str, names: Iterable[str]) -> str:
     if re.fullmatch(_REPOSITORY, text):
         return f"For the repository of that name on the hub, write hf.co/{text}."
     if not similar:
-        return "orin-chat models lists the known names; hf.co/user/repository names any other model."
+        return f"{call('models')} lists the known names; hf.co/user/repository names any other model."
     return f"Similar names: {', '.join(similar[:3])}."

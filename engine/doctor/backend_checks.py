@@ -14,6 +14,7 @@ from engine.child_process import how_it_ended, module_command, module_environmen
 from engine.devices.nvidia import why_not_nv
 from engine.doctor import Finding, bad, good, note
 from engine.doctor.check_result import CheckResult
+from engine.invocation import call
 
 TIMEOUT_S = 120.0
 _QUICK, _DRIVER, _STRESS = (
@@ -45,7 +46,7 @@ def run_check(
         [f"its process ended with {how_it_ended(process.returncode)}", *(s[:200] for s in last_line)]
     )
     return _failed(
-        backend, text, "This is not expected: please send the report of orin-chat doctor --report FILE."
+        backend, text, f"This is not expected: please send the report of {call('doctor --report FILE')}."
     )
 
 

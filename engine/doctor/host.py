@@ -16,6 +16,7 @@ from engine.doctor import Finding, bad, fair, good, note
 from engine.errors import BackendError
 from engine.events import Counter
 from engine.fixes import TINYGRAD
+from engine.invocation import call
 
 _GPU_DRIVERS = re.compile(r"nvgpu|nvmap|NVRM|ga10b|Xid|host1x|arm-smmu")
 SMALL_MODEL_BYTES = 2e9  # what a small model and its context need
@@ -49,7 +50,7 @@ def _memory(root: Path) -> Finding:
     total, free, swap = (memory.get(name, 0) for name in ("MemTotal", "MemAvailable", "SwapTotal"))
     text = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free, {swap / 1e9:.1f} GB swap"
     if free < SMALL_MODEL_BYTES:
-        advice = "Close other programs, or take a small model: orin-chat --model qwen3:0.6b"
+        advice = f"Close other programs, or take a small model: {call('--model qwen3:0.6b')}"
         return fair("memory", text, advice)
     return good("memory", text)
 

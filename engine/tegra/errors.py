@@ -6,6 +6,7 @@ import errno
 import os
 
 from engine.errors import BackendError
+from engine.invocation import call
 from engine.tegra.abi import L4T
 
 # Two bases: the application shows the sentences of a BackendError, tinygrad handles RuntimeError and MemoryError.
@@ -31,12 +32,12 @@ _NO_NODE = (
     "--device /dev/nvmap --device /dev/nvgpu/igpu0/ctrl."
 )
 _OTHER_ABI = (
-    f"The driver has another version of its interface than {L4T}: see `orin-chat doctor`, or take CUDA."
+    f"The driver has another version of its interface than {L4T}: see `{call('doctor')}`, or take CUDA."
 )
 _MEMORY = "Close other programs, or take a smaller model or context."
 _FILES = "Raise the limit on open files (ulimit -n)."
 RESTART = "Restart the engine; the kernel's log (sudo dmesg) has the driver's own messages."
-REPORT = "Please send the report of `orin-chat doctor --report FILE`, or take the CUDA backend."
+REPORT = f"Please send the report of `{call('doctor --report FILE')}`, or take the CUDA backend."
 
 _ADVICE = {
     errno.EACCES: _ACCESS,

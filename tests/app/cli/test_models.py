@@ -24,6 +24,7 @@ from engine.catalog.names import HubModel, known_models, parse
 from engine.catalog.progress import Progress
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
+from engine.invocation import call
 from engine.model import packed_weights_cache
 from engine.model.architectures import read_spec
 from presets import GUIDE, guide_path
@@ -354,7 +355,7 @@ def test_of_a_mixture_of_experts_a_token_uses_a_part(run, home, monkeypatch):
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        ("qwen3:4b", "hf.co/Qwen/Qwen3-4B-GGUF:Q4_K_M is not on this machine. orin-chat pull"),
+        ("qwen3:4b", f"hf.co/Qwen/Qwen3-4B-GGUF:Q4_K_M is not on this machine. {call('pull')}"),
         ("/no/such.gguf", "/no/such.gguf is not on this machine. Check the path"),
     ],
 )

@@ -22,6 +22,7 @@ from app.lines.line_input import CommandCompleter, FileLines, TerminalLines
 from app.lines.other_models import OtherModels
 from engine.errors import UsageError
 from engine.events import EngineOptions, Failed
+from engine.invocation import call
 from presets import GUIDE
 from tests import synthetic
 from tests.app.fake_engine import DIED, TOO_LONG, FakeEngine, reply
@@ -236,10 +237,10 @@ async def test_a_mistaken_command_is_not_sent_and_not_lost(chat, history):
 
 async def test_leaving_names_the_way_back_on_a_terminal(chat, history):
     c = await chat("Is it?", is_terminal=True)
-    assert c.out.endswith("\norin-chat --plain --continue goes on with this chat.\n")
+    assert c.out.endswith(f"\n{call('--plain --continue')} goes on with this chat.\n")
     await chat("Another one.")
     c = await chat(chat_id=1, is_terminal=True)  # read again, but not changed
-    assert c.out.endswith("\norin-chat --plain --chat 1 goes on with this chat.\n")
+    assert c.out.endswith(f"\n{call('--plain --chat 1')} goes on with this chat.\n")
     assert "goes on" not in (await chat(is_terminal=True)).out, "an empty chat"
     assert "goes on" not in (await chat("Is it?")).out, "a program reads it"
 

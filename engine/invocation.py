@@ -1,0 +1,30 @@
+"""How this program is called on this machine, for sentences that name one of its commands."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+_NAME = "orin-chat"
+
+
+def call(arguments: str) -> str:
+    """The command line that runs this program with `arguments`: "models" → orin-chat models.
+
+    Where `orin-chat` is not on the PATH, as after `make chat`, the script beside this Python is named, and where it is
+    not installed either, `python -m app`. A path below the current folder is written without that folder."""
+    if shutil.which(_NAME):
+        return f"{_NAME} {arguments}"
+    script = Path(sys.executable).with_name(_NAME)
+    if script.is_file():
+        return f"{_from_here(script)} {arguments}"
+    return f"{_from_here(Path(sys.executable))} -m app {arguments}"
+
+
+def _from_here(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):  # OSError: the current folder is gone
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(str(path))
