@@ -55,6 +55,11 @@ def prepare(options: EngineOptions) -> str:
     return backend
 
 
+def may_use_gpu(options: EngineOptions) -> bool:
+    """Whether `prepare` may choose a GPU. Asks no driver, so it takes no time."""
+    return options.backend.upper() != "CPU" and cuda_driver.library() is not None
+
+
 def install(dev: str) -> None:
     """Applies the fixes to tinygrad that every engine on a device needs. `dev` is the value of DEV ("NV",
     "TEGRA+NV:CUDA"). To be called after `prepare` and before the first kernel. Raises BackendError if another version

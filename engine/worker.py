@@ -424,7 +424,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
 
     timeline.until_now("process")
     beside = ThreadPoolExecutor(1)
-    begun = beside.submit(_begin_encoder, options.model_path)
+    begun = beside.submit(_begin_encoder, options)
     with timeline.span("device"):
         dev = prepare(options)  # sets the variables that tinygrad reads at import
         install(dev)
@@ -445,11 +445,13 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     return model
 
 
-def _begin_encoder(model_path: str) -> PendingEncoder:
-    """Imports what takes long and needs no device, while the device's driver starts."""
+def _begin_encoder(options: EngineOptions) -> PendingEncoder:
+    """Imports what takes long and needs no device, while the device's driver starts. A CPU's cores are all busy with
+    the weights."""
+    from engine.backends import may_use_gpu
     from engine.model.pending_encoder import PendingEncoder
 
-    return PendingEncoder(model_path)
+    return PendingEncoder(options.model_path, merges_apart=may_use_gpu(options))
 
 
 def main() -> None:

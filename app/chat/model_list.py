@@ -13,7 +13,7 @@ from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name
 from engine.errors import ModelFileError, OrinError
 from engine.formats.gguf import GGUF
-from engine.formats.tokenizer import check_tokenizer
+from engine.formats.vocabulary import check_tokenizer
 from engine.model import file_summary, packed_weights_cache
 from engine.model.architectures import read_spec
 from engine.model.memory_need import memory_need

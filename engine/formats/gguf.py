@@ -13,6 +13,7 @@ import os
 import re
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,6 +113,16 @@ class StringArray(Sequence[str]):
         """The bytes of one string."""
         i = range(len(self))[index]
         return self._buffer[self._offsets[i] + 8 : self._offsets[i + 1]]
+
+    def has(self, text: str) -> bool:
+        """Whether a string of the array is `text`. Faster than to read them all."""
+        raw = text.encode()
+        wanted, at = len(raw).to_bytes(8, "little") + raw, self._offsets[0]
+        while (at := self._buffer.find(wanted, at, self._offsets[-1])) >= 0:
+            if self._offsets[bisect_left(self._offsets, at)] == at:
+                return True
+            at += 1
+        return False
 
     def raws(self) -> list[bytes]:
         """The bytes of all strings, which takes about 0.1 µs a string."""

@@ -9,6 +9,7 @@ from engine.errors import TemplateError, UsageError
 from engine.events import Chat, Effort, Message, RawText, TokenIds
 from engine.formats.channels import ChannelSplitter
 from engine.formats.gguf import GGUF
+from engine.formats.merges import Merge
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.thinking import ReplySplitter, ThinkSplitter
 from engine.formats.tokenizer import Tokenizer
@@ -34,9 +35,9 @@ def think_splitter(prompt: Chat | RawText | TokenIds, encoded: Prompt) -> ReplyS
 class PromptEncoder:
     """The tokenizer and the chat template of a model file. The file needs no weights; only `__init__` reads it."""
 
-    def __init__(self, file: GGUF) -> None:
-        """Raises ModelFileError."""
-        self.tokenizer = Tokenizer(file)
+    def __init__(self, file: GGUF, merge: Merge | None = None) -> None:
+        """`merge`: see `Tokenizer`. Raises ModelFileError."""
+        self.tokenizer = Tokenizer(file, merge)
         self.template = ChatTemplate.from_gguf(file, self.tokenizer)
 
     @property
@@ -44,7 +45,8 @@ class PromptEncoder:
         """Sentences about anything unexpected in the file. Renders a short chat, to see whether the template works."""
         with suppress(TemplateError):
             self.template.encode([Message(role="user", content="Hello")])
-        return tuple(warning for warning in (self.tokenizer.warning, self.template.warning) if warning)
+        warnings = self.tokenizer.warning, self.tokenizer.merge.warning, self.template.warning
+        return tuple(filter(None, warnings))
 
     def encode(
         self, prompt: Chat | RawText | TokenIds, effort: Effort | None = None, most: int | None = None

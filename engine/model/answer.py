@@ -23,7 +23,7 @@ from engine.events import (
 )
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
-from engine.formats.tokenizer import StreamDecoder
+from engine.formats.vocabulary import StreamDecoder
 from engine.model.grammar import Constraint, Grammars
 from engine.model.sampling import Logits, Sampler, biased, has_additive_penalty, log_probabilities
 

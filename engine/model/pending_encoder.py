@@ -6,18 +6,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from engine.formats.gguf import GGUF
+from engine.formats.merging import MergingProcess
 from engine.formats.prompt import PromptEncoder
-from engine.formats.tokenizer import check_tokenizer
+from engine.formats.vocabulary import check_tokenizer
 from engine.measure.timeline import timeline
 
 
 class PendingEncoder:
     """A model file, and its `PromptEncoder`. A thread opens the one and then makes the other, from now on."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, merges_apart: bool = False) -> None:
+        """`merges_apart`: whether another process merges (`MergingProcess`). It takes a core, and saves the time for
+        which all Python code of this process would wait."""
         thread = ThreadPoolExecutor(1, "tokenizer")
+        merge = MergingProcess(path) if merges_apart else None
         opened = thread.submit(_open, path)
-        self._file, self._encoder = opened.result, thread.submit(_encoder_of, opened).result
+        self._file, self._encoder = opened.result, thread.submit(_encoder_of, opened, merge).result
         thread.shutdown(wait=False)
 
     def file(self) -> GGUF:
@@ -36,7 +40,7 @@ def _open(path: str | Path) -> GGUF:
         return file
 
 
-def _encoder_of(opened: Future[GGUF]) -> PromptEncoder:
+def _encoder_of(opened: Future[GGUF], merge: MergingProcess | None) -> PromptEncoder:
     file = opened.result()
     with timeline.span("tokenizer"):
-        return PromptEncoder(file)
+        return PromptEncoder(file, merge)

@@ -11,7 +11,8 @@ from engine.events import Chat, Message
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import think_splitter
 from engine.formats.template import ChatTemplate
-from engine.formats.tokenizer import StreamDecoder, Tokenizer
+from engine.formats.tokenizer import Tokenizer
+from engine.formats.vocabulary import StreamDecoder
 from tests.formats.vocabularies import (
     CONTROL,
     NORMAL,

@@ -22,8 +22,8 @@ def test_a_prompt_that_is_certain_not_to_fit_is_not_tokenized(tmp_path, monkeypa
         endless = PromptEncoder(file)
     fitting = prompts.encode(RawText(text="the water " * 50))
     assert prompts.encode(RawText(text="the water " * 50), most=len(fitting.ids)) == fitting
-    monkeypatch.setattr(prompts.tokenizer, "_encode_text", None)
-    monkeypatch.setattr(endless.tokenizer, "_encode_text", None)
+    monkeypatch.setattr(prompts.tokenizer, "merge", None)
+    monkeypatch.setattr(endless.tokenizer, "merge", None)
     for encoder, prompt in (
         (prompts, RawText(text="the water " * 1000)),
         (prompts, Chat(messages=(Message(role="user", content="größe " * 1000),))),
@@ -37,8 +37,8 @@ def test_a_text_whose_beginning_does_not_fit_is_not_tokenized_to_its_end(tmp_pat
     with GGUF(write(tmp_path / "m.gguf")) as file:
         tokenizer = PromptEncoder(file).tokenizer
     monkeypatch.setattr(tokenizer, "_fewest", lambda text: 0)  # it knows little of texts without spaces
-    encode_text, sizes = tokenizer._encode_text, []
-    monkeypatch.setattr(tokenizer, "_encode_text", lambda text: sizes.append(len(text)) or encode_text(text))
+    merge, sizes = tokenizer.merge, []
+    monkeypatch.setattr(tokenizer, "merge", lambda words: sizes.extend(map(len, words)) or merge(words))
     with pytest.raises(ContextFullError, match=r"has over 100 tokens, and the context holds no more\."):
         tokenizer.encode("qzxj" * 100_000, most=100)
     assert max(sizes) < 10_000

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.formats.pretokenizers import PRETOKENIZERS
-from engine.formats.tokenizer import StreamDecoder, Tokenizer, check_tokenizer
+from engine.formats.tokenizer import Tokenizer
+from engine.formats.vocabulary import StreamDecoder, check_tokenizer
 from tests.formats.vocabularies import (
     CONTROL,
     NORMAL,
@@ -120,7 +121,7 @@ def test_damaged_merges_are_left_out_with_a_warning(tmp_path):
     tokens = [(c, NORMAL) for c in [*byte_characters(), "ab"]]
     t = Tokenizer(write(tmp_path / "v", "gpt2", tokens, pre="gpt-2", merges=["a b", "no", "é x", "a z"]))
     assert decode(t, t.encode("ab az")) == "ab az" and len(t.encode("ab")) == 1
-    assert t.warning == "3 merges of the vocabulary are damaged and were left out."
+    assert t.merge.warning == "3 merges of the vocabulary are damaged and were left out."
 
 
 def test_bad_utf8_in_a_vocabulary_keeps_its_bytes(tmp_path):
@@ -180,7 +181,7 @@ WORDS = {
 @pytest.mark.parametrize(("pre", "text"), WORDS)
 def test_words_of_a_pretokenizer(tmp_path, pre, text):
     t = Tokenizer(byte_level(tmp_path / "v", pre=pre))
-    words = [text[a:b] for _, (a, b) in t._merger.pre_tokenizer.pre_tokenize_str(text)]
+    words = [text[a:b] for _, (a, b) in t.merge.merger.pre_tokenizer.pre_tokenize_str(text)]
     assert words == WORDS[pre, text]
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from engine.formats.gguf import GGUF, StringArray
-from engine.formats.tokenizer import StreamDecoder, Tokenizer
+from engine.formats.tokenizer import Tokenizer
+from engine.formats.vocabulary import StreamDecoder
 from tests.paths import SHARED
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

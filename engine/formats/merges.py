@@ -1,0 +1,105 @@
+"""Words to tokens, with the merges of a model file: byte-level BPE, SentencePiece, or Gemma 4's BPE. The library
+`tokenizers` merges. To build its object takes most of the time that a tokenizer takes to be made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Merger
+
+from engine.formats.gguf import GGUF, StringArray
+from engine.formats.vocabulary import BYTE, UNKNOWN, Vocabulary
+
+
+class Merge(Protocol):
+    """Merges the texts of one vocabulary."""
+
+    @property
+    def warning(self) -> str:
+        """A sentence about damaged merges, or ""."""
+        ...
+
+    def __call__(self, words: Sequence[str]) -> list[list[int]]:
+        """The token ids of each of the texts, in which spaces are written as the vocabulary writes them."""
+        ...
+
+
+_MAX_PIECE = 512  # characters; merges never produce a longer SentencePiece piece
+
+
+class Merges:
+    """Implements `Merge`."""
+
+    def __init__(self, gguf: GGUF, vocabulary: Vocabulary) -> None:
+        self.warning = ""
+        self._spelled: dict[int, list[int]] = {}  # ids after the vocabulary: see `_in_bytes`
+        self._vocabulary = vocabulary
+        texts = [raw.decode("utf-8", "replace") for raw in vocabulary.raw]
+        ids = {text: id for id, text in reversed([*enumerate(texts)])}  # if two are equal, the first counts
+        for text in vocabulary.special_tokens:
+            del ids[text]
+        self.merger = self._sentencepiece(gguf, ids) if vocabulary.sentencepiece else self._bpe(gguf, ids)
+
+    def __call__(self, words: Sequence[str]) -> list[list[int]]:
+        return [
+            [
+                part
+                for id in self.merger.encode(text, add_special_tokens=False).ids
+                for part in self._parts(id)
+            ]
+            for text in words
+        ]
+
+    def _parts(self, id: int) -> Sequence[int]:
+        return self._spelled.get(id, (id,))
+
+    def _bpe(self, gguf: GGUF, ids: dict[str, int]) -> Merger:
+        v, merge_lines = self._vocabulary, gguf.get("tokenizer.ggml.merges", StringArray)
+        merges = [(left, right) for left, _, right in (line.partition(" ") for line in merge_lines)]
+        options = {"ignore_merges": v.pretokenizer.whole_words, "byte_fallback": v.gemma4}
+        try:
+            model = models.BPE(ids, merges, **options)
+        except Exception:  # the library has no class for it
+            # A merge has tokens that are not in the vocabulary.
+            valid = [(a, b) for a, b in merges if a in ids and b in ids and a + b in ids]
+            self.warning = (
+                f"{len(merges) - len(valid)} merges of the vocabulary are damaged and were left out."
+            )
+            model = models.BPE(ids, valid, **options)
+        merger = Merger(model)
+        splits: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in v.pretokenizer.patterns
+        ]
+        if not v.gemma4:
+            splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        merger.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        return merger
+
+    def _sentencepiece(self, gguf: GGUF, ids: dict[str, int]) -> Merger:
+        """SentencePiece joins the two neighbouring pieces whose join has the highest score. As BPE, that is a list of
+        merges ranked by the score of their result, one for each way to cut a piece into two known pieces."""
+        v = self._vocabulary
+        scores = v.numbers(gguf, "scores", np.float32, 0).tolist()
+        pieces = [text for text, id in ids.items() if 1 < len(text) <= _MAX_PIECE and v.types[id] != BYTE]
+        pieces.sort(key=lambda text: (-scores[ids[text]], ids[text]))
+        spelled = sorted({character for text in pieces for character in text} - ids.keys())
+        self._spelled = {v.vocab_size + n: self._in_bytes(c, ids) for n, c in enumerate(spelled)}
+        known = ids | {character: v.vocab_size + n for n, character in enumerate(spelled)}
+        merges = [
+            (text[:cut], text[cut:])
+            for text in pieces
+            for cut in range(1, len(text))
+            if text[:cut] in known and text[cut:] in known
+        ]
+        unknown = next((text for text, id in v.special_tokens.items() if v.types[id] == UNKNOWN), None)
+        if unknown is not None:  # no merge leads to it: it stands for characters without a token
+            known[unknown] = v.special_tokens[unknown]
+        return Merger(models.BPE(known, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+
+    def _in_bytes(self, character: str, ids: Mapping[str, int]) -> list[int]:
+        """The byte tokens of a character that is in pieces, but is none itself."""
+        names = [f"<0x{byte:02X}>" for byte in character.encode("utf-8", "replace")]
+        return [ids[name] for name in names if name in ids]

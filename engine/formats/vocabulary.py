@@ -1,0 +1,187 @@
+"""The tokens of a model file: their bytes, which are special, and which end a reply. No library is needed for this."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, StringArray, damaged, printable
+from engine.formats.pretokenizers import DEFAULT, GEMMA4, PRETOKENIZERS
+from engine.formats.thinking import MARK_TOKENS
+from engine.formats.tool_calls import CALL_TOKENS
+
+# tokenizer.ggml.token_type: enum llama_token_type in include/llama.h
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+# Tokens that end a reply. They are known by their text, because files seldom name more than one of them.
+_END_TEXTS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>",
+    "<|end_of_text|>", "<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<reponame>", "<|file_sep|>",
+)  # fmt: skip
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes it for a space
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """GPT-2's encoder.py, bytes_to_unicode: each byte is written as one printable character. Code point -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def check_tokenizer(file: GGUF) -> None:
+    """Raises ModelFileError if the file has no vocabulary, or one of a kind that `Tokenizer` does not know. Fast."""
+    kind = file.get("tokenizer.ggml.model", str)
+    if kind not in ("gpt2", "llama", "gemma4"):
+        raise ModelFileError(
+            f'{printable(file.path.name)} has a tokenizer of the kind "{printable(kind)}"; orin-chat supports '
+            'byte-level BPE ("gpt2"), SentencePiece ("llama") and the BPE of Gemma 4 ("gemma4").',
+            "Choose a model of another family.",
+        )
+    file.get("tokenizer.ggml.tokens", StringArray)
+    if kind != "llama":
+        file.get("tokenizer.ggml.merges", StringArray)
+
+
+class Vocabulary:
+    """The tokens of a model file. The file needs no weights.
+
+    `bos_id` and `eos_id` are None if the file has none. `eos_ids` are all tokens that end a reply; `add_bos` and
+    `add_eos` say which tokens the model expects around a text. `special_tokens` maps names to ids, and `types` are
+    those of tokenizer.ggml.token_type. `writes_spaces`: whether tokens have spaces and bytes as GPT-2 writes them; else
+    `SPACE` stands for a space, and <0xNN> for a byte. `warning` is a sentence about anything unexpected in the file, or
+    "". Raises ModelFileError if the file has no vocabulary, or one of an unknown kind.
+    """
+
+    def __init__(self, gguf: GGUF) -> None:
+        check_tokenizer(gguf)
+        kind = gguf.get("tokenizer.ggml.model", str)
+        self.warning = ""
+        self.sentencepiece = kind == "llama"
+        self.gemma4 = kind == "gemma4"
+        self.writes_spaces = kind == "gpt2"
+        self.raw = gguf.get("tokenizer.ggml.tokens", StringArray).raws()
+        self.vocab_size = len(self.raw)
+        self.types = self.numbers(gguf, "token_type", np.int32, NORMAL)
+
+        ids = dict(zip(reversed(self.raw), reversed(range(self.vocab_size)), strict=True))  # the first counts
+        ends = self._ends(ids, gguf)
+        self.types[list(ends)] = CONTROL
+        self._set_special_ids(gguf, ends)
+
+        special_ids = np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL, USER_DEFINED))).tolist()
+        special = {text: i for i in reversed(special_ids) if (text := self.text(i))}
+        hidden = np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL))).tolist()
+        shown = {special[mark] for mark in (MARK_TOKENS | CALL_TOKENS) & special.keys()} - self.eos_ids
+        self._hidden = frozenset(hidden) - shown  # `thinking` and `tool_calls` look for the marks
+        self.special_tokens: Mapping[str, int] = special
+
+    def _ends(self, ids: Mapping[bytes, int], gguf: GGUF) -> set[int]:
+        """The tokens whose text says that they end a reply."""
+        known = {text: ids[text.encode()] for text in _END_TEXTS if text.encode() in ids}
+        ends = {id for text, id in known.items() if not self._is_ordinary(text, id, gguf)}
+        if {"<|return|>", "<|call|>"} <= known.keys():  # gpt-oss: its <|end|> ends only a part of a reply
+            ends.discard(known.get("<|end|>", -1))
+        if "<eos>" in known:  # Gemma: its </s> ends struck-out text in HTML
+            ends.discard(known.get("</s>", -1))
+        return ends
+
+    def _is_ordinary(self, text: str, id: int, gguf: GGUF) -> bool:
+        """Whether a token with the text of a special one is an ordinary token, made by merges: "</s>" in Qwen."""
+        if self.sentencepiece or self.types[id] in (UNKNOWN, CONTROL, USER_DEFINED):
+            return False
+        merges = gguf.get("tokenizer.ggml.merges", StringArray)
+        return any(merges.has(f"{text[:cut]} {text[cut:]}") for cut in range(1, len(text)))
+
+    def numbers(self, gguf: GGUF, name: str, dtype: type, default: int) -> NDArray[Any]:
+        """The array `name` of the metadata, one number a token; `default` for each if the file does not have it."""
+        key = f"tokenizer.ggml.{name}"
+        numbers = gguf.get(key, np.ndarray, None)
+        if numbers is None:
+            return np.full(self.vocab_size, default, dtype)
+        if len(numbers) < self.vocab_size:
+            raise damaged(gguf.path, f"{key} has {len(numbers)} entries for {self.vocab_size} tokens")
+        return numbers[: self.vocab_size].astype(dtype)
+
+    def _set_special_ids(self, gguf: GGUF, ends: set[int]) -> None:
+        def special_id(name: str, default: int | None = None) -> int | None:
+            id = gguf.get(f"tokenizer.ggml.{name}_token_id", int, default)
+            return id if id is not None and 0 <= id < self.vocab_size else None
+
+        self.bos_id = special_id("bos", 1 if self.sentencepiece else None)
+        self.eos_id = special_id("eos", 2 if self.sentencepiece else None)
+        end_ids = (self.eos_id, special_id("eot"), special_id("eom"))
+        self.eos_ids = frozenset(ends.union(id for id in end_ids if id is not None))
+        pre = gguf.get("tokenizer.ggml.pre", str, "")
+        self.pretokenizer = PRETOKENIZERS.get(pre, DEFAULT)
+        if self.gemma4:
+            self.pretokenizer = GEMMA4
+        elif not self.sentencepiece and pre not in PRETOKENIZERS:
+            named = f'an unknown pre-tokenizer, "{printable(pre)}"' if pre else "no pre-tokenizer"
+            self.warning = f"The model file names {named}; answers may be worse than the model can give."
+        add_bos = self.sentencepiece or self.pretokenizer.add_bos
+        wants_bos = self.gemma4 or gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+        self.add_bos = wants_bos and self.bos_id is not None
+        self.add_eos = gguf.get("tokenizer.ggml.add_eos_token", bool, False) and self.eos_id is not None
+        prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, self.sentencepiece)
+        self.add_space_prefix = self.sentencepiece and prefix
+
+    def text(self, id: int | None) -> str:
+        """A token as the vocabulary has it, as in a template's `bos_token`; "" for None."""
+        return "" if id is None else self.raw[id].decode("utf-8", "replace")
+
+    def piece(self, id: int) -> bytes:
+        """The bytes that a token stands for. For a special token these are its name; for an id after the vocabulary
+        b"", because models pad their output."""
+        if not 0 <= id < self.vocab_size:
+            return b""
+        raw, kind = self.raw[id], self.types[id]
+        if kind == BYTE and re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", raw):
+            return bytes([int(raw[3:5], 16)])
+        if kind in (UNKNOWN, CONTROL) or (kind == USER_DEFINED and self.writes_spaces):
+            return raw
+        if not self.writes_spaces:
+            return raw.replace(SPACE.encode(), b" ")
+        try:
+            return bytes(_BYTE_OF[ord(c)] for c in raw.decode())
+        except (KeyError, UnicodeDecodeError):  # not in the byte alphabet
+            return raw
+
+    def is_hidden(self, id: int) -> bool:
+        """Whether a token is not part of a reply's text: control tokens, except the marks around thinking."""
+        return id in self._hidden
+
+
+class StreamDecoder:
+    """Decodes a reply one token at a time. Bytes of an incomplete character are held back until it is complete; bytes
+    that are no character become U+FFFD. Hidden tokens have no text."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._drop_space = vocabulary.add_space_prefix  # `Tokenizer.encode_segments` added it before the text
+
+    def feed(self, id: int) -> str:
+        """The text that a token completes; may be ""."""
+        if self._vocabulary.is_hidden(id):
+            return ""
+        text = self._utf8.decode(self._vocabulary.piece(id))
+        if text and self._drop_space:
+            self._drop_space = False
+            text = text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        """The rest of the text: U+FFFD if the last character is incomplete, else ""."""
+        return self._utf8.decode(b"", final=True)
