@@ -1,4 +1,4 @@
-"""HTTP: bodies with a limit, JSON, server-sent events, and clients that go away."""
+"""HTTP: JSON, server-sent events, and clients that go away."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from app.serve.errors import ApiError
 
-MAX_BODY_BYTES = 16 << 20
-BODY_S = 60.0  # for the whole body to arrive
 KEEP_ALIVE_S = 15.0
 """Between comments in a stream, as its specification recommends: proxies close connections on which nothing comes."""
 T = TypeVar("T")
@@ -31,28 +28,6 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 def error_response(error: ApiError) -> Response:
     return json_response(error.body, error.status, error.headers)
-
-
-async def read_body(request: Request) -> bytes:
-    """Raises ApiError for a body that is too long or does not arrive, ClientGoneError if the client goes."""
-    too_long = ApiError(413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB.")
-    body = bytearray()
-    with suppress(ValueError):
-        if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
-            raise too_long
-    try:
-        async with asyncio.timeout(BODY_S):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_long
-                if not message.get("more_body"):
-                    return bytes(body)
-    except TimeoutError:
-        raise ApiError(408, "The request did not arrive in time.") from None
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -5,6 +5,7 @@ The schemas of bodies are those of the types in `app/serve/requests` and `app/se
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -33,6 +34,12 @@ _ERROR = {
     },
     "required": ["error"],
 }
+
+
+@functools.cache
+def description_json() -> bytes:
+    """The description as a file."""
+    return msgspec.json.encode(description())
 
 
 def description() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ MAX_N = 16
 MAX_BIAS = 100
 MAX_USER = 64  # characters of a client's name
 MAX_DEPTH = 64  # of JSON in JSON
+MAX_VALUES = 1 << 18  # in it
 
 
 class StreamOptions(msgspec.Struct):
@@ -138,7 +140,7 @@ B = TypeVar("B")
 _PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
-def decoded(data: bytes, kind: type[B]) -> B:
+def decoded(data: bytes | bytearray, kind: type[B]) -> B:
     """The JSON object `data`. Raises ApiError, which names the field that has a wrong type."""
     try:
         return msgspec.json.decode(data, type=kind)
@@ -210,6 +212,7 @@ def tools_of(body: ChatBody, form: ToolForm | None) -> str:
         return ""
     if form is None:
         raise wrong("This model's chat template takes no tools, or in a form that is not known.", "tools")
+    _check_size(body.tools, "tools")
     try:
         tools = msgspec.convert(body.tools, list[Tool])
     except msgspec.ValidationError as error:
@@ -217,7 +220,6 @@ def tools_of(body: ChatBody, form: ToolForm | None) -> str:
     names = [tool.function.name for tool in tools]
     if not all(re.fullmatch(r"[\w.-]{1,64}", name) for name in names) or len({*names}) < len(names):
         raise wrong("Tools need different names of letters, digits, _, - and dots.", "tools")
-    _check_depth(body.tools, "tools")
     return json.dumps(body.tools, ensure_ascii=False)
 
 
@@ -294,7 +296,7 @@ def _grammar(body: Body) -> Grammar | None:
         if wanted.json_schema is None or wanted.json_schema.schema is None:
             raise wrong("response_format.json_schema.schema is missing.", "response_format")
         schema = wanted.json_schema.schema
-        _check_depth(schema, "response_format")
+        _check_size(schema, "response_format")
     return Grammar(kind="json_schema", source=json.dumps(schema))
 
 
@@ -318,9 +320,15 @@ def _prompt(prompt: str | list[str | int | list[int]]) -> RawText | TokenIds:
     raise wrong("prompt is one text, or one list of token ids.", "prompt")
 
 
-def _check_depth(value: Any, param: str, depth: int = 0) -> None:
-    """Raises ApiError for JSON that is nested more deeply than anything that is meant."""
-    if depth > MAX_DEPTH:
+def _check_size(value: dict[str, Any] | list[Any], param: str) -> None:
+    """Raises ApiError for JSON that is nested more deeply, or has more values, than anything that is meant: nobody else
+    is answered while it is gone through."""
+    containers, count = [value], 0
+    for _ in range(MAX_DEPTH + 1):
+        count += sum(map(len, containers))
+        if count > MAX_VALUES:
+            raise wrong(f"{param} has too many parts.", param)
+        items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in containers)
+        containers = [item for item in items if isinstance(item, dict | list)]
+    if containers:
         raise wrong(f"{param} is nested too deeply.", param)
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_depth(item, param, depth + 1)

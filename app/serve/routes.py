@@ -20,17 +20,17 @@ from starlette.types import ASGIApp
 from app.serve import replies
 from app.serve.access import CLIENT, Access
 from app.serve.answer import Answer, Delta, End, Part
+from app.serve.bodies import Bodies, read_body
 from app.serve.errors import ApiError
 from app.serve.http import (
     ClientGoneError,
     EventStream,
     error_response,
     json_response,
-    read_body,
     while_connected,
 )
 from app.serve.metrics import CONTENT_TYPE, Gauges
-from app.serve.openapi import description
+from app.serve.openapi import description_json
 from app.serve.requests import (
     Body,
     ChatBody,
@@ -73,7 +73,7 @@ def application(service: Service, key: str = "") -> ASGIApp:
         ],
         exception_handlers={HTTPException: _not_found},
     )
-    return Access(app, key)
+    return Access(Bodies(app), key)
 
 
 class Routes:
@@ -118,6 +118,7 @@ class Routes:
             body = decoded(data, TextBody)
             asked = text_request(body, service.sampling)
             shown = body.logprobs
+        del data  # the answer may take long
         if body.asker:
             exchange.client = f"{body.asker}@{exchange.client}"
         form, tools = service.file.form, asked.prompt.tools if isinstance(asked.prompt, Chat) else ""
@@ -167,7 +168,7 @@ class Routes:
         )
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(description())
+        return Response(description_json(), media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
         """As llama-server: special tokens in the text are special unless the client says otherwise."""

@@ -26,7 +26,7 @@ _BACKLOG = 2048
 _IDLE_CONNECTION_S = 75
 """Clients and proxies keep idle connections for 5 to 60 s. If the server closed one first, it would now and then do so
 while a request is on its way."""
-HEAD_S = 20.0  # for the head of a request to arrive
+HEAD_S = 20.0  # for the head of a request to arrive, and for a body that nobody waits for
 UNREAD_S = 60.0
 """A client that takes nothing of its answer for so long is gone: it would keep a place that others wait for."""
 MOST_CONNECTIONS = 4096
@@ -143,10 +143,12 @@ class _HttpServer(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection on which the head of a request must arrive in time; one of many beyond the limit is closed. uvicorn
-    waits for ever otherwise, and each connection takes a file descriptor."""
+    """A connection on which the head of a request must arrive in time, and the rest of a request that has been
+    answered; one of many beyond the limit is closed. uvicorn waits for ever otherwise, and each connection takes a file
+    descriptor."""
 
     _due: asyncio.TimerHandle | None = None
+    _awaited: object = None  # the client's state when the time began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -158,14 +160,21 @@ class _Connection(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:
+            self._watch()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._watch()
 
     def _watch(self) -> None:
-        waits = self.conn.their_state is h11.IDLE and not self.transport.is_closing()
-        if self._due and not waits:
+        state, is_answered = self.conn.their_state, self.conn.our_state is h11.DONE
+        waits = state is h11.IDLE or (state is h11.SEND_BODY and is_answered)
+        waits = waits and not self.transport.is_closing()
+        if self._due and not (waits and state is self._awaited):
             self._due.cancel()
             self._due = None
-        elif waits and not self._due:
-            self._due = self.loop.call_later(HEAD_S, self.transport.abort)
+        if waits and not self._due:
+            self._awaited, self._due = state, self.loop.call_later(HEAD_S, self.transport.abort)

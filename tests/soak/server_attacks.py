@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 
+from app.serve.bodies import MAX_BODY_BYTES, MAX_HELD_BYTES
 from engine.measure.memory import resident_memory
 from tests import generated_model
 from tests.paths import ROOT
@@ -148,6 +149,7 @@ async def _all(target: Target, tries: int, counts: Counts, real: bool) -> None:
         for i in left:
             rare = [
                 _sends_too_much,
+                _fills_memory,
                 _asks_for_a_bomb,
                 *([_floods, _waits_for_its_turn] if real else [_floods]),
             ]
@@ -213,10 +215,16 @@ async def _send(sock: socket.socket, data: bytes) -> None:
 async def _answer(sock: socket.socket) -> bytes:
     """All that comes until the server hangs up."""
     data = b""
-    with contextlib.suppress(ConnectionError):
-        while part := await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
-            data += part
+    while part := await _beginning(sock):
+        data += part
     return data
+
+
+async def _beginning(sock: socket.socket) -> bytes:
+    """What comes at once. b"": the server has hung up."""
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
+    return b""
 
 
 def _status(answer: bytes) -> int:
@@ -282,6 +290,24 @@ async def _sends_too_much(target: Target) -> None:
         assert _status(await _answer(sock)) in (0, 413)
 
 
+async def _fills_memory(target: Target) -> None:
+    """With bodies that do not end. Some are refused, and others with short requests are answered meanwhile."""
+    head = _request(b"").replace(b"Content-Length: 0", b"Content-Length: %d" % MAX_BODY_BYTES)
+    with contextlib.ExitStack() as stack:
+        count = MAX_HELD_BYTES // MAX_BODY_BYTES + 2
+        socks = [stack.enter_context(await target.connect()) for _ in range(count)]
+        await asyncio.gather(*(_send(sock, head + bytes(MAX_BODY_BYTES - 1)) for sock in socks))
+        answers = [asyncio.create_task(_beginning(sock)) for sock in socks]
+        refused, left = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        async with target.client as client:
+            assert (await client.post(CHAT, json=HELLO)).status_code in (200, 429)
+        for answer in left:
+            answer.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+    statuses = {_status(answer.result()) for answer in refused}
+    assert statuses <= {0, 503}, statuses
+
+
 async def _asks_for_a_bomb(target: Target) -> None:
     """An answer that may be cut, or a sentence, and others are answered meanwhile."""
     bomb = {"type": "json_schema", "json_schema": {"schema": target.choose.choice(BOMBS)}}
@@ -290,7 +316,7 @@ async def _asks_for_a_bomb(target: Target) -> None:
         if response.status_code == 400:
             message = response.json()["error"]["message"]
             assert message.endswith(".") and len(message) < 300, message
-        assert response.status_code in (200, 400, 429), response.text
+        assert response.status_code in (200, 400, 429, 503), response.text
 
 
 async def _floods(target: Target) -> None:

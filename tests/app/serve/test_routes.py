@@ -1,6 +1,7 @@
 """What the server answers, over an engine that follows a script."""
 
 import asyncio
+import functools
 import json
 import os
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.serve.http import MAX_BODY_BYTES
+from app.serve import bodies
 from app.serve.requests import ChatBody, TextBody
 from app.serve.routes import application
 from engine.events import BlockCounts, Failed, RawText, Sampling, Slots, Token, TokenIds, TopToken
@@ -304,22 +305,60 @@ async def test_no_request_is_the_servers_fault(served, path, fields):
     assert response.status_code in (200, 400) and service.open == 0
 
 
-async def test_a_schema_that_is_nested_too_deeply(served):
-    schema: dict = {}
-    for _ in range(200):
-        schema = {"properties": schema}
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (functools.reduce(lambda inner, _: {"properties": inner}, range(200), {}), "is nested too deeply"),
+        ({"enum": [[1] * 9] * 30_000}, "has too many parts"),
+    ],
+)
+@pytest.mark.parametrize("param", ["response_format", "tools"])
+async def test_a_schema_that_is_too_much(served, schema, says, param):
     client, _ = served()
-    format = {"type": "json_schema", "json_schema": {"schema": schema}}
-    response = await client.post(CHAT, json={**HELLO, "response_format": format})
-    assert response.status_code == 400 and error(response)["param"] == "response_format"
+    fields = {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        "tools": [{"function": {"name": "f", "parameters": schema}}],
+    }
+    response = await client.post(CHAT, json={**HELLO, param: fields[param]})
+    assert response.status_code == 400 and error(response)["param"] == param
+    assert error(response)["message"] == f"{param} {says}."
 
 
 async def test_a_body_that_is_too_long(served):
     client, _ = served()
-    response = await client.post(CHAT, content=b" " * (MAX_BODY_BYTES + 1))
+    response = await client.post(CHAT, content=b" " * (bodies.MAX_BODY_BYTES + 1))
     assert response.status_code == 413
-    at_once = await client.post(CHAT, content=b"{}", headers={"Content-Length": str(MAX_BODY_BYTES + 1)})
+    at_once = await client.post(
+        CHAT, content=b"{}", headers={"Content-Length": str(bodies.MAX_BODY_BYTES + 1)}
+    )
     assert at_once.status_code == 413
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("says_length", [False, True])
+async def test_all_bodies_together_have_a_limit(served, monkeypatch, stream, says_length):
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 300_000)
+    gated = [*reply("")[:2], None, *reply("done")[2:]]
+    client, service = served(FakeEngine(gated, reply("Hello.")), parallel=2)
+    long = json.dumps({"messages": [{"role": "user", "content": "x" * 250_000}], "stream": stream}).encode()
+
+    async def in_pieces():
+        for start in range(0, len(long), 100_000):
+            yield long[start : start + 100_000]
+
+    def ask():
+        return client.post(CHAT, content=long if says_length else in_pieces())
+
+    first = asyncio.ensure_future(ask())
+    while not service.processing:
+        await asyncio.sleep(0)
+    refused = await ask()
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "5"
+    assert error(refused)["message"] == "The server holds as many long requests as it may."
+    assert (await client.post(CHAT, json=HELLO)).status_code == 200
+    service.engine.release()
+    assert (await first).status_code == 200
+    assert (await ask()).status_code == 200
 
 
 async def test_the_description_of_the_paths(served):

@@ -146,6 +146,20 @@ async def test_a_connection_on_which_no_request_comes_is_closed(model_file, monk
                 await asyncio.sleep(0.1)
 
 
+async def test_a_connection_whose_body_outlasts_the_answer_is_closed(model_file, monkeypatch):
+    monkeypatch.setattr(server_module, "HEAD_S", 0.05)
+    async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(10):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
+        assert b" 200 " in await reader.readline()
+        rest = asyncio.ensure_future(reader.read())
+        while not rest.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+        writer.close()
+        await asyncio.gather(rest, return_exceptions=True)  # the end, or a reset
+
+
 async def test_connections_beyond_a_limit_are_closed(model_file, monkeypatch):
     monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 2)
     async with running(FakeEngine(), model_file) as (address, _, _, _):

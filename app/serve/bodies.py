@@ -1,0 +1,83 @@
+"""The bodies of requests: how long one may be, how long it may take to arrive, and how many are held at once."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.serve.errors import ApiError, unavailable
+from app.serve.http import ClientGoneError
+
+MAX_BODY_BYTES = 16 << 20
+BODY_S = 60.0  # for the whole body to arrive
+MAX_HELD_BYTES = 128 << 20
+FREE_BYTES = 64 << 10
+"""So much of each body does not count: ordinary requests are answered while others hold all that may be held. The limit
+of connections bounds these."""
+_RETRY_S = 5
+
+
+class Bodies:
+    """ASGI middleware that bounds what all bodies together take from their first byte to the end of their answer. One
+    for which there is no room is refused with 503: reading it raises ApiError."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body_bytes = held_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal body_bytes, held_bytes
+            if not body_bytes:
+                self._check(_stated_bytes(Request(scope)) - FREE_BYTES)
+            message = await receive()
+            body_bytes += len(message.get("body", b""))
+            more = max(body_bytes - FREE_BYTES, 0) - held_bytes
+            self._check(more)
+            held_bytes += more
+            self.held_bytes += more
+            return message
+
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self.held_bytes -= held_bytes
+
+    def _check(self, more_bytes: int) -> None:
+        """Raises ApiError if there is no room for so many bytes more."""
+        if more_bytes > 0 and self.held_bytes + more_bytes > MAX_HELD_BYTES:
+            raise unavailable("The server holds as many long requests as it may.", _RETRY_S)
+
+
+async def read_body(request: Request) -> bytearray:
+    """Raises ApiError for a body that is too long, finds no room or does not arrive, ClientGoneError if the client
+    goes."""
+    too_long = ApiError(413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB.")
+    body = bytearray()
+    if _stated_bytes(request) > MAX_BODY_BYTES:
+        raise too_long
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_long
+                if not message.get("more_body"):
+                    return body
+    except TimeoutError:
+        raise ApiError(408, "The request did not arrive in time.") from None
+
+
+def _stated_bytes(request: Request) -> int:
+    """What the head of a request says of the length of its body; 0 if it says nothing."""
+    with suppress(ValueError):
+        return int(request.headers.get("content-length", 0))
+    return 0
