@@ -20,6 +20,8 @@ from tools.guide.corpus import conversations
 from tools.guide.template import rendered
 from tools.guide.wording import gerund, gist, normalized
 
+_OPTION = r"(?<![\w-])--[a-z][a-z-]*"
+
 
 @pytest.fixture(scope="module")
 def known():
@@ -32,25 +34,27 @@ def test_every_answer_says_what_it_must(known):
         assert len(fact.answer.split()) < 60 and "{key" not in fact.answer, fact.id
 
 
-def test_answers_name_only_what_the_program_has(known):
-    parser = options._parser({})
-    theirs = {"--restore", "--force", "--help"}  # of jetson_clocks, of pipx, and every program's
-    known_options = {name for action in parser._actions for name in action.option_strings} | theirs
+def test_answers_name_only_what_the_program_has(known, capsys):
+    # Of jetson_clocks, of pipx, and of llama.cpp.
+    known_options = {"--restore", "--force"} | set(re.findall(_OPTION, options._parser({}).format_help()))
+    for run, _ in COMMANDS.values():
+        with pytest.raises(SystemExit):
+            run(["--help"])
+        known_options |= set(re.findall(_OPTION, capsys.readouterr().out))
     labels = {part for action in ACTIONS for part in [key_label(action.key)]}
     labels |= {part for names, _ in OTHER_KEYS for part in names.split(", ")} | {"Shift+Enter"}
     labels |= set(sources.EDITING_KEYS)
     models = {model.name for model in known_models()}
     for fact in known.facts.values():
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", fact.answer)) <= known_options, fact.id
+        assert set(re.findall(_OPTION, fact.answer)) <= known_options, fact.id
         assert set(re.findall(r"\b(?:(?:Ctrl|Alt|Shift)\+\w+|F\d+)\b", fact.answer)) <= labels | {
             "F32",
             "F16",
         }, fact.id
-        assert set(re.findall(r"(?<!\S)/([a-z]+)\b(?!/)", fact.answer)) <= commands().keys(), fact.id
-        assert set(re.findall(r"\b(?:qwen|llama)[\d.]+:[\w.-]*\w", fact.answer)) <= models, fact.id
-        assert (
-            set(re.findall(r"orin-chat (bench|models|pull|rm|show|tokenize|doctor)\b", fact.answer))
-            <= COMMANDS.keys()
+        assert set(re.findall(r"(?<!\S)/([a-z]+)\b(?!/)", fact.answer)) <= {*commands(), "tmp"}, fact.id
+        assert set(re.findall(r"(?<![\w./])[a-z][\w.-]*:[\d.]+\w(?:-\w+)?\b", fact.answer)) <= models, fact.id
+        assert set(re.findall(r"orin-chat ([a-z]+) (?:--[a-z]|NAME|FILE)", fact.answer)) <= COMMANDS.keys(), (
+            fact.id
         )
 
 

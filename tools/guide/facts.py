@@ -299,7 +299,8 @@ class _Builder:
         asks = [Ask(table["ask"], slots)] if table.get("ask") else []
         if kind == "topic":
             asks = [Ask(unknown["frames"], slots, 2.0), Ask(unknown["near"], slots, 1.0)]
-        fact = Fact("unknown", kind, "unknown topics", table["answer"], tuple(table["must"]), tuple(asks))
+        answer = table["answer"].format_map(self._figures)
+        fact = Fact("unknown", kind, "unknown topics", answer, tuple(table["must"]), tuple(asks))
         self.facts[fact.id] = fact
 
     def asked(self, name: str, lines: Sequence[str]) -> None:

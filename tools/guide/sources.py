@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 from app.chat import settings
 from app.cli import options
-from app.lines.line_chat import SETTABLE, commands
+from app.lines.line_chat import ENGINE_OPTIONS, SETTABLE, commands
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from engine.catalog import names
 from engine.errors import EXIT_CODES, OrinError
+from engine.formats.quantization import QUANTIZED, Format
+from engine.model.architectures import ARCHITECTURES
 from presets import loader
 
 
@@ -119,8 +121,10 @@ def _key_names(label: str) -> tuple[str, ...]:
 # --- the command line ----------------------------------------------------------------------------------
 
 
-def command_line() -> Iterator[Source]:
-    """What each option does, and its default if the help names one."""
+def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
+    """What each option does, the key that does the same in the chat, and its default if the help names one. `phrases`
+    is options.toml, which names the key's action."""
+    labels = {action.name: key_label(action.key) for action in ACTIONS}
     optional = {name for name in settings.Settings.__struct_fields__ if name != "sampling"}
     sampling = set(settings.SamplingSettings.__struct_fields__)
     for action in parser()._actions:
@@ -137,24 +141,41 @@ def command_line() -> Iterator[Source]:
             in_settings = f" In settings.toml: {action.dest}."
         usage = f"{name} {value}".strip()
         slots = {"option": (name, name, name.lstrip("-"), f"the {name} option", usage)}
+        key = labels.get(phrases.get(action.dest, {}).get("key", ""))
+        begin = f"Press {key} in the chat, or use" if key else "Use"
         sentence = (
-            f"Use {usage}: {meaning}." + (f" The default is {default}." if default else "") + in_settings
+            f"{begin} {usage}: {meaning}." + (f" The default is {default}." if default else "") + in_settings
         )
-        yield Source(action.dest, "set", sentence, (name,), slots)
+        yield Source(action.dest, "set", sentence, (name, *([key] if key else [])), slots)
         if default:
             yield Source(action.dest, "default", f"The default of {name} is {default}.", (default,), {})
-        if action.dest in SETTABLE:
+        if action.dest in (*SETTABLE, *ENGINE_OPTIONS):
             live = f"In the line mode (--plain) /set {action.dest} VALUE changes it; else start again with {name}."
             yield Source(action.dest, "live", live, (f"/set {action.dest}",), {})
 
 
 def figures() -> dict[str, str]:
-    """Texts that other answers insert: {key_stop} and the like, and {settings_keys}."""
-    known = {f"key_{action.name}": key_label(action.key) for action in ACTIONS}
+    """Texts that other answers insert: {key_stop} and the like, {bits_Q4_K} and the like, {settings_keys}, {types} of
+    weights and {architectures}."""
+    keys = {f"key_{action.name}": key_label(action.key) for action in ACTIONS}
+    bits = {f"bits_{kind.name}": _bits(kind) for kind in QUANTIZED.values()}
     tables = ("sampling", "models")
-    return known | {
-        "settings_keys": ", ".join(k for k in settings.Settings.__struct_fields__ if k not in tables)
+    return {
+        **keys,
+        **bits,
+        "settings_keys": ", ".join(k for k in settings.Settings.__struct_fields__ if k not in tables),
+        "types": ", ".join((*PLAIN, *sorted(kind.name for kind in QUANTIZED.values()))),
+        "architectures": ", ".join(ARCHITECTURES),
     }
+
+
+PLAIN = {"F32": 32, "F16": 16, "BF16": 16}
+"""Types of weights that are not quantized, and their bits."""
+
+
+def _bits(kind: Format) -> str:
+    """Bits a weight, with the scales."""
+    return f"{kind.block_bytes * 8 / kind.block:g}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -205,25 +226,22 @@ def slash_commands() -> Iterator[Source]:
 
 def formats(notes: dict[str, dict[str, str]]) -> Iterator[Source]:
     """The quantization types with their bits a weight; `notes` holds a sentence to add to each."""
-    from engine.formats.quantization import QUANTIZED
-
-    plain = {"F32": 32, "F16": 16, "BF16": 16}
     by_name = {kind.name: kind for kind in QUANTIZED.values()}
     for name, more in notes.items():
-        if name in plain:
+        if name in PLAIN:
             sentence, bits = (
-                f"{name} stores each weight as a floating-point number of {plain[name]} bits.",
-                str(plain[name]),
+                f"{name} stores each weight as a floating-point number of {PLAIN[name]} bits.",
+                str(PLAIN[name]),
             )
         else:
             kind = by_name[name]
-            bits = f"{kind.block_bytes * 8 / kind.block:g}"
+            bits = _bits(kind)
             sentence = f"{name} takes {bits} bits a weight: {kind.block} weights in {kind.block_bytes} bytes."
         yield Source(
             f"types.{name}",
             "what",
             f"{sentence} {more['note']}",
-            (f"{bits} bits",) if name not in plain else (bits,),
+            (f"{bits} bits",) if name not in PLAIN else (bits,),
             {},
         )
 
@@ -242,8 +260,9 @@ def preset_files() -> Iterator[Source]:
 
 def catalog() -> Iterator[Source]:
     """The models with a known name."""
-    known = ", ".join([model.name for model in names.known_models()][:8])
-    sentence = f"Among the models known by name are {known}. orin-chat --model NAME downloads and starts one."
+    families = dict.fromkeys(model.name.split(":")[0] for model in names.known_models())
+    known = f"Models known by name are qwen3:0.6b and others of {', '.join(families)}."
+    sentence = f"{known} {figures()['key_models']}, or orin-chat models, lists all."
     yield Source("models", "names", sentence, ("qwen3:0.6b",), {})
 
 
@@ -270,11 +289,11 @@ def all_sources(knowledge: Path) -> list[Source]:
     """Every fact about the program. `knowledge` is the folder of the TOML files."""
     read = {
         name: tomllib.loads((knowledge / f"{name}.toml").read_text("utf-8"))
-        for name in ("keys", "quantization")
+        for name in ("keys", "options", "quantization")
     }
     return [
         *keys(read["keys"]),
-        *command_line(),
+        *command_line(read["options"]),
         *exit_codes(),
         *slash_commands(),
         *formats(read["quantization"]["types"]),
