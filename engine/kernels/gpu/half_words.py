@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.gpu.uops import F16, U32, bitwise_or, mask, shift, u32
+from engine.kernels.gpu.uops import F16, INDEX, U32, bitwise_or, mask, shift, u32
 
 _BASE_BITS, _BASE = 0x6400, 1024.0  # a float16 whose lowest bits count ones
 
@@ -59,6 +59,12 @@ def chosen_bytes(a: UOp, b: UOp, places: Sequence[int]) -> UOp:
         return UOp(Ops.CUSTOM, U32, (a, b), f"__byte_perm({{0}}, {{1}}, {selector:#x})")
     own = (shift((a, b)[place // 4], 8 * (place % 4)) for place in places)
     return bitwise_or([shift(mask(x, 0xFF), -8 * k) for k, x in enumerate(own)])
+
+
+def unknown(index: UOp) -> UOp:
+    """An index of which the compiler knows no bits. Otherwise CUDA's makes bitwise or of the addition of constants, and
+    each load computes its address with two instructions, where the addition would be part of the load."""
+    return chosen_bytes(index.cast(U32), u32(0), range(4)).cast(INDEX) if is_cuda() else index
 
 
 def integers(word: UOp, places: Sequence[int], offset: int) -> list[UOp]:

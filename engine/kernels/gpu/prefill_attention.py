@@ -27,6 +27,7 @@ from tinygrad.uop.ops import AxisType, Ops
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.cache_tiles import eight_keys, eight_values
 from engine.kernels.gpu.few_columns import column_index
+from engine.kernels.gpu.half_words import unknown
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, Pages
 from engine.kernels.gpu.matmul import fragment_index, wmma
 from engine.kernels.gpu.uops import (
@@ -206,8 +207,12 @@ class _Tiles:
     def operands(self, array: UOp, step: UOp, which: int, s: int, c: int | UOp) -> list[list[UOp]]:
         """Two right tiles: of keys (`which` is 0) or values, of the s-th sixteen tokens of a step, in sixteen
         dimensions: of even keys and odd ones, or of even dimensions and odd ones."""
-        first = self._first(step, which) + (s * self._chunks + c) * 256 + self._read_place
-        eight = load_run(array, first, 8)
+        place = step % self._held * (self._size // 4) + self._read_place // 8  # in units of a load
+        if (
+            self._heads.dim > 64 or self._heads.kv_format.is_quantized
+        ):  # measured: with others it takes longer
+            place = unknown(place)
+        eight = load_run(array, place * 8 + which * self._size + (s * self._chunks + c) * 256, 8)
         return [eight[:4], eight[4:]]
 
 
