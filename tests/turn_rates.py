@@ -10,6 +10,7 @@ size. The time includes the chat template and the tokenizer.
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import random
 import statistics
@@ -35,6 +36,7 @@ def first_token_times(path: str, backend: str, n: int, repetitions: int) -> Time
 
     model, draw = TextModel(options, lambda _: None), random.Random(0)
     model.warm_up(lambda: False)
+    gc.freeze()  # as the engine's process does: no collection visits the model in the middle of an answer
     text = lambda words: " ".join(draw.choices(PASSAGE.split(), k=words))
 
     def ask(messages: list[Message]) -> tuple[float, int, int]:
