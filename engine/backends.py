@@ -13,6 +13,7 @@ from engine.devices.cpus import allowed_cpus
 from engine.devices.nvidia import gpus, why_not_nv
 from engine.errors import BackendError, UsageError, one_line
 from engine.events import EngineOptions
+from engine.invocation import pip_install
 from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")
@@ -42,7 +43,7 @@ def prepare(options: EngineOptions) -> str:
     elif device == "CPU":
         raise BackendError(
             "The CPU backend needs the compiler clang, which is not installed.",
-            "Install it from your system's packages, or run: pip install ziglang",
+            f"Install it from your system's packages, or run: {pip_install('ziglang')}",
         )
     os.environ["DEV"] = backend
     os.environ.setdefault("PATH", os.defpath)  # tinygrad fails without PATH

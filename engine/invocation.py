@@ -1,4 +1,4 @@
-"""How this program is called on this machine, for sentences that name one of its commands."""
+"""How this program is called on this machine, and what it lacks installed, for sentences that name a command."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def call(arguments: str) -> str:
     if script.is_file():
         return f"{_from_here(script)} {arguments}"
     return f"{_from_here(Path(sys.executable))} -m app {arguments}"
+
+
+def pip_install(*packages: str) -> str:
+    """The command line that installs `packages` for the Python that runs this program: another one's pip, which a
+    plain `pip` may be, would not."""
+    return f"{_from_here(Path(sys.executable))} -m pip install {shlex.join(packages)}"
 
 
 def _from_here(path: Path) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.invocation import call
+from engine.invocation import call, pip_install
 
 
 @pytest.fixture
@@ -36,6 +36,10 @@ def test_the_command_of_a_user(checkout, tmp_path, monkeypatch):
     assert call("models") == f"'{checkout}/.venv/bin/orin-chat' models".replace("'/", "'", 1)
     _program(tmp_path / "bin/orin-chat")
     assert call("models") == "orin-chat models", "on the PATH"
+
+
+def test_packages_are_installed_for_this_python(checkout):
+    assert pip_install("starlette", "uvicorn") == ".venv/bin/python -m pip install starlette uvicorn"
 
 
 def test_a_current_folder_that_is_gone(checkout, tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from app.cli.model_file import model_path
 from engine.client import LocalEngine
 from engine.errors import UsageError
 from engine.events import EngineOptions
+from engine.invocation import pip_install
 from widgets.text import one_line
 
 MAX_WAITING = 32
@@ -87,7 +88,7 @@ def _check_libraries() -> None:
     except ModuleNotFoundError as error:
         raise UsageError(
             f"orin-chat serve needs the library {error.name}, which is not installed.",
-            "Install it: pip install 'orin-chat[serve]'",
+            f"Install it: {pip_install('llguidance', 'starlette', 'uvicorn')}",
         ) from None
 
 

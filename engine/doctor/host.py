@@ -16,7 +16,7 @@ from engine.doctor import Finding, bad, fair, good, note
 from engine.errors import BackendError
 from engine.events import Counter
 from engine.fixes import TINYGRAD
-from engine.invocation import call
+from engine.invocation import call, pip_install
 
 _GPU_DRIVERS = re.compile(r"nvgpu|nvmap|NVRM|ga10b|Xid|host1x|arm-smmu")
 SMALL_MODEL_BYTES = 2e9  # what a small model and its context need
@@ -62,7 +62,7 @@ def _tinygrad() -> Finding:
         installed = "no version"
     if installed == TINYGRAD:
         return good("tinygrad", installed)
-    advice = f"Install the version this program is made for: pip install tinygrad=={TINYGRAD}"
+    advice = f"Install the version this program is made for: {pip_install(f'tinygrad=={TINYGRAD}')}"
     return bad("tinygrad", f"{installed} is installed, {TINYGRAD} is needed", advice)
 
 
@@ -73,7 +73,8 @@ def _compiler() -> Iterator[Finding]:
         yield bad("clang", error.message.rstrip("."), error.hint)
         return
     if problem:
-        yield bad("clang", problem, "Install clang from your system's packages, or run: pip install ziglang")
+        advice = f"Install clang from your system's packages, or run: {pip_install('ziglang')}"
+        yield bad("clang", problem, advice)
     else:
         yield good("clang", "installed")
 

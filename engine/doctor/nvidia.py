@@ -11,6 +11,7 @@ from engine.devices.nvidia import gpus, why_not_nv
 from engine.devices.system_files import read_text
 from engine.doctor import Finding, bad, fair, good, note
 from engine.doctor.host import as_text
+from engine.invocation import pip_install
 from engine.measure.nvml_counters import NvmlCounters
 
 _TOOLKIT = "Install CUDA's toolkit (on a Jetson: sudo apt install cuda-toolkit-12-6)"
@@ -43,7 +44,7 @@ def _counters(nvml: str = "pynvml") -> Iterator[Finding]:
     """Clocks, temperature and power, from NVML."""
     for counter in NvmlCounters(nvml).read():
         if counter.name == "GPU":  # the only counter without NVML
-            yield note("clocks", counter.absent, "pip install 'orin-chat[gpu]'")
+            yield note("clocks", counter.absent, pip_install("nvidia-ml-py"))
         elif counter.name == "throttled" and counter.parts:
             advice = "Let it cool, or look at its power limit: nvidia-smi -q -d PERFORMANCE"
             yield fair("throttled", as_text(counter), advice)
@@ -56,12 +57,10 @@ def _compiler(root: Path) -> Iterator[Finding]:
     if libraries:
         yield good("libnvrtc", str(libraries[0]))
     else:
-        advice = f"{_TOOLKIT}, or: pip install nvidia-cuda-nvrtc-cu12. Or set NVRTC_PATH to the library."
+        advice = f"{_TOOLKIT}, or: {pip_install('nvidia-cuda-nvrtc-cu12')}. Or set NVRTC_PATH to the library."
         yield bad("libnvrtc", "not found: no kernel can be compiled for this GPU", advice)
     if not folders:
-        advice = (
-            f"{_TOOLKIT}, or: pip install nvidia-cuda-runtime-cu12. Or set CUDA_INCLUDE_PATH to the folder."
-        )
+        advice = f"{_TOOLKIT}, or: {pip_install('nvidia-cuda-runtime-cu12')}. Or set CUDA_INCLUDE_PATH to the folder."
         yield bad("headers", "cuda_fp16.h is missing: kernels in half precision do not compile", advice)
         return
     define = re.search(r"#define CUDA_VERSION (\d+)", read_text(folders[0] / "cuda.h"))  # 12060 for 12.6

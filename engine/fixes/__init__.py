@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from engine.errors import BackendError
+from engine.invocation import pip_install
 
 TINYGRAD = "0.14.0"
 _applied: set[str] = set()
@@ -18,7 +19,7 @@ def require_tinygrad(fix: str) -> None:
     if (found := version("tinygrad")) != TINYGRAD:
         raise BackendError(
             f"{fix} is a change to tinygrad {TINYGRAD}, and tinygrad {found} is installed.",
-            f"Install the one this program is made for: pip install tinygrad=={TINYGRAD}",
+            f"Install the one this program is made for: {pip_install(f'tinygrad=={TINYGRAD}')}",
         )
 
 

@@ -15,6 +15,7 @@ from engine.events import Grammar
 from engine.formats.thinking import ReplySplitter
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import WHITE_SPACE
+from engine.invocation import pip_install
 from engine.model.sampling import Logits
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Grammars:
         except ModuleNotFoundError:
             raise UsageError(
                 "Grammars and JSON schemas need the library llguidance, which is not installed.",
-                "Install it: pip install 'orin-chat[serve]'",
+                f"Install it: {pip_install('llguidance')}",
             ) from None
         if len(grammar.source) > MAX_SOURCE:
             raise _invalid(f"it has more than {MAX_SOURCE:,} characters")

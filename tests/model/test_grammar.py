@@ -139,4 +139,4 @@ def test_a_missing_library(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UsageError, match="not installed") as error:
         answer(model, RawText(text="x"), grammar=PERSON)
-    assert "orin-chat[serve]" in error.value.hint
+    assert "pip install llguidance" in error.value.hint

@@ -302,4 +302,4 @@ def test_a_missing_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(UsageError, match="needs the library uvicorn") as refused:
         run([], Settings())
-    assert "orin-chat[serve]" in refused.value.hint
+    assert "pip install llguidance starlette uvicorn" in refused.value.hint
