@@ -85,7 +85,7 @@ def installed() -> list[Installed]:
 
 def remove(model: Installed) -> int:
     """Deletes a model, and what an unfinished download of it left; returns the bytes freed. Files that other
-    snapshots of the repository use stay. Raises OSError."""
+    snapshots of the repository use stay, and so does what lies outside the cache. Raises OSError."""
     if isinstance(model.source, WebFile):
         size = model.size_bytes
         shutil.rmtree(model.path.parent)
@@ -98,8 +98,9 @@ def remove(model: Installed) -> int:
     for link in links:
         link.unlink(missing_ok=True)
     in_use = {os.path.normpath(link.parent / link.readlink()) for link in _links(folder)}
+    store = os.path.normpath(folder / "blobs")
     for blob in {Path(os.path.normpath(blob)) for blob in blobs}:
-        if str(blob) in in_use:
+        if str(blob) in in_use or str(blob.parent) != store:
             continue
         with contextlib.suppress(FileNotFoundError):
             if not blob.is_symlink():  # else its bytes are in a store that several caches share
@@ -135,10 +136,10 @@ def _snapshots(folder: Path, revision: str = DEFAULT_REVISION) -> list[Path]:
     root = folder / "snapshots"
     try:
         commit = (folder / "refs" / revision).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):  # not there, damaged, or no name of a file
         commit = revision
     if revision != DEFAULT_REVISION:
-        return [root / commit] if (root / commit).is_dir() else []
+        return [root / commit] if commit == Path(commit).name and (root / commit).is_dir() else []
     try:
         ranked = [(each.name != commit, -each.stat().st_mtime, each) for each in root.iterdir()]
     except OSError:
@@ -177,7 +178,8 @@ def _remove_empty_folders(folder: Path) -> None:
 
 def _installed_from_web() -> Iterator[Installed]:
     for url_file in web_folder().glob(f"*/{URL_FILE}"):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            source = WebFile(url_file.read_text().strip())
-            if (path := url_file.with_name(source.file)).is_file():
+        with contextlib.suppress(OSError, ValueError):
+            url = url_file.read_text().strip()
+            source = WebFile(url)
+            if url.isprintable() and url and (path := url_file.with_name(source.file)).is_file():
                 yield Installed(source, (path,))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Never
+from urllib.parse import urlsplit
 
 from engine.catalog.files import is_safe
 from engine.catalog.names import HubModel
@@ -224,7 +225,12 @@ def _with_retries(request: Callable[[], Any]) -> Any:
 
 
 def _library() -> ModuleType:
-    """The library huggingface_hub, without telemetry and without output to the terminal."""
+    """The library huggingface_hub, without telemetry and without output to the terminal. Raises UsageError if
+    HF_ENDPOINT is no URL: its import would fail."""
+    try:
+        urlsplit(endpoint())
+    except ValueError as error:
+        raise UsageError(f"HF_ENDPOINT is no address: {error}.", "Unset it, or name a mirror.") from None
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read once, at import
     import huggingface_hub
     import huggingface_hub.errors

@@ -23,7 +23,7 @@ DEFAULT_REVISION = "main"
 _REPOSITORY = r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 _ON_HUB = re.compile(rf"{_REPOSITORY}(?::(?P<quantization>[\w.-]+))?/?")
 _FILE_ON_HUB = re.compile(
-    rf"{_REPOSITORY}/(?:(?:resolve|blob)/(?P<revision>[^/]+)/)?(?P<file>[^:]+\.gguf)", re.I
+    rf"{_REPOSITORY}/(?:(?:resolve|blob)/(?P<revision>[^/.][^/]*)/)?(?P<file>[^:]+\.gguf)", re.I
 )
 
 
@@ -163,10 +163,15 @@ def _parse_url(text: str) -> HubModel | WebFile | None:
         scheme, host = url.scheme.lower(), (url.hostname or "").lower()
     except ValueError:  # brackets without an IPv6 address
         return None
-    endpoint = urlsplit(os.environ.get("HF_ENDPOINT", ""))
-    if host in HUB_HOSTS or ("://" in text and url.netloc == endpoint.netloc):
-        path = unquote(url.path).strip("/")
-        if match := _FILE_ON_HUB.fullmatch(path) or _ON_HUB.fullmatch(path.removesuffix("/tree/main")):
+    mirror = ""
+    with contextlib.suppress(ValueError):
+        mirror = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc
+    path = unquote(url.path).strip("/")
+    is_writable = text.isprintable() and path.isprintable()  # as the name of a file, and as an address
+    if host in HUB_HOSTS or ("://" in text and url.netloc == mirror):
+        if is_writable and (
+            match := _FILE_ON_HUB.fullmatch(path) or _ON_HUB.fullmatch(path.removesuffix("/tree/main"))
+        ):
             fields = {name: value for name, value in match.groupdict().items() if value}
             return HubModel(**{**fields, "quantization": fields.get("quantization", "").upper()})
         raise ModelFileError(
@@ -174,7 +179,7 @@ def _parse_url(text: str) -> HubModel | WebFile | None:
         )
     if "://" not in text:
         return None
-    if scheme in ("http", "https") and host:
+    if scheme in ("http", "https") and host and is_writable:
         return WebFile(text)
     raise ModelFileError(f"Models cannot be downloaded from {text}.", "Use a URL that begins with https://.")
 

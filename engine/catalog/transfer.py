@@ -172,8 +172,8 @@ class _PartialFile:
     @property
     def _version(self) -> str:
         """The ETag or date of the version that the bytes on the disk are from; "" if there is none."""
-        with contextlib.suppress(FileNotFoundError):
-            return self.target.version_path.read_text().strip()
+        with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+            return _as_header(self.target.version_path.read_text().strip())
         return ""
 
     def fetch(self) -> None:
@@ -241,8 +241,13 @@ class _PartialFile:
 
 def _version_in(headers: Mapping[str, str]) -> str:
     """A response's ETag or, without one that tells all versions apart, its date; "" if it has neither."""
-    etag, date = headers.get("ETag", ""), headers.get("Last-Modified", "")
+    etag, date = _as_header(headers.get("ETag", "")), _as_header(headers.get("Last-Modified", ""))
     return date if etag.startswith("W/") else etag or date
+
+
+def _as_header(text: str) -> str:
+    """`text`, or "" if no request can have it in its head."""
+    return text if text.isascii() and text.isprintable() else ""
 
 
 def _are_different(one: str, other: str) -> bool:

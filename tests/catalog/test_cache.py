@@ -102,6 +102,16 @@ def test_bytes_in_the_shared_store_stay_there(fake_hub, model):
     assert store.exists() and cache.installed() == []
 
 
+def test_a_file_elsewhere_that_a_link_leads_to_stays(fake_hub, model, tmp_path):
+    path, own = download(model), tmp_path / "own.gguf"
+    shutil.move(path.resolve(), own)
+    path.unlink()
+    path.symlink_to(own)
+    [found] = cache.installed()
+    assert cache.remove(found) == 0
+    assert own.exists() and cache.installed() == []
+
+
 def test_a_cache_with_rubbish_in_it(home):
     root = cache.hub_folder()
     (root / "models--user--empty").mkdir(parents=True)
@@ -112,6 +122,14 @@ def test_a_cache_with_rubbish_in_it(home):
     (root / "models--u--r" / "snapshots" / "c" / "empty-Q8_0.gguf").write_bytes(b"")
     (root / "models--u--r" / "refs").mkdir()
     (root / "models--u--r" / "refs" / "main").write_bytes(b"\xff\xfe")
+    (home / "x-Q8_0.gguf").write_bytes(b"GGUF")
+    (root / "models--u--r" / "refs" / "v2").write_text(str(home))
+    for number, url in enumerate(("http://[", "", "\0")):
+        folder = cache.web_folder() / str(number)
+        folder.mkdir(parents=True)
+        (folder / cache.URL_FILE).write_text(url)
+        (folder / "model.gguf").write_bytes(b"GGUF")
+    assert cache.find(HubModel("u/r", "Q8_0", revision="v2")) is None
     assert cache.installed() == []
     for repository in ("user/empty", "no-snapshots/x", "file/x", "u/r"):
         assert cache.find(HubModel(repository, "Q8_0")) is None

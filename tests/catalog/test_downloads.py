@@ -20,7 +20,7 @@ from engine.catalog.downloads import download
 from engine.catalog.hub import RETRIES, DownloadError
 from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Cancelled
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, UsageError
 from tests.catalog.fake_hub import COMMIT, FakeHub
 from tests.generated_model import write
 from tests.waiting import wait_until
@@ -557,12 +557,29 @@ def test_its_download_starts_over_if_it_is_another_file(fake_hub, web, tmp_path)
     assert download(web).read_bytes() == fake_hub.files["tiny.gguf"]
 
 
+@pytest.mark.parametrize("version", [b"\xff\xfe", "\u00e9".encode(), b"a\nHost: b"])
+def test_its_download_starts_over_if_the_note_of_its_version_is_damaged(fake_hub, web, version):
+    fake_hub.cuts.extend([len(fake_hub.files["tiny.gguf"]) // 2, *[0] * 20])
+    with pytest.raises(DownloadError, match="cannot be reached"):
+        download(web)
+    fake_hub.cuts.clear()
+    [note] = cache.web_folder().glob("*/*.version")
+    note.write_bytes(version)
+    assert download(web).read_bytes() == fake_hub.files["tiny.gguf"]
+
+
 def test_two_versions_of_a_file_are_never_joined(fake_hub, web, tmp_path):
     test_its_download_starts_over_if_it_is_another_file(fake_hub, web, tmp_path)
     cache.find(web).unlink()
     fake_hub.files["tiny.gguf"] = write(tmp_path / "third.gguf", seed=7).read_bytes()
     fake_hub.checks_version = False
     test_its_download_starts_over_if_it_is_another_file(fake_hub, web, tmp_path)
+
+
+def test_a_mirror_whose_address_is_none(model, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://[")
+    with pytest.raises(UsageError, match="HF_ENDPOINT is no address"):
+        download(model)
 
 
 def test_what_is_no_model_is_not_kept(fake_hub, web):

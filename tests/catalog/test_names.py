@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.catalog import names
+from engine.catalog import cache, names
 from engine.catalog.architectures import check_architecture, runs
 from engine.catalog.files import PREFERRED, is_safe, models_among, must_pick, pick, quantization_of
 from engine.catalog.names import HubModel, WebFile, known_models, named_models, parse, short_name
@@ -41,6 +41,11 @@ def test_the_address_of_a_mirror_is_the_hub(monkeypatch):
     assert parse("https://mirror.example/user/repo/resolve/main/x.gguf") == HubModel(
         "user/repo", file="x.gguf"
     )
+
+
+def test_a_mirror_whose_address_is_none_is_no_mirror(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://[")
+    assert parse("hf.co/user/repo") == HubModel("user/repo")
 
 
 def test_a_path_that_exists_comes_first(tmp_path, monkeypatch):
@@ -208,6 +213,9 @@ def test_names_that_lead_elsewhere_are_not_safe(name):
 
 
 @given(st.text() | st.from_regex(r"(https?://|hf\.co/|~)?[\w./:\[\]@%#?-]*", fullmatch=True))
+@example("hf.co/u/r/resolve/a%00b/f.gguf")
+@example("hf.co/u/r/resolve/../f.gguf")
+@example("https://example.org/\udcff.gguf")  # a byte of the command line that is no text
 def test_whatever_is_typed_means_something_or_nothing(text):
     try:
         source = parse(text, {"mine": "qwen3:4b", text[:3]: text})
@@ -215,5 +223,6 @@ def test_whatever_is_typed_means_something_or_nothing(text):
         assert error.message and error.hint
     else:
         assert isinstance(source, Path | HubModel | WebFile)
+        assert isinstance(source, Path) or cache.find(source) is None
         if isinstance(source, WebFile):
             assert "/" not in source.file and is_safe(source.file)
