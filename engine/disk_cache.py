@@ -46,16 +46,18 @@ class DiskCache:
         self._writable = True
 
     def get(self, table: str, key: object) -> Any:
-        """The value that was put; None if there is no entry, or a damaged one."""
+        """The value that was put; None if there is no entry, a damaged one, or another user's."""
         path = self._path(table, key)
         try:
             with path.open("rb") as file:
-                data, last_used = file.read(), os.fstat(file.fileno()).st_mtime
+                data, state = file.read(), os.fstat(file.fileno())
+            if state.st_uid != os.getuid():
+                return None
             if hashlib.sha256(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
                 raise ValueError("damaged")
-            # Unpickling runs code from the file. Only the user can write to the folder.
+            # Unpickling runs code from the file. It is the user's own, also with sudo in another's home folder.
             value = pickle.loads(data[_DIGEST_BYTES:])
-            if time.time() - last_used > _DAY_S:
+            if time.time() - state.st_mtime > _DAY_S:
                 path.touch()
         except FileNotFoundError:
             return None
@@ -96,12 +98,21 @@ class DiskCache:
     @functools.cache  # noqa: B019 (a process has one cache for its whole life)
     def _trim(self) -> None:
         """Deletes the oldest files beyond the limit. Once a run is enough, since a run adds little."""
-        files = [(entry.stat(), entry.path) for entry in os.scandir(self._folder) if entry.is_file()]
-        total_bytes = 0
-        for stat, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
-            total_bytes += stat.st_size
-            if total_bytes > LIMIT_BYTES:
-                Path(path).unlink(missing_ok=True)
+        trim(self._folder, LIMIT_BYTES)
+
+
+def trim(folder: Path, limit_bytes: int) -> None:
+    """Deletes the least recently used files of a folder beyond so many bytes. Raises OSError."""
+    files = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process has just renamed or deleted it
+            if entry.is_file():
+                files.append((entry.stat(), entry.path))
+    total_bytes = 0
+    for stat, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
+        total_bytes += stat.st_size
+        if total_bytes > limit_bytes:
+            Path(path).unlink(missing_ok=True)
 
 
 @functools.cache

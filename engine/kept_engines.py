@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import socket
+import struct
 import subprocess
 import tempfile
 import warnings
@@ -27,6 +28,7 @@ from engine.keeper import LENGTH_BYTES, STOP, TAKE, has_ended
 
 _ANSWER_S = 2.0
 _MAX_CONTENT_BYTES = 64 << 20
+_PEER = struct.Struct("3i")  # process, user, group (unix(7))
 # Variables that decide which device an engine takes, how it computes, and where its files are.
 _VARIABLES = (
     "DEV", "CC", "PARALLEL", "JIT_BATCH_SIZE", "ALLOW_HALF8", "NOOPT", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH",
@@ -148,10 +150,17 @@ def _paths() -> Iterator[Path]:
 
 
 def _connect(path: Path) -> socket.socket | None:
+    """A connection to a process of the user's own. Who may change the folder above ours can put another socket there,
+    also after `_folder` has looked."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(_ANSWER_S)
         connection.connect(str(path))
+        if hasattr(socket, "SO_PEERCRED"):  # Linux
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            _, user, _ = _PEER.unpack(peer)
+            if user != os.getuid():
+                raise PermissionError(path)
     except OSError:
         connection.close()
         return None

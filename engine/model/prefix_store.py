@@ -3,7 +3,7 @@
 A file holds the keys and values of CHUNK tokens. Its name is a digest of the model file, of what the runner exports and
 of all tokens up to the end of the chunk, so a conversation finds its own chunks, and those of any other that begins the
 same way. A file is 24 bytes (a magic number, the first token for which layers with a sliding window are exported, the
-CRC-32 of the rest), the chunk's tokens, int32 (CHUNK,), and the export of the runner. Files are written under a
+CRC-32 of all else), the chunk's tokens, int32 (CHUNK,), and the export of the runner. Files are written under a
 temporary name and then renamed; a damaged one is deleted. The least recently used files beyond a limit are deleted.
 
 A recurrent state is that after some number of tokens, not after a chunk. Its file is named after the last whole chunk
@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.disk_cache import trim
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.model.prefix_folder import folder
@@ -37,8 +38,9 @@ CHUNK = 512
 STEP = 64
 """An export begins at a multiple of so many tokens."""
 
-_HEADER = struct.Struct("<8sqq")  # magic, first token of windows, CRC-32
-_MAGIC, _STATE_MAGIC = b"orinkv01", b"orinst01"
+_HEADER, _CRC = struct.Struct("<8sq"), struct.Struct("<q")  # magic, first token of windows; CRC-32
+_TOKENS_AT = _HEADER.size + _CRC.size
+_MAGIC, _STATE_MAGIC = b"orinkv02", b"orinst02"
 _SUFFIX, _STATE_SUFFIX = ".kv", ".state"
 
 
@@ -106,9 +108,11 @@ def _read(path: Path, tokens: Sequence[int]) -> NDArray[np.uint8] | None:
     """What a file holds after its `tokens`; None if it is damaged, and then deleted, or gone."""
     try:
         data = np.fromfile(path, np.uint8)  # several threads do this at once
-        _, _, crc = _HEADER.unpack(data[: _HEADER.size].tobytes())
-        body, n = data[_HEADER.size :], 4 * len(tokens)
-        if zlib.crc32(body.data) == crc and np.array_equal(body[:n].view(np.int32), tokens):
+        [crc] = _CRC.unpack(data[_HEADER.size : _TOKENS_AT].tobytes())
+        body, n = data[_TOKENS_AT:], 4 * len(tokens)
+        if zlib.crc32(body.data, zlib.crc32(data[: _HEADER.size].data)) == crc and np.array_equal(
+            body[:n].view(np.int32), tokens
+        ):
             return body[n:]
         path.unlink()
     except (OSError, struct.error, ValueError):
@@ -130,12 +134,13 @@ class PrefixStore:
         for path in self._paths(tokens):
             try:
                 with path.open("rb") as file:
-                    magic, window_from, _ = _HEADER.unpack(file.read(_HEADER.size))
-                if magic != _MAGIC:
-                    break
-                os.utime(path)
+                    magic, window_from = _HEADER.unpack(file.read(_HEADER.size))
             except (OSError, struct.error):
                 break
+            if magic != _MAGIC:
+                break
+            with contextlib.suppress(OSError):
+                os.utime(path)
             found.append(StoredChunk(path, window_from))
         return found
 
@@ -174,15 +179,16 @@ class PrefixStore:
         self, path: Path, magic: bytes, number: int, tokens: Sequence[int], *exports: NDArray[np.uint8]
     ) -> bool:
         ids, temporary = np.asarray(tokens, np.int32).tobytes(), None
-        crc = zlib.crc32(ids)
+        header = _HEADER.pack(magic, number)
+        crc = zlib.crc32(header + ids)
         for export in exports:
             crc = zlib.crc32(export.data, crc)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._trim(sum(export.nbytes for export in exports))
+            trim(path.parent, self._limit_bytes - sum(export.nbytes for export in exports))
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # for the user alone
                 temporary = Path(file.name)
-                file.write(_HEADER.pack(magic, number, crc) + ids)
+                file.write(header + _CRC.pack(crc) + ids)
                 for export in exports:
                     file.write(export.data)
             temporary.replace(path)
@@ -205,12 +211,3 @@ class PrefixStore:
             ids = np.asarray(tokens[end - CHUNK : end], np.int32).tobytes()
             digest = hashlib.sha256(digest + ids).digest()
             yield folder() / f"{digest.hex()}{_SUFFIX}"
-
-    def _trim(self, wanted_bytes: int) -> None:
-        """Makes room for so many bytes. Raises OSError."""
-        files = [(entry.stat(), entry.path) for entry in os.scandir(folder()) if entry.is_file()]
-        total_bytes = wanted_bytes
-        for stat, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
-            total_bytes += stat.st_size
-            if total_bytes > self._limit_bytes:
-                Path(path).unlink(missing_ok=True)

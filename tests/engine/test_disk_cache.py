@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -45,6 +46,22 @@ def test_a_damaged_entry_is_deleted_and_made_anew(folder, damage):
     assert cache.get("table", 1) is None and not path.exists()
     cache.put("table", 1, "again")
     assert cache.get("table", 1) == "again"
+
+
+def test_another_users_entry_is_not_loaded(folder, monkeypatch):
+    cache = DiskCache(folder, "")
+    cache.put("table", 1, "value")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert cache.get("table", 1) is None and files(folder)
+
+
+def test_a_file_that_another_process_renames_meanwhile_is_no_failure(folder, monkeypatch):
+    gone = mock.Mock(is_file=lambda: True, stat=mock.Mock(side_effect=FileNotFoundError))
+    monkeypatch.setattr(os, "scandir", lambda folder: iter([gone]))
+    cache = DiskCache(folder, "")
+    for key in (1, 2):
+        cache.put("table", key, "value")
+    assert cache.get("table", 2) == "value"
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path):

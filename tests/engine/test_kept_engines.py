@@ -124,6 +124,19 @@ async def test_without_the_option_an_engine_ends_with_its_run(warm):
     await gone(pid)
 
 
+async def test_an_engine_that_another_user_keeps_is_not_taken(warm, monkeypatch):
+    engine = warm()
+    await collect(engine.start())
+    await leave(engine)
+    [path] = kept_engines._paths()
+    with kept_engines._connect(path):
+        pass
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(os, "getuid", lambda: 12345)
+        assert kept_engines._connect(path) is None
+    assert kept_engines.stop() == 1
+
+
 def test_a_folder_that_others_can_open_is_not_used(warm, monkeypatch):
     folder = kept_engines._folder()
     assert folder

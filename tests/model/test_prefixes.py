@@ -1,9 +1,14 @@
 """The KV cache of a long conversation on disk: an engine that starts later goes on where it was."""
 
+import errno
+import os
+from unittest import mock
+
 import numpy as np
 import pytest
 
 from engine.events import EngineOptions, Finished, Generate, Prefilling, Sampling, TokenIds
+from engine.formats.gguf import GGUF
 from engine.model import prefix_folder, prefix_keeper
 from engine.model.generate import TextModel
 from engine.model.lower.cpu_export import quantized
@@ -169,12 +174,31 @@ def test_clearing(folder):
 
 
 def test_a_file_of_another_state_of_the_model_is_not_found(path):
-    from engine.formats.gguf import GGUF
-
     with GGUF(path) as file:
         store, other = PrefixStore(file, "a", 1 << 20), PrefixStore(file, "b", 1 << 20)
     assert store.write(PROMPT[:CHUNK], 0, np.zeros(8, np.uint8))
     assert store.find(PROMPT) and not other.find(PROMPT)
+
+
+def test_a_changed_bit_anywhere_is_noticed(path):
+    with GGUF(path) as file:
+        store = PrefixStore(file, "", 1 << 20)
+    chunk, export = PROMPT[:CHUNK], np.arange(8, dtype=np.uint8)
+    assert store.write(chunk, 3, export)
+    [stored] = store.find(chunk)
+    assert np.array_equal(stored.read(chunk), export)
+    whole = stored.path.read_bytes()
+    for place in (*range(30), len(whole) - 1):
+        stored.path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert all(found.read(chunk) is None for found in store.find(chunk)), place
+
+
+def test_a_read_only_disk_is_read(path, monkeypatch):
+    with GGUF(path) as file:
+        store = PrefixStore(file, "", 1 << 20)
+    assert store.write(PROMPT[:CHUNK], 0, np.zeros(8, np.uint8))
+    monkeypatch.setattr(os, "utime", mock.Mock(side_effect=OSError(errno.EROFS, "read-only")))
+    assert store.find(PROMPT)
 
 
 def test_quantization_rounds_to_half_a_step():
