@@ -53,6 +53,7 @@ from engine.measure.timeline import timeline
 from engine.transport import Deframer, frame, pack
 
 if TYPE_CHECKING:
+    from engine.formats.tokenizer import Merge
     from engine.model.answer import Answer
     from engine.model.pending_encoder import PendingEncoder
     from engine.model.scheduler import Scheduler
@@ -420,11 +421,14 @@ def _read_all(fd: int) -> bytes:
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
-    from engine.backends import install, no_device_error, open_device, prepare
+    from engine.backends import install, may_use_gpu, no_device_error, open_device, prepare
+    from engine.formats.merging import MergingProcess
 
     timeline.until_now("process")
+    # The weights keep all cores of a CPU busy, so there nothing is gained.
+    merge = MergingProcess(options.model_path) if may_use_gpu(options) else None
     beside = ThreadPoolExecutor(1)
-    begun = beside.submit(_begin_encoder, options)
+    begun = beside.submit(_begin_encoder, options.model_path, merge)
     with timeline.span("device"):
         dev = prepare(options)  # sets the variables that tinygrad reads at import
         install(dev)
@@ -445,13 +449,11 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     return model
 
 
-def _begin_encoder(options: EngineOptions) -> PendingEncoder:
-    """Imports what takes long and needs no device, while the device's driver starts. A CPU's cores are all busy with
-    the weights."""
-    from engine.backends import may_use_gpu
+def _begin_encoder(model_path: str, merge: Merge | None) -> PendingEncoder:
+    """Imports what takes long and needs no device, while the device's driver starts."""
     from engine.model.pending_encoder import PendingEncoder
 
-    return PendingEncoder(options.model_path, merges_apart=may_use_gpu(options))
+    return PendingEncoder(model_path, merge)
 
 
 def main() -> None:

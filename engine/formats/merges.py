@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from tokenizers import Regex, models, pre_tokenizers
@@ -13,25 +12,11 @@ from tokenizers import Tokenizer as Merger
 from engine.formats.gguf import GGUF, StringArray
 from engine.formats.vocabulary import BYTE, UNKNOWN, Vocabulary
 
-
-class Merge(Protocol):
-    """Merges the texts of one vocabulary."""
-
-    @property
-    def warning(self) -> str:
-        """A sentence about damaged merges, or ""."""
-        ...
-
-    def __call__(self, words: Sequence[str]) -> list[list[int]]:
-        """The token ids of each of the texts, in which spaces are written as the vocabulary writes them."""
-        ...
-
-
 _MAX_PIECE = 512  # characters; merges never produce a longer SentencePiece piece
 
 
 class Merges:
-    """Implements `Merge`."""
+    """Implements `tokenizer.Merge`."""
 
     def __init__(self, gguf: GGUF, vocabulary: Vocabulary) -> None:
         self.warning = ""

@@ -1,7 +1,8 @@
 """Merges words in a process of its own, which is made ready while this one loads a model.
 
 To build the library's object takes about half a second for a vocabulary of 150,000 tokens, and keeps all other Python
-code of the process waiting meanwhile: also the code that opens a GPU.
+code of the process waiting meanwhile: also the code that opens a GPU. So this module imports little, and the library
+only if the process fails.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.child_process import module_command, module_environment
-from engine.formats.gguf import GGUF
-from engine.formats.merges import Merges
-from engine.formats.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from engine.formats.merges import Merges
 
 
 class MergingProcess:
-    """Implements `Merge` for a model file. The process starts now and ends with this object. If it does not start, or
-    dies, its work is done in this process from then on."""
+    """Implements `tokenizer.Merge` for a model file. The process starts now and ends with this object. If it does not
+    start, or dies, its work is done in this process from then on."""
 
     def __init__(self, model: str | Path) -> None:
         self._model, self._lock = model, Lock()
@@ -42,7 +43,7 @@ class MergingProcess:
 
     @property
     def warning(self) -> str:
-        """As of `Merge`. Waits for the process."""
+        """As `Merges.warning`. Waits for the process."""
         with self._lock:
             return self._ready()
 
@@ -66,6 +67,10 @@ class MergingProcess:
 
     def _in_this_process(self, words: Sequence[str]) -> list[list[int]]:
         if self._own is None:
+            from engine.formats.gguf import GGUF
+            from engine.formats.merges import Merges
+            from engine.formats.vocabulary import Vocabulary
+
             with GGUF(self._model) as file:
                 self._own = Merges(file, Vocabulary(file))
             self._warning = self._own.warning

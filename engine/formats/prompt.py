@@ -9,10 +9,9 @@ from engine.errors import TemplateError, UsageError
 from engine.events import Chat, Effort, Message, RawText, TokenIds
 from engine.formats.channels import ChannelSplitter
 from engine.formats.gguf import GGUF
-from engine.formats.merges import Merge
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.thinking import ReplySplitter, ThinkSplitter
-from engine.formats.tokenizer import Tokenizer
+from engine.formats.tokenizer import Merge, Tokenizer
 
 
 def tokens_in(prompt: Chat | RawText | TokenIds, model: Path) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from threading import Lock
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import SHORTEN, ContextFullError
 from engine.formats.gguf import GGUF
-from engine.formats.merges import Merge, Merges
 from engine.formats.vocabulary import SPACE, USER_DEFINED, Vocabulary
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -28,9 +28,25 @@ _HTML = re.compile(
     r"|span|bbox|ul|li|div|iframe|footer)>"
 )
 
+_REMEMBERED = 1 << 22  # characters of texts whose token ids are remembered
+
+
+class Merge(Protocol):
+    """Merges the texts of one vocabulary."""
+
+    @property
+    def warning(self) -> str:
+        """A sentence about damaged merges, or ""."""
+        ...
+
+    def __call__(self, words: Sequence[str]) -> list[list[int]]:
+        """The token ids of each of the texts, in which spaces are written as the vocabulary writes them."""
+        ...
+
 
 class Tokenizer(Vocabulary):
-    """A vocabulary that reads texts. Another process may do `merge`, with the same file."""
+    """A vocabulary that reads texts. Another process may do `merge`, with the same file. Token ids of recent texts are
+    remembered, because a chat sends all its messages with each prompt."""
 
     def __init__(self, gguf: GGUF, merge: Merge | None = None) -> None:
         super().__init__(gguf)
@@ -46,7 +62,13 @@ class Tokenizer(Vocabulary):
         strips = self.sentencepiece and {"<|assistant|>", "<|end|>", "<|placeholder1|>"} <= special.keys()
         kept = (self.bos_id, special.get("<|endoftext|>"), special.get("<unk>"))
         self._strips_after = frozenset(special.values()).difference(kept) if strips else frozenset()
-        self.merge = merge or Merges(gguf, self)
+        if merge is None:
+            from engine.formats.merges import Merges  # the library takes long to import
+
+            merge = Merges(gguf, self)
+        self.merge = merge
+        self._remembered: dict[str, list[int]] = {}  # those that were used last are the last
+        self._remembering, self._characters = Lock(), 0
 
     def _spaced(self, text: str) -> str:
         return text if self.writes_spaces else text.replace(SPACE, " ")
@@ -83,6 +105,8 @@ class Tokenizer(Vocabulary):
                 elif piece := piece.lstrip() if parts and parts[-1] in self._strips_after else piece:
                     parts.append(piece)
 
+        before = " " if self.add_space_prefix else ""  # such models expect a space before a text
+        parts = [part if isinstance(part, int) else before + part for part in parts]
         if most is not None and sum(1 if isinstance(part, int) else len(part) for part in parts) > most:
             least = sum(1 if isinstance(part, int) else self._fewest(part) for part in parts if part != "")
             if least > most:
@@ -94,14 +118,13 @@ class Tokenizer(Vocabulary):
                 raise ContextFullError(
                     f"The conversation has over {most} tokens, and the context holds no more.", SHORTEN
                 )
-        before = " " if self.add_space_prefix else ""  # such models expect a space before a text
-        return self._ids(part if isinstance(part, int) else before + part for part in parts)
+        return self._ids(parts)
 
     def _goes_beyond(self, text: str, most: int) -> bool:
         """Whether the beginning of a text that is much longer than `most` tokens usually are has more of them, and some
         to spare: what comes after it can change only its last few. Takes time for a multiple of `most`."""
         length = 8 * most + 1024
-        while length < len(text) // 2:
+        while length < len(text) // 2 and text not in self._remembered:
             if len(self._ids([text[:length]])) > most + most // 16 + 64:
                 return True
             length *= 4
@@ -109,7 +132,10 @@ class Tokenizer(Vocabulary):
 
     def _fewest(self, text: str) -> int:
         """A number of tokens that `text` has at least: no token has more of `_amounts` than those of the vocabulary
-        have at most. The longest token is often a run of spaces, so words and changes tell more of most texts."""
+        have at most. The longest token is often a run of spaces, so words and changes tell more of most texts. Of a
+        text that is remembered, it is the number of its tokens."""
+        if (ids := self._remembered.get(text)) is not None:
+            return len(ids)
         amounts = _amounts(*self._codes(text), [0])[0]
         return int((-(-amounts // self._most_in_a_token)).max())
 
@@ -131,21 +157,41 @@ class Tokenizer(Vocabulary):
         most: NDArray[Any] = np.concatenate([spelled, *named]).max(0, initial=1)
         return most
 
-    def _ids(self, parts: Iterable[str | int]) -> list[int]:
+    def _ids(self, parts: Sequence[str | int]) -> list[int]:
         """The token ids of plain texts and of ids, one after the other."""
-        items: list[str | int] = []
-        for part in parts:
-            if isinstance(part, int):
-                items.append(part)
-                continue
-            for i, piece in enumerate(self._in_any_text.split(part)):
-                if i % 2:
-                    items.append(self._text_tokens[piece])
-                elif piece:
-                    items.append(piece if self.writes_spaces else piece.replace(" ", SPACE))
-        words = [item for item in items if isinstance(item, str)]
+        texts = dict.fromkeys(part for part in parts if isinstance(part, str))
+        with self._remembering:
+            known = {text: ids for text in texts if (ids := self._remembered.get(text)) is not None}
+        pieces = {text: self._pieces(text) for text in texts if text not in known}
+        words = [piece for of_text in pieces.values() for piece in of_text if isinstance(piece, str)]
         merged = iter(self.merge(words) if words else [])
-        return [id for item in items for id in ([item] if isinstance(item, int) else next(merged))]
+        for text, of_text in pieces.items():
+            known[text] = [
+                id for piece in of_text for id in ([piece] if isinstance(piece, int) else next(merged))
+            ]
+        self._remember({text: known[text] for text in texts})
+        return [id for part in parts for id in ([part] if isinstance(part, int) else known[part])]
+
+    def _pieces(self, text: str) -> list[str | int]:
+        """Words to merge, and the ids of tokens that are part of any text."""
+        pieces: list[str | int] = []
+        for i, piece in enumerate(self._in_any_text.split(text)):
+            if i % 2:
+                pieces.append(self._text_tokens[piece])
+            elif piece:
+                pieces.append(piece if self.writes_spaces else piece.replace(" ", SPACE))
+        return pieces
+
+    def _remember(self, used: dict[str, list[int]]) -> None:
+        with self._remembering:
+            for text, ids in used.items():
+                if self._remembered.pop(text, None) is None:
+                    self._characters += len(text)
+                self._remembered[text] = ids
+            while self._characters > _REMEMBERED:
+                oldest = next(iter(self._remembered))
+                self._characters -= len(oldest)
+                del self._remembered[oldest]
 
 
 def _code_points(text: str) -> NDArray[Any]:

@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from engine.formats.gguf import GGUF
-from engine.formats.merging import MergingProcess
 from engine.formats.prompt import PromptEncoder
+from engine.formats.tokenizer import Merge
 from engine.formats.vocabulary import check_tokenizer
 from engine.measure.timeline import timeline
 
@@ -15,11 +15,9 @@ from engine.measure.timeline import timeline
 class PendingEncoder:
     """A model file, and its `PromptEncoder`. A thread opens the one and then makes the other, from now on."""
 
-    def __init__(self, path: str | Path, merges_apart: bool = False) -> None:
-        """`merges_apart`: whether another process merges (`MergingProcess`). It takes a core, and saves the time for
-        which all Python code of this process would wait."""
+    def __init__(self, path: str | Path, merge: Merge | None = None) -> None:
+        """`merge`: see `Tokenizer`."""
         thread = ThreadPoolExecutor(1, "tokenizer")
-        merge = MergingProcess(path) if merges_apart else None
         opened = thread.submit(_open, path)
         self._file, self._encoder = opened.result, thread.submit(_encoder_of, opened, merge).result
         thread.shutdown(wait=False)
@@ -40,7 +38,7 @@ def _open(path: str | Path) -> GGUF:
         return file
 
 
-def _encoder_of(opened: Future[GGUF], merge: MergingProcess | None) -> PromptEncoder:
+def _encoder_of(opened: Future[GGUF], merge: Merge | None) -> PromptEncoder:
     file = opened.result()
     with timeline.span("tokenizer"):
         return PromptEncoder(file, merge)

@@ -479,3 +479,16 @@ def test_think_marks_are_shown_even_if_they_are_control_tokens(tmp_path):
 def test_the_first_space_of_a_sentencepiece_reply_is_dropped(spm):
     stream = StreamDecoder(spm)
     assert [stream.feed(id) for id in [1, *spm.encode("a a")]] == ["", "a", " a"]
+
+
+def test_texts_of_earlier_prompts_are_not_merged_again(tmp_path, monkeypatch):
+    t = Tokenizer(byte_level(tmp_path / "v", special=MARKS, merges=["a b"]))
+    merge, merged = t.merge, []
+    monkeypatch.setattr(t, "merge", lambda words: merged.extend(words) or merge(words))
+    chat = [("<|im_start|>", True), ("abba", False), ("<|im_end|>", True), ("abba", False)]
+    ids = t.encode_segments(chat)
+    assert t.encode_segments([*chat, ("<|im_start|>", True), ("new", False)], most=13)[: len(ids)] == ids
+    assert merged == ["abba", "new"]
+    monkeypatch.setattr("engine.formats.tokenizer._REMEMBERED", 8)
+    assert len(t.encode("c" * 9)) == 9 and t.encode_segments(chat) == ids
+    assert merged == ["abba", "new", "c" * 9, "abba"] and t._characters == 4
