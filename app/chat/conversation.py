@@ -186,7 +186,8 @@ class Conversation:
         if first != self._stored_first:
             self.history.set_first_read(self.chat_id, first)
             self._stored_first = first
-        for turn in self.turns[-2:]:  # the reply in progress, and the prompt that it answers
+        # The reply in progress, and the prompt that it answers. After a failure, older ones may have changed too.
+        for turn in self.turns[-2:] if self.problem is None else self.turns:
             state = turn.message, turn.finished
             if turn.message_id is not None and self._stored[turn.message_id] != state:
                 self.history.update(turn.message_id, turn.content, turn.thinking, turn.finished)

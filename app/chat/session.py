@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 from app.chat.configuration import without_effect
 from app.chat.conversation import Conversation
 from app.chat.history import History, HistoryError
+from app.chat.saver import Saver
 from app.chat.search_summary import SearchSummary
 from app.chat.status import StatusObserver
 from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
@@ -25,8 +26,6 @@ from widgets.turn import WARNING
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""
-SAVE_S = 0.1
-"""A reply is in the history so soon after it has grown."""
 FULL = "Ctrl+G offers how to go on"
 NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, Ctrl+N starts a new chat"
 EMPTY = "The model gave an empty reply"
@@ -97,7 +96,7 @@ class Session:
         self._is_starting = False
         self._ended = asyncio.Event()
         self._thinking_since: float | None = None
-        self._saving: asyncio.TimerHandle | None = None
+        self._saver = Saver(self._write)
 
     @property
     def is_answering(self) -> bool:
@@ -255,9 +254,13 @@ class Session:
         await leave(self.engine)
 
     def save(self) -> None:
-        """Writes the conversation to the history. The view hears of a failure."""
+        """Writes the conversation to the history. The view hears of a failure, and it is tried again."""
+        self._saver.now()
+
+    def _write(self) -> bool:
         self.conversation.save(self.status.snapshot().model)
         self.view.problem_changed(self.history.problem or self.conversation.problem)
+        return self.conversation.problem is None
 
     # --- the engine -------------------------------------------------------------------------------------
 
@@ -393,13 +396,8 @@ class Session:
             reply.thinking_s = now - self._thinking_since
         else:
             reply.content += token.text
-        if self._saving is None:
-            self._saving = asyncio.get_running_loop().call_later(SAVE_S, self._save_reply)
-
-    def _save_reply(self) -> None:
-        self._saving = None
-        if self.reply is not None and not (self.history.problem or self.conversation.problem):
-            self.save()
+        if self.history.problem is None:
+            self._saver.soon()
 
     async def _end(self, end: Finished | Failed, gained: bool, replaced: Turn | None) -> None:
         """A reply has ended. `gained`: it has text."""

@@ -15,6 +15,7 @@ from functools import partial
 from tests import environment
 from tests.soak import (
     engine_faults,
+    full_disks,
     hostile_files,
     hostile_hub,
     program_deaths,
@@ -31,7 +32,8 @@ PARTS = {
     "files": (hostile_files.run, 80_000),
     "hub": (hostile_hub.run, 20_000),
     "engine": (engine_faults.run, 1_000),
-    "program": (program_deaths.run, 200),
+    "program": (program_deaths.run, 1_000),
+    "disk": (full_disks.run, 100),
     "screen": (screen_storms.run, 1_000),
     "search": (searches.run, 100),
     "switch": (switches.run, 500),

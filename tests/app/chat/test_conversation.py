@@ -49,3 +49,25 @@ def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_
     for chat in (opened, Conversation(history, chat_id=conversation.chat_id)):
         assert [m.content for m in chat.messages()] == ["Be brief.", "a", "A", "e"]
         assert not any(turn.note for turn in chat.turns)
+
+
+def test_after_a_full_disk_earlier_turns_are_saved_too():
+    history = History(":memory:")
+    conversation = Conversation(history)
+    prompt, answer = Turn("user", "a", finished=False), Turn("assistant", "", finished=False)
+    conversation.add(prompt)
+    conversation.add(answer)
+    conversation.save("model")
+    pages = history._db.execute("PRAGMA page_count").fetchone()[0]
+    history._db.execute(f"PRAGMA max_page_count = {pages}")
+    prompt.finished, answer.content, answer.finished = True, "A" * 100_000, True
+    conversation.save("model")
+    for turn in (Turn("user", "b"), Turn("assistant", "B")):
+        conversation.add(turn)
+        conversation.save("model")
+        assert conversation.problem
+    history._db.execute("PRAGMA max_page_count = 1000000")
+    conversation.save("model")
+    stored = history.messages(conversation.chat_id)
+    assert [each.message.content for each in stored] == ["a", "A" * 100_000, "b", "B"]
+    assert all(each.finished for each in stored) and conversation.problem is None

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
+from app.chat import saver
 from app.chat.history import History
 from app.chat.session import Session
 from engine.events import Failed, Ready, Sampling, Search, Warming
@@ -79,6 +80,22 @@ async def test_two_prompts_at_the_same_moment_are_answered_one_after_the_other(b
     await asyncio.gather(session.send("a"), session.send("b"))
     await until(lambda: len(engine.requests) == 2 and not session.is_busy)
     assert said(session) == ["a", "A", "b", "B"]
+
+
+async def test_what_a_full_disk_did_not_take_is_saved_when_it_has_room(begin, monkeypatch):
+    monkeypatch.setattr(saver, "RETRY_S", 0.01)
+    session, view = begin(FakeEngine(reply("A" * 10_000)))
+    problems = []
+    view.problem_changed = problems.append
+    pages = session.history._db.execute("PRAGMA page_count").fetchone()[0]
+    session.history._db.execute(f"PRAGMA max_page_count = {pages}")
+    await session.send("a" * 10_000)
+    await until(lambda: not session.is_busy and len(problems) > 3)
+    assert all(problems)
+    session.history._db.execute("PRAGMA max_page_count = 1000000")
+    await until(lambda: problems[-1] is None)
+    [prompt, answer] = session.history.messages(session.conversation.chat_id)
+    assert (prompt.message.content, answer.message.content) == ("a" * 10_000, "A" * 10_000)
 
 
 async def test_what_is_wrong_with_a_model_is_said_when_it_is_ready(begin):
