@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import resource
 import signal
@@ -29,6 +30,7 @@ while a request is on its way."""
 HEAD_S = 20.0  # for the head of a request to arrive, and for a body that nobody waits for
 UNREAD_S = 60.0
 """A client that takes nothing of its answer for so long is gone: it would keep a place that others wait for."""
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 MOST_CONNECTIONS = 4096
 """More than the system lets wait for their acceptance: an honest client among many that vanish is not refused."""
 
@@ -91,6 +93,7 @@ class Server:
 
         The first signal lets answers end for DRAIN_S; then, or at the second signal, they are ended."""
         _allow_descriptors()
+        _return_memory()
         try:
             return await run_until_signal(self._serve(), signal.SIGINT, signal.SIGTERM, stop=self._stop)
         finally:
@@ -133,6 +136,13 @@ def _allow_descriptors() -> None:
     wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MOST_CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _return_memory() -> None:
+    """Lets long bodies be memory of their own, which the system gets back. Without a limit that is set, glibc raises
+    its own with the first of them, and keeps the memory of the others for ever (mallopt(3))."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 class _HttpServer(uvicorn.Server):
