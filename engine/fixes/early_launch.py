@@ -12,6 +12,11 @@ its threads first meet. That pays if blocks have so few registers that those of 
 of eight layers of Llama 3.2 3B (Q6_K) and the head takes 398 microseconds in place of 428 with such schedules. With
 others it can take longer.
 
+Nor does the KV cache. The kernel before computes only buffer N of a kernel whose name ends in `_rN`; what it loads
+before it accesses that buffer is older, so it waits only there. The kernel before has `_starts_next_` in its name, and
+lets it start as soon as its own predecessor has ended. Decode of Qwen3 0.6B at 4k to 32k is 2 to 3 % faster. If all
+kernels do so, a step takes 6 % longer.
+
 The order stays strict. A kernel does nothing else until its predecessor has ended, and that one waited for its own
 predecessor, so one edge replaces the many of a chain. A kernel that depends on several independent kernels keeps its
 ordinary edges.
@@ -22,7 +27,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tinygrad.runtime.autogen.cuda as cuda
@@ -59,24 +64,30 @@ def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -
     if arch is None or int(arch[1]) < _MIN_CAPABILITY:
         return source
     before, opening, body = re.split(r"(__global__ [^{]*\{\n)", source, maxsplit=1)
-    weights = re.search(r"_w(\d+)(_mb\d+)?$", function_name)
-    late = waiting_late(body, int(weights[1])) if weights else f"  {_WAIT}\n{body}"
+    late = f"  {_WAIT}\n{body}"
+    if weights := re.search(r"_w(\d+)(_mb\d+)?$", function_name):
+        late = waiting_late(body, range(int(weights[1])))
+    elif result := re.search(r"_r(\d+)(_mb\d+)?$", function_name):
+        late = waiting_late(body, [int(result[1])], lets_start=False)
+    elif "_starts_next_" in function_name:
+        late = f"  {_WAIT}\n  {_LAUNCH}\n{body}"
     return before + opening + late
 
 
-def waiting_late(body: str, weights: int) -> str:
-    """The lines of a kernel that waits before its first access to a buffer below number `weights`, and lets the next
-    kernel start before its first barrier. If that access is in a loop, there is another wait after the loop, which may
-    have no steps. Every wait but the first returns at once. No wait depends on a condition."""
+def waiting_late(body: str, results: Collection[int], lets_start: bool = True) -> str:
+    """The lines of a kernel that waits before its first access to a buffer whose number is in `results`, and if it
+    `lets_start` the next kernel, does so before its first barrier. If that access is in a loop, there is another wait
+    after the loop, which may have no steps. Every wait but the first returns at once. No wait depends on a
+    condition."""
     lines: list[str] = []
     loops, waits, surely, launches, condition = False, False, False, False, 0
     for line in body.splitlines(keepends=True):
         if line.startswith("  for (") or (loops and line == "  }\n"):
             loops, waits = not loops, surely
-        if not waits and any(int(number) < weights for number in re.findall(r"\bdata(\d+)_", line)):
+        if not waits and any(int(number) in results for number in re.findall(r"\bdata(\d+)_", line)):
             lines.insert(condition or len(lines), f"  {_WAIT}\n")
             waits, surely = True, not loops
-        if not launches and line.strip() == _BARRIER:
+        if lets_start and not launches and line.strip() == _BARRIER:
             lines.append(f"  {_LAUNCH}\n")
             launches = True
         lines.append(line)

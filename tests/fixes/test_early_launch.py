@@ -48,6 +48,7 @@ class Renderer(cstyle.CUDARenderer):
     def __init__(self, arch): self.target = Target.parse(f"NV::{arch}")
 for arch in ("sm_87", "sm_90", "sm_100a"):
     print(repr(Renderer(arch).render_kernel("k_mb5", [], [], [])))
+print(Renderer("sm_90").render_kernel("k_starts_next_1", [], [], []).count("launch_dependents"))
 """
 
 
@@ -55,8 +56,9 @@ for arch in ("sm_87", "sm_90", "sm_100a"):
 def test_kernels_wait_where_the_chip_can_launch_them_early(fixes):
     run = [sys.executable, "-c", RENDER, *fixes]
     done = subprocess.run(run, env={**os.environ}, cwd=ROOT, capture_output=True, text=True)
-    sources = done.stdout.splitlines()
+    *sources, launches = done.stdout.splitlines()
     assert len(sources) == 3, done.stderr[-2000:]
+    assert int(launches) == ("early" in fixes)
     opening = r"k(int* a) {\n  asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n  *a = 1;\n}".replace(
         '\\"', '"'
     )
@@ -152,7 +154,7 @@ BODY = """  int alu0 = 3;
 
 
 def test_a_kernel_loads_weights_before_it_waits_and_lets_the_next_start_before_its_first_barrier():
-    lines = early_launch.waiting_late(BODY, weights=12).splitlines()
+    lines = early_launch.waiting_late(BODY, range(12)).splitlines()
     added = [(i, line.strip()) for i, line in enumerate(lines) if "griddepcontrol" in line]
     wait, launch = early_launch._WAIT, early_launch._LAUNCH
     assert [(lines[i + 1].strip(), line) for i, line in added] == [
@@ -164,5 +166,11 @@ def test_a_kernel_loads_weights_before_it_waits_and_lets_the_next_start_before_i
 
 
 def test_a_loop_after_a_wait_needs_no_other():
-    lines = early_launch.waiting_late("  float val9 = (*(data3_8+0));\n" + BODY, weights=12).splitlines()
+    lines = early_launch.waiting_late("  float val9 = (*(data3_8+0));\n" + BODY, range(12)).splitlines()
     assert [i for i, line in enumerate(lines) if early_launch._WAIT in line] == [0]
+
+
+def test_a_kernel_that_reads_an_older_cache_waits_for_the_result_of_the_kernel_before():
+    lines = early_launch.waiting_late(BODY, [2], lets_start=False).splitlines()
+    added = [i for i, line in enumerate(lines) if "griddepcontrol" in line]
+    assert [lines[i + 1].strip() for i in added] == ["float val2 = (*(data2_8+0));"]

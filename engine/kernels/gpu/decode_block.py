@@ -34,8 +34,9 @@ from engine.kernels.gpu.weight_layout import UNIT, permuted
 class DecodeBlock:
     """A block of decode attention: `group` query heads from `first_head` on, which share the key head `kv`, and `count`
     cached tokens from `start` on, one of `splits` equal parts of the tokens before `position`, or of those of them in
-    the window, from a multiple of sixteen on (`sees`). The blocks of the first part also handle the new token, unless
-    the cache is another layer's: then it is among the cached ones.
+    the window, from a multiple of sixteen on (`sees`). If parts are `interleaved`, `start` and `count` are of all parts
+    together. The blocks of the first part also handle the new token, unless the cache is another layer's: then it is
+    among the cached ones.
 
     Buffers: the outputs; the cached keys and values (`Heads.cache_planes`); the new token's rows of queries, keys and
     values, float32 (`Heads.rows`,), with gates before them if heads are gated; cos and sin of its angles, float32
@@ -63,7 +64,7 @@ class DecodeBlock:
 
     def __init__(
         self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Sequence[UOp],
-        sinks: bool = False, wide: bool = False, tokens: int = 0,
+        sinks: bool = False, wide: bool = False, tokens: int = 0, interleaved: bool = False,
     ) -> None:  # fmt: skip
         n_outs = 1 if splits == 1 else 2
         n_cache = n_outs + len(heads.cache_planes)
@@ -109,7 +110,7 @@ class DecodeBlock:
         if heads.window:
             self.start = self.first_seen // TILE * TILE
             self.count = (stop - self.start).maximum(0)
-        if splits > 1:
+        if splits > 1 and not interleaved:
             each = (self.count + splits * TILE - 1) // (splits * TILE) * TILE
             self.start = self.start + self.part * each if heads.window else self.part * each
             self.count = (stop - self.start).maximum(0).minimum(each)

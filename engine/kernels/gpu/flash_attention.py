@@ -10,7 +10,8 @@ the registers of a warp: then several warps share the dimensions of their tokens
 through shared memory.
 
 The cache is read once, straight to registers, sixteen bytes at a time. Loads are issued a round ahead of their use, and
-the first ones before everything else.
+the first ones before everything else, if there are several parts even before the QKV product has ended. All blocks of a
+key head go through the tokens side by side, so that each has as many as the others.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ _LARGEST = 60000.0  # scores are compared as half-precision numbers of up to thi
 class FlashSplit:
     """How the attention of a decode step is divided: up to `limit` cached tokens in `splits` parts; a block has `group`
     heads, one of `across` runs of the values' dimensions, and `warps` warps with `steps` times sixteen tokens each, or
-    for each of these `ways` warps, which share the dimensions."""
+    for each of these `ways` warps, which share the dimensions. `blocks`: the minimum of resident blocks on a
+    multiprocessor (`engine.fixes.launch_bounds`); 0 for none."""
 
     limit: int
     splits: int
@@ -73,6 +75,7 @@ class FlashSplit:
     steps: int = 1
     across: int = 1
     ways: int = 1
+    blocks: int = 0
 
     @property
     def threads(self) -> int:
@@ -81,8 +84,7 @@ class FlashSplit:
     @property
     def rounds(self) -> int:
         """The largest number of rounds of `steps` that a warp needs for its part."""
-        part = -(-self.limit // (self.splits * TILE)) * TILE
-        return -(-part // (self.warps * self.steps * TILE))
+        return -(-self.limit // (self.splits * self.warps * self.steps * TILE))
 
     def shared_bytes(self, dim: int) -> int:
         """Shared memory of a block, except a few hundred bytes and gates: sums of warps, parts of scores, the new token
@@ -102,7 +104,7 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
         if heads.dim > _MAX_DIM:
             return FlashSplit(limit, 1, group, 4, 1, most_across, ways)
         return FlashSplit(limit, 1, group, max(8, warps), 2, most_across)
-    resident, steps = 2, 1
+    resident, steps, blocks = 2, 1, 0
     if heads.dim <= 64:  # registers allow more
         if not heads.window and 2 * warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES:
             warps *= 2
@@ -110,9 +112,9 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
             resident = 3
     elif heads.dim <= _WAY and heads.kv_format.is_quantized and not heads.window:
         # Loads are half as large, so there have to be more of them.
-        resident, steps = (3, 1) if limit > _DEEP else (2, 2)
+        resident, steps, blocks = (3, 1, 3) if limit > _DEEP else (2, 2, 0)
     splits = max(2, resident * multiprocessors // (heads.query // group))
-    split = FlashSplit(limit, splits, group, warps, steps, across, ways)
+    split = FlashSplit(limit, splits, group, warps, steps, across, ways, blocks)
     if heads.window:  # The few tokens by which `limit` exceeds it are to cost no round.
         fewer = min(splits, max(2, -(-limit // _MIN_PART)))
         split = min((replace(split, splits=n) for n in (fewer, fewer + 1)), key=lambda s: s.rounds)
@@ -165,12 +167,17 @@ def flash_attention(
         lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
         thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
         warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens)
+        block = DecodeBlock(
+            h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens, interleaved=True
+        )
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
 
         def steps_of(round_: UOp | int) -> list[UOp]:
-            return [(round_ * split.steps + s) * warps + warp for s in range(split.steps)]
+            return [
+                ((round_ * split.steps + s) * split.splits + block.part) * warps + warp
+                for s in range(split.steps)
+            ]
 
         def loads(one: Callable[[UOp], Loads], round_: UOp | int) -> Loads:
             """Of all steps of a round."""
@@ -227,7 +234,8 @@ def flash_attention(
         if block.has_new:
             partial_scores, new_scores = block.partial_scores(new_rows, slot=6)
         many = split.rounds > 1
-        rounds = (block.count + (warps * split.steps * TILE - 1)) // (warps * split.steps * TILE)
+        of_round = split.splits * warps * split.steps * TILE
+        rounds = (block.count + (of_round - 1)) // of_round
         loop = UOp.range(rounds, 0, AxisType.LOOP) if many else UOp.const(0)
 
         def so_far(array: UOp) -> UOp:
@@ -314,7 +322,13 @@ def flash_attention(
         )
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
-        return finish(name + f"_{tokens}" * (tokens > 0), [UOp.group(*results).end(loop)])
+        name += f"_{tokens}" * (tokens > 0)
+        if (
+            split.splits > 1 and not tokens
+        ):  # see `early_launch`: all but the new token's rows was there before
+            name += f"_r{len(block.outs) + len(block.cache)}"
+        name += f"_mb{split.blocks}" * (split.blocks > 0)
+        return finish(name, [UOp.group(*results).end(loop)])
 
     return kernel
 

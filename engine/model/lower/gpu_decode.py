@@ -210,12 +210,13 @@ class DecodeKernels:
         attended = self._buffer("attended", permuted_size(heads.query * heads.dim))
         bias = given(a.bias)
         epilogue = STORE_BIASED if bias else STORE
-        self._multiply(step, a.qkv, stream, norm, epilogue, [qkv], bias, "qkv")
+        flash = isinstance(split, FlashSplit)
+        name = "qkv_starts_next" if flash and split.splits > 1 else "qkv"  # see `engine.fixes.early_launch`
+        self._multiply(step, a.qkv, stream, norm, epilogue, [qkv], bias, name)
         norms = given(a.norms)
         prescale = self._prescales.of(a.o.single_matrix.layout)
         ins = [*a.cache, qkv, self._angles[a.rope], *given(a.tables), self.state]
         ins += [*norms, *self._model.temperatures]
-        flash = isinstance(split, FlashSplit)
         sinks = given(a.sinks)
         options = {"sinks": bool(sinks), "wide": a.wide}
         kernel = flash_attention(heads, split, **options) if flash else attention(heads, split, **options)
