@@ -7,6 +7,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 _PROGRAM = Path(__file__).resolve().parents[1]  # the checkout, or the folder of installed packages
 
@@ -29,6 +33,13 @@ def signal_group(leader: int, number: signal.Signals) -> None:
     Does nothing if they have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: zombies (macOS)
         os.killpg(leader, number)
+
+
+def kill(child: subprocess.Popen[str]) -> None:
+    """Kills a child, closes its pipes and waits for its end."""
+    child.kill()
+    with contextlib.suppress(OSError), child:  # leaving it closes the pipes and waits
+        pass
 
 
 def how_it_ended(code: int) -> str:

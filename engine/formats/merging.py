@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from engine.child_process import module_command, module_environment
+from engine.child_process import kill, module_command, module_environment
 
 if TYPE_CHECKING:
     from engine.formats.merges import Merges
@@ -39,7 +39,7 @@ class MergingProcess:
                 encoding="ascii",
                 env=module_environment(),
             )
-            weakref.finalize(self, _end, self._process)
+            weakref.finalize(self, kill, self._process)
 
     @property
     def warning(self) -> str:
@@ -87,9 +87,3 @@ class MergingProcess:
         if self._process is None or self._process.stdout is None:
             raise OSError
         return json.loads(self._process.stdout.readline())
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    with suppress(OSError), process:  # leaving it closes the pipes and waits for the process
-        pass

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from engine.child_process import kill
 from engine.errors import TemplateError
 
 START_S = 30.0  # for the process to start; on a busy machine that takes seconds
@@ -50,7 +51,7 @@ class TemplateRenderer:
         except OSError as error:
             hint = f"The system says: {error.strerror}. Free some memory and try again."
             raise TemplateError(_NO_PROCESS, hint) from None
-        self._kill = weakref.finalize(self, _kill, self._process)
+        self._kill = weakref.finalize(self, kill, self._process)
         self._ready = False
         self._write(json.dumps(self._source))
 
@@ -105,9 +106,3 @@ class TemplateRenderer:
             return self._process.stdout.readline()
         finally:
             timer.cancel()
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    with suppress(OSError), process:  # leaving it closes the pipes and waits for the process
-        pass

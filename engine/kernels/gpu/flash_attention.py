@@ -78,6 +78,12 @@ class FlashSplit:
     blocks: int = 0
 
     @property
+    def begins_early(self) -> bool:
+        """Whether the kernel of one sequence loads from the cache before the QKV product has ended, whose kernel lets
+        it start (`engine.fixes.early_launch`): all but the new token's rows was there before."""
+        return self.splits > 1
+
+    @property
     def threads(self) -> int:
         return 32 * self.warps * self.ways
 
@@ -323,9 +329,7 @@ def flash_attention(
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
         name += f"_{tokens}" * (tokens > 0)
-        if (
-            split.splits > 1 and not tokens
-        ):  # see `early_launch`: all but the new token's rows was there before
+        if split.begins_early and not tokens:
             name += f"_r{len(block.outs) + len(block.cache)}"
         name += f"_mb{split.blocks}" * (split.blocks > 0)
         return finish(name, [UOp.group(*results).end(loop)])

@@ -211,7 +211,7 @@ class DecodeKernels:
         bias = given(a.bias)
         epilogue = STORE_BIASED if bias else STORE
         flash = isinstance(split, FlashSplit)
-        name = "qkv_starts_next" if flash and split.splits > 1 else "qkv"  # see `engine.fixes.early_launch`
+        name = "qkv_starts_next" if isinstance(split, FlashSplit) and split.begins_early else "qkv"
         self._multiply(step, a.qkv, stream, norm, epilogue, [qkv], bias, name)
         norms = given(a.norms)
         prescale = self._prescales.of(a.o.single_matrix.layout)
