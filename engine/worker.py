@@ -1,8 +1,9 @@
 """The engine process: it gets commands from its client, answers with events, and ends when its client does.
 
 The main thread loads the model and generates. One thread reads commands, so that a `Cancel` arrives in the middle of an
-answer; another sends the events. If the model answers several requests at a time, a thread of its own makes tokens of
-their prompts, so that this delays no other answer. The process may be killed at any moment. If the search for faster
+answer; another sends the events. A third makes tokens of prompts, so that this delays no other answer.
+
+The process may be killed at any moment. If the search for faster
 kernels meets a candidate that breaks the device, the process replaces itself (`restart`), and the client does not
 notice.
 """
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from engine.formats.tokenizer import Merge
     from engine.model.answer import Answer
     from engine.model.pending_encoder import PendingEncoder
-    from engine.model.scheduler import Scheduler
 
 MAX_RESTARTS = 8
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
@@ -66,21 +66,37 @@ _GRACE_S = 1.0  # after a load: a request that is about to come shall not wait f
 Report = Callable[[Event], None]
 
 
-class Model(Protocol):
-    """What a worker serves. `ready` describes it; the worker fills in `load_ms`. If it has a `scheduler`, that one
-    answers requests, which `begin` prepares; else `generate` answers them, one after another."""
+class Answering(Protocol):
+    """What answers requests, several at a time (`engine.model.scheduler`)."""
 
-    ready: Ready
-    scheduler: Scheduler | None
-
-    def begin(self, request: Generate, report: Report) -> Answer:
-        """See `engine.model.generate`. Called by one thread, which is not the main one."""
+    @property
+    def busy(self) -> bool:
+        """Whether a request is answered or waits."""
         ...
 
-    def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
-        """Reports `Prefilling`, `Token` and `Thinking`, and returns `Finished`. The worker fills in its `load_ms`, and
-        the `at_ms` of each token. Calls `cancelled` between steps; once it returns True, the answer ends as
-        "cancelled"."""
+    def add(
+        self, answer: Answer, cancelled: Callable[[], bool], end: Callable[[Finished | Exception], None]
+    ) -> None:
+        """Answers a request in later steps. It reports `Prefilling`, `Token` and `Thinking`; `end` gets `Finished`, or
+        why it failed. Once `cancelled` returns True, the answer ends as "cancelled"."""
+        ...
+
+    def step(self) -> None:
+        """Works for a short while."""
+        ...
+
+
+class Model(Protocol):
+    """What a worker serves. `ready` describes it; the worker fills in `load_ms`, and the `at_ms` of each token."""
+
+    ready: Ready
+
+    @property
+    def scheduler(self) -> Answering: ...
+
+    def begin(self, request: Generate, report: Report) -> Answer:
+        """What `scheduler` takes. Called by one thread, which is not the main one. Raises ContextFullError,
+        TemplateError and UsageError."""
         ...
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
@@ -126,7 +142,7 @@ def restart() -> Never:
 class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._load_ms = sock, 0.0
-        self._later: deque[Request] = deque()  # what waits until nothing else is to be done
+        self._later: deque[Measure | Profile] = deque()  # what waits until nothing else is to be done
         self._prompts = ThreadPoolExecutor(1, "prompts")
         self._beginning = 0  # requests whose prompts the thread has
         self._restarting = threading.Lock()
@@ -157,17 +173,16 @@ class _Server:
                 self._take(model, command)
             if not model or not self._work(model) or not self._warm_up(model):
                 break
-        if model and model.scheduler:
-            while model.scheduler.busy:  # all are cancelled
-                model.scheduler.step()
+        while model and model.scheduler.busy:  # all are cancelled
+            model.scheduler.step()
         self._outbox.close()
 
     def _take(self, model: Model, command: Request | _Begun) -> None:
-        """Answers a request, or begins to, or lets it wait until others are answered."""
+        """Begins with a request, or lets it wait until others are answered."""
         if isinstance(command, _Begun):
             self._beginning -= 1
             self._add(model, command)
-        elif model.scheduler and isinstance(command, Generate):
+        elif isinstance(command, Generate):
             self._beginning += 1
             self._prompts.submit(self._begin, model, command)
         else:
@@ -176,14 +191,14 @@ class _Server:
     def _work(self, model: Model) -> bool:
         """Works until there is a command or nothing to do. False if the engine has failed."""
         try:
-            while model.scheduler and model.scheduler.busy and not self._inbox.has_request():
+            while model.scheduler.busy and not self._inbox.has_request():
                 model.scheduler.step()
         except Exception as error:
             self._report_failure(error)
             return False
-        is_idle = not (model.scheduler and model.scheduler.busy) and not self._beginning
+        is_idle = not model.scheduler.busy and not self._beginning
         while is_idle and self._later:
-            self._answer(model, self._later.popleft())
+            self._measure(model, self._later.popleft())
         return True
 
     def _begin(self, model: Model, request: Generate) -> None:
@@ -205,7 +220,6 @@ class _Server:
         if isinstance(begun.answer, Exception):
             end(begun.answer)
         else:
-            assert model.scheduler
             model.scheduler.add(begun.answer, self._inbox.cancelled(begun.request_id), end)
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
@@ -237,24 +251,16 @@ class _Server:
             traceback.print_exception(error)
         self._outbox.put(Failed.from_error(error))
 
-    def _answer(self, model: Model, request: Request) -> None:
+    def _measure(self, model: Model, request: Measure | Profile) -> None:
         end: Event
         try:
-            match request:
-                case Generate():
-                    end = self._generate(model, request)
-                case Measure():
-                    end = model.measure(request)
-                case Profile():
-                    end = model.profile(request, self._inbox.has_request)
+            if isinstance(request, Measure):
+                end = model.measure(request)
+            else:
+                end = model.profile(request, self._inbox.has_request)
         except Exception as error:
             end = _failure(error, request.request_id)
         self._end(end, request.request_id)
-
-    def _generate(self, model: Model, request: Generate) -> Finished:
-        report = self._reporter(time.perf_counter())
-        end = model.generate(request, report, self._inbox.cancelled(request.request_id))
-        return replace(end, load_ms=self._load_ms)
 
     def _reporter(self, started: float) -> Report:
         """Sends the events of a request that the engine began with at `started`."""

@@ -110,6 +110,11 @@ class Answer:
         return ends[:1] + ends[-2:]
 
     @property
+    def messages_end(self) -> int:
+        """Where the messages of the prompt end, in tokens."""
+        return max(self.turn_ends, default=self.prompt_n - 1)
+
+    @property
     def uniforms(self) -> NDArray[np.float64]:
         """The uniform numbers that `choose` would use for the tokens that may follow, float64 (left,)."""
         n = len(self.tokens) - self.prompt_n

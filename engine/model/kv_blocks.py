@@ -197,6 +197,44 @@ class KVBlocks:
             for sequence in range(len(tokens)):
                 self.drop(sequence)
 
+    # --- blocks that are kept elsewhere too ---------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block holds anything."""
+        return not self._root.children and not any(s.tokens or s.tail for s in self._sequences)
+
+    def path(self, tokens: Sequence[int]) -> tuple[list[list[int]], int]:
+        """The blocks in the tree that hold the beginning of `tokens`, for each the physical block in each group, -1
+        where it was thrown out; and how many of the tokens they hold."""
+        path = self._path(tokens)
+        return [node.blocks for node, _ in path], sum(common for _, common in path)
+
+    def adopt(self, tokens: Sequence[int], first: int, end: int, kept: Sequence[int]) -> list[list[int]]:
+        """Adds blocks `first` to `end` - 1 of a text to the tree, which has those before them: the caller fills them.
+        `tokens`: all those of the text, of which the last block may hold fewer than BLOCK. `kept`: for each group the
+        first block of the text that it is to have. Returns for each group the physical blocks, -1 where there is
+        nothing to fill. Raises PoolFullError."""
+        known = [node for node, common in self._path(tokens[: first * BLOCK]) if common == BLOCK]
+        if len(known) < first:  # those before were thrown out meanwhile
+            raise PoolFullError
+        node = known[-1] if known else self._root
+        node.users += 1  # so what is thrown out to make room is another one
+        try:
+            taken = self._take(end - first)
+        finally:
+            node.users -= 1
+        filled: list[list[int]] = [[] for _ in self._groups]
+        for number, own in enumerate(taken, first):
+            for g, from_block in enumerate(kept):
+                if number < from_block:
+                    self._free[g].append(own[g])
+                    own[g] = _ABSENT
+            node = self._insert(node, tuple(tokens[number * BLOCK :][:BLOCK]), own)
+            for blocks, block, of_node in zip(filled, own, node.blocks, strict=True):
+                blocks.append(block if of_node == block else _ABSENT)
+        return filled
+
     # --- parting -----------------------------------------------------------------------------------------
 
     def fork(self, source: int, target: int, length: int) -> None:
@@ -237,15 +275,21 @@ class KVBlocks:
     def _known(self, s: _Sequence, tokens: Sequence[int]) -> list[tuple[_Node, int]]:
         """The blocks of a sequence and those that continue it with `tokens`, each with the number of its tokens that
         are wanted: fewer than BLOCK only in the last one, which is to be copied."""
-        known = [(node, BLOCK) for node in s.nodes]
-        node, common = s.nodes[-1] if s.nodes else self._root, BLOCK
-        while common == BLOCK and (rest := tokens[len(known) * BLOCK :][:BLOCK]):
-            node, common = node.best_child(rest)
-            if common:
-                known.append((node, common))
+        known = self._path(tokens, s.nodes)
         if known and known[-1][1] < BLOCK and not self._has_room_beside(known):
             known.pop()
         return known
+
+    def _path(self, tokens: Sequence[int], known: Sequence[_Node] = ()) -> list[tuple[_Node, int]]:
+        """The blocks in the tree that go on after `known` with `tokens`, and those, each with the number of its tokens
+        that are wanted."""
+        path = [(node, BLOCK) for node in known]
+        node, common = known[-1] if known else self._root, BLOCK
+        while common == BLOCK and (rest := tokens[len(path) * BLOCK :][:BLOCK]):
+            node, common = node.best_child(rest)
+            if common:
+                path.append((node, common))
+        return path
 
     def _has_room_beside(self, known: list[tuple[_Node, int]]) -> bool:
         """Whether a block can be had without throwing out any of these."""
@@ -315,6 +359,8 @@ class KVBlocks:
         for node in siblings:
             if node.tokens[: len(tokens)] == tokens:
                 for g, block in enumerate(own):
+                    if block == _ABSENT:
+                        continue
                     if node.blocks[g] == _ABSENT and len(node.tokens) == len(tokens):
                         node.blocks[g] = block
                         self._unheld[g][node] = None
@@ -328,8 +374,9 @@ class KVBlocks:
             self._prune(node)
         node = _Node(parent, tokens, list(own), [0] * len(own))
         parent.children.setdefault(tokens[0], []).append(node)
-        for unheld in self._unheld:
-            unheld[node] = None
+        for unheld, block in zip(self._unheld, own, strict=True):
+            if block != _ABSENT:
+                unheld[node] = None
         return node
 
     def _prune(self, node: _Node) -> None:

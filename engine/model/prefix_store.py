@@ -8,8 +8,8 @@ temporary name and then renamed; a damaged one is deleted. The least recently us
 
 A recurrent state is that after some number of tokens, not after a chunk. Its file is named after the last whole chunk
 before it, that number, and the CRC-32 of the tokens after that chunk. The number takes the place of the first token of
-windows. The file's tokens are those after the chunk, and its export is the state and then the CHUNK tokens that end
-with it, or up to STEP - 1 tokens later.
+windows. The file's tokens are those after the chunk, and its export is the state and then a chunk that begins with
+them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from engine.model.prefix_folder import folder
 CHUNK = 512
 """Tokens of a file."""
 
-STEP = 64
-"""An export begins at a multiple of so many tokens."""
+_FORMAT = 2  # of what files hold
 
 _HEADER, _CRC = struct.Struct("<8sq"), struct.Struct("<q")  # magic, first token of windows; CRC-32
 _TOKENS_AT = _HEADER.size + _CRC.size
@@ -73,24 +72,15 @@ class StoredState:
     path: Path
     length: int
 
-    @property
-    def tail(self) -> int:
-        """The position of the chunk that is stored with it."""
-        return tail_of(self.length)
-
     def read(
         self, tokens: Sequence[int], state_bytes: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
-        """The state after the first of `tokens`, and the chunk before it; None if the file is damaged or gone."""
+        """The state after the first of `tokens`, and the chunk of those after whole chunks; None if the file is damaged
+        or gone."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
         data = _read(self.path, _after_chunks(tokens[: self.length]))
         return None if data is None else (data[:state_bytes], data[state_bytes:])
-
-
-def tail_of(length: int) -> int:
-    """The position of the chunk that is stored with the state after `length` tokens."""
-    return -(-length // STEP) * STEP - CHUNK
 
 
 def _after_chunks(tokens: Sequence[int]) -> Sequence[int]:
@@ -125,7 +115,7 @@ class PrefixStore:
 
     def __init__(self, file: GGUF, layout: str, limit_bytes: int) -> None:
         state = [(str(p.resolve()), s.st_size, s.st_mtime_ns) for p in file.paths for s in [p.stat()]]
-        self._key = hashlib.sha256(repr((state, layout)).encode()).digest()
+        self._key = hashlib.sha256(repr((state, layout, _FORMAT)).encode()).digest()
         self._limit_bytes, self._writable = limit_bytes, True
 
     def find(self, tokens: Sequence[int]) -> list[StoredChunk]:
@@ -164,8 +154,8 @@ class PrefixStore:
         return sorted(found, key=lambda state: state.length, reverse=True)
 
     def write_state(self, tokens: Sequence[int], state: NDArray[np.uint8], tail: NDArray[np.uint8]) -> bool:
-        """Stores the state after `tokens`, a chunk or more, with the chunk at `tail_of` them. It takes the place of
-        those after beginnings of `tokens`. False as for `write`."""
+        """Stores the state after `tokens`, a chunk or more, with the chunk of those after whole ones. It replaces those
+        after beginnings of `tokens`. False as for `write`."""
         *_, chunk = self._paths(tokens)
         path, rest = _state_path(chunk, tokens), _after_chunks(tokens)
         is_written = self._write(path, _STATE_MAGIC, len(tokens), rest, state, tail)

@@ -1,4 +1,4 @@
-"""Continuous batching: several conversations share the steps of one runner.
+"""Continuous batching: conversations share the steps of one runner. A chat is the case of one.
 
 A round prefills a piece of one prompt and then decodes one token of every reply. While the next round is going to
 decode the same replies, its step runs ahead: the runner launches it before the host has this one's tokens. If a reply
@@ -8,6 +8,8 @@ stored after it.
 A request gets a slot, one of the runner's sequences, as soon as one is free, and leaves it when it ends. Clients take
 turns, however many requests each has. If the KV cache is too small for all slots, the latest request gives its slot
 back and goes on later.
+
+What the disk has of a long prompt is read into the KV cache (`prefix_keeper`), a chunk in place of a piece.
 """
 
 from __future__ import annotations
@@ -16,15 +18,19 @@ import collections
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from engine import events
 from engine.errors import ContextFullError
-from engine.events import Finished, Slot, Slots
+from engine.events import Finished, Slots
 from engine.model.answer import Answer
-from engine.model.checkpoints import Checkpoints, StateStore
+from engine.model.checkpoints import Checkpoints
 from engine.model.kv_blocks import BLOCK, KVBlocks, PoolFullError
-from engine.model.model_runner import BatchRunner, Row, RowSampler
+from engine.model.model_runner import ModelRunner, Slot
 from engine.model.pace import Pace
+from engine.model.prefix_keeper import PrefixKeeper, Restore
+from engine.model.prefix_store import PrefixStore
 from engine.model.sampling import Logits
 
 REPORT_S = 0.25
@@ -40,7 +46,9 @@ class Job:
     number: int
     turn: int = 0  # when it last had a turn to prefill; 0: not since it has its slot
     was_paused: bool = False
-    is_sampled: bool = False  # on the device
+    is_drawn: bool = False  # its tokens, by the device
+    restore: Restore | None = None
+    """What is being read of its prompt from the disk."""
 
     @property
     def client(self) -> str:
@@ -49,12 +57,12 @@ class Job:
     @property
     def needs_logits(self) -> bool:
         """Whether the host needs those of the next token."""
-        return self.answer.needs_logits and not self.is_sampled
+        return self.answer.needs_logits and not self.is_drawn
 
-    def row(self, sequence: int) -> Row:
+    def last(self, sequence: int) -> Slot:
         """The step of its last token."""
         tokens = self.answer.tokens
-        return Row(tokens[-1], len(tokens) - 1, sequence, self.is_sampled)
+        return Slot(sequence, (tokens[-1],), len(tokens) - 1, draw=self.is_drawn)
 
     @property
     def stored(self) -> list[int]:
@@ -65,12 +73,14 @@ class Job:
 class Scheduler:
     """Answers requests over a runner, in rounds. The caller's thread calls `step` while there is work."""
 
-    def __init__(self, runner: BatchRunner, report: Callable[[Slots], None]) -> None:
+    def __init__(
+        self, runner: ModelRunner, report: Callable[[Slots], None], store: PrefixStore | None = None
+    ) -> None:
+        """`report` gets what is at work, a few times a second. `store`: where long conversations are kept."""
         self._runner, self._report = runner, report
         self.blocks = KVBlocks(runner)
-        self._states = None
-        if isinstance(runner, StateStore) and runner.state_slots:
-            self._states = Checkpoints(runner)
+        self._states = Checkpoints(runner) if runner.state_slots else None
+        self._keeper = PrefixKeeper(runner, self.blocks, store, self._states) if store else None
         self._slots: list[Job | None] = [None] * runner.parallel
         self._waiting: dict[str, collections.deque[Job]] = {}
         self._served: dict[str, int] = {}  # when each client that has requests got its last slot
@@ -78,8 +88,7 @@ class Scheduler:
         self._pace = Pace(runner.chunk_sizes, runner.max_chunk)
         self._report_due_s = 0.0
         self._is_ahead = False  # whether the runner has launched the next step
-        self.last_length = 0
-        """The tokens in the KV cache of the conversation that ended last."""
+        self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -112,6 +121,22 @@ class Scheduler:
         if not self.busy or time.perf_counter() >= self._report_due_s:
             self._report_due_s = time.perf_counter() + REPORT_S
             self._report(self._state())
+
+    def keep(self, interrupted: Callable[[], bool]) -> None:
+        """Stores on disk what is to be kept of the conversations that have ended, until `interrupted`."""
+        if self._keeper:
+            self._keeper.keep(interrupted)
+
+    @contextmanager
+    def room_after_last(self, tokens: int, context: int) -> Iterator[int]:
+        """Room in sequence 0 for a step of so many tokens that is only measured, where the conversation that ended last
+        has its end, or as far before it as the context asks for. No request may be at work."""
+        position = self.blocks.match(0, self._last[: max(0, context - tokens)])
+        try:
+            self.blocks.reserve(0, min(tokens, context - position))
+            yield position
+        finally:
+            self.blocks.drop(0)
 
     def _round(self) -> None:
         started = time.perf_counter()
@@ -164,7 +189,9 @@ class Scheduler:
         assert job
         if self._states and is_whole:
             self._keep_state(self._states, sequence, job.answer.tokens)
-        self.last_length = self.blocks.length(sequence)
+        self._last = job.answer.tokens[: self.blocks.length(sequence)]
+        if self._keeper and is_whole and not job.answer.request.fresh:
+            self._keeper.note(self._last, job.answer.messages_end)
         self.blocks.drop(sequence)
         self._slots[sequence] = None
         self._tidy(job.client)
@@ -212,34 +239,55 @@ class Scheduler:
         sequence = min(todo)[1]
         job = self._slots[sequence]
         assert job
-        answer, wanted = job.answer, job.stored
-        if not job.turn and not job.was_paused:
-            answer.start()
+        if not job.turn:
+            self._begin(sequence, job)
         job.turn = next(self._count)
+        if job.restore and job.restore.is_reading:
+            is_alone = not any(self._is_prefilled(i, other) for i, other in self._live())
+            if not job.restore.step(waits=is_alone):
+                job.restore = None
+            return 0
+        answer, wanted = job.answer, job.stored
         done = self._find(sequence, job)
-        n = min(piece, len(wanted) - done)
-        if done + n < len(wanted) and n >= BLOCK:  # whole blocks can be shared at once
-            n = (done + n) // BLOCK * BLOCK - done
-        turns = answer.turn_ends if self._states else []
-        if self._states:
-            n = self._states.end_of_step(done, done + n, turns, sequence) - done
+        end = self._end_of_piece(sequence, job, done, piece)
         if not job.was_paused:
             answer.report_prefill(done)
-        if n and self._reserve(sequence, n):
-            self._runner.prefill(wanted[done : done + n], done, sequence)
-            self.blocks.commit(sequence, wanted[done : done + n])
+        if done < end and self._reserve(sequence, end - done):
+            self._run_piece(sequence, job, wanted[done:end], done)
+            self.blocks.commit(sequence, wanted[done:end])
             if self._states:
-                self._states.save(wanted[: done + n], done + n in (*turns, len(wanted)), sequence)
+                self._states.save(wanted[:end], end in (*answer.turn_ends, len(wanted)), sequence)
         if self._slots[sequence] is job and self._is_prefilled(sequence, job):
-            job.is_sampled = self._prepare_sampling(sequence, answer)
-        return n
+            job.is_drawn = answer.fits_device and self._runner.prepare_sampling(
+                sequence, answer.request.sampling, answer.tokens, answer.uniforms
+            )
+        return end - done
 
-    def _prepare_sampling(self, sequence: int, answer: Answer) -> bool:
-        """Whether the device samples the tokens that follow."""
-        if not answer.fits_device or not isinstance(self._runner, RowSampler):
-            return False
-        sampling = answer.request.sampling
-        return self._runner.prepare_row_sampling(sequence, sampling, answer.tokens, answer.uniforms)
+    def _begin(self, sequence: int, job: Job) -> None:
+        """Its first turn since it has its slot."""
+        if not job.was_paused:
+            job.answer.start()
+        if job.answer.request.fresh:
+            for size in self._runner.chunk_sizes:  # what is measured must not wait for a compiler
+                self._runner.prepare(size)
+        elif self._keeper:
+            job.restore = self._keeper.restore(job.stored, self.blocks.known(sequence, job.stored))
+
+    def _end_of_piece(self, sequence: int, job: Job, done: int, piece: int) -> int:
+        """Where a piece from `done` on ends that has about `piece` tokens."""
+        end = min(done + piece, len(job.stored))
+        if job.restore:
+            end = min(end, job.restore.first)
+        if end < len(job.stored) and end - done >= BLOCK:  # whole blocks can be shared at once
+            end = end // BLOCK * BLOCK
+        return self._states.end_of_step(done, end, job.answer.turn_ends, sequence) if self._states else end
+
+    def _run_piece(self, sequence: int, job: Job, tokens: list[int], position: int) -> None:
+        run = lambda: self._runner.run([Slot(sequence, tuple(tokens), position, "none")])
+        if job.restore:
+            job.restore.time(run, position, len(tokens))
+        else:
+            run()
 
     def _find(self, sequence: int, job: Job) -> int:
         """Takes what is in the KV cache already: another conversation may just have computed what comes next in this
@@ -281,12 +329,11 @@ class Scheduler:
         self._is_ahead = bool(ready) and self._goes_on(ready)
         if not ready:
             return 0
-        rows = [job.row(i) for i, job in ready]
-        chosen = self._runner.decode_rows(rows, self._is_ahead)
+        chosen = self._runner.run([job.last(i) for i, job in ready], self._is_ahead)
         host = [n for n, (_, job) in enumerate(ready) if job.needs_logits]
-        logits = dict(zip(host, self._runner.row_logits(host), strict=True)) if host else {}
+        logits = dict(zip(host, self._runner.logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
-            self.blocks.commit(sequence, [rows[n].token])
+            self.blocks.commit(sequence, job.answer.tokens[-1:])
             if self._states and self._states.is_due(sequence):
                 passed = [*job.answer.tokens, int(chosen[n])][: self._states.position(sequence)]
                 self._states.save(passed, sequence=sequence)
@@ -299,7 +346,7 @@ class Scheduler:
                 if job.answer.reason:
                     self._leave(sequence)
                     job.end(job.answer.finished())
-        return len(rows)
+        return len(ready)
 
     def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
         """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""
@@ -315,12 +362,12 @@ class Scheduler:
         return True
 
     def _state(self) -> Slots:
-        slots: list[Slot | None] = []
+        slots: list[events.Slot | None] = []
         for sequence, job in enumerate(self._slots):
             slots.append(None)
             if job:
                 answer, done = job.answer, self.blocks.length(sequence)
-                slots[-1] = Slot(
+                slots[-1] = events.Slot(
                     request_id=answer.request.request_id,
                     client=job.client,
                     phase="decode" if self._is_prefilled(sequence, job) else "prefill",
@@ -347,4 +394,4 @@ def _take(job: Job, chosen: int, logits: Logits | None) -> None:
         assert logits is not None
         return logits
 
-    answer.add(chosen if answer.is_best_token or job.is_sampled else answer.choose(needed()), needed)
+    answer.add(chosen if answer.is_best_token or job.is_drawn else answer.choose(needed()), needed)

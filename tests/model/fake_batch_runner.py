@@ -1,4 +1,4 @@
-"""A BatchRunner without a model: the next token is a function of all tokens before it, read through the tables."""
+"""A runner without a model: the next token is a function of all tokens before it, read through the tables."""
 
 from dataclasses import replace
 
@@ -29,14 +29,15 @@ class FakeBatchRunner:
     max_chunk = 128
     chunk_sizes = (128,)
     decode_depths = (0,)
-    max_rewind = None
+    state_slots = search_tokens = 0
+    export_layout = ""
 
     def __init__(self, parallel=4, groups=GROUPS):
         self.parallel, self.kv_groups = parallel, groups
         self.row_counts = (1, parallel)
         self.pools = [{} for _ in groups]
         self.tables = {}
-        self.ahead = {}  # the rows of a step that was launched already, with their logits
+        self.ahead = {}  # the slots of a step that was launched already, with their logits
         self.steps = []  # (phase, tokens) of each
 
     def assign(self, sequence, tables):
@@ -61,13 +62,23 @@ class FakeBatchRunner:
             pool[table[position // BLOCK], position % BLOCK] = (*before, token)
         return (*before, token)
 
-    def prefill(self, tokens, position, sequence=0):
-        assert 0 < len(tokens) <= self.max_chunk
-        self.steps.append(("prefill", len(tokens)))
-        for i, token in enumerate(tokens):
-            self._store(token, position + i, sequence)
+    def prepare(self, size):
+        pass
 
-    def decode_rows(self, rows, ahead=False):
+    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
+        return False
+
+    def run(self, slots, ahead=False):
+        for slot in slots:
+            if slot.want == "none":
+                assert 0 < len(slot.inputs) <= self.max_chunk
+                self.steps.append(("prefill", len(slot.inputs)))
+                for i, token in enumerate(slot.inputs):
+                    self._store(token, slot.position + i, slot.sequence)
+        rows = [slot for slot in slots if slot.want == "last"]
+        return self._decode(rows, ahead) if rows else np.zeros(0, np.int32)
+
+    def _decode(self, rows, ahead):
         assert (
             0 < len(rows) <= self.parallel == len({row.sequence for row in rows}) + self.parallel - len(rows)
         )
@@ -80,7 +91,7 @@ class FakeBatchRunner:
         if ahead and len(rows) == len(known):
             self._logits = None
             following = [
-                replace(r, token=int(i), position=r.position + 1) for i, r in zip(chosen, rows, strict=True)
+                replace(r, inputs=(int(i),), position=r.position + 1) for i, r in zip(chosen, rows, strict=True)
             ]
             self.ahead = self._step("ahead", following)
         return chosen
@@ -88,13 +99,13 @@ class FakeBatchRunner:
     def _step(self, phase, rows):
         """The logits after each row, and the token that is chosen."""
         self.steps.append((phase, len(rows)))
-        return {row: self._chosen(row, self._store(row.token, row.position, row.sequence)) for row in rows}
+        return {row: self._chosen(row, self._store(*row.inputs, row.position, row.sequence)) for row in rows}
 
     def _chosen(self, row, tokens):
         logits = next_logits(tokens)
         return logits, int(logits.argmax())
 
-    def row_logits(self, rows=None):
+    def logits(self, rows=None):
         return self._logits if rows is None else self._logits[rows]
 
 
@@ -132,13 +143,13 @@ class FakeRowSampler(FakeBatchRunner):
         super().__init__(*args, **options)
         self.samplers = {}  # of each sequence, with its uniform numbers by position
 
-    def prepare_row_sampling(self, sequence, sampling, tokens, uniforms):
+    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
         by_position = dict(enumerate(uniforms, len(tokens) - 1))
         self.samplers[sequence] = Sampler(sampling), by_position
         return sampling.top_k > 0
 
     def _chosen(self, row, tokens):
-        if not row.is_sampled:
+        if not row.draw:
             return super()._chosen(row, tokens)
         sampler, uniforms = self.samplers[row.sequence]
         if sampler.sampling.temperature == 0:
