@@ -16,6 +16,7 @@ from engine.devices.device_name import device_name
 from engine.events import (
     EngineOptions,
     Event,
+    Finished,
     Generate,
     KernelProfile,
     Loading,
@@ -172,6 +173,17 @@ class TextModel:
         """The answer to a request, for `scheduler`. Only one thread may call it, but any. Raises ContextFullError,
         TemplateError and UsageError."""
         return self._answers.begin(request, report)
+
+    def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
+        """Answers one request at once, for callers that have no worker. Raises what `begin` and the steps raise."""
+        ends: list[Finished | Exception] = []
+        self.scheduler.add(self.begin(request, report), cancelled, ends.append)
+        while not ends:
+            self.scheduler.step()
+        [end] = ends
+        if isinstance(end, Exception):
+            raise end
+        return end
 
     def measure(self, request: Measure) -> Measured:
         """Counts the kernels of a decode step and the device's memory in use, and times a copy."""

@@ -25,8 +25,8 @@ SearchReport = Callable[[int, int, int, Search], None]
 """Called as (shapes done, shapes in all, shapes known from earlier searches, the shape at hand)."""
 
 Want = Literal["none", "last"]
-"""What a step is to give of a slot: nothing (the keys and values of a prompt's piece are stored), or the token after its
-last input."""
+"""What a step is to give of a slot: nothing (the keys and values of a prompt's piece are stored), or the token after
+its last input."""
 
 
 @dataclass(frozen=True)

@@ -283,11 +283,11 @@ class Scheduler:
         return self._states.end_of_step(done, end, job.answer.turn_ends, sequence) if self._states else end
 
     def _run_piece(self, sequence: int, job: Job, tokens: list[int], position: int) -> None:
-        run = lambda: self._runner.run([Slot(sequence, tuple(tokens), position, "none")])
+        slot = Slot(sequence, tuple(tokens), position, "none")
         if job.restore:
-            job.restore.time(run, position, len(tokens))
+            job.restore.time(lambda: self._runner.run([slot]), position, len(tokens))
         else:
-            run()
+            self._runner.run([slot])
 
     def _find(self, sequence: int, job: Job) -> int:
         """Takes what is in the KV cache already: another conversation may just have computed what comes next in this

@@ -91,7 +91,8 @@ class FakeBatchRunner:
         if ahead and len(rows) == len(known):
             self._logits = None
             following = [
-                replace(r, inputs=(int(i),), position=r.position + 1) for i, r in zip(chosen, rows, strict=True)
+                replace(r, inputs=(int(i),), position=r.position + 1)
+                for i, r in zip(chosen, rows, strict=True)
             ]
             self.ahead = self._step("ahead", following)
         return chosen

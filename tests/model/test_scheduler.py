@@ -229,10 +229,10 @@ def test_failures_end_the_requests_that_they_concern(bench, monkeypatch):
     assert isinstance(bench.ends[bad], ZeroDivisionError) and bench.reply(good) == greedy_reply([3, 4], 9)
     broken, waiting = [bench.ask([1, i], 9) for i in range(4)], bench.ask([5], 9)
     run = bench.runner.run
-    monkeypatch.setattr(bench.runner, "decode_rows", lambda *_: 1 / 0)
+    monkeypatch.setattr(bench.runner, "run", lambda *_: 1 / 0)
     bench.run(1)
     assert all(isinstance(bench.ends[id], ZeroDivisionError) for id in broken)
-    monkeypatch.setattr(bench.runner, "decode_rows", decode_rows)
+    monkeypatch.setattr(bench.runner, "run", run)
     bench.run()
     assert bench.reply(waiting) == greedy_reply([5], 9)
 

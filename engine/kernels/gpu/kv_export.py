@@ -1,4 +1,4 @@
-"""Copies a chunk of tokens between the KV cache and the order in which it is kept on disk, in KV cache format q8_0
+"""Copies blocks of tokens between the KV cache and the order in which it is kept on disk, in KV cache format q8_0
 (`engine.formats.kv_format`): of a layer int8 (2, kv heads, tokens, dim), keys and then values, and the scales, float16
 (2, kv heads, tokens, dim / 32)."""
 
@@ -13,7 +13,7 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import Kernel
 from engine.kernels.gpu import quantized_cache
 from engine.kernels.gpu.cache_tiles import load_halves, store_halves
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.uops import (
     F16,
     F32,
@@ -39,15 +39,15 @@ def export_sizes(heads: Heads, tokens: int) -> tuple[int, int]:
 
 @functools.cache
 def export_tokens(heads: Heads, tokens: int) -> Kernel:
-    """Quantizes a chunk of `tokens` tokens, a multiple of 32, unless the cache is quantized already. Buffers: the
-    quants, int8, and the scales, float16 (`export_sizes`); the cache (`Heads.cache_planes`); the position of the first
-    token, int32 (1,)."""
+    """Quantizes `tokens` tokens, whole blocks, unless the cache is quantized already. Buffers: the quants, int8, and
+    the scales, float16 (`export_sizes`); the cache (`Heads.cache_planes`); the blocks of the layer's pool, int32
+    (tokens / `Heads.block`,), -1 for any."""
     h = heads
 
     def kernel(quants: UOp, scales: UOp, *rest: UOp) -> UOp:
-        *cache, position = rest
+        *cache, blocks = rest
         head, block, token, number = _thread(h, tokens)
-        cached = load_index(position, 0, h.length - CACHE_SLACK) + token
+        cached, _ = _place(h, blocks, token)
         stores: list[UOp] = []
         for side in (0, 1):
             integers, scale = _quantized(h, cache, side, head, cached, block)
@@ -60,13 +60,14 @@ def export_tokens(heads: Heads, tokens: int) -> Kernel:
 
 @functools.cache
 def import_tokens(heads: Heads, tokens: int) -> Kernel:
-    """The other way round. Buffers: the cache, then the quants, the scales and the position."""
+    """The other way round, except where a block is -1. Buffers: the cache, then the quants, the scales and the
+    blocks."""
     h = heads
 
     def kernel(*args: UOp) -> UOp:
-        *cache, quants, scales, position = args
+        *cache, quants, scales, blocks = args
         head, block, token, number = _thread(h, tokens)
-        cached = load_index(position, 0, h.length - CACHE_SLACK) + token
+        cached, valid = _place(h, blocks, token)
         stores = []
         for side in (0, 1):
             at = side * (h.kv * tokens * h.dim // QUANT_BLOCK) + number
@@ -76,10 +77,10 @@ def import_tokens(heads: Heads, tokens: int) -> Kernel:
                 own = elements[4 * i : 4 * i + 4]
                 if h.kv_format.is_quantized:
                     stores += quantized_cache.store_quad(
-                        h, cache, side, head, cached, quad, elements, own, None
+                        h, cache, side, head, cached, quad, elements, own, valid
                     )
                 else:
-                    stores += store_halves(h, cache, side, head, cached, quad, own)
+                    stores += store_halves(h, cache, side, head, cached, quad, own, valid)
         return finish(f"kv_import_{h.name}_{tokens}", stores)
 
     return kernel
@@ -100,6 +101,13 @@ def _quantized(
     # a cast to int32 cuts the fraction off, so the number to round is made positive
     rounded = [(x * factor + f32(128.5)).cast(I32) - 128 for x in xs]
     return [x.maximum(-127).minimum(127) for x in rounded], scale
+
+
+def _place(heads: Heads, blocks: UOp, token: UOp) -> tuple[UOp, UOp]:
+    """Where a token is in the pool, and whether it is there."""
+    number = token // heads.block
+    place = load_index(blocks, number, heads.pool) * heads.block + token % heads.block
+    return place, load(blocks, number) > -1
 
 
 def _thread(heads: Heads, tokens: int) -> tuple[UOp, UOp, UOp, UOp]:

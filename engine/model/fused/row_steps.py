@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -17,10 +18,12 @@ from engine.kernels.gpu.mailbox import Mailbox
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_batch import BatchKernels
 from engine.model.lower.gpu_decode import DecodeKernels
-from engine.model.model_runner import Row
+from engine.model.model_runner import Slot
 from engine.model.sampling import Logits
 
-_ENDED = -1  # the token of a row that nobody will ask for
+_ENDED = (-1,)  # the token of a row that nobody will ask for
+Choice = Literal["best", "drawn", "penalized"]
+"""How a step chooses its tokens: the most probable ones, or some rows are drawn, or drawn with a repetition penalty."""
 Launch = Callable[[tuple[str, int, int], Callable[[], KernelSequence]], None]
 """Launches the graph with a name, two numbers, and the kernels that it has when it is first captured."""
 
@@ -42,14 +45,14 @@ class RowSteps:
         self._counts, self._launch_graph = counts, launch
         self._one_mailbox = Mailbox(context)
         self._mailbox = Mailbox(2 * counts[-1])  # a step and the one ahead of it use different halves
-        self._rows: list[Row] = []  # what the device has as the rows of the next step
+        self._rows: list[Slot] = []  # what the device has as the rows of the next step
         self._is_ahead = False  # whether that step is launched
         # for how many rows the graph of the last step is, and which of them were wanted
         self._last: tuple[int, list[int]] = (1, [])
 
     # ---- the steps ----
 
-    def decode(self, rows: Sequence[Row], ahead: bool) -> list[int]:
+    def decode(self, rows: Sequence[Slot], ahead: bool) -> list[int]:
         """The next token of each row. With `ahead`, the step after this one is launched too, if this one has no other
         rows than these."""
         places = {row: place for place, row in enumerate(self._rows)}
@@ -64,7 +67,7 @@ class RowSteps:
             self._launch([replace(row, position=row.position + 1) for row in step])
         tokens = self._take(step)
         self._rows = [
-            replace(row, token=token, position=row.position + 1)
+            replace(row, inputs=(token,), position=row.position + 1)
             for token, row in zip(tokens, step, strict=True)
         ]
         wanted = [places[row] for row in rows]
@@ -79,7 +82,7 @@ class RowSteps:
 
     def end(self, sequence: int) -> None:
         """Says that the next row of a sequence is another one than the device has, even if it looks the same."""
-        self._rows = [replace(r, token=_ENDED) if r.sequence == sequence else r for r in self._rows]
+        self._rows = [replace(r, inputs=_ENDED) if r.sequence == sequence else r for r in self._rows]
 
     def finish(self) -> None:
         """Waits for a step that is ahead and not needed: its tokens must not come later."""
@@ -87,18 +90,16 @@ class RowSteps:
             self._take(self._rows)
             self._rows, self._is_ahead = [], False
 
-    def launch(self, count: int, limit: int, samples: bool = False) -> None:
-        """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each. `samples`:
-        whether any of them is sampled."""
-        name = "sampled rows" if samples else "rows"
-        self._launch_graph((name, count, limit), lambda: self.kernels(count, limit, samples))
+    def launch(self, count: int, limit: int, choice: Choice = "best") -> None:
+        """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each."""
+        self._launch_graph((choice, count, limit), lambda: self.kernels(count, limit, choice))
 
-    def kernels(self, count: int, limit: int, samples: bool = False) -> KernelSequence:
+    def kernels(self, count: int, limit: int, choice: Choice = "best") -> KernelSequence:
         """Those of a step that `launch` launches."""
-        sampler = self._sampler if samples else None
+        sampler, penalizes = None if choice == "best" else self._sampler, choice == "penalized"
         if count == 1:
-            return self._one.step(limit, self._one_mailbox.tensor, sampler, samples)
-        return self._batch.rows_step(count, limit, self._mailbox.tensor, sampler)
+            return self._one.step(limit, self._one_mailbox.tensor, sampler, penalizes)
+        return self._batch.rows_step(count, limit, self._mailbox.tensor, sampler, penalizes)
 
     def limits(self, count: int) -> list[int]:
         """The numbers of tokens that the attention of a step of `count` rows is split for."""
@@ -110,35 +111,37 @@ class RowSteps:
 
     # ---- host and device ----
 
-    def _count(self, rows: Sequence[Row]) -> int:
+    def _count(self, rows: Sequence[Slot]) -> int:
         return next(n for n in self._counts if len(rows) <= n)
 
-    def _send(self, rows: Sequence[Row]) -> None:
+    def _send(self, rows: Sequence[Slot]) -> None:
         """Sends rows to the device, unless it has them already."""
         if self._rows == list(rows):
             return
         self._rows, count = list(rows), self._count(rows)
         if count == 1:
             (row,) = rows
-            overwrite(self._one.state, np.asarray([row.token, row.position, row.sequence], np.int32))
+            overwrite(self._one.state, np.asarray([*row.inputs, row.position, row.sequence], np.int32))
         else:
-            fields = ((r.token, r.position, r.sequence, r.is_sampled) for r in rows)
+            fields = ((*r.inputs, r.position, r.sequence, r.draw) for r in rows)
             self._batch.send(count, *zip(*fields, strict=True))
 
-    def _launch(self, rows: Sequence[Row]) -> None:
+    def _launch(self, rows: Sequence[Slot]) -> None:
         box, places = self._letters(rows)
         for place in places:
             box.expect(place)
         count = self._count(rows)
         limit = self.limit(count, max(row.position for row in rows))
-        self.launch(count, limit, any(row.is_sampled for row in rows))
+        drawn = [row.sequence for row in rows if row.draw]
+        penalizes = any(sequence in self._sampler.penalizing for sequence in drawn)
+        self.launch(count, limit, "penalized" if penalizes else "drawn" if drawn else "best")
 
-    def _take(self, rows: Sequence[Row]) -> list[int]:
+    def _take(self, rows: Sequence[Slot]) -> list[int]:
         """Waits for the next tokens of all rows of a launched step."""
         box, places = self._letters(rows)
         return [box.take(place) for place in places]
 
-    def _letters(self, rows: Sequence[Row]) -> tuple[Mailbox, list[int]]:
+    def _letters(self, rows: Sequence[Slot]) -> tuple[Mailbox, list[int]]:
         """Where a step leaves the next tokens of its rows."""
         if (count := self._count(rows)) == 1:
             return self._one_mailbox, [rows[0].position]

@@ -78,11 +78,3 @@ class DeviceStates:
         if saves not in self._captured:
             self._captured[saves] = self._kernels(saves).capture()
         self._captured[saves]()
-
-    def harmless(self, position: int, context: int) -> int:
-        """A position close to this one such that a step of an odd number of tokens there leaves the state of sequence 0
-        as it is."""
-        if not self._deltas:
-            return position
-        near = position + (self.state_position() - position) % 2
-        return near if near < context else near - 2

@@ -27,8 +27,8 @@ _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
 class DeviceSampler:
     """Holds what sampling depends on, on the device, of each of `sequences`: the settings, the tokens so far, and a
-    random number for each position. Steps have at most `rows` rows. `penalizes`: whether the settings that came last
-    have a repetition penalty."""
+    random number for each position. Steps have at most `rows` rows. `penalizing`: the sequences whose settings have a
+    repetition penalty."""
 
     def __init__(self, shortlist: Shortlist, context: int, sequences: int = 1, rows: int = 1) -> None:
         self._shortlist, self._context, self._sequences = shortlist, context, sequences
@@ -39,15 +39,15 @@ class DeviceSampler:
         levels = range(len(shortlist.spans) + 1)
         self._values = [device_zeros(rows * shortlist.entries(level)) for level in levels]
         self._ids = [device_zeros(v.numel(), dtypes.int32) for v in self._values]
-        self.penalizes = False
+        self.penalizing: set[int] = set()
 
     def prepare(
         self, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64], sequence: int = 0
     ) -> bool:
-        """As `SamplingRunner.prepare_sampling`, for a sequence; no step that samples it may be running."""
+        """As `ModelRunner.prepare_sampling`; no step that samples the sequence may be running."""
         if not self._shortlist.suffices(sampling):
             return False
-        self.penalizes = sampling.repeat_penalty != 1
+        (self.penalizing.add if sampling.repeat_penalty != 1 else self.penalizing.discard)(sequence)
         overwrite(self._settings, settings_of(sampling), sequence * SETTINGS)
         overwrite(self._tokens, np.asarray(tokens, np.int32), sequence * (self._context + 1))
         first = len(tokens) - 1

@@ -51,7 +51,7 @@ class BatchKernels(PrefillKernels):
     and `logits`."""
 
     def __init__(self, model: GPUModel, prescales: Prescales, context: int, rows: Sequence[int]) -> None:
-        super().__init__(model, prescales, max(rows))
+        super().__init__(model, prescales, max(rows, default=1))
         self.context_limits = [_SHORT]
         while self.context_limits[-1] < context:
             self.context_limits.append(4 * self.context_limits[-1])
@@ -59,12 +59,13 @@ class BatchKernels(PrefillKernels):
         self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
 
     def rows_step(
-        self, rows: int, limit: int, next_ids: Tensor, sampler: DeviceSampler | None = None
+        self, rows: int, limit: int, next_ids: Tensor, sampler: DeviceSampler | None, penalizes: bool
     ) -> KernelSequence:
         """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
         the next tokens to `next_ids` (`StepRows.letter`): the most probable ones, or of rows that are sampled those
-        that `sampler` draws."""
-        return _RowsStep(self, self._model, self._prescales, rows, limit, next_ids, sampler).kernels()
+        that `sampler` draws. `penalizes`: whether any of these has a repetition penalty."""
+        step = _RowsStep(self, self._model, self._prescales, rows, limit, next_ids)
+        return step.kernels(sampler, penalizes)
 
     def state(self, rows: int) -> Tensor:
         """What a step of `rows` rows reads."""
@@ -93,14 +94,18 @@ class _RowsStep(PromptStep):
     _owner: BatchKernels
 
     def __init__(
-        self, owner: BatchKernels, model: GPUModel, prescales: Prescales, rows: int, limit: int, next_ids: Tensor,
-        sampler: DeviceSampler | None,
-    ) -> None:  # fmt: skip
+        self,
+        owner: BatchKernels,
+        model: GPUModel,
+        prescales: Prescales,
+        rows: int,
+        limit: int,
+        next_ids: Tensor,
+    ) -> None:
         super().__init__(owner, model, prescales, rows)
         self._state, self._limit, self._next_ids = owner.state(rows), limit, next_ids
-        self._sampler = sampler
 
-    def kernels(self) -> KernelSequence:
+    def kernels(self, sampler: DeviceSampler | None = None, penalizes: bool = False) -> KernelSequence:
         model = self._model
         self._embed(self._state, model.layers)
         for layer in model.layers:
@@ -115,8 +120,8 @@ class _RowsStep(PromptStep):
         ]
         logits = self._owner.logits[self._tokens]
         self._multiply(part, self._x, tiles, as_logits(model.spec.softcap), "head", [logits, *best])
-        if self._sampler:
-            self._sampler.add_to(self._sequence, logits, self._state, self._next_ids, True, self._tokens)
+        if sampler:
+            sampler.add_to(self._sequence, logits, self._state, self._next_ids, penalizes, self._tokens)
         else:
             self._sequence.add(next_tokens(blocks, self._tokens), self._state, self._next_ids, *best)
         return self._sequence

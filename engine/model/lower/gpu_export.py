@@ -1,4 +1,4 @@
-"""Copies chunks of a GPU's KV cache out and in, for `engine.model.prefix_store`."""
+"""Copies blocks of a GPU's KV cache out and in, for `engine.model.prefix_store`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,38 @@ from tinygrad import Tensor, UOp, dtypes
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_export import export_sizes, export_tokens, import_tokens
+from engine.model.kv_blocks import BLOCK
 from engine.model.lower.gpu_layers import Attention
 from engine.model.prefix_store import CHUNK
 
 
 class CacheExport:
-    """Exports as `engine.model.lower.cpu_export` has them. The kernels are compiled at their first use, and the buffer
-    of an export is kept from then on."""
+    """Exports as `engine.model.lower.cpu_export` has them, of `layers` whose windows are among `windows`, one for each
+    group. The kernels are compiled at their first use, and the buffer of an export is kept from then on."""
 
-    def __init__(self, layers: Sequence[Attention]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[Attention], windows: Sequence[int]) -> None:
+        self._layers, self._windows = layers, windows
 
-    def export_chunk(self, position: int) -> NDArray[np.uint8]:
-        overwrite(self._position, np.asarray([position], np.int32))
+    def export_blocks(self, tables: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
+        """See `ModelRunner.export_blocks`."""
+        self._send(tables)
         self._export()
         return np.asarray(self._staging.uop.base.buffer.numpy(), np.uint8)
 
-    def import_chunk(self, position: int, export: NDArray[np.uint8]) -> None:
-        overwrite(self._position, np.asarray([position], np.int32))
+    def import_blocks(self, tables: Sequence[Sequence[int]], export: NDArray[np.uint8]) -> None:
+        """See `ModelRunner.import_blocks`."""
+        self._send(tables)
         overwrite(self._staging, export)
         self._import()
 
+    def _send(self, tables: Sequence[Sequence[int]]) -> None:
+        for blocks, table in zip(self._blocks.values(), tables, strict=True):
+            overwrite(blocks, np.asarray(table, np.int32))
+
     @functools.cached_property
-    def _position(self) -> Tensor:
-        return device_zeros(1, dtypes.int32)
+    def _blocks(self) -> dict[int, Tensor]:
+        """The blocks of a chunk, by window."""
+        return {window: device_zeros(CHUNK // BLOCK, dtypes.int32) for window in self._windows}
 
     @functools.cached_property
     def _sizes(self) -> list[tuple[int, int]]:
@@ -62,12 +70,12 @@ class CacheExport:
     def _export(self) -> Callable[[], None]:
         sequence = KernelSequence()
         for a, parts in zip(self._layers, self._parts, strict=True):
-            sequence.add(export_tokens(a.heads, CHUNK), *parts, *a.cache, self._position)
+            sequence.add(export_tokens(a.heads, CHUNK), *parts, *a.cache, self._blocks[a.heads.window])
         return sequence.capture()
 
     @functools.cached_property
     def _import(self) -> Callable[[], None]:
         sequence = KernelSequence()
         for a, parts in zip(self._layers, self._parts, strict=True):
-            sequence.add(import_tokens(a.heads, CHUNK), *a.cache, *parts, self._position)
+            sequence.add(import_tokens(a.heads, CHUNK), *a.cache, *parts, self._blocks[a.heads.window])
         return sequence.capture()

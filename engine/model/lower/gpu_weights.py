@@ -215,7 +215,7 @@ def _vector(weights: Weights, vector: Vector | None) -> Tensor | None:
 
 
 def _attention(weights: Weights, part: Attend, room: CacheRoom) -> Attention:
-    window, is_pool = part.window if part.window < room.context else 0, room.parallel > 1
+    window, is_pool = part.window if part.window < room.context else 0, True
     stored: Stored = "keys and values" if part.v else "keys" if part.k else "nothing"
     sizes = (part.query_size, part.kv_size) if part.has_wide_norms else (part.head_dim, part.head_dim)
     norms = weights.joined_vectors(list(zip((part.q_norm, part.k_norm), sizes, strict=True)), 1.0)

@@ -10,9 +10,9 @@ from engine.events import Sampling
 from engine.formats.gguf import GGUF
 from engine.measure.kernel_roles import roles_of
 from engine.model.architectures import read_spec
-from engine.model.fused import FusedBatchRunner
+from engine.model.fused.runner import FusedRunner
 from engine.model.kv_blocks import BLOCK, KVBlocks
-from engine.model.model_runner import BatchRunner, Row, RowSampler
+from engine.model.model_runner import Slot
 from engine.model.sampling import Sampler
 from engine.model.weights import Weights
 from tests import generated_model
@@ -52,31 +52,30 @@ def hold(**shape: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
-        runner = FusedBatchRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
-    assert isinstance(runner, BatchRunner) and isinstance(runner, RowSampler)
+        runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
     draw = np.random.default_rng(0)
     texts = [list(map(int, draw.integers(0, 100, n))) for n in (BLOCK + 3, 5, 0)]
     blocks = KVBlocks(runner)
 
     def prefill(sequence: int, tokens: list[int]) -> None:
         blocks.reserve(sequence, len(tokens))
-        runner.prefill(tokens, blocks.length(sequence), sequence)
+        runner.run([Slot(sequence, tuple(tokens), blocks.length(sequence), "none")])
         blocks.commit(sequence, tokens)
 
     samplers = {s: Sampler(Sampling(seed=s, temperature=2, repeat_penalty=1.1, min_p=0)) for s in range(3)}
     sampled: set[int] = set()
 
     def sample(s: int) -> None:
-        assert runner.prepare_row_sampling(s, samplers[s].sampling, texts[s], samplers[s].uniforms(9))
+        assert runner.prepare_sampling(s, samplers[s].sampling, texts[s], samplers[s].uniforms(9))
         sampled.add(s)
 
     def decode(*sequences: int, ahead: bool = False) -> None:
         rows = []
         for s in sequences:
             blocks.reserve(s, 2)
-            rows.append(Row(texts[s][-1], len(texts[s]) - 1, s, s in sampled))
-        best = runner.decode_rows(rows, ahead)
-        logits = None if ahead else runner.row_logits()
+            rows.append(Slot(s, (texts[s][-1],), len(texts[s]) - 1, draw=s in sampled))
+        best = runner.run(rows, ahead)
+        logits = None if ahead else runner.logits()
         for i, s in enumerate(sequences):
             blocks.commit(s, texts[s][-1:])
             wanted = reference.logits(texts[s])[-1]
@@ -118,7 +117,7 @@ def hold(**shape: Any) -> None:
     decode(2, 1, 0, ahead=True)
     decode(2, 1, 0, ahead=True)
     decode(0, 2)
-    only = runner.row_logits([1])
+    only = runner.logits([1])
     assert divergence(reference.logits(texts[2][:-1])[-1], only[0]) < 2e-5 and len(only) == 1
     for step, kernels in (
         ("decode", {"QKV projection", "output head", "sampling"}),

@@ -11,7 +11,8 @@ from tinygrad.uop.ops import Ops
 
 from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
-from engine.model.fused import FusedRunner
+from engine.model.fused.runner import FusedRunner
+from engine.model.kv_blocks import KVBlocks
 from engine.model.memory_need import memory_need
 from engine.model.mixes import Beside, Experts
 from engine.model.weights import Weights
@@ -83,12 +84,14 @@ def hold(**shape: Any) -> None:
     assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
     states = [*(d.memory for d in model.deltas), *runner._states.checkpoints]
     assert need.states_bytes == sum(t.nbytes() for t in states)
-    stream = runner._decode._h
-    calls = runner._decode_step(runner._decode.context_limits[0], False, False).compile().src
+    KVBlocks(runner).reserve(0, len(TOKENS))
+    runner._send_tables()
+    stream = runner._one._h
+    calls = runner._steps.kernels(1, runner._steps.limits(1)[0]).compile().src
     ends = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]
     assert len(ends) == len(wanted)
     for position, token in enumerate(TOKENS):
-        runner._send_state(token, position)
+        runner._send_token(token, position)
         streams, choices = [], []
         for sublayer, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
             realize.run_linear(UOp(Ops.LINEAR, src=tuple(calls[first:end])), jit=True)
@@ -97,7 +100,7 @@ def hold(**shape: Any) -> None:
             mix = reference.spec.sublayers[sublayer - 1].mix if sublayer else None
             mix = mix.experts if isinstance(mix, Beside) else mix
             if isinstance(mix, Experts):
-                choices.append(runner._decode._chosen(mix.used)[0].numpy().copy())
+                choices.append(runner._one._chosen(mix.used)[0].numpy().copy())
             worst = np.abs(streams[-1] - want).max() / np.sqrt((want * want).mean())
             assert worst < 4e-3, f"at {position}, after sublayer {sublayer}: {worst}"
         for router, chosen in zip(reference.routers([s[None] for s in streams[:-1]]), choices, strict=True):

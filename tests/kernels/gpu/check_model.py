@@ -18,9 +18,10 @@ from engine.measure.kernel_roles import roles_of
 from engine.model import fused, weights
 from engine.model.architectures import read_spec
 from engine.model.fused.runner import FusedRunner
+from engine.model.kv_blocks import KVBlocks
 from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_weights import GPUModel
-from engine.model.model_runner import SamplingRunner
+from engine.model.model_runner import Slot
 from engine.model.weights import Weights
 from tests import generated_model
 from tests.reference import Reference, divergence
@@ -43,11 +44,11 @@ def check_decode_steps() -> None:
     runner._sampler = DeviceSampler(
         Shortlist(wanted.shape[1], 16, (16, 4, 1)), 32
     )  # emulation takes its time
-    runner.decode(tokens[0], 0, run_ahead=True)
-    assert isinstance(runner, SamplingRunner)
-    assert runner.prepare_sampling(Sampling(top_k=1), tokens, np.zeros(1))
-    assert runner.decode_and_sample(tokens[1], 1) == wanted[1].argmax()
-    assert divergence(wanted[1], runner.logits()) < 1e-6
+    KVBlocks(runner).reserve(0, 3)
+    runner.run([Slot(0, (tokens[0],), 0)], ahead=True)
+    assert runner.prepare_sampling(0, Sampling(top_k=1), tokens, np.zeros(1))
+    assert runner.run([Slot(0, (tokens[1],), 1, draw=True)]) == wanted[1].argmax()
+    assert divergence(wanted[1], runner.logits()[0]) < 1e-6
     (choices,) = runner.expert_choices()
     assert choices.sum() == 3 * used and choices.max() <= 3
 
@@ -85,7 +86,7 @@ def check_profile_of_experts() -> None:
             Path(folder) / "model.gguf", architecture="qwen3moe", quant="F16", **shape
         )
         runner = only_looked_at(path)
-    decode = runner._decode_step(256, samples=False, penalizes=False)
+    decode = runner._steps.kernels(1, 256)
     for sequence, tokens, read in ((decode, 1, used), (runner._prefill.step(padded), padded, count)):
         told = roles_and_bytes(runner, sequence, tokens, 0)
         assert {

@@ -54,9 +54,10 @@ from engine.kernels.gpu.prefill_experts import (
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size
 from engine.model.architectures import read_spec
-from engine.model.fused import FusedRunner
+from engine.model.fused.runner import FusedRunner
 from engine.model.graph_runner import GraphRunner
-from engine.model.model_runner import ModelRunner
+from engine.model.kv_blocks import KVBlocks
+from engine.model.model_runner import ModelRunner, Slot
 from engine.model.weights import Weights
 from tests import generated_model
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
@@ -75,9 +76,10 @@ def run_model(path: str, quant: str, layers: int) -> None:
             generated_model.write(Path(folder) / "m.gguf", architecture="qwen3", quant=quant, **shape)
         )
     runner = PATHS[path](Weights(file, read_spec(file), lambda _: None), CONTEXT)
-    runner.prefill([1] * 20, 0)
-    for position in (0, 300):
-        runner.decode(1, position)
+    with KVBlocks(runner).room(301):
+        runner.run([Slot(0, (1,) * 20, 0, "none")])
+        for position in (0, 300):
+            runner.run([Slot(0, (1,), position)])
 
 
 def render(kernel: Kernel, *buffers: tuple[int, DType]) -> None:
