@@ -362,20 +362,21 @@ class _Inbox:
 
 class _Outbox:
     """Sends events in a thread of its own. Waking the client can take as long as a few small kernels, and a client
-    that does not read for a while must not delay the answer. The queue holds one answer at most."""
+    that does not read for a while must not delay the answer. After a token, the next ones go together; what comes
+    before a reply does not delay its first token. The queue holds one answer at most."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._frames: SimpleQueue[bytes] = SimpleQueue()
+        self._frames: SimpleQueue[tuple[bytes, bool]] = SimpleQueue()  # and whether it is a token
         self._sender = threading.Thread(target=self._send, name="events", daemon=True)
         self._sender.start()
 
     def put(self, event: Event) -> None:
-        self._frames.put(pack(event))
+        self._frames.put((pack(event), isinstance(event, Token)))
 
     def close(self) -> None:
         """Returns when all events are sent."""
-        self._frames.put(b"")
+        self._frames.put((b"", False))
         self._sender.join()
 
     def _send(self) -> None:
@@ -384,12 +385,14 @@ class _Outbox:
             frames = [self._frames.get()]  # after a pause, the first one is sent without delay
             while not self._frames.empty():
                 frames.append(self._frames.get())
-            closing = not frames[-1]
+            parcel = b"".join(frame for frame, _ in frames)
+            closing = not frames[-1][0]
             try:
-                self._sock.sendall(b"".join(frames))
+                self._sock.sendall(parcel)
             except OSError:
                 _die()
-            time.sleep(_SEND_INTERVAL_S)
+            if any(is_token for _, is_token in frames):
+                time.sleep(_SEND_INTERVAL_S)
 
 
 def _failure(error: Exception, request_id: int) -> Failed:

@@ -14,7 +14,6 @@ from engine.kernels.gpu.matmul import as_half
 from engine.kernels.gpu.uops import (
     F16,
     F32,
-    INDEX,
     LOG2_E,
     chain,
     f32,
@@ -97,8 +96,7 @@ class DecodeBlock:
         self.position = load_index(state, place, heads.length - CACHE_SLACK)
         self.pages: Pages | None = None
         if table is not None:
-            sequence = load(state, self.token + 2 * tokens if tokens else 2).cast(INDEX)
-            self.pages = Pages(table, sequence * heads.table_size)
+            self.pages = Pages.of(heads, table, state, self.token + 2 * tokens if tokens else 2)
         self._angles = self._angle_loads(angles)
         self._value_factor: UOp | None = None
         self.query_factor = f32(heads.query_scale)

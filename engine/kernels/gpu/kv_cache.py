@@ -22,7 +22,7 @@ from tinygrad.dtype import DType
 
 from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.uops import F16, LOG2_E, chain, finish, load_index, load_run, store_run
+from engine.kernels.gpu.uops import F16, INDEX, LOG2_E, chain, finish, load, load_index, load_run, store_run
 
 Stored = Literal["keys and values", "keys", "nothing"]
 """What a layer computes of a token for the cache. "keys": before norm and rotation they are the values too. "nothing":
@@ -38,6 +38,14 @@ class Pages:
 
     table: UOp
     first: UOp
+
+    @staticmethod
+    def of(heads: Heads, table: UOp, sequences: UOp, index: UOp | int) -> Pages:
+        """Those of the sequence that int32 `sequences` has at an index. Where there is only one sequence it is not read:
+        loads of blocks need not wait for it."""
+        if table.max_numel() == heads.table_size:
+            return Pages(table, UOp.const(0))
+        return Pages(table, load(sequences, index).cast(INDEX) * heads.table_size)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from engine.kernels.gpu.matmul import fragment_index, wmma
 from engine.kernels.gpu.uops import (
     F16,
     F32,
-    INDEX,
     LOG2_E,
     LOWEST,
     all_of,
@@ -130,7 +129,7 @@ def pages_of(heads: Heads, table: UOp | None, prompt: UOp) -> Pages | None:
     if not heads.pool:
         return None
     assert table is not None
-    return Pages(table, load(prompt, 2).cast(INDEX) * heads.table_size)
+    return Pages.of(heads, table, prompt, 2)
 
 
 def _quad_maxima(own: Sequence[UOp], g: UOp, t: UOp) -> list[UOp]:
