@@ -152,7 +152,8 @@ class Conversations:
         rng = self._rng
         kind = rng.randrange(4)
         if kind == 0:
-            return rng.choice(self._grammar["gibberish"])
+            word: str = rng.choice(self._grammar["gibberish"])
+            return word
         letters = string.ascii_lowercase if kind < 3 else string.ascii_letters + string.digits + "#$%&*+-/;=@"
         words = (
             "".join(rng.choice(letters) for _ in range(rng.randrange(2, 12)))
