@@ -133,51 +133,23 @@ class LocalEngine:
         """The file with the output of the process: tracebacks, never a prompt."""
         return log_path("engine")
 
-    async def start(self) -> AsyncGenerator[Event, None]:
-        stream = self._open(None)
-        try:
-            await self._join(stream, b"")
-            async for event in stream:
-                yield event
-        finally:
-            self._leave(stream)
-            if self._ready is None and not self._streams and self._process:
-                self._process.kill()
+    def start(self) -> AsyncGenerator[Event, None]:
+        return self._events(None)
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
-        stream = self._open(request)
-        try:
-            if failure := _failure_to_encode(request):
-                stream.put(failure)
-            else:
-                await self._join(stream, _numbered(stream))
-            async for event in stream:
-                yield event
-        finally:
-            self._leave(stream)
+    def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+        return self._events(request)
 
     async def measure(self) -> Measured | Failed:
         """Measures what an answer's figures are compared with (see `Measured`). Takes a second."""
-        end = await self._request(Measure(request_id=0))
+        *_, end = [event async for event in self._events(Measure(request_id=0))]
         assert isinstance(end, Measured | Failed)
         return end
 
     async def profile(self, step: Step = "decode") -> KernelProfile | Failed:
         """Times a step kernel by kernel. `Failed` if a prompt comes meanwhile."""
-        end = await self._request(Profile(request_id=0, step=step))
+        *_, end = [event async for event in self._events(Profile(request_id=0, step=step))]
         assert isinstance(end, KernelProfile | Failed)
         return end
-
-    async def _request(self, request: Measure | Profile) -> Event:
-        stream = self._open(request)
-        try:
-            await self._join(stream, _numbered(stream))
-            async for event in stream:
-                if isinstance(event, Measured | KernelProfile | Failed):
-                    return event
-        finally:
-            self._leave(stream)
-        raise AssertionError("the stream ended without its last event")
 
     async def stop(self) -> None:
         answers = [stream for stream in self._streams.values() if isinstance(stream.request, Generate)]
@@ -220,14 +192,28 @@ class LocalEngine:
 
     # --- streams ---------------------------------------------------------------------------------------
 
-    def _open(self, request: Request | None) -> _Stream:
+    async def _events(self, request: Request | None) -> AsyncGenerator[Event, None]:
+        """The events of a request, or of a start."""
         # Requests get new ids on the socket, so that a late event of an answer that was cut short finds no stream.
         stream = _Stream(next(self._serials), request, self._ready.load_ms if self._ready else 0.0)
         self._streams[stream.serial] = stream
-        return stream
+        try:
+            if isinstance(request, Generate) and (failure := _failure_to_encode(request)):
+                stream.put(failure)
+            else:
+                await self._join(stream)
+            async for event in stream:
+                yield event
+        finally:
+            if not stream.ended.is_set():
+                self._cancel(stream)
+            del self._streams[stream.serial]
+            trim_log(self.log_path)
+            if request is None and self._ready is None and not self._streams and self._process:
+                self._process.kill()
 
-    async def _join(self, stream: _Stream, frame: bytes) -> None:
-        """Connects `stream` to the process, which it starts if there is none, and sends `frame` to the process."""
+    async def _join(self, stream: _Stream) -> None:
+        """Connects `stream` to the process, which it starts if there is none, and sends the request to the process."""
         async with self._spawning:
             if self._process and not self._process.alive:
                 await self._process.wait_ended()
@@ -251,7 +237,8 @@ class LocalEngine:
             if self._taken:
                 ready, self._taken = self._taken, None
                 self._receive(ready)
-            self._process.send(frame)
+            if stream.request:
+                self._process.send(pack(replace(stream.request, request_id=stream.serial)))
 
     async def _spawn(self) -> EngineProcess:
         load = pack(Load(options=self.options))
@@ -276,12 +263,6 @@ class LocalEngine:
         return await EngineProcess.adopt(
             taken.kept.pid, taken.sock, taken.kept.unread, self.log_path, self._receive
         )
-
-    def _leave(self, stream: _Stream) -> None:
-        if not stream.ended.is_set():
-            self._cancel(stream)
-        del self._streams[stream.serial]
-        trim_log(self.log_path)
 
     def _cancel(self, stream: _Stream) -> None:
         if stream.joined and stream.request and self._process:
@@ -330,7 +311,7 @@ class LocalEngine:
             for stream in self._streams.values():
                 if died_when_ready and stream.may_be_sent_again:
                     stream.joined, stream.may_be_sent_again = False, False
-                    stream.joining = asyncio.ensure_future(self._join(stream, _numbered(stream)))
+                    stream.joining = asyncio.ensure_future(self._join(stream))
         for stream in self._streams.values():
             if stream.joined:
                 stream.put(event)
@@ -381,17 +362,8 @@ class _Stream(EventStream):
 
 
 _LAST_EVENT: dict[type, type[Event]] = {
-    Generate: Finished,
-    Measure: Measured,
-    Profile: KernelProfile,
-    type(None): Ready,
-}
-
-
-def _numbered(stream: _Stream) -> bytes:
-    """The frame of the stream's request, under the stream's number."""
-    assert stream.request
-    return pack(replace(stream.request, request_id=stream.serial))
+    Generate: Finished, Measure: Measured, Profile: KernelProfile, type(None): Ready,
+}  # fmt: skip
 
 
 def _failure_to_encode(request: Generate) -> Failed | None:

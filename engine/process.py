@@ -12,6 +12,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -57,15 +58,7 @@ class EngineProcess(asyncio.Protocol):
             self = cls(log_path, receive)
             await self._connect(client_end)
             try:
-                child = subprocess.Popen(
-                    [*command, str(worker_end.fileno())],
-                    pass_fds=(worker_end.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    env={**os.environ, **environment},
-                )
+                child = start_child(command, {**os.environ, **environment}, worker_end, log)
             except BaseException:
                 self._transport.abort()
                 raise
@@ -208,6 +201,22 @@ class EngineProcess(asyncio.Protocol):
         elif code == -signal.SIGKILL and not self._killed:
             hint = f"If memory ran out, a smaller model or context may help. {hint}"
         return Failed(kind="backend", message=message, hint=hint)
+
+
+def start_child(
+    command: Sequence[str], environment: Mapping[str, str], worker_end: socket.socket, log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Starts `command` with the file descriptor of `worker_end` as last argument, as the leader of a session. Raises
+    OSError."""
+    return subprocess.Popen(
+        [*command, str(worker_end.fileno())],
+        pass_fds=(worker_end.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env=environment,
+    )
 
 
 class _Process:

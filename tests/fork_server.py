@@ -7,7 +7,6 @@ its engines as the application does.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import gc
@@ -19,44 +18,32 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
 
 import pytest
 
+from engine import process
 from tests import synthetic
 from tests.paths import ROOT
 
 MODULE = synthetic.__name__
 _MOST_BYTES = 1 << 16
 
-start_process = asyncio.create_subprocess_exec
+start_child = process.start_child
 
 
-class ForkedProcess:
-    """What `engine.process` uses of an asyncio.subprocess.Process. The fork server tells by a socket of its own which
-    process id it has, and how it ended."""
+class ForkedChild:
+    """A child of the fork server, which tells by a socket of its own which process id it has, and how it ended."""
 
     def __init__(self, status: socket.socket) -> None:
         self.pid = int.from_bytes(status.recv(8), "little")
-        self.returncode: int | None = None
-        self._status, self._ended = status, asyncio.Event()
-        asyncio.get_running_loop().add_reader(status, self._read)
+        self._status = status
 
-    def _read(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._status)
+    def wait(self) -> int:
         with self._status:
-            self.returncode = int.from_bytes(self._status.recv(8), "little", signed=True)
-        self._ended.set()
-
-    async def wait(self) -> int:
-        await self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            return int.from_bytes(self._status.recv(8), "little", signed=True)
 
 
 class ForkServer:
@@ -65,24 +52,23 @@ class ForkServer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def start_process(
+    def start_child(
         self,
-        *command: str,
-        pass_fds: Sequence[int] = (),
-        stdout: IO[bytes] | int | None = None,
-        env: dict[str, str] | None = None,
-        **options: Any,
-    ) -> Any:
-        """In the place of asyncio.create_subprocess_exec: synthetic engines are forked, others are started."""
-        if command[1:3] != ("-m", MODULE):
-            return await start_process(*command, pass_fds=pass_fds, stdout=stdout, env=env, **options)
-        assert not isinstance(stdout, int | None) and env
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        worker_end: socket.socket,
+        log: IO[bytes],
+    ) -> subprocess.Popen[bytes] | ForkedChild:
+        """In the place of `process.start_child`: synthetic engines are forked, others are started."""
+        if tuple(command[1:3]) != ("-m", MODULE):
+            return start_child(command, environment, worker_end, log)
         ours, theirs = socket.socketpair()
         with theirs:
-            request = pickle.dumps((command[3:-1], env))
+            request = pickle.dumps((command[3:], environment, Path.cwd()))
             assert len(request) < _MOST_BYTES
-            socket.send_fds(self._control(), [request], [pass_fds[0], stdout.fileno(), theirs.fileno()])
-        return ForkedProcess(ours)
+            fds = [worker_end.fileno(), log.fileno(), theirs.fileno()]
+            socket.send_fds(self._control(), [request], fds)
+        return ForkedChild(ours)
 
     def _control(self) -> socket.socket:
         if self._process is None:
@@ -94,6 +80,10 @@ class ForkServer:
                     pass_fds=(theirs.fileno(),),
                 )
         return self._requests
+
+    @property
+    def pid(self) -> int | None:
+        return self._process and self._process.pid
 
     def close(self) -> None:
         if self._process is not None:
@@ -111,7 +101,7 @@ def fork_server() -> Iterator[ForkServer]:
 @pytest.fixture
 def forked_engines(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of synthetic engines are forked."""
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", fork_server.start_process)
+    monkeypatch.setattr(process, "start_child", fork_server.start_child)
 
 
 # --- the process that forks ------------------------------------------------------------------------------
@@ -163,9 +153,10 @@ def _tell_ends(waiting: dict[int, socket.socket]) -> None:
                 client.send(code.to_bytes(8, "little", signed=True))
 
 
-def _run(arguments: Sequence[str], environment: dict[str, str], engine: int, log: int) -> None:
+def _run(arguments: Sequence[str], environment: dict[str, str], folder: Path, engine: int, log: int) -> None:
     """What a new process does: becomes the leader of a session, as a started one would be, and runs the engine."""
     os.setsid()
+    os.chdir(folder)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, number in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(file, number)

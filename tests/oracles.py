@@ -90,7 +90,7 @@ def make_model(shared: Path, shape: str, quant: str, path: Path, n_tokens: int) 
     arguments = ["make_model", shape, str(path), "--quant", quant]
     with (
         mock.patch.object(sys, "argv", arguments),
-        mock.patch.object(maker, "write_vocab", lambda *_: n_tokens),
+        mock.patch.object(maker, "write_vocab", lambda *_: (range(n_tokens), None, None)),
         contextlib.redirect_stdout(None),
     ):
         maker.main()

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,11 @@ def engine(**behaviour: Any) -> LocalEngine:
 
 
 class SyntheticModel:
-    scheduler = None
+    """It is its own scheduler, which answers one request after another."""
 
     def __init__(self, behaviour: Behaviour, report: Report) -> None:
-        self.behaviour = behaviour
+        self.behaviour, self.scheduler = behaviour, self
+        self._waiting: deque[tuple[Any, ...]] = deque()
         self.cache: list[str] = []  # the tokens that a KV cache would hold
         total_bytes, steps = 500_000_000, 10
         for step in range(1, steps + 1):
@@ -147,6 +149,23 @@ class SyntheticModel:
             context_length=behaviour.context_length,
             load_ms=0.0,
         )
+
+    def begin(self, request: Generate, report: Report) -> Any:
+        return request, report
+
+    def add(self, answer: Any, cancelled: Callable[[], bool], end: Callable[[Any], None]) -> None:
+        self._waiting.append((*answer, cancelled, end))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> None:
+        request, report, cancelled, end = self._waiting.popleft()
+        try:
+            end(self.generate(request, report, cancelled))
+        except Exception as error:
+            end(error)
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         do, started = self.behaviour, time.perf_counter()

@@ -26,7 +26,7 @@ from engine.invocation import call
 from engine.model import file_summary, packed_weights_cache
 from engine.model.architectures import read_spec
 from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
-from engine.model.memory_need import largest_context, memory_need, runs_as_graph
+from engine.model.memory_need import largest_context, memory_need
 from engine.model.spec import ModelSpec
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, counted, one_line
@@ -241,8 +241,7 @@ def _memory(spec: ModelSpec, device: str) -> dict[str, Any]:
     from engine.measure.free_memory import free_bytes
 
     need, free = memory_need(spec, device=device or "CPU"), free_bytes(device) if device else None
-    is_graph = runs_as_graph(spec, device or "CPU", "auto")
-    formats = [kv for kv in KVFormat if not lacks_format_because(spec, device or "CPU", is_graph, kv)]
+    formats = [kv for kv in KVFormat if not lacks_format_because(spec, kv)]
     return {
         "needed_bytes": need.total_bytes,
         "weights_bytes": need.weights_bytes,

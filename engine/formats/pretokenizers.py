@@ -69,56 +69,39 @@ _DEEPSEEK_V3 = (
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]")
 _WITHOUT_PUNCTUATION = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
-_GPT2_FAMILY = Pretokenizer((_GPT2_WORDS,))
-_DIGITS_FAMILY = Pretokenizer((r"\p{N}", _GPT2_WORDS))
-
 DEFAULT = Pretokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"))
 
 # Gemma 4's BPE merges across words, but not across lines.
 GEMMA4 = Pretokenizer((r"[^\n]+|\n+",))
 
-PRETOKENIZERS: dict[str, Pretokenizer] = {
-    "default": DEFAULT,
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+_NAMES: tuple[tuple[str, Pretokenizer], ...] = (
+    ("default", DEFAULT),
+    (
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
         Pretokenizer((_LLAMA3,), whole_words=True, add_bos=True),
     ),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), Pretokenizer((_LLAMA3,))),
-    **dict.fromkeys(("glm4", "glm5"), Pretokenizer((_LLAMA3,), whole_words=True)),
-    "minicpm5": Pretokenizer((r"\p{N}{1,3}", _LLAMA3), whole_words=True),
-    **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "grok-2", "kormo"),
-        Pretokenizer((_QWEN2,)),
+    ("smaug-bpe dbrx chatglm-bpe", Pretokenizer((_LLAMA3,))),
+    ("glm4 glm5", Pretokenizer((_LLAMA3,), whole_words=True)),
+    ("minicpm5", Pretokenizer((r"\p{N}{1,3}", _LLAMA3), whole_words=True)),
+    ("qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open grok-2 kormo", Pretokenizer((_QWEN2,))),
+    ("qwen35", Pretokenizer((_QWEN35,))),
+    ("seed-coder", Pretokenizer((_SEED,))),
+    ("bailingmoe bailingmoe2 llada-moe", Pretokenizer((_BAILING,))),
+    (
+        "gpt-2 phi-2 mpt olmo jais exaone4 gigachat trillion mellum a.x-4.0 granite-docling",
+        Pretokenizer((_GPT2_WORDS,)),
     ),
-    "qwen35": Pretokenizer((_QWEN35,)),
-    "seed-coder": Pretokenizer((_SEED,)),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), Pretokenizer((_BAILING,))),
-    **dict.fromkeys(
-        (
-            "gpt-2",
-            "phi-2",
-            "mpt",
-            "olmo",
-            "jais",
-            "exaone4",
-            "gigachat",
-            "trillion",
-            "mellum",
-            "a.x-4.0",
-            "granite-docling",
-        ),
-        _GPT2_FAMILY,
+    (
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+        Pretokenizer((r"\p{N}", _GPT2_WORDS)),
     ),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
-        _DIGITS_FAMILY,
-    ),
-    "falcon": Pretokenizer(_FALCON),
-    **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), Pretokenizer((_WITHOUT_PUNCTUATION,))),
-    "viking": Pretokenizer((_WITHOUT_PUNCTUATION, r"\p{N}")),
-    "tekken": Pretokenizer((_TEKKEN,), whole_words=True, add_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), Pretokenizer((_GPT4O,))),
-    "deepseek-llm": Pretokenizer(_DEEPSEEK_LLM),
-    "deepseek-coder": Pretokenizer(_DEEPSEEK_CODER),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), Pretokenizer(_DEEPSEEK_V3)),
-}
+    ("falcon", Pretokenizer(_FALCON)),
+    ("poro-chat bloom gpt3-finnish", Pretokenizer((_WITHOUT_PUNCTUATION,))),
+    ("viking", Pretokenizer((_WITHOUT_PUNCTUATION, r"\p{N}"))),
+    ("tekken", Pretokenizer((_TEKKEN,), whole_words=True, add_bos=True)),
+    ("gpt-4o llama4 kanana2 minimax-m2", Pretokenizer((_GPT4O,))),
+    ("deepseek-llm", Pretokenizer(_DEEPSEEK_LLM)),
+    ("deepseek-coder", Pretokenizer(_DEEPSEEK_CODER)),
+    ("deepseek-v3 hunyuan-dense joyai-llm", Pretokenizer(_DEEPSEEK_V3)),
+)
+PRETOKENIZERS = {name: pretokenizer for names, pretokenizer in _NAMES for name in names.split()}

@@ -214,49 +214,17 @@ _FORMATS = (
     Format(7, group=32, offset=0, q=(Plane(4, 8, 16), Plane(1, 4, 1)), m=2),
     Format(8, group=32, offset=128, q=(Plane(8, 2, 32, signed=True),)),
     Format(12, group=32, offset=0, q=(Plane(4, 16, 32),), m=2, scale=_K_SCALE, minimum=_K_MINIMUM),
-    Format(
-        13,
-        group=32,
-        offset=0,
-        q=(Plane(4, 48, 32), Plane(1, 16, 32)),
-        m=2,
-        scale=_K_SCALE,
-        minimum=_K_MINIMUM,
-    ),
-    Format(
-        14, group=16, offset=32, q=(Plane(4, 0, 64), Plane(2, 128, 32)), d=208, scale=((Plane(8, 192, 16),),)
-    ),
+    Format(13, group=32, offset=0, q=(Plane(4, 48, 32), Plane(1, 16, 32)), m=2, scale=_K_SCALE, minimum=_K_MINIMUM),
+    Format(14, group=16, offset=32, q=(Plane(4, 0, 64), Plane(2, 128, 32)), d=208, scale=((Plane(8, 192, 16),),)),
     Format(39, group=32, offset=0, q=(Plane(4, 1, 16),), codebook=_E2M1, exponent=True),
     Format(20, group=32, offset=0, q=(Plane(4, 2, 16),), codebook=_IQ4),
-    Format(
-        23,
-        group=32,
-        offset=0,
-        q=(Plane(4, 8, 16),),
-        scale=((Plane(4, 4, 1), Plane(2, 2, 1)),),
-        scale_offset=32,
-        codebook=_IQ4,
-    ),
-    Format(
-        11,
-        group=16,
-        offset=4,
-        q=(Plane(2, 32, 32), Plane(1, 0, 32)),
-        d=108,
-        scale=((Plane(4, 96, 8), Plane(2, 104, 4)),),
-        scale_offset=32,
-    ),
-    Format(
-        10,
-        group=16,
-        offset=0,
-        q=(Plane(2, 16, 32),),
-        d=80,
-        m=82,
-        scale=((Plane(4, 0, 16),),),
-        minimum=((Plane(4, 0, 16, shift=4),),),
-    ),
-)
+    Format(23, group=32, offset=0, q=(Plane(4, 8, 16),), scale=((Plane(4, 4, 1), Plane(2, 2, 1)),), scale_offset=32,
+           codebook=_IQ4),
+    Format(11, group=16, offset=4, q=(Plane(2, 32, 32), Plane(1, 0, 32)), d=108,
+           scale=((Plane(4, 96, 8), Plane(2, 104, 4)),), scale_offset=32),
+    Format(10, group=16, offset=0, q=(Plane(2, 16, 32),), d=80, m=82, scale=((Plane(4, 0, 16),),),
+           minimum=((Plane(4, 0, 16, shift=4),),)),
+)  # fmt: skip
 # Both by ggml's type id.
 QUANTIZED: Mapping[int, Format] = {format.ggml_type: format for format in _FORMATS}
 FLOATS = {0: dtypes.float32, 1: dtypes.float16, 30: dtypes.bfloat16}

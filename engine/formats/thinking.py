@@ -121,7 +121,7 @@ class ThinkSplitter:
         if self._phase is _Phase.THINKING:
             thought, mark, rest = self._held.partition(self._marks.close)
             if not mark:
-                return True, self._take(len(self._held) - _overlap(self._held, self._marks.close))
+                return True, self._take(len(self._held) - overlap(self._held, self._marks.close))
             self._held = thought
             shown = self._take(len(thought))
             self._phase, self._after_mark, self._held = _Phase.BEFORE_ANSWER, True, rest
@@ -135,7 +135,7 @@ class ThinkSplitter:
         answer, mark, rest = self._held.partition(self._end)
         if mark:
             self._held, self._end = answer + rest, ""
-        return False, self._take(len(self._held) - _overlap(self._held, self._end))
+        return False, self._take(len(self._held) - overlap(self._held, self._end))
 
     def flush(self) -> tuple[bool, str]:
         """The text that is still held back at the end of the reply, as `feed` returns it."""
@@ -181,6 +181,6 @@ async def split_thinking(
         yield Token(request_id=request_id, id=-1, text=text)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """How many characters at the end of `text` could be the beginning of `mark`."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from engine.formats.thinking import overlap
+
 CALL_TOKENS = frozenset(
     ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 )
@@ -116,7 +118,7 @@ class ToolCallParser:
         elif self._at_start:
             return
         else:
-            keep = max(_overlap(self._held, mark) for mark in self._form.opens)
+            keep = max(overlap(self._held, mark) for mark in self._form.opens)
             text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         yield from self._text(text)
 
@@ -245,8 +247,3 @@ def _parameter(text: str, schema: Any) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` could be the beginning of `mark`."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

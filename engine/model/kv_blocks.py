@@ -235,20 +235,29 @@ class KVBlocks:
                 blocks.append(block if of_node == block else _ABSENT)
         return filled
 
-    # --- parting -----------------------------------------------------------------------------------------
-
-    def fork(self, source: int, target: int, length: int) -> None:
-        """Makes `target`, which is empty, begin with the first `length` tokens of `source`. Raises PoolFullError, and
-        ValueError if tokens that a window shows there are gone: `length` may be REWIND less than that of `source`,
-        but not less than `match` has found."""
-        self._sequences[target] = self._branch(self._sequences[source], length)
-        self._assign(target)
+    # --- ending ------------------------------------------------------------------------------------------
 
     def cut(self, sequence: int, length: int) -> None:
-        """Leaves a sequence its first `length` tokens. Raises as `fork`."""
-        branch = self._branch(self._sequences[sequence], length)
+        """Leaves a sequence its first `length` tokens. Raises PoolFullError, and ValueError if tokens that a window
+        shows there are gone: `length` may be REWIND less than that of the sequence, but not less than `match` has
+        found."""
+        s = self._sequences[sequence]
+        n, rest = divmod(length, BLOCK)
+        new = _Sequence(list(s.first), s.tokens[:length], s.nodes[:n])
+        for g, group in enumerate(self._groups):
+            if s.first[g] > group.first_seen(length) // BLOCK:
+                raise ValueError(f"The tokens before {length} are no longer in the cache.")
+        if rest:
+            source = s.nodes[n].blocks if n < len(s.nodes) else s.tail[0]
+            new.tail = self._take(1)
+            self._copy(source, new.tail[0])
+        for node in new.nodes:
+            node.users += 1
+        for g, first in enumerate(new.first):
+            for node in new.nodes[first:]:
+                self._hold(node, g)
         self.drop(sequence)
-        self._sequences[sequence] = branch
+        self._sequences[sequence] = new
         self._assign(sequence)
 
     def drop(self, sequence: int) -> None:
@@ -333,24 +342,6 @@ class KVBlocks:
                 self._release(part, g)
         for node in s.nodes[len(old) :]:
             node.users += 1
-
-    def _branch(self, s: _Sequence, length: int) -> _Sequence:
-        """See `fork`."""
-        n, rest = divmod(length, BLOCK)
-        new = _Sequence(list(s.first), s.tokens[:length], s.nodes[:n])
-        for g, group in enumerate(self._groups):
-            if s.first[g] > group.first_seen(length) // BLOCK:
-                raise ValueError(f"The tokens before {length} are no longer in the cache.")
-        if rest:
-            source = s.nodes[n].blocks if n < len(s.nodes) else s.tail[0]
-            new.tail = self._take(1)
-            self._copy(source, new.tail[0])
-        for node in new.nodes:
-            node.users += 1
-        for g, first in enumerate(new.first):
-            for node in new.nodes[first:]:
-                self._hold(node, g)
-        return new
 
     def _insert(self, parent: _Node, tokens: tuple[int, ...], own: list[int]) -> _Node:
         """The node of these tokens after those of `parent`: a new one with the blocks `own`, or the one that is there.

@@ -16,7 +16,7 @@ from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 from engine.model.checkpoints import checkpoint_slots
 from engine.model.lower import REWIND
-from engine.model.lower.coverage import lacking_parts, lacks_format_because
+from engine.model.lower.coverage import lacking_part, lacks_format_because
 from engine.model.mixes import Attend, Weight
 from engine.model.spec import ModelSpec
 
@@ -63,7 +63,7 @@ def runs_as_graph(spec: ModelSpec, device: str, kernels: KernelPath) -> bool:
     """Whether a model runs as tensor graphs on tinygrad's device."""
     if kernels != "auto":
         return kernels == "graph"
-    return device.split(":")[0] not in ("CPU", "CUDA", "NV") or bool(lacking_parts(spec, device))
+    return device.split(":")[0] not in ("CPU", "CUDA", "NV") or bool(lacking_part(spec, device))
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,9 @@ def _what_fits(
     parallel: int,
     kv: KVFormat,
 ) -> str:
-    is_graph = runs_as_graph(spec, device, kernels)
     for smaller_kv in KVFormat:
         in_kv = memory_need(spec, need.context, device, kernels, parallel, smaller_kv)
-        if in_kv.total_bytes <= free_bytes and not lacks_format_because(spec, device, is_graph, smaller_kv):
+        if in_kv.total_bytes <= free_bytes and not lacks_format_because(spec, smaller_kv):
             return f"With --kv {smaller_kv.value} it would fit."
     context = largest_context(spec, free_bytes, device, kernels, parallel, kv)
     if 0 < context < need.context:

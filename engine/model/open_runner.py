@@ -30,9 +30,8 @@ def open_runner(
     `is_early` it may be an `EarlyRunner`. Raises UsageError if `kernels` is "fused" and the device has no such kernels,
     or if it has none for the format `kv` of the KV cache; ModelFileError for damaged weights."""
     device = Device.DEFAULT.split(":")[0]
-    is_graph = runs_as_graph(weights.spec, device, kernels)
-    if why := lacks_format_because(weights.spec, device, is_graph, kv):
-        choices = [kv for kv in KVFormat if not lacks_format_because(weights.spec, device, is_graph, kv)]
+    if why := lacks_format_because(weights.spec, kv):
+        choices = [kv for kv in KVFormat if not lacks_format_because(weights.spec, kv)]
         names = " or ".join(kv.value for kv in choices)
         raise UsageError(why, f"Choose {names}: with --kv, or the key kv of the preset or the settings.")
     if kernels == "fused" and (why := runs_as_graph_because(weights.spec, device)):

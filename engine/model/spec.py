@@ -9,7 +9,6 @@ What is loaded, with which shapes, what a token reads and how large the cache is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
-from engine.model.mixes import Attend, Beside, Delta, Dense, Experts, LayerEmbedding, Mix, Vector, Weight
+from engine.model.mixes import Attend, Beside, Delta, Dense, Experts, Mix, Vector, Weight
 
 
 @dataclass(frozen=True)
@@ -239,62 +238,3 @@ class ModelSpec:
     def state_bytes(self) -> int:
         """Bytes of the recurrent state of a sequence, however long it is: 0 if the model has none."""
         return sum(delta.state_bytes for delta in self.deltas)
-
-    def parts(self) -> Iterator[str]:
-        """What the model needs beyond a llama's parts, in words: a target may lack it."""
-        attention = self.attention
-        if self.deltas:
-            yield "gated delta nets"
-        if any(a.gate for a in attention):
-            yield "gated attention"
-        if any(a.cache_of is not None for a in attention):
-            yield "layers that share a KV cache"
-        if any(a.k and not a.v for a in attention):
-            yield "keys as values"
-        if any(a.has_normed_values for a in attention):
-            yield "normed values"
-        if self.layer_embeddings:
-            yield "embeddings of each layer"
-        if any(isinstance(mix, Beside) for mix in self.mixes()):
-            yield "feed-forward layers side by side"
-        if any(mix.scales for mix in self.experts):
-            yield "scaled experts"
-        if any(mix.shared for mix in self.experts):
-            yield "shared experts"
-        if any(sublayer.scale for sublayer in self.sublayers):
-            yield "scaled layers"
-        if any(sublayer.scale and not sublayer.post_norm for sublayer in self.sublayers):
-            yield "scaled layers without a norm after them"
-        without = (Beside, LayerEmbedding)  # named already
-        if any(s.norm is None and not isinstance(s.mix, without) for s in self.sublayers):
-            yield "layers without a norm before them"
-        if any(a.has_wide_norms for a in attention):
-            yield "norms over all heads"
-        if any(a.o_bias for a in attention):
-            yield "a bias of attention's output"
-        if self.softcap:
-            yield "a soft cap of the logits"
-        if self.stream_eps != self.eps and any(sublayer.post_norm for sublayer in self.sublayers):
-            yield "a residual multiplier with norms after layers"
-        if any(a.sinks for a in attention):
-            yield "attention sinks"
-        if self.experts:
-            yield "experts"
-        if any(mix.gate.type != mix.up.type for mix in self.experts):
-            yield "experts whose gate and up differ in type"
-        if any(a.window for a in attention):
-            yield "sliding windows"
-        if any(sublayer.post_norm for sublayer in self.sublayers):
-            yield "norms after layers"
-        if any(dense.activation == "gelu" for dense in self.feed_forward):
-            yield "GELU"
-        if self.temperature:
-            yield "a temperature of attention"
-        if self.embedding_scale != 1:
-            yield "a scaled embedding"
-        if len(self.ropes) > 1:
-            yield "several rotary embeddings"
-        if any(not math.isclose(a.scale, a.head_dim**-0.5) for a in attention):
-            yield "a scale of attention"
-        if any(a.shape != attention[0].shape for a in attention):
-            yield "attention of several shapes"

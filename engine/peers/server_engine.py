@@ -61,15 +61,12 @@ class ServerEngine(ABC):
 
     # --- Engine ---
 
-    async def start(self) -> AsyncGenerator[Event, None]:
-        stream = _Stream(None)
-        async for event in self._run(stream, self._start()):
-            yield event
+    def start(self) -> AsyncGenerator[Event, None]:
+        return self._run(_Stream(None), self._start())
 
-    async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
+    def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
         stream = _Stream(request)
-        async for event in self._run(stream, self._generate(stream, request)):
-            yield event
+        return self._run(stream, self._generate(stream, request))
 
     async def stop(self) -> None:
         for stream in [*self._streams]:

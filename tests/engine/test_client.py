@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,13 @@ async def until(stream, condition):
 
 def token_ids(events):
     return [event.id for event in events if isinstance(event, Token)]
+
+
+async def test_these_engines_are_forked(engines, fork_server):
+    """Otherwise each pays for a start of Python, here and in all tests of the screens."""
+    engine = engines()
+    await collect(engine.start())
+    assert Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[1] == str(fork_server.pid)
 
 
 async def test_start_shows_progress_and_ends_with_ready(engines):

@@ -107,21 +107,17 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), back=st.integers(0, REWIND))
-    def cut_or_fork(self, data, back):
+    def cut(self, data, back):
         sequence = data.draw(st.sampled_from(sorted(self.texts)))
         text = self.texts[sequence]
         found = self.found.get(sequence, 0)
         length = max(found, len(text) - back, self.longest[sequence] - REWIND)
-        target = data.draw(st.sampled_from([sequence, *({0, 1, 2} - self.texts.keys())]))
         try:
-            if target == sequence:
-                self.blocks.cut(sequence, length)
-            else:
-                self.blocks.fork(sequence, target, length)
+            self.blocks.cut(sequence, length)
         except PoolFullError:
             return
-        self.texts[target], self.longest[target] = text[:length], self.longest[sequence]
-        self.found[target] = found
+        self.texts[sequence] = text[:length]
+        self.found[sequence] = found
 
     @invariant()
     def each_sees_what_it_stored(self):

@@ -14,22 +14,11 @@ from tools.guide.wording import gist, normalized
 QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (22, 1))
 """(questions in a conversation, weight of this count)."""
 STANDALONE_WEIGHTS = {
-    "fact": 62,
-    "topic": 11,
-    "calculate": 2,
-    "live": 3,
-    "write": 4,
-    "talk": 14,
-    "unclear": 2,
-    "dangling": 2,
+    "fact": 62, "topic": 11, "calculate": 2, "live": 3, "write": 4, "talk": 14, "unclear": 2, "dangling": 2,
     "name": 11,
-}
+}  # fmt: skip
 FOLLOW_UP_CHANCE = 0.5
 """The share of questions that follow up on the previous answer."""
-SYSTEM = (
-    "You are a helpful assistant.", "Answer briefly.", "You are orin-guide.", "Be polite.", "You are an expert.",
-    "Answer in one sentence.", "You are a helpful, honest assistant.", "Be concise and precise.", "Help the user.",
-)  # fmt: skip
 _KEEPS_THE_SUBJECT = {"talk.ok", "talk.thanks", "talk.really", "talk.wait", "talk.praise", "talk.sorry"}
 """Small talk that does not change the subject."""
 
@@ -76,7 +65,7 @@ class Conversations:
         """One conversation: user and assistant turns, sometimes after a system prompt."""
         rng = self._rng
         count = rng.choices([n for n, _ in QUESTION_COUNTS], [weight for _, weight in QUESTION_COUNTS])[0]
-        messages = [Message("system", rng.choice(SYSTEM))] if rng.random() < 0.06 else []
+        messages = [Message("system", rng.choice(self._grammar["system"]))] if rng.random() < 0.06 else []
         self._subject, self._last_answer, self._user_name = None, "", ""
         for _ in range(count if count < 4 else count + rng.randrange(3)):
             question, answer = self._turn()
@@ -163,54 +152,8 @@ class Conversations:
         rng = self._rng
         kind = rng.randrange(4)
         if kind == 0:
-            return rng.choice(
-                (
-                    "?",
-                    "??",
-                    "???",
-                    "!",
-                    "...",
-                    ".",
-                    "!!!",
-                    "#",
-                    "-",
-                    "x",
-                    "q",
-                    "/",
-                    ":)",
-                    ":(",
-                    ";-)",
-                    "<3",
-                    "…",
-                    "👍",
-                    "😀",
-                    "🙂",
-                    "❤",
-                    "🤔",
-                    "*",
-                    "0",
-                    "1",
-                    "42",
-                    "a",
-                    "b",
-                    "aaa",
-                    "asdf",
-                    "qwerty",
-                    "lol",
-                    "haha",
-                    "hahaha",
-                    "foo",
-                    "foo bar",
-                    "bla",
-                    "blah blah",
-                    "lorem ipsum",
-                    "xyz",
-                    "abc",
-                    "uh",
-                    "eh",
-                    "huh",
-                )
-            )
+            word: str = rng.choice(self._grammar["gibberish"])
+            return word
         letters = string.ascii_lowercase if kind < 3 else string.ascii_letters + string.digits + "#$%&*+-/;=@"
         words = (
             "".join(rng.choice(letters) for _ in range(rng.randrange(2, 12)))
@@ -220,9 +163,7 @@ class Conversations:
 
     def _dangling(self) -> tuple[str, str]:
         """A question about "it" at a point where nothing was named."""
-        aspect = self._rng.choice(
-            ("set", "default", "how", "what", "command", "other", "live", "again", "undo")
-        )
+        aspect = self._rng.choice(self._grammar["dangling"])
         question = self._wording.phrase(self._rng.choice(self._grammar["follow"][aspect]), self._rng)
         nothing = aspect == "again" and not self._last_answer
         if aspect == "again" and not nothing:
@@ -232,36 +173,14 @@ class Conversations:
 
     def _pasted(self) -> str:
         """A longer pasted text with a request, as "summarize this"."""
-        rng, slots = self._rng, self._knowledge.facts["unknown.topic"].asks[0].slots
-        frames = (
-            "{thing} and {thing} were seen in {place}",
-            "{person} likes {thing}",
-            "in {place} there is {thing}",
-            "nobody knows why {thing} and {thing} matter",
-            "the report says that {person} went to {place} in {number}",
-            "{thing}: {number}, {thing}: {number}",
-            "it was about {thing}",
-        )
+        rng, pasted = self._rng, self._grammar["pasted"]
+        slots = self._knowledge.facts["unknown.topic"].asks[0].slots
         sentences = [
-            self._wording.phrase(rng.choice(frames), rng, slots).capitalize() + "."
+            self._wording.phrase(rng.choice(pasted["sentences"]), rng, slots).capitalize() + "."
             for _ in range(rng.randrange(2, 12))
         ]
         text = (" " if rng.random() < 0.6 else "\n").join(sentences)
-        request = rng.choice(
-            (
-                "Summarize this.",
-                "summarize this text",
-                "Translate this into German.",
-                "What does this say?",
-                "What is this text about?",
-                "Correct this:",
-                "Shorten this, please.",
-                "explain this text",
-                "TL;DR?",
-                "What is the main point?",
-                "Rewrite this.",
-            )
-        )
+        request = rng.choice(pasted["requests"])
         return f"{text}\n\n{request}" if rng.random() < 0.6 else f"{request}\n\n{text}"
 
     # --- follow-up questions ------------------------------------------------------------------------------

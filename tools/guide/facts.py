@@ -19,13 +19,7 @@ from tools.guide.shape import SHAPE
 from tools.guide.wording import Wording
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
-_TOPIC_OF_TABLE = {
-    "key": "keys",
-    "command": "commands",
-    "exit": "exit codes",
-    "preset": "presets",
-    "program": "commands",
-}
+_TOPIC_OF_TABLE = {"key": "keys", "command": "commands", "exit": "exit codes", "program": "commands"}
 PRONOUNS = ("it", "that", "this", "it", "that one")
 
 Slots = Mapping[str, Sequence[str]]
@@ -83,13 +77,12 @@ class Follow:
 @dataclass(frozen=True)
 class Knowledge:
     """All facts by id, and how questions are worded. `pairs` maps a subject to a related one, `grammar` is
-    grammar.toml, `unknown` is what the guide declines, and `follow` leads from one fact to another. `snapshot` holds
-    the texts that the guide must say of the program. `unused` are phrases for things that the program does not have."""
+    grammar.toml, and `follow` leads from one fact to another. `snapshot` holds the texts that the guide must say of the
+    program. `unused` are phrases for things that the program does not have."""
 
     facts: Mapping[str, Fact]
     pairs: Mapping[str, str]
     grammar: Mapping[str, Any]
-    unknown: Mapping[str, Any]
     follow: Sequence[Follow]
     snapshot: Mapping[str, Sequence[str]]
     unused: Sequence[str]
@@ -100,12 +93,7 @@ class Knowledge:
 def load() -> Knowledge:
     """Reads all knowledge. Raises KeyError for a follow-up to a fact that does not exist."""
     read = {path.stem: tomllib.loads(path.read_text("utf-8")) for path in sorted(KNOWLEDGE.glob("*.toml"))}
-    grammar, unknown, follow = (
-        read.pop("grammar"),
-        read["unknown"].pop("unknown"),
-        read.pop("follow")["follow"],
-    )
-    del read["unknown"]
+    grammar, unknown, follow = (read.pop(name) for name in ("grammar", "unknown", "follow"))
     phrases = {"key": read.pop("keys"), "command": read.pop("commands"), "program": read.pop("programs")}
     option_phrases = read.pop("options")
     types: dict[str, Any] = read["quantization"].pop("types")
@@ -142,7 +130,7 @@ def load() -> Knowledge:
     for name, table in compare.items():
         builder.compare(name, table)
     for name in ("topic", "calculate", "live", "write", "why"):
-        builder.unknown(name, unknown)
+        builder.unknown(name, unknown["unknown"])
     asked = read_asked()
     for name in asked.keys() & builder.facts.keys():
         builder.asked(name, asked[name])
@@ -151,8 +139,10 @@ def load() -> Knowledge:
         facts=builder.facts,
         pairs=pairs,
         grammar=grammar,
-        unknown=unknown,
-        follow=[Follow(entry["after"], entry["ask"], _find(builder.facts, entry["to"])) for entry in follow],
+        follow=[
+            Follow(entry["after"], entry["ask"], _find(builder.facts, entry["to"]))
+            for entry in follow["follow"]
+        ],
         snapshot=sources.snapshot(from_tables),
         unused=(
             *(f"{kind} {name}" for kind, left in phrases.items() for name in left),
@@ -212,17 +202,19 @@ class _Builder:
             "list": ("", "", ()),
             "none": ("", "", ()),
         }[source.aspect]
-        clause = _first_clause(source.answer) if by_verb and "ask" not in phrases else ""
-        do = phrases.get("do") or ([clause] if clause else [])
+        do = phrases.get("do", ())
+        if (
+            not do and by_verb and "ask" not in phrases
+        ):  # "Press F5: show what the machine does." tells what it does
+            help = source.answer.partition(": ")[2].partition(" In the line mode")[0]
+            do = [clause] if (clause := re.split(r"[.;,]", help)[0]) else ()
         slots = {**source.slots, "do": do}
         asks = [Ask(frames[by_name], slots, 0.7)] if by_name else []
         if do:
             asks += [Ask(frames["do"], slots, 1.2), Ask(frames[by_verb], slots)]
-        if questions := phrases.get("ask") or LISTS.get(source.subject):
+        if questions := phrases.get("ask"):
             asks.append(Ask(questions, slots, 0.8))
-        fact = Fact(
-            source.subject, source.aspect, topic, source.answer, source.must, tuple(asks), tuple(short), slots
-        )
+        fact = Fact(*source[:2], topic, source.answer, source.must, tuple(asks), tuple(short), slots)
         self.facts[fact.id] = fact
         if "undo" in phrases:
             answer = phrases["undo"].format_map(self._figures)
@@ -253,7 +245,7 @@ class _Builder:
                 value["answer"].format_map(self._figures),
                 tuple(must.format_map(self._figures) for must in value["must"]),
                 tuple(asks),
-                tuple(self._short(aspect, questions)),
+                (*self._follow.get(aspect, ()), *(each for each in questions if "{name}" in each)),
                 slots,
             )
 
@@ -272,17 +264,8 @@ class _Builder:
             if "what" not in others:
                 asks.append(Ask(frames["what"], slots, 0.5))
         elif aspect == "where":
-            asks.append(
-                Ask(
-                    ["where (is|are) [the] {name}", "{name} (location|path|folder|file)", "{name}"],
-                    slots,
-                    0.5,
-                )
-            )
+            asks.append(Ask(frames["where"], slots, 0.5))
         return asks
-
-    def _short(self, aspect: str, questions: Sequence[str]) -> list[str]:
-        return [*self._follow.get(aspect, ()), *(pattern for pattern in questions if "{name}" in pattern)]
 
     def compare(self, name: str, table: Mapping[str, Any]) -> None:
         one = {"a": table["names"], "b": table["with"]}
@@ -306,11 +289,9 @@ class _Builder:
     def asked(self, name: str, lines: Sequence[str]) -> None:
         """Adds whole questions to a fact. Twelve or more get half of its weight."""
         fact = self.facts[name]
-        others = sum(ask.weight for ask in fact.asks)
-        ask = Ask(
-            lines, fact.asks[0].slots if fact.asks else {}, max(others, 1.0) * min(1.0, len(lines) / 12)
-        )
-        self.facts[name] = replace(fact, asks=(*fact.asks, ask))
+        weight = max(1.0, sum(ask.weight for ask in fact.asks)) * min(1.0, len(lines) / 12)
+        slots = fact.asks[0].slots if fact.asks else {}
+        self.facts[name] = replace(fact, asks=(*fact.asks, Ask(lines, slots, weight)))
 
 
 class _KnownFigures(dict[str, str]):
@@ -318,25 +299,3 @@ class _KnownFigures(dict[str, str]):
 
     def __missing__(self, key: str) -> str:
         return "{" + key + "}"
-
-
-def _first_clause(answer: str) -> str:
-    """`Press F5: show or hide what the machine does.` -> `show or hide what the machine does`."""
-    clauses = answer.partition(": ")[2].partition(" In the line mode")[0]
-    return re.split(r"[.;,]", clauses)[0]
-
-
-LISTS = {
-    "command.list": [
-        "which commands (has|does) the (line|plain) mode [have]", "(list|all|the) slash commands",
-        "(which|what) slash commands (are there|exist|do you know|can i use)", "what are the slash commands",
-        "which commands (are there|can i type) $in_plain", "list the commands of the (line|plain) mode",
-        "what can i type after the slash", "commands (of|in) the (line|plain) mode",
-    ],
-    "program": [
-        "which commands (does orin-chat have|are there beside the chat|has orin-chat)",
-        "(which|what) subcommands (are there|does it have|exist)", "what commands does orin-chat have",
-        "list (the|all) commands of orin-chat", "orin-chat commands", "subcommands",
-        "what else can orin-chat do on the command line",
-    ],
-}  # fmt: skip

@@ -6,7 +6,6 @@ was trained to say (`snapshot`), and a test compares this with the current table
 
 from __future__ import annotations
 
-import argparse
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -97,25 +96,11 @@ def _key_names(label: str) -> tuple[str, ...]:
     """Ctrl+R -> Ctrl+R, ctrl-r, ^R, control r; Esc -> Esc, escape, the escape key."""
     low = label.lower()
     if low.startswith("ctrl+") and len(low) == 6:
-        last = low[5:]
-        return (
-            label,
-            low,
-            f"ctrl-{last}",
-            f"ctrl {last}",
-            f"control {last}",
-            f"^{last.upper()}",
-            f"control+{last}",
-            label,
-        )
-    words = {"esc": "escape", "enter": "return", "up": "arrow up"}
-    return (
-        label,
-        low,
-        f"the {low} key",
-        low.replace("+", " "),
-        *((words[low], f"{words[low]} key") if low in words else ()),
-    )
+        k = low[5:]
+        return (label, low, f"ctrl-{k}", f"ctrl {k}", f"control {k}", f"^{k.upper()}", f"control+{k}", label)
+    names = (label, low, f"the {low} key", low.replace("+", " "))
+    word = {"esc": "escape", "enter": "return", "up": "arrow up"}.get(low)
+    return (*names, word, f"{word} key") if word else names
 
 
 # --- the command line ----------------------------------------------------------------------------------
@@ -127,25 +112,22 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
     labels = {action.name: key_label(action.key) for action in ACTIONS}
     optional = {name for name in settings.Settings.__struct_fields__ if name != "sampling"}
     sampling = set(settings.SamplingSettings.__struct_fields__)
-    for action in parser()._actions:
+    for action in options._parser({})._actions:
         if not action.option_strings or action.dest == "help":
             continue
         name, value = action.option_strings[0], action.metavar or ""
         if action.choices:
             value = "|".join(map(str, action.choices))
         meaning, default = _default(action.help or "")
-        in_settings = ""
-        if action.dest in sampling:
-            in_settings = f" In settings.toml: {action.dest} under [sampling]."
-        elif action.dest in optional:
-            in_settings = f" In settings.toml: {action.dest}."
         usage = f"{name} {value}".strip()
         slots = {"option": (name, name, name.lstrip("-"), f"the {name} option", usage)}
         key = labels.get(phrases.get(action.dest, {}).get("key", ""))
         begin = f"Press {key} in the chat, or use" if key else "Use"
-        sentence = (
-            f"{begin} {usage}: {meaning}." + (f" The default is {default}." if default else "") + in_settings
-        )
+        sentence = f"{begin} {usage}: {meaning}." + (f" The default is {default}." if default else "")
+        if action.dest in sampling:
+            sentence += f" In settings.toml: {action.dest} under [sampling]."
+        elif action.dest in optional:
+            sentence += f" In settings.toml: {action.dest}."
         yield Source(action.dest, "set", sentence, (name, *([key] if key else [])), slots)
         if default:
             yield Source(action.dest, "default", f"The default of {name} is {default}.", (default,), {})
@@ -157,12 +139,10 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
 def figures() -> dict[str, str]:
     """Texts that other answers insert: {key_stop} and the like, {bits_Q4_K} and the like, {settings_keys}, {types} of
     weights and {architectures}."""
-    keys = {f"key_{action.name}": key_label(action.key) for action in ACTIONS}
-    bits = {f"bits_{kind.name}": _bits(kind) for kind in QUANTIZED.values()}
     tables = ("sampling", "models")
     return {
-        **keys,
-        **bits,
+        **{f"key_{action.name}": key_label(action.key) for action in ACTIONS},
+        **{f"bits_{kind.name}": _bits(kind) for kind in QUANTIZED.values()},
         "settings_keys": ", ".join(k for k in settings.Settings.__struct_fields__ if k not in tables),
         "types": ", ".join((*PLAIN, *sorted(kind.name for kind in QUANTIZED.values()))),
         "architectures": ", ".join(ARCHITECTURES),
@@ -178,10 +158,6 @@ def _bits(kind: Format) -> str:
     return f"{kind.block_bytes * 8 / kind.block:g}"
 
 
-def parser() -> argparse.ArgumentParser:
-    return options._parser({})
-
-
 def _default(help: str) -> tuple[str, str]:
     """The help of an option, split into its text and its default: a number in brackets at the end, or ""."""
     match = re.search(r" \(([\d.]+)\)$", help)
@@ -192,9 +168,8 @@ def exit_codes() -> Iterator[Source]:
     """What each exit code in the help means, with the docstring of its error class."""
     kinds = [kind for kind in OrinError.__subclasses__() if kind.__module__ == OrinError.__module__]
     errors = {EXIT_CODES[kind.kind]: kind for kind in reversed(kinds)}  # the first class with a code wins
-    for code, short in re.findall(
-        r"(\d+) ([a-z][a-z, ]*?)(?: {2,}|\n)", options.EPILOG.partition("exit codes:")[2]
-    ):
+    listed = options.EPILOG.partition("exit codes:")[2]
+    for code, short in re.findall(r"(\d+) ([a-z][a-z, ]*?)(?: {2,}|\n)", listed):
         kind = errors.get(int(code))
         sentence = (kind.__doc__ or "").split("\n")[0] if kind else ""
         answer = f"Exit code {code} means: {short}." + (f" {sentence}" if sentence else "")
@@ -208,13 +183,8 @@ def slash_commands() -> Iterator[Source]:
         takes = first if colon and re.fullmatch(r"[\[\]A-Z |]+|[a-z]+(\|[a-z]+)+", first) else ""
         meaning = rest if takes else help
         answer = f"In the line mode (--plain), /{name}{' ' + takes if takes else ''}: {meaning}."
-        yield Source(
-            f"command.{name}",
-            "command",
-            answer,
-            (f"/{name}",),
-            {"command": (f"/{name}", f"/{name}", f"the /{name} command")},
-        )
+        slots = {"command": (f"/{name}", f"/{name}", f"the /{name} command")}
+        yield Source(f"command.{name}", "command", answer, (f"/{name}",), slots)
     names = ", ".join(f"/{name}" for name in commands())
     yield Source("command.list", "list", f"The commands of the line mode are {names}.", ("/help",), {})
     none = "The line mode has no command for that; /help lists those it has."
@@ -229,21 +199,13 @@ def formats(notes: dict[str, dict[str, str]]) -> Iterator[Source]:
     by_name = {kind.name: kind for kind in QUANTIZED.values()}
     for name, more in notes.items():
         if name in PLAIN:
-            sentence, bits = (
-                f"{name} stores each weight as a floating-point number of {PLAIN[name]} bits.",
-                str(PLAIN[name]),
-            )
+            must = str(PLAIN[name])
+            sentence = f"{name} stores each weight as a floating-point number of {must} bits."
         else:
             kind = by_name[name]
-            bits = _bits(kind)
-            sentence = f"{name} takes {bits} bits a weight: {kind.block} weights in {kind.block_bytes} bytes."
-        yield Source(
-            f"types.{name}",
-            "what",
-            f"{sentence} {more['note']}",
-            (f"{bits} bits",) if name not in PLAIN else (bits,),
-            {},
-        )
+            must = f"{_bits(kind)} bits"
+            sentence = f"{name} takes {must} a weight: {kind.block} weights in {kind.block_bytes} bytes."
+        yield Source(f"types.{name}", "what", f"{sentence} {more['note']}", (must,), {})
 
 
 def preset_files() -> Iterator[Source]:
@@ -269,20 +231,11 @@ def catalog() -> Iterator[Source]:
 def programs() -> Iterator[Source]:
     """The commands other than the chat: orin-chat COMMAND."""
     for name, (_, meaning) in COMMANDS.items():
-        slots = {
-            "option": (f"orin-chat {name}", f"orin-chat {name}", f"the command {name}", f"the {name} command")
-        }
-        yield Source(
-            f"program.{name}", "program", f"orin-chat {name}: {meaning}.", (f"orin-chat {name}",), slots
-        )
-    listed = ", ".join(COMMANDS)
-    yield Source(
-        "program",
-        "list",
-        f"Beside the chat there are these commands: {listed}. Each has its own --help.",
-        tuple(COMMANDS),
-        {},
-    )
+        called = f"orin-chat {name}"
+        slots = {"option": (called, called, f"the command {name}", f"the {name} command")}
+        yield Source(f"program.{name}", "program", f"{called}: {meaning}.", (called,), slots)
+    listed = f"Beside the chat there are these commands: {', '.join(COMMANDS)}. Each has its own --help."
+    yield Source("program", "list", listed, tuple(COMMANDS), {})
 
 
 def all_sources(knowledge: Path) -> list[Source]:

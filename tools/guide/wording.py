@@ -17,29 +17,10 @@ _NEIGHBOURS = {
     "j": "hku", "k": "jli", "l": "kop", "m": "nj", "n": "bmh", "o": "ipl", "p": "ol", "q": "wa", "r": "etf",
     "s": "adw", "t": "ryg", "u": "yij", "v": "cbf", "w": "qes", "x": "zcs", "y": "tuh", "z": "xa",
 }  # fmt: skip
-_CONTRACTIONS = {
-    "what is": "what's",
-    "how is": "how's",
-    "where is": "where's",
-    "that is": "that's",
-    "who is": "who's",
-}
+_CONTRACTED = ("what", "how", "where", "that", "who")
 _DOUBLED = {
-    "stop",
-    "quit",
-    "get",
-    "cut",
-    "put",
-    "set",
-    "let",
-    "run",
-    "begin",
-    "shut",
-    "drop",
-    "sum",
-    "cap",
-    "log",
-}
+    "stop", "quit", "get", "cut", "put", "set", "let", "run", "begin", "shut", "drop", "sum", "cap", "log",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,9 +44,7 @@ class Wording:
         def fill(match: re.Match[str]) -> str:
             name = match[1]
             if name == "number":
-                return str(
-                    rng.choice((rng.randrange(2, 20), rng.randrange(2, 1000), rng.randrange(2, 100_000)))
-                )
+                return str(rng.choice([rng.randrange(2, end) for end in (20, 1000, 100_000)]))
             if name == "doing":
                 return gerund(self.phrase(rng.choice((slots or {})["do"]), rng, slots))
             return self.phrase(rng.choice((slots or {})[name]), rng, slots)
@@ -118,8 +97,8 @@ class Wording:
             if rng.random() < 0.13:
                 text = _typo(text, rng)
         if rng.random() < 0.2:
-            for full, short in _CONTRACTIONS.items():
-                text = text.replace(full, short)
+            for word in _CONTRACTED:
+                text = text.replace(f"{word} is", f"{word}'s")
         if rng.random() < 0.2:
             text = text.replace("'", "")
         return _capitals_and_mark(text, rng)

@@ -23,7 +23,6 @@ from engine.catalog import cache
 from engine.catalog.names import HubModel, known_models, parse
 from engine.catalog.progress import Progress
 from engine.formats.gguf import GGUF
-from engine.formats.kv_format import KVFormat
 from engine.invocation import call
 from engine.model import packed_weights_cache
 from engine.model.architectures import read_spec
@@ -300,7 +299,6 @@ def test_show_says_which_layers_are_not_run(run, home, monkeypatch):
 
 def test_show_says_how_much_context_fits_by_format_of_the_kv_cache(run, home, monkeypatch):
     monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
-    monkeypatch.setattr("engine.model.lower.coverage._KV_FORMATS", {"CPU": set(KVFormat)})
     monkeypatch.setattr("engine.measure.free_memory.free_bytes", lambda _: 140_000_000)
     path = write(home / "mine.gguf", context=1 << 20, heads=2, kv_heads=1)
     formats = json.loads(run("show", path, "--json", "--backend", "CPU")[1])["memory"]["kv"]

@@ -17,7 +17,7 @@ def test_every_sublayer_agrees_with_the_reference(name, rewind, tmp_path, monkey
     monkeypatch.setattr(cpu_cache, "REWIND", rewind)
     path = written(name, tmp_path)
     weights = opened(path)
-    if missing := coverage.lacking_parts(weights.spec, "CPU"):
+    if missing := coverage.lacking_part(weights.spec, "CPU"):
         pytest.skip(f"the CPU's kernels do not have {missing}")
     model = CPUModel(weights, CONTEXT, default_pool(), LANES, keep_packed=False)
     assert (model.cache.max_rewind is not None) == bool(model.spec.window and not rewind)
