@@ -362,8 +362,8 @@ class _Inbox:
 
 class _Outbox:
     """Sends events in a thread of its own. Waking the client can take as long as a few small kernels, and a client
-    that does not read for a while must not delay the answer. After a token, the next ones go together; what comes
-    before a reply does not delay its first token. The queue holds one answer at most."""
+    that does not read for a while must not delay the answer. After a token, the next ones go together; neither what
+    comes before a reply nor its end delays the next first token. The queue holds one answer at most."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -391,7 +391,7 @@ class _Outbox:
                 self._sock.sendall(parcel)
             except OSError:
                 _die()
-            if any(is_token for _, is_token in frames):
+            if frames[-1][1]:
                 time.sleep(_SEND_INTERVAL_S)
 
 

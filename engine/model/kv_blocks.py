@@ -101,6 +101,7 @@ class KVBlocks:
 
     def __init__(self, store: BlockStore) -> None:
         self._store, self._groups = store, store.kv_groups
+        self._windowed = [(g, group) for g, group in enumerate(self._groups) if group.window]
         self._free = [list(range(group.blocks - 1, -1, -1)) for group in self._groups]
         # The nodes of each group whose block no live sequence holds: the first is thrown out first. A group without a
         # window has a node's children before the node, so what is thrown out is the end of a text.
@@ -434,7 +435,7 @@ class KVBlocks:
     def _leave_windows(self, s: _Sequence) -> bool:
         """Releases the blocks that lie behind the windows; returns whether there were any."""
         changed = False
-        for g, group in enumerate(self._groups):
+        for g, group in self._windowed:
             first = group.first_kept(len(s.tokens))
             for node in s.nodes[s.first[g] : first]:
                 self._release(node, g)

@@ -9,8 +9,7 @@ are in blocks (`engine.model.kv_blocks`), its recurrent state, if the model has 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,7 @@ Want = Literal["none", "last"]
 its last input."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """What a step computes of one sequence: `inputs`, token ids, at `position` and the places after it. With `want`
     "none" these are 1 to `ModelRunner.max_chunk`, with "last" it is one. `draw`: the device draws the token that is
     wanted (`ModelRunner.prepare_sampling`); else it is the most probable one."""

@@ -1,7 +1,5 @@
 """A runner without a model: the next token is a function of all tokens before it, read through the tables."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from engine.model.checkpoints import checkpoint_slots
@@ -91,7 +89,7 @@ class FakeBatchRunner:
         if ahead and len(rows) == len(known):
             self._logits = None
             following = [
-                replace(r, inputs=(int(i),), position=r.position + 1)
+                r._replace(inputs=(int(i),), position=r.position + 1)
                 for i, r in zip(chosen, rows, strict=True)
             ]
             self.ahead = self._step("ahead", following)

@@ -7,7 +7,6 @@ step can be launched before the host has read them, and the device does not wait
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -56,7 +55,7 @@ class RowSteps:
         """The next token of each row. With `ahead`, the step after this one is launched too, if this one has no other
         rows than these."""
         places = {row: place for place, row in enumerate(self._rows)}
-        if not self._is_ahead or any(row not in places for row in rows):
+        if not self._is_ahead or not places.keys() >= set(rows):
             self.finish()
             self._send(rows)
             self._launch(rows)
@@ -64,10 +63,10 @@ class RowSteps:
         step = self._rows
         self._is_ahead = ahead and len(rows) == len(step)
         if self._is_ahead:
-            self._launch([replace(row, position=row.position + 1) for row in step])
+            self._launch([row._replace(position=row.position + 1) for row in step])
         tokens = self._take(step)
         self._rows = [
-            replace(row, inputs=(token,), position=row.position + 1)
+            row._replace(inputs=(token,), position=row.position + 1)
             for token, row in zip(tokens, step, strict=True)
         ]
         wanted = [places[row] for row in rows]
@@ -82,7 +81,7 @@ class RowSteps:
 
     def end(self, sequence: int) -> None:
         """Says that the next row of a sequence is another one than the device has, even if it looks the same."""
-        self._rows = [replace(r, inputs=_ENDED) if r.sequence == sequence else r for r in self._rows]
+        self._rows = [r._replace(inputs=_ENDED) if r.sequence == sequence else r for r in self._rows]
 
     def finish(self) -> None:
         """Waits for a step that is ahead and not needed: its tokens must not come later."""
