@@ -38,7 +38,6 @@ LONGEST = (
     "model/lower/test_graph.py",
     "model/test_llama_cpp.py",
     "kernels/cpu/test_attention.py",
-    "model/test_cpu_batch_runner.py",
     "model/lower/test_cpu.py",
     "driver/test_decode.py",
     "kernels/cpu/test_product.py",

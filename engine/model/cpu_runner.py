@@ -1,4 +1,7 @@
-"""Prefill and decode of a model on a CPU, each one job of a pool of threads."""
+"""Prefill and decode of a model on a CPU, each one job of a pool of threads.
+
+A decode step takes a token of each sequence in one pass over the weights, as prefill takes the tokens of one.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +11,53 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.events import Step
+from engine.events import Sampling, Step
 from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
-from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
+from engine.kernels.cpu.step_state import PLACES, TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.model.lower.cpu import CPUModel
-from engine.model.lower.cpu_cache import ContiguousCache
-from engine.model.lower.cpu_export import CachedLayer, export_chunk, import_chunk
 from engine.model.lower.cpu_step import step_kernels
-from engine.model.model_runner import varied_tokens
+from engine.model.model_runner import SearchReport, Slot, varied_tokens
 from engine.model.prefix_store import export_layout
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
 
 
 class CPURunner:
-    """Implements `PrefixRunner` and `StateStore`. One captured step serves chunks of any length."""
+    """Implements `ModelRunner`. One captured step serves pieces of prompts of any length."""
 
     precompiled = False
     chunk_sizes: tuple[int, ...] = (1,)
     decode_depths: tuple[int, ...] = (0,)
+    search_tokens = 0
 
     def __init__(
         self,
         weights: Weights,
         context_length: int,
+        parallel: int = 1,
         keep_packed: bool = False,
         kv: KVFormat = KVFormat.F16,
     ) -> None:
         """`keep_packed`: reads packed weights from the cache on disk, or writes them there (`packed_weights_cache`).
         `kv`: the format of the KV cache. Raises ModelFileError."""
+        self.parallel, self._vocab = parallel, weights.spec.vocab
         with timeline.span("threads"):
             self._lanes, pool = register_lanes(), default_pool()
         with timeline.span("weights"):
-            self._model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, kv=kv)
-        self.max_chunk, states = self._model.max_chunk, self._model.states
+            model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel, kv)
+        self._model, self._cache, self.max_chunk = model, model.cache, model.max_chunk
+        self.kv_groups, self.assign, self.copy_block = (
+            self._cache.groups,
+            self._cache.assign,
+            self._cache.copy_block,
+        )
+        self.export_blocks, self.import_blocks = self._cache.export_blocks, self._cache.import_blocks
+        states = model.states
         self.state_slots, self.state_bytes = states.state_slots, states.state_bytes
         self.state_position, self.save_state, self.load_state = (
             states.state_position,
@@ -54,64 +65,72 @@ class CPURunner:
             states.load_state,
         )
         self.export_state, self.import_state = states.export_state, states.import_state
-        self._state, self._tokens = memory.view(self._model.state), memory.view(self._model.tokens)
-        self._logits = memory.view(self._model.logits)[: weights.spec.vocab]
-        decode, prefill = step_kernels(self._model, 1), step_kernels(self._model, self._lanes)
+        layers = ((heads.kv, heads.dim, heads.window) for heads, _ in self._cache.layers)
+        self.export_layout = export_layout(layers, states.layout)
+        self._state, self._tokens = memory.view(model.state), memory.view(model.tokens)
+        self._places = self._state[PLACES:].reshape(-1, 2)
+        tiles = [1 << i for i in range(model.tile_of(parallel).bit_length())]
+        rows = {tile: tile for tile in tiles} | {tiles[-1]: model.max_rows(parallel)}
+        self.row_counts = tuple(rows.values())
+        self._logits = memory.view(model.logits).reshape(self.row_counts[-1], -1)[:, : self._vocab]
+        self._last: Logits = self._logits[:0]
         with timeline.span("kernels"):
-            pool.compile([*prefill.kernels, *decode.kernels])  # all at once, for several compiler processes
-            self._decode, self._prefill = decode.compile(), prefill.compile()
+            decode = {tile: step_kernels(model, tile, n) for tile, n in rows.items()}
+            prefill = step_kernels(model, self._lanes)
+            kernels = [kernel for step in (prefill, *decode.values()) for kernel in step.kernels]
+            pool.compile(kernels)  # all at once, for several compiler processes
+            self._decode, self._prefill = {n: step.compile() for n, step in decode.items()}, prefill.compile()
 
-    @property
-    def max_rewind(self) -> int | None:
-        return self._model.cache.max_rewind
+    def prepare(self, size: int) -> None:
+        """All steps are there."""
 
-    def prefill(self, tokens: Sequence[int], position: int) -> None:
-        self._tokens[: len(tokens)] = tokens
-        self._set_state(position, len(tokens))
-        self._model.states.begin(position, len(tokens))
-        self._prefill()
+    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+        rows = [slot for slot in slots if slot.want == "last"]
+        for slot in slots:
+            if slot.want == "none":
+                self._set(self._lanes, [slot])
+                self._prefill()
+        if rows:
+            tile = self._model.tile_of(len(rows))
+            self._set(tile, rows)
+            self._decode[tile]()
+        self._last = self._logits[: len(rows)]
+        best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)
+        return best
 
-    def decode(self, token: int, position: int, run_ahead: bool = False) -> int:
-        self._tokens[0] = token
-        self._set_state(position, 1)
-        self._model.states.begin(position, 1)
-        self._decode()
-        return int(self._logits.argmax())
+    def logits(self, rows: Sequence[int] | None = None) -> Logits:
+        return self._last if rows is None else self._last[list(rows)]
 
-    def logits(self) -> Logits:
-        return self._logits
+    def prepare_sampling(
+        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
+        return False
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return self._model.expert_choices()
 
-    @property
-    def export_layout(self) -> str:
-        return export_layout(((h.kv, h.dim, h.window) for h, _ in self._layers), self._model.states.layout)
-
-    @property
-    def widest_window(self) -> int:
-        return max(heads.window for heads, _ in self._layers)
-
-    def oldest_in_windows(self, stored: int) -> int:
-        rings = [heads.length for heads, _ in self._layers if heads.window]
-        return max(0, stored + self.max_chunk - min(rings)) if rings else 0
-
-    def export_chunk(self, position: int) -> NDArray[np.uint8]:
-        return export_chunk(self._layers, position)
-
-    def import_chunk(self, position: int, export: NDArray[np.uint8]) -> None:
-        import_chunk(self._layers, position, export)
-
-    @property
-    def _layers(self) -> list[CachedLayer]:
-        assert isinstance(self._model.cache, ContiguousCache)
-        return self._model.cache.layers
-
     def replay(self, step: Step, position: int) -> Replay:
-        sequence, tokens = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
-        self._tokens[:tokens] = varied_tokens(tokens, self._model.spec.vocab)
-        self._set_state(position, tokens)
-        return Replay(sequence.calls, self._model.uses(), tokens, sequence, call_s=sequence.call_s)
+        is_decode = step == "decode"
+        tile, sequence, n = (1, self._decode[1], 1) if is_decode else (self._lanes, self._prefill, self.max_chunk)
+        self._set(tile, [Slot(0, tuple(varied_tokens(n, self._vocab)), position)])
+        return Replay(sequence.calls, self._model.uses(), n, sequence, call_s=sequence.call_s)
 
-    def _set_state(self, position: int, tokens: int) -> None:
-        self._state[[POSITION, TILES, TOKENS]] = position, ceil(tokens / self._lanes), tokens
+    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+        """There is nothing to search for."""
+
+    def _set(self, tile: int, slots: Sequence[Slot]) -> None:
+        """Makes the next step, in tiles of `tile` tokens, one of these slots."""
+        done = 0
+        for slot in slots:
+            n = len(slot.inputs)
+            end = slot.position + n
+            assert self._cache.has_blocks(slot.sequence, end - 1), "no block is assigned for a token"
+            self._tokens[done : done + n] = slot.inputs
+            self._places[done : done + n, 0] = range(slot.position, end) if n > 1 else slot.position
+            self._places[done : done + n, 1] = slot.sequence
+            self._model.states.begin(slot.position, n, slot.sequence)
+            done += n
+        tiles = ceil(done / tile)
+        self._state[TILES], self._state[TOKENS] = tiles, done
+        self._tokens[done : tiles * tile] = 0
+        self._places[done : tiles * tile] = 0, self.parallel  # of no sequence

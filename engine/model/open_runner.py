@@ -41,12 +41,9 @@ def open_runner(
     if runs_as_graph(weights.spec, device, kernels):
         return GraphRunner(weights, context_length, kv)
     if device == "CPU":
-        from engine.model.cpu_batch_runner import CPUBatchRunner
         from engine.model.cpu_runner import CPURunner
 
-        if parallel > 1:
-            return CPUBatchRunner(weights, context_length, parallel, keep_packed, kv)
-        return CPURunner(weights, context_length, keep_packed, kv)
+        return CPURunner(weights, context_length, parallel, keep_packed, kv)
     if device in ("CUDA", "NV"):
         from engine.kernels.gpu.device import has_tensor_cores
         from engine.model.fused.runner import FusedRunner

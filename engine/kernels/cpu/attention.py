@@ -5,8 +5,7 @@ registers. It has three passes: the scores of the cached tokens, `lanes` tokens 
 the weighted sum of the values, `lanes` elements side by side. With a window, a task reads only the blocks of `lanes`
 tokens that hold keys of its windows.
 
-With tables (`Heads.table`), a slot is looked up in the table of the token's sequence. The tokens of a step are those of
-a prompt, or `rows` of different sequences, of which each is a task of its own.
+The tokens of a step are those of a prompt, or `rows` of different sequences, of which each is a task of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.kernel_builder import F32, Index, KernelBuilder
 from engine.kernels.cpu.rope import Heads
-from engine.kernels.cpu.step_state import POSITION, n_tokens
+from engine.kernels.cpu.step_state import n_tokens, position_of, sequence_of
 
 _MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in registers
 _MASKED = -1e30
@@ -53,7 +52,7 @@ def n_parts(heads: Heads, threads: int, tile: int, rows: int = 0) -> int:
 def max_blocks(heads: Heads, tokens: int) -> int:
     """The largest number of blocks of `lanes` tokens that a task with `tokens` tokens reads."""
     if not heads.window:
-        return (heads.table * heads.block if heads.table else heads.length) // heads.lanes
+        return heads.table * heads.block // heads.lanes
     return (heads.window + tokens - 2) // heads.lanes + 2
 
 
@@ -73,9 +72,8 @@ def mask(lanes: int) -> NDArray[np.float32]:
 @functools.cache
 def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the layer's cache
-    (`Heads.cached`); the state, unless there are `rows`; with tables these, int32 (sequences, heads.table), and the
-    positions and sequences of the tokens, int32 (tokens,) each; the queries of `engine.kernels.cpu.rope.rotate`;
-    `mask`; the sinks, float32 (query,), if there are any."""
+    (`Heads.cached`); the tables of the sequences, int32 (sequences, heads.table); the state; the queries of
+    `engine.kernels.cpu.rope.rotate`; `mask`; the sinks, float32 (query,), if there are any."""
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile, rows)
     n = task_heads * tokens
@@ -90,18 +88,13 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
         out, scores, keys, values, *rest = buffers
         key_scales, value_scales = (rest.pop(0) if h.is_quantized else None for _ in range(2))
-        state = None if rows else rest.pop(0)
-        tables, positions, sequences = (rest.pop(0) if h.table else None for _ in range(3))
-        queries, score_mask, *sinks = rest
+        tables, state, queries, score_mask, *sinks = rest
         assert len(sinks) == h.sinks
         k = KernelBuilder(lanes)
         k.scratch(scores)
         row: Index = part // (h.query // task_heads) if rows else 0
-        start = (
-            k.index(state, POSITION) if state is not None and positions is None else k.index(positions, row)
-        )
-        table = k.index(sequences, row) * h.table if sequences is not None else None
-        step_tokens = n_tokens(k, state, tile)
+        start, sequence = position_of(k, state, row), sequence_of(k, state, row)
+        step_tokens = 1 if rows else n_tokens(k, state, tile)
         # A loop's length must not depend on an outer loop, so all tasks read the keys up to the last token's.
         end = start + step_tokens
         all_blocks = (end + (lanes - 1)) // lanes
@@ -130,19 +123,13 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
             def score_index(b: Index, q: Index) -> Index:
                 return base + (b * n + q) * lanes
 
-            def slot_of(first_token: Index) -> Index:
-                """The slot of the first of `lanes` tokens."""
-                if tables is None or table is None:
-                    return h.slot(first_token)
-                return k.index(tables, table + first_token // h.block) * h.block + first_token % h.block
-
             # scores
             largest = [k.registers(lanes) for _ in range(n)]
             for m in largest:
                 k.fill(m, 0, UOp.const(_MASKED, F32))
             with k.loop(blocks) as b:
                 first_token = (first + b) * lanes
-                slot = slot_of(first_token)
+                slot = h.slot(k, tables, sequence, first_token)
                 sums = [k.zeros() for _ in range(n)]
                 with k.loop(groups) as group:
                     scale = None
@@ -187,10 +174,8 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
             scaled = k.registers(scaled_groups * n * lanes if h.is_quantized else 1)
             with k.loop(vectors // at_once) as j:
                 sums = [k.zeros() for _ in range(n * at_once)]
-                # in a ring, with tables or with scales, a block of slots at a time
-                outer, inner = (blocks, lanes) if h.window or h.table or h.is_quantized else (1, end)
-                with k.loop(outer) as b:
-                    first_slot = slot_of((first + b) * lanes)
+                with k.loop(blocks) as b:
+                    first_slot = h.slot(k, tables, sequence, (first + b) * lanes)
                     if value_scales is not None:
                         for g in range(scaled_groups):
                             group = (j * at_once + g * (QUANT_BLOCK // lanes)) * lanes // QUANT_BLOCK
@@ -199,7 +184,7 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
                             for q in range(n):
                                 weights = k.vector(scores, score_index(b, q)) * scale
                                 k.store(scaled, (g * n + q) * lanes, weights)
-                    with k.loop(inner) as t:
+                    with k.loop(lanes) as t:
                         for v in range(at_once):
                             at = h.value_index(kv, first_slot + t, (j * at_once + v) * lanes)
                             value = k.vector(values, at).cast(F32)
@@ -208,7 +193,7 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
                                 if value_scales is not None:
                                     weight = k.load(scaled, (v * lanes // QUANT_BLOCK * n + q) * lanes + t)
                                 else:
-                                    weight = k.load(scores, score_index(b + t // lanes, q) + t % lanes)
+                                    weight = k.load(scores, score_index(b, q) + t)
                                 k.store(s, 0, k.vector(s, 0) + value * weight)
                 for v in range(at_once):
                     for q in range(n):

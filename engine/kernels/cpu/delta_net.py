@@ -20,7 +20,7 @@ from tinygrad.uop.ops import Ops
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.activations import sigmoid, sum_of_squares
 from engine.kernels.cpu.kernel_builder import F32, Index, KernelBuilder, add, even_share
-from engine.kernels.cpu.step_state import TOKENS
+from engine.kernels.cpu.step_state import TOKENS, sequence_of
 
 _MAX_WIDTH = 32  # columns of a state of 128 keys: 16 KB
 _CHAINS = 2  # independent sums, since each addition waits for the one before
@@ -30,8 +30,7 @@ _CHAINS = 2  # independent sums, since each addition waits for the one before
 class DeltaNet:
     """The heads of a kind of layers: `keys` heads of queries and as many of keys, `values` heads of values, all of
     `size` elements, a multiple of `lanes`. Value head j reads key head j mod `keys`. `taps`: the tokens that a
-    convolution reads. With `sequences`, there are states of several sequences, and a list of the sequence of each token
-    of a step.
+    convolution reads.
 
     Of each sequence a layer keeps the states, float32 (values, size / width, size, width), and the inputs of the
     convolution that its next token reads, float32 (taps - 1, channels)."""
@@ -42,7 +41,6 @@ class DeltaNet:
     taps: int
     eps: float
     lanes: int
-    sequences: bool = False
 
     @property
     def channels(self) -> int:
@@ -74,27 +72,24 @@ class DeltaNet:
 def convolve(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
     """The convolution, SiLU, and the norms of queries and keys; queries are multiplied by size ** -0.5. beta becomes
     sigmoid(beta), and alpha exp(decay * softplus(alpha + bias)). Buffers: queries, keys and values, float32 (tokens,
-    channels), and beta and alpha, float32 (tokens, 2, gates), both changed in place; the layer's inputs; the state if
-    tile is more than 1; the sequence of each token, int32 (tokens,), if there are several; the weights of the
-    convolution, float32 (taps, channels); decay and bias, float32 (gates,) each."""
+    channels), and beta and alpha, float32 (tokens, 2, gates), both changed in place; the layer's inputs; the state; the
+    weights of the convolution, float32 (taps, channels); decay and bias, float32 (gates,) each."""
     size, lanes, before = net.size, net.lanes, net.taps - 1
     vectors = size // lanes
 
-    def kernel(part: UOp, parts: UOp, x: UOp, gates: UOp, inputs: UOp, *buffers: UOp) -> UOp:
-        k, rest = KernelBuilder(lanes), list(buffers)
+    def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
+        x, gates, inputs, step_state, weights, decay, bias = buffers
+        k = KernelBuilder(lanes)
         for buffer in (x, gates, inputs):
             k.scratch(buffer)
-        tokens: Index = k.index(rest.pop(0), TOKENS) if tile > 1 else 1
-        sequences = rest.pop(0) if net.sequences else None
-        weights, decay, bias = rest
+        tokens: Index = k.index(step_state, TOKENS) if tile > 1 else 1
         runs, run_tokens = (tokens, 1) if rows else (1, tokens)
         first, count = even_share(2 * net.keys + net.values, part, parts)
         window = k.registers(net.taps * size)  # a ring of the last inputs of a head
         activated, squares = k.registers(size), k.registers(lanes)
         with k.loop(count) as i, k.loop(runs) as run:
             head = first + i
-            sequence = k.index(sequences, run) if sequences is not None else 0
-            kept = sequence * net.inputs_size + head * size
+            kept = sequence_of(k, step_state, run) * net.inputs_size + head * size
             with k.loop(before) as tap, k.loop(vectors) as j:
                 v = k.vector(inputs, kept + tap * net.channels + j * lanes)
                 k.store(window, tap * size + j * lanes, v)
@@ -136,25 +131,23 @@ def convolve(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
 @functools.cache
 def delta_net(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
     """For each token S *= decay; S += k (beta * (v - S^T k))^T; out = norm(S^T q) * weight, of each value head.
-    Buffers: out, float32 (tokens, values * size); the layer's states; the state if tile is more than 1; the sequence of
-    each token, int32 (tokens,), if there are several; what `convolve` has made of queries, keys and values, and of beta
-    and alpha; the weight of the norm, float32 (size,)."""
+    Buffers: out, float32 (tokens, values * size); the layer's states; the state; what `convolve` has made of queries,
+    keys and values, and of beta and alpha; the weight of the norm, float32 (size,)."""
     size, lanes, width = net.size, net.lanes, net.width
     vectors, blocks = width // lanes, size // width
 
-    def kernel(part: UOp, parts: UOp, out: UOp, states: UOp, *buffers: UOp) -> UOp:
-        k, rest = KernelBuilder(lanes), list(buffers)
+    def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
+        out, states, step_state, x, gates, weight = buffers
+        k = KernelBuilder(lanes)
         for buffer in (out, states):
             k.scratch(buffer)
-        tokens: Index = k.index(rest.pop(0), TOKENS) if tile > 1 else 1
-        sequences = rest.pop(0) if net.sequences else None
-        x, gates, weight = rest
+        tokens: Index = k.index(step_state, TOKENS) if tile > 1 else 1
         runs, run_tokens = (tokens, 1) if rows else (1, tokens)
         first, count = even_share(net.values, part, parts)
         new, factor = k.registers(width), k.registers(1)
         with k.loop(count) as i, k.loop(runs) as run:
             head = first + i
-            sequence = k.index(sequences, run) if sequences is not None else 0
+            sequence = sequence_of(k, step_state, run)
             with k.loop(blocks) as block, k.loop(run_tokens) as t:
                 token = run + t
                 state = ((sequence * net.values + head) * blocks + block) * (size * width)

@@ -16,7 +16,7 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import Kernel
 from engine.kernels.cpu.activations import sum_of_squares
 from engine.kernels.cpu.kernel_builder import F16, F32, I8, I32, Index, KernelBuilder, even_share
-from engine.kernels.cpu.step_state import POSITION, n_tokens
+from engine.kernels.cpu.step_state import n_tokens, position_of, sequence_of
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Heads:
     another layer. `value_norm`: values are RMS-normed over a head.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
-    has `length` slots, a multiple of `lanes`, of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv,
-    length, dim). If it is int8, the format is q8_0 (`engine.formats.kv_format`), and keys and values have scales as
-    well, float16 (kv, length / lanes, dim / 32, lanes) each. Without a window token t lies in slot t. With one it lies
-    in slot t % length, and length is at least the window and the tokens of a step together, since a step stores its
-    tokens before it reads the first one's window. With a `table`, the cache has blocks of `block` slots for several
-    sequences: a table of so many entries says which block holds each `block` tokens of a sequence."""
+    has `length` slots of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv, length, dim). If it is int8,
+    the format is q8_0 (`engine.formats.kv_format`), and keys and values have scales as well, float16 (kv, length /
+    lanes, dim / 32, lanes) each. The slots form blocks of `block`, a multiple of `lanes`. Each sequence has a table of
+    `table` entries, which say what block holds each `block` tokens of it."""
 
     query: int
     kv: int
     dim: int
     length: int
+    block: int
+    table: int
     lanes: int
     scale: float
     norm_eps: float = 0.0
@@ -52,8 +52,6 @@ class Heads:
     sinks: bool = False
     stored: Literal["keys and values", "keys", "nothing"] = "keys and values"
     value_norm: bool = False
-    table: int = 0
-    block: int = 0
 
     @property
     def rows(self) -> int:
@@ -77,9 +75,10 @@ class Heads:
         scales = [(self.cache_size // QUANT_BLOCK, F16)] * 2 if self.is_quantized else []
         return [(self.cache_size, self.dtype)] * 2 + scales
 
-    def slot(self, token: Index) -> Index:
-        """The slot of a token."""
-        return token % self.length if self.window else token
+    def slot(self, k: KernelBuilder, tables: UOp, sequence: Index, position: Index) -> Index:
+        """The slot of a token. `tables`: int32 (sequences, table)."""
+        block = k.index(tables, sequence * self.table + position // self.block)
+        return block * self.block + position % self.block
 
     def key_index(self, head: Index, block: Index, d: Index) -> Index:
         """The index of element d of the first key in a block of `lanes` slots."""
@@ -96,12 +95,11 @@ class Heads:
 @functools.cache
 def rotate(heads: Heads, tile: int) -> Kernel:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
-    (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`), if it stores something; the state,
-    unless tile is 1 and there are tables; with tables the position of each token and, if it stores something, its slot,
-    int32 (tokens,) each; the products' rows,
-    float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each;
-    of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one; the
-    temperatures, float32 (positions,), if there are any."""
+    (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`) and the tables of the sequences,
+    int32 (sequences, heads.table), if it stores something; the state; the products' rows, float32 (tokens, heads.rows):
+    queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each; of the queries' norm and of the
+    keys' the weights, float32 (dim,) or of all heads, if there is one; the temperatures, float32 (positions,), if there
+    are any."""
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
@@ -109,13 +107,10 @@ def rotate(heads: Heads, tile: int) -> Kernel:
         queries, *rest = buffers
         keys, values = (rest.pop(0) for _ in range(2)) if h.stored != "nothing" else (queries, queries)
         scales = [rest.pop(0) for _ in range(2)] if h.is_quantized and h.stored != "nothing" else []
-        state = rest.pop(0) if tile > 1 or not h.table else None
-        positions = rest.pop(0) if h.table else None
-        slots = rest.pop(0) if h.table and h.stored != "nothing" else None
-        rows, cos, sin, *rest = rest
+        tables = rest.pop(0) if h.stored != "nothing" else None
+        state, rows, cos, sin, *rest = rest
         query_norm, key_norm = (rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm))
         k = KernelBuilder(h.lanes)
-        start = k.index(state, POSITION) if positions is None and state is not None else 0
 
         def rotated(
             at: Index, position: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
@@ -183,7 +178,7 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                         k.store(values, h.value_index(head, slot, j * n), v.cast(h.dtype))
 
         with k.loop(n_tokens(k, state, tile)) as t:
-            position = start + t if positions is None else k.index(positions, t)
+            position = position_of(k, state, t)
             scale: float | UOp = h.scale
             if h.temperature:
                 scale = k.load(rest[0], position) * h.scale
@@ -199,8 +194,8 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                     to = t * (h.query * h.dim) + head * h.dim + j * n
                     k.store(queries, to, a * scale)
                     k.store(queries, to + half, b * scale)
-            if h.stored != "nothing":
-                store(t, position, h.slot(position) if slots is None else k.index(slots, t))
+            if tables is not None:
+                store(t, position, h.slot(k, tables, sequence_of(k, state, t), position))
         return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel

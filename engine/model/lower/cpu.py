@@ -13,11 +13,11 @@ from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.attention import mask
 from engine.kernels.cpu.product import MAX_TILES
-from engine.kernels.cpu.step_state import SIZE
+from engine.kernels.cpu.step_state import state_size
 from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
-from engine.model.lower.cpu_cache import BlockCache, ContiguousCache
+from engine.model.lower.cpu_cache import CPUCache
 from engine.model.lower.cpu_layers import (
     Attention,
     Embedded,
@@ -33,9 +33,9 @@ from engine.model.weights import Weights
 
 
 class CPUModel:
-    """A model's weights and KV cache, and the buffers of its steps. A step reads `state` (see `step_state`) and
-    `tokens`, int32 (max_chunk,), and decode writes `logits`, float32 (rows, vocab or a little more), of one row or of
-    as many as there are conversations."""
+    """A model's weights and KV cache for `parallel` sequences, and the buffers of its steps. A step reads `state` (see
+    `step_state`) and `tokens`, int32 (max_chunk,), and decode writes `logits`, float32 (rows, vocab or a little more),
+    of as many rows as there are sequences."""
 
     def __init__(
         self,
@@ -47,16 +47,12 @@ class CPUModel:
         parallel: int = 1,
         kv: KVFormat = KVFormat.F16,
     ) -> None:
-        """With `parallel` above 1, the cache is a `BlockCache` for as many conversations. `kv`: its format. Raises
-        ModelFileError."""
+        """`kv`: the format of the cache. Raises ModelFileError."""
         spec = self.spec = weights.spec
         self.pool, self.lanes, self.max_chunk = pool, lanes, MAX_TILES * lanes
-        self.state, self.tokens = (memory.zeros(n, dtypes.int32) for n in (SIZE, self.max_chunk))
-        self.cache: ContiguousCache | BlockCache
-        if parallel == 1:
-            self.cache = ContiguousCache(context, self.max_chunk, lanes, self.state)
-        else:
-            self.cache = BlockCache(spec, context, self.max_chunk, lanes, parallel, self.state, kv)
+        self.state = memory.zeros(state_size(self.max_chunk), dtypes.int32)
+        self.tokens = memory.zeros(self.max_chunk, dtypes.int32)
+        self.cache = CPUCache(spec, context, self.max_chunk, lanes, parallel, kv)
         self.states = CPUStates(parallel)
         loader = CPUWeights(weights, pool, lanes, keep_packed)
         self.sizes = loader.sizes

@@ -19,28 +19,32 @@ from engine.model.prefix_store import CHUNK
 CachedLayer = tuple[Heads, list[NDArray[Any]]]
 """The keys and values of a layer, and their scales if there are any, as `Heads` says they lie."""
 
+Blocks = NDArray[np.intp]
+"""The blocks of a layer that hold the tokens of a chunk."""
 
-def export_chunk(layers: Sequence[CachedLayer], position: int) -> NDArray[np.uint8]:
-    """The keys and values of CHUNK tokens, uint8 (bytes,)."""
-    quants, scales = zip(*(quantized(x) for layer in layers for x in _read(layer, position)), strict=True)
+
+def export_blocks(layers: Sequence[CachedLayer], blocks: Sequence[Blocks]) -> NDArray[np.uint8]:
+    """The keys and values of CHUNK tokens, uint8 (bytes,), which are in these blocks of each layer."""
+    both = (x for layer, own in zip(layers, blocks, strict=True) for x in _read(layer, own))
+    quants, scales = zip(*map(quantized, both), strict=True)
     return np.concatenate([x.reshape(-1).view(np.uint8) for x in (*quants, *scales)])
 
 
-def import_chunk(layers: Sequence[CachedLayer], position: int, export: NDArray[np.uint8]) -> None:
-    """Stores what `export_chunk` gave."""
+def import_blocks(layers: Sequence[CachedLayer], blocks: Sequence[Blocks], export: NDArray[np.uint8]) -> None:
+    """Stores what `export_blocks` gave."""
     sizes = [heads.kv * CHUNK * heads.dim for heads, _ in layers for _ in range(2)]
     quants = export[: sum(sizes)].view(np.int8)
     scales = export[sum(sizes) :].view(np.float16)
     done = 0
-    for layer in layers:
+    for layer, own in zip(layers, blocks, strict=True):
         both = []
         for _ in range(2):
             size = layer[0].kv * CHUNK * layer[0].dim
-            blocks = quants[done : done + size].reshape(-1, QUANT_BLOCK).astype(np.float32)
+            groups = quants[done : done + size].reshape(-1, QUANT_BLOCK).astype(np.float32)
             own_scales = scales[done // QUANT_BLOCK : (done + size) // QUANT_BLOCK]
-            both.append((blocks * own_scales[:, None].astype(np.float32)).reshape(layer[0].kv, CHUNK, -1))
+            both.append((groups * own_scales[:, None].astype(np.float32)).reshape(layer[0].kv, CHUNK, -1))
             done += size
-        _write(layer, position, *both)
+        _write(layer, own, *both)
 
 
 def quantized(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
@@ -52,41 +56,37 @@ def quantized(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.floa
     return quants.reshape(x.shape), scales
 
 
-def _read(layer: CachedLayer, position: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _read(layer: CachedLayer, blocks: Blocks) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Keys and values, float32 (kv heads, CHUNK, dim) each."""
     heads, (keys, values, *scales) = layer
-    vectors, slots = _places(heads, position)
-    k = keys.reshape(heads.kv, -1, heads.dim, heads.lanes)[:, vectors].swapaxes(2, 3)
-    v = values.reshape(heads.kv, -1, heads.dim)[:, slots]
-    k, v = k.reshape(heads.kv, CHUNK, heads.dim).astype(np.float32), v.astype(np.float32)
+    k = _tiles(heads, keys)[:, blocks].swapaxes(3, 4)
+    v = _rows(heads, values)[:, blocks]
+    k, v = (x.reshape(heads.kv, CHUNK, heads.dim).astype(np.float32) for x in (k, v))
     if scales:
-        of_blocks = (
-            _scales(heads, s)[:, vectors].swapaxes(2, 3).reshape(heads.kv, CHUNK, -1) for s in scales
-        )
+        of_blocks = (_tiles(heads, s)[:, blocks].swapaxes(3, 4).reshape(heads.kv, CHUNK, -1) for s in scales)
         k, v = (x * s.repeat(QUANT_BLOCK, -1) for x, s in zip((k, v), of_blocks, strict=True))
     return k, v
 
 
-def _write(layer: CachedLayer, position: int, k: NDArray[Any], v: NDArray[Any]) -> None:
+def _write(layer: CachedLayer, blocks: Blocks, k: NDArray[Any], v: NDArray[Any]) -> None:
     heads, (keys, values, *scales) = layer
-    vectors, slots = _places(heads, position)
+    shape = heads.kv, len(blocks), heads.block // heads.lanes, heads.lanes, -1
     if scales:
         (k, k_scales), (v, v_scales) = quantized(k), quantized(v)
         for own_scales, new in zip(scales, (k_scales, v_scales), strict=True):
-            tiles = new.reshape(heads.kv, len(vectors), heads.lanes, -1).swapaxes(2, 3)
-            _scales(heads, own_scales)[:, vectors] = tiles
-    k_tiles = k.reshape(heads.kv, len(vectors), heads.lanes, heads.dim).swapaxes(2, 3)
-    keys.reshape(heads.kv, -1, heads.dim, heads.lanes)[:, vectors] = k_tiles
-    values.reshape(heads.kv, -1, heads.dim)[:, slots] = v
+            _tiles(heads, own_scales)[:, blocks] = new.reshape(shape).swapaxes(3, 4)
+    _tiles(heads, keys)[:, blocks] = k.reshape(shape).swapaxes(3, 4)
+    _rows(heads, values)[:, blocks] = v.reshape(heads.kv, len(blocks), heads.block, heads.dim)
 
 
-def _scales(heads: Heads, scales: NDArray[Any]) -> NDArray[Any]:
-    """(kv heads, vectors of slots, blocks of a head's elements, lanes)."""
-    return scales.reshape(heads.kv, -1, heads.dim // QUANT_BLOCK, heads.lanes)
+def _tiles(heads: Heads, x: NDArray[Any]) -> NDArray[Any]:
+    """Keys, or scales: (kv heads, blocks, vectors of slots, elements of a token, lanes)."""
+    vectors = heads.block // heads.lanes
+    return x.reshape(
+        heads.kv, heads.length // heads.block, vectors, -1, heads.lanes
+    )
 
 
-def _places(heads: Heads, position: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The vectors of slots that hold a chunk's keys, and the slots of its values."""
-    vectors = np.arange(position // heads.lanes, (position + CHUNK) // heads.lanes)
-    slots = np.arange(position, position + CHUNK)
-    return vectors % (heads.length // heads.lanes), slots % heads.length
+def _rows(heads: Heads, values: NDArray[Any]) -> NDArray[Any]:
+    """(kv heads, blocks, slots, dim)."""
+    return values.reshape(heads.kv, -1, heads.block, heads.dim)

@@ -215,11 +215,10 @@ class LayerLoader:
         *firsts, rows = accumulate((weight.rows for weight in qkv), initial=0)
         length, window, table = self._cache.slots(part.window)
         heads = Heads(
-            part.heads, part.kv_heads, part.head_dim, length, self._lanes, part.scale,
+            part.heads, part.kv_heads, part.head_dim, length, BLOCK, table, self._lanes, part.scale,
             norm_eps=self._spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
             temperature=self._spec.temperature is not None,
-            window=window, table=table, block=BLOCK,
-            dtype=self._cache_type,
+            window=window, dtype=self._cache_type,
             wide_norms=part.has_wide_norms, sinks=part.sinks is not None,
             stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
         )  # fmt: skip
@@ -239,8 +238,7 @@ class LayerLoader:
         )
 
     def _recurrence(self, part: Delta, added: bool) -> Recurrence:
-        heads = part.key_heads, part.value_heads, part.size, part.taps
-        net = DeltaNet(*heads, self._spec.eps, self._lanes, sequences=bool(self._cache.sequences))
+        net = DeltaNet(part.key_heads, part.value_heads, part.size, part.taps, self._spec.eps, self._lanes)
         states, inputs = self._states.add(net)
         loader = self._loader
         return Recurrence(

@@ -42,7 +42,6 @@ from engine.kernels.cpu.kernel_sequence import KernelSequence
 from engine.kernels.cpu.layer_embeddings import gate_embeddings
 from engine.kernels.cpu.product import product, span_of
 from engine.kernels.cpu.rope import rotate
-from engine.kernels.cpu.step_state import SIZE
 from engine.kernels.cpu.weight_layout import UNIT
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_layers import (
@@ -61,9 +60,8 @@ PART_BYTES = 256 << 10  # of a matrix, in each part of its product
 
 
 def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False) -> KernelSequence:
-    """The kernels of a step: if `tile` is 1, decode of one token, with logits; else prefill of as many tiles of tokens
-    as the state says, of the `whole` model or of what later tokens need. With `rows`, decode of as many tokens at most,
-    each of another sequence."""
+    """The kernels of a step. With `rows`, decode of as many tokens at most, each of another sequence, with logits; else
+    prefill of as many tiles of tokens as the state says, of the `whole` model or of what later tokens need."""
     return _Step(model, tile, rows).kernels(whole)
 
 
@@ -84,7 +82,7 @@ class _Step:
 
     def __init__(self, model: CPUModel, tile: int, rows: int) -> None:
         self._model, self._tile, self._n_rows = model, tile, rows
-        self._tokens = rows or (1 if tile == 1 else model.max_chunk)
+        self._tokens = rows or model.max_chunk
         self._state = [] if tile == 1 else [model.state]
         self._sequence = KernelSequence(model.pool)
         self._parts = 1 if tile == 1 else 0  # of kernels whose threads share the tokens
@@ -102,7 +100,7 @@ class _Step:
             embedding.stream,
         )
         of_layers = self._embed_layers(x)
-        decodes = tile == 1 or self._n_rows > 0
+        decodes = self._n_rows > 0
         last = None if decodes or whole else model.layers[spec.last_keeping]
         for layer in model.layers:
             mix, post_norm = layer.mix, layer.post_norm
@@ -203,10 +201,9 @@ class _Step:
         products = [*((rows, matrix, a.bias) for matrix in a.qkv), *((*of_gate, None) for of_gate in gate)]
         for i, (out, matrix, added) in enumerate(products):
             self._multiply(out, matrix, inputs, added=added, concurrent=i > 0)
-        stored = a.cached if heads.stored != "nothing" else []
-        cached = [*stored, *model.cache.rotating(heads, self._tile)]
+        cached = [*a.cached, model.cache.tables(heads)] if heads.stored != "nothing" else []
         tables = [*model.ropes[a.rope], *a.norms, *model.temperatures]
-        self._sequence.add(rotate(heads, self._tile), queries, *cached, rows, *tables)
+        self._sequence.add(rotate(heads, self._tile), queries, *cached, model.state, rows, *tables)
         return queries
 
     def _attend(self, a: Attention, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
@@ -218,8 +215,7 @@ class _Step:
         rows_n = self._n_rows
         scores = model.scratch("scores", tile, scratch_size(heads, threads, tile, rows_n), dtypes.float32)
         kernel, parts = attention(heads, threads, tile, rows_n), n_parts(heads, threads, tile, rows_n)
-        state = self._state if heads.table and not rows_n else []
-        reads = *a.cached, *state, *model.cache.attending(heads), queries, model.mask, *a.sinks
+        reads = *a.cached, model.cache.tables(heads), model.state, queries, model.mask, *a.sinks
         self._sequence.add(kernel, attended, scores, *reads, parts=parts)
         if gates is not None:
             return a.o, self._quantize(gates, [a.o], gate=("sigmoid", attended))
@@ -239,10 +235,10 @@ class _Step:
         self._multiply(rows, r.qkv, inputs)
         for products, matrix in (gate, r.gate), (gates, r.beta), (gates, r.alpha):
             self._multiply(products, matrix, inputs, concurrent=True)
-        reads = *self._state, *self._model.cache.sequences
-        self._sequence.add(convolve(net, tile, by_row), rows, gates, r.inputs, *reads, *r.tables)
+        state = self._model.state
+        self._sequence.add(convolve(net, tile, by_row), rows, gates, r.inputs, state, *r.tables)
         self._sequence.add(
-            delta_net(net, tile, by_row), out, r.states, *reads, rows, gates, r.norm, parts=net.values
+            delta_net(net, tile, by_row), out, r.states, state, rows, gates, r.norm, parts=net.values
         )
         return r.out, self._quantize(gate, [r.out], gate=("silu", out))
 
@@ -292,13 +288,13 @@ class _Step:
         reads = read, logits, *m.scales
         self._sequence.add(kernel, chosen, probabilities, *reads, parts=parts, concurrent=bool(shared))
         if tile == 1:
-            tiles = Tiles(spec.used, model.sizes(0, 0, spec.used, 0), chosen, [])
+            tiles = Tiles(spec.used, model.sizes(spec.used), chosen, [])
         else:
             n = max_tiles(self._tokens, spec.used, spec.count, tile)
             experts, sources, places, count = (
                 model.scratch(name, tile, size, dtypes.int32)
                 for name, size in (
-                    ("experts", n), ("sources", n * tile), ("places", chosen.numel()), ("tiles", SIZE)
+                    ("experts", n), ("sources", n * tile), ("places", chosen.numel()), ("tiles", 1)
                 )
             )  # fmt: skip
             tiles = Tiles(n * tile, count, experts, [sources, places])

@@ -26,7 +26,7 @@ def prepared(pool: ThreadPool, quantization: Quantization, tile: int, x: np.ndar
     """The float32 activations (tokens, cols)."""
     out = memory.zeros(x.size, dtypes.float32)
     step = KernelSequence(pool)
-    state = [ints(0, 0, len(x) // tile)] if tile > 1 else []
+    state = [ints(len(x) // tile)] if tile > 1 else []
     rows = (memory.array(a, dtypes.float32) for a in (x, *other))
     step.add(quantize_activations(quantization, LANES, tile), out, ints(COLS // UNIT), *state, *rows)
     step.compile()()
@@ -64,7 +64,7 @@ def test_normed_rows_are_added(pool: ThreadPool, tile: int) -> None:
     tokens = 1 if tile == 1 else TOKENS
     stream, product, weight = random(tokens, COLS), random(tokens, COLS, scale=5.0), random(COLS)
     out = memory.array(stream, dtypes.float32)
-    state = [ints(0, 0, tokens // tile)] if tile > 1 else []
+    state = [ints(tokens // tile)] if tile > 1 else []
     inputs = (memory.array(a, dtypes.float32) for a in (product, weight))
     step = KernelSequence(pool)
     step.add(add_normed(EPS, LANES, tile), out, ints(COLS // UNIT), *state, *inputs, parts=3)

@@ -111,7 +111,7 @@ def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
     for name in buffer_names([layout], tile):
         kept = KINDS.get(name, dtypes.float32)
         inputs.append(random(tile * cols, kept, 1.0 if kept == dtypes.float32 else 1000.0))
-    state = [ints(0, 0, 1)] if tile > 1 else []
+    state = [ints(1)] if tile > 1 else []
     ins = [ints(*shape_of(rows, cols, layout, False)), *state, *inputs, random(rows), stream]
     kernel = product(layout, tile, span_of(cols) if tile > 1 else 1)
     assert on_arm(pool, kernel, [memory.zeros(tile * rows, dtypes.float32)], ins) < 1e-6
@@ -129,14 +129,14 @@ def test_experts(pool: ThreadPool, tile: int) -> None:
         np.arange(count * rows, dtype=np.int32),
         cols,
     )
-    state = [ints(0, 0, 2, tokens)] if tile > 1 else []
+    state = [ints(2, tokens)] if tile > 1 else []
     chosen, weights = memory.zeros(tokens * used, dtypes.int32), memory.zeros(tokens * used, dtypes.float32)
     kernel = choose_experts(count, used, 1e-4, LANES, tile)
     outs = [chosen, weights, *([] if tile > 1 else [memory.zeros(count, dtypes.int32)])]
     assert on_arm(pool, kernel, outs, [*state, random(tokens * LANES)]) < 1e-6
-    experts, lists, tiles = chosen, [], ints(0, 0, used, 0)
+    experts, lists, tiles = chosen, [], ints(used)
     if tile > 1:
-        outs = [memory.zeros(size, dtypes.int32) for size in (n, n * tile, tokens * used, 4, count)]
+        outs = [memory.zeros(size, dtypes.int32) for size in (n, n * tile, tokens * used, 1, count)]
         assert on_arm(pool, group_experts(count, used, tile), outs, [*state, chosen], parts=1) == 0
         experts, lists, tiles = outs[0], [*state, outs[2]], outs[3]
     inputs = []
@@ -164,7 +164,7 @@ def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     cols = 128
     names = ("values", "scales", *(("sums",) if tile == 1 else ()), "scaled_sums", "floats")
     outs = [memory.zeros(tile * cols, KINDS.get(name, dtypes.float32)) for name in names]
-    state = [ints(0, 0, 1)] if tile > 1 else []
+    state = [ints(1)] if tile > 1 else []
     normed = kind == "normed"
     other = [random(cols)] if normed else [random(tile * cols + 1)] if kind else []
     quantization = Quantization(names, 1e-5 if normed else None, "" if normed else kind)
@@ -181,7 +181,9 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
         query=4,
         kv=2,
         dim=32,
-        length=32,
+        length=80,
+        block=16,
+        table=5,
         lanes=LANES,
         scale=0.2,
         norm_eps=1e-6,
@@ -190,18 +192,20 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
     )
     if kind == "window":
         heads = replace(heads, temperature=True, window=11, wide_norms=True, sinks=True)
-    state, rows = ints(0, 13 if kind == "full" else 61, 1), random(tile * heads.rows)
+    first = 13 if kind == "full" else 61
+    state = ints(1, tile, *(n for t in range(tile) for n in (first + t, 1)))
+    blocks, rows = ints(*[0] * 5, 3, 1, 0, 4, 2), random(tile * heads.rows)
     keys, values = (random(heads.cache_size, dtypes.float16) for _ in range(2))
     tables = [random(70 * 16), random(70 * 16 + 1), random(128), random(64)]
     queries = memory.zeros(tile * 128, dtypes.float32)
     kernel = rotate(heads, tile)
-    ins = [state, rows, *tables, *([random(70)] if heads.temperature else [])]
+    ins = [blocks, state, rows, *tables, *([random(70)] if heads.temperature else [])]
     assert on_arm(pool, kernel, [queries, keys, values], ins) < 1e-5
     out, scores = (
         memory.zeros(tile * 128, dtypes.float32),
         memory.zeros(scratch_size(heads, pool.count, tile), dtypes.float32),
     )
-    ins = [scores, keys, values, state, queries, memory.array(mask(LANES), dtypes.float32)]
+    ins = [scores, keys, values, blocks, state, queries, memory.array(mask(LANES), dtypes.float32)]
     ins += [random(4)] if heads.sinks else []
     assert on_arm(pool, attention(heads, pool.count, tile), [out], ins) < 1e-5
 
@@ -210,10 +214,10 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
 def test_delta_nets(pool: ThreadPool, tile: int) -> None:
     net, tokens = DeltaNet(2, 4, 32, 4, 1e-6, LANES), 1 if tile == 1 else 6
     x, gates = random(tokens * net.channels), random(tokens * 2 * net.gates)
-    state = [ints(0, 5, 2, tokens)] if tile > 1 else []
+    state = ints(2, tokens, *[5, 0] * tokens)
     decay = memory.array(-np.arange(LANES), dtypes.float32)
     tables = [random(net.taps * net.channels), decay, random(LANES)]
     kernel, inputs = convolve(net, tile), random(net.inputs_size)
-    assert on_arm(pool, kernel, [x, gates, inputs], [*state, *tables]) < 1e-5
+    assert on_arm(pool, kernel, [x, gates, inputs], [state, *tables]) < 1e-5
     out, states = memory.zeros(tokens * 128, dtypes.float32), random(net.state_size)
-    assert on_arm(pool, delta_net(net, tile), [out, states], [*state, x, gates, random(32)]) < 1e-5
+    assert on_arm(pool, delta_net(net, tile), [out, states], [state, x, gates, random(32)]) < 1e-5

@@ -1,5 +1,5 @@
-"""Rotation, the cache and attention, against numpy: heads of all sizes, norms, temperatures, and windows whose ring is
-written several times over."""
+"""Rotation, the cache and attention, against numpy: heads of all sizes, norms, temperatures, and windows behind which
+blocks are written again."""
 
 from dataclasses import replace
 
@@ -13,20 +13,25 @@ from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
 from engine.kernels.cpu.kernel_sequence import CompiledSequence, KernelSequence
 from engine.kernels.cpu.product import MAX_TILES
 from engine.kernels.cpu.rope import Heads, rotate
-from engine.kernels.cpu.step_state import POSITION, TILES
+from engine.kernels.cpu.step_state import PLACES, TILES, state_size
 from engine.kernels.cpu.thread_pool import ThreadPool
 from tests.kernels.cpu.test_product import LANES, ints
 
 EPS = 1e-6
-PLAIN = Heads(query=4, kv=2, dim=32, length=128, lanes=LANES, scale=32**-0.5)
+UNPLACED = {"length": 0, "block": 0, "table": 0}  # `Layer` says where tokens lie
+PLAIN = Heads(query=4, kv=2, dim=32, **UNPLACED, lanes=LANES, scale=32**-0.5)
 
 
 class Layer:
     """A layer's attention on the pool, and what it should be."""
 
     def __init__(self, pool: ThreadPool, heads: Heads, positions: int) -> None:
-        self.heads, rng = heads, np.random.default_rng(1)
-        h = heads
+        rng, block, tokens = np.random.default_rng(1), 2 * heads.lanes, MAX_TILES * heads.lanes
+        table, kept = -(-positions // block), -(-(heads.window + tokens) // block) + 2
+        blocks = rng.permutation(min(table, kept) if heads.window else table)
+        h = self.heads = replace(heads, length=len(blocks) * block, block=block, table=table)
+        # Nothing but the tokens of sequence 1 lies in a block. A window's blocks are taken again, one after the other.
+        of_tokens = [0] * table, np.resize(blocks, table)
         self.rows = rng.standard_normal((positions, h.query + 2 * h.kv, h.dim)).astype(np.float32)
         angles = rng.uniform(0, 6, (positions, h.dim // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -36,7 +41,7 @@ class Layer:
         ]
         self.sinks = rng.uniform(-2, 4, h.query).astype(np.float32)
         self.temperatures = rng.uniform(0.5, 2, positions).astype(np.float32)
-        self._state, tokens = ints(0, 0, 0, 0), MAX_TILES * h.lanes
+        self._state, self._blocks = ints(*[0] * state_size(tokens)), ints(*np.concatenate(of_tokens))
         self._rows, self._queries, self._out = (
             memory.zeros(tokens * n, dtypes.float32) for n in (h.rows, h.query * h.dim, h.query * h.dim)
         )
@@ -49,7 +54,7 @@ class Layer:
         self._steps = {tile: self._step(pool, tile) for tile in (1, h.lanes)}
 
     def _step(self, pool: ThreadPool, tile: int) -> CompiledSequence:
-        h, cached = self.heads, [*self._cached, self._state]
+        h, cached = self.heads, [*self._cached, self._blocks, self._state]
         scores = memory.zeros(scratch_size(h, pool.count, tile), dtypes.float32)
         step = KernelSequence(pool)
         step.add(rotate(h, tile), self._queries, *cached, self._rows, *self._tables)
@@ -64,7 +69,8 @@ class Layer:
         rows[:] = 7.0  # a step's last tile is filled up with anything
         rows[: tokens * h.rows] = self.rows[position : position + tokens].reshape(-1)
         state = memory.view(self._state)
-        state[POSITION], state[TILES] = position, -(-tokens // tile)
+        state[TILES], places = -(-tokens // tile), state[PLACES:].reshape(-1, 2)
+        places[:, 0], places[:, 1] = range(position, position + len(places)), 1
         self._steps[tile]()
         return memory.view(self._out).reshape(-1, h.query, h.dim)[:tokens]
 
@@ -123,27 +129,25 @@ def test_a_norm_of_queries_or_keys_alone(pool: ThreadPool, query_norm: bool) -> 
 
 def test_a_cache_of_float32(pool: ThreadPool) -> None:
     check(pool, replace(PLAIN, dtype=dtypes.float32), 19, 1, 1)
-    check(pool, replace(PLAIN, dtype=dtypes.float32, length=96, window=24), 64, 40, 1)
+    check(pool, replace(PLAIN, dtype=dtypes.float32, window=24), 64, 40, 1)
 
 
 @pytest.mark.parametrize(("dim", "lanes", "window"), [(64, 4, 0), (96, 16, 0), (32, 8, 20)])
 def test_a_cache_of_integers_with_scales(pool: ThreadPool, dim: int, lanes: int, window: int) -> None:
-    length = 128 if not window else -(-(window + MAX_TILES * lanes) // lanes) * lanes
-    heads = Heads(6, 2, dim, length, lanes, dim**-0.5, window=window, dtype=dtypes.int8)
+    heads = replace(PLAIN, query=6, dim=dim, lanes=lanes, window=window, dtype=dtypes.int8)
     check(pool, heads, 19, 1, 1, 32, 1)
 
 
 @pytest.mark.parametrize(("window", "lanes"), [(0, 8), (9, 16)])
 def test_sinks(pool: ThreadPool, window: int, lanes: int) -> None:
-    length = 128 if not window else window + 7 + MAX_TILES * lanes
-    heads = replace(PLAIN, query=12, lanes=lanes, sinks=True, window=window, length=length)
+    heads = replace(PLAIN, query=12, lanes=lanes, sinks=True, window=window)
     check(pool, heads, 19, 1, 1, 40, 1)
 
 
 @pytest.mark.parametrize(("key_norm", "lanes"), [(False, 16), (True, 8)])
 def test_norms_over_all_heads(pool: ThreadPool, key_norm: bool, lanes: int) -> None:
-    norms = Heads(6, 3, 96, 128, lanes, 96**-0.5, EPS, query_norm=True, key_norm=key_norm, wide_norms=True)
-    check(pool, norms, 19, 1, 1)
+    heads = replace(PLAIN, query=6, kv=3, dim=96, lanes=lanes, scale=96**-0.5, norm_eps=EPS)
+    check(pool, replace(heads, query_norm=True, key_norm=key_norm, wide_norms=True), 19, 1, 1)
 
 
 def test_scale_and_temperature(pool: ThreadPool) -> None:
@@ -152,31 +156,29 @@ def test_scale_and_temperature(pool: ThreadPool) -> None:
 
 @pytest.mark.parametrize(("dim", "lanes"), [(64, 4), (96, 16), (128, 8), (256, 4)])
 def test_sizes_of_heads(pool: ThreadPool, dim: int, lanes: int) -> None:
-    heads = Heads(4, 2, dim, 128, lanes, dim**-0.5, EPS, query_norm=True, key_norm=True)
+    heads = replace(PLAIN, dim=dim, lanes=lanes, scale=dim**-0.5, norm_eps=EPS, query_norm=True, key_norm=True)
     check(pool, heads, 2 * lanes + 3, 1, lanes, 1)
 
 
 @pytest.mark.parametrize(("window", "shared_by"), [(1, 1), (7, 8), (16, 2), (20, 3)])
 def test_windows(pool: ThreadPool, window: int, shared_by: int) -> None:
-    """The ring is passed several times, by chunks of any length and by single tokens."""
-    length = -(-(window + MAX_TILES * LANES) // LANES) * LANES
-    heads = replace(PLAIN, query=2 * shared_by, window=window, length=length)
+    """All blocks are taken several times, by chunks of any length and by single tokens."""
+    heads = replace(PLAIN, query=2 * shared_by, window=window)
     check(pool, heads, 5, 1, 1, 64, 64, 1, 40, 3, 64, *[1] * 25, 64, 1, 17, 1)
 
 
 @pytest.mark.parametrize("lanes", [4, 16])
 def test_windows_with_other_widths(pool: ThreadPool, lanes: int) -> None:
     chunk = MAX_TILES * lanes
-    heads = replace(PLAIN, lanes=lanes, window=2 * lanes + 1, length=chunk + 3 * lanes)
+    heads = replace(PLAIN, lanes=lanes, window=2 * lanes + 1)
     check(pool, heads, chunk, chunk, 1, 3, chunk, chunk // 2, *[1] * 10)
 
 
 def test_a_window_longer_than_the_text(pool: ThreadPool) -> None:
-    check(pool, replace(PLAIN, window=300, length=512), 64, 1, 30, 1)
+    check(pool, replace(PLAIN, window=300), 64, 1, 30, 1)
 
 
 def test_a_window_needs_scratch_for_itself_alone(pool: ThreadPool) -> None:
-    heads = replace(PLAIN, window=512, length=4096)
-    assert (
-        scratch_size(heads, pool.count, LANES) < scratch_size(replace(heads, window=0), pool.count, LANES) / 7
-    )
+    heads = replace(PLAIN, window=512, block=32, table=128)
+    whole = scratch_size(replace(heads, window=0), pool.count, LANES)
+    assert scratch_size(heads, pool.count, LANES) < whole / 7

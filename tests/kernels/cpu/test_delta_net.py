@@ -9,7 +9,7 @@ from tinygrad import dtypes
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.delta_net import DeltaNet, convolve, delta_net
 from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.step_state import SIZE, TOKENS
+from engine.kernels.cpu.step_state import PLACES, TOKENS, state_size
 from engine.kernels.cpu.thread_pool import ThreadPool
 
 Array = np.ndarray
@@ -56,11 +56,10 @@ class Layer:
 
 
 class Runner:
-    """The layer's kernels, with the states of `sequences` sequences, or of one if that is 0."""
+    """The layer's kernels, with the states of four sequences."""
 
     def __init__(self, pool: ThreadPool, layer: Layer, tiles: tuple[tuple[int, bool], ...]) -> None:
-        net = layer.net
-        n = 4 if net.sequences else 1
+        net, n = layer.net, 4
         self.layer = layer
         pad = np.zeros(net.gates - net.values)
         weights = [layer.taps, *(np.concatenate([a, pad]) for a in (layer.decay, layer.bias))]
@@ -75,15 +74,14 @@ class Runner:
                 n * net.inputs_size,
             )
         )
-        self.step_state, self.sequences = (memory.zeros(k, dtypes.int32) for k in (SIZE, MOST))
+        self.step_state = memory.zeros(state_size(MOST), dtypes.int32)
         self.steps = {}
         for tile, rows in tiles:
             step = KernelSequence(pool)
-            read = [*([self.step_state] if tile > 1 else []), *([self.sequences] if net.sequences else [])]
-            step.add(convolve(net, tile, rows), self.x, self.gates, inputs, *read, taps, decay, bias, parts=3)
-            step.add(
-                delta_net(net, tile, rows), self.out, self.states, *read, self.x, self.gates, norm, parts=3
-            )
+            read = self.step_state, taps, decay, bias
+            step.add(convolve(net, tile, rows), self.x, self.gates, inputs, *read, parts=3)
+            read = self.step_state, self.x, self.gates, norm
+            step.add(delta_net(net, tile, rows), self.out, self.states, *read, parts=3)
             self.steps[tile, rows] = step.compile()
 
     def run(
@@ -94,8 +92,8 @@ class Runner:
             x.reshape(-1),
             gates.reshape(-1),
         )
-        memory.view(self.step_state)[TOKENS] = n
-        memory.view(self.sequences)[:n] = sequences
+        state = memory.view(self.step_state)
+        state[TOKENS], state[PLACES:].reshape(-1, 2)[:n, 1] = n, sequences
         self.steps[tile, rows]()
         return memory.view(self.out).reshape(MOST, -1)[:n].copy()
 
@@ -121,7 +119,7 @@ def test_chunks_of_a_prompt(pool: ThreadPool, lanes: int, keys: int, values: int
 
 def test_several_sequences(pool: ThreadPool) -> None:
     """Prompts of three sequences, then a token of some of them at a time; a fourth one is left alone."""
-    layer = Layer(DeltaNet(2, 4, 32, 4, EPS, 8, sequences=True))
+    layer = Layer(DeltaNet(2, 4, 32, 4, EPS, 8))
     runner = Runner(pool, layer, ((1, False), (8, False), (4, True)))
     texts = {2: layer.rows(12), 0: layer.rows(11), 1: layer.rows(13)}
     wanted = {sequence: layer.wanted(*text)[0] for sequence, text in texts.items()}

@@ -22,7 +22,7 @@ from engine.kernels.cpu.experts import (
 )
 from engine.kernels.cpu.kernel_sequence import KernelSequence
 from engine.kernels.cpu.product import MAX_TILES, span_of
-from engine.kernels.cpu.step_state import SIZE, TILES
+from engine.kernels.cpu.step_state import TILES, TOKENS
 from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import UNIT
 from tests.kernels.cpu.test_product import ints, packed
@@ -43,7 +43,7 @@ def chosen_by(pool: ThreadPool, logits: np.ndarray, used: int, least: float | No
     rows[:, :experts] = logits
     chosen = memory.zeros(tokens * used, dtypes.int32)
     weights = memory.zeros(tokens * used, dtypes.float32)
-    read = ints(0, 0, -(-tokens // tile), tokens) if tile > 1 else ints(*range(experts))
+    read = ints(-(-tokens // tile), tokens) if tile > 1 else ints(*range(experts))
     step = KernelSequence(pool)
     kernel, parts = choose_experts(experts, used, least, lanes, tile), 1 if tile == 1 else 0
     step.add(kernel, chosen, weights, read, floats(rows), parts=parts)
@@ -93,9 +93,9 @@ def test_groups(pool: ThreadPool, tile: int) -> None:
     experts, used, most = 7, 3, 40
     n = max_tiles(most, used, experts, tile)
     tile_experts, sources, places, tiles, choices, chosen = (
-        memory.zeros(size, dtypes.int32) for size in (n, n * tile, most * used, SIZE, experts, most * used)
+        memory.zeros(size, dtypes.int32) for size in (n, n * tile, most * used, 1, experts, most * used)
     )
-    state = ints(0, 0, 0, 0)
+    state = ints(0, 0)
     step = KernelSequence(pool)
     buffers = tile_experts, sources, places, tiles, choices, state, chosen
     step.add(group_experts(experts, used, tile), *buffers, parts=1)
@@ -104,7 +104,7 @@ def test_groups(pool: ThreadPool, tile: int) -> None:
     for tokens in (most, 1, 5):
         pairs = np.array([[5, *rng.choice([0, 2, 3, 6], 2, replace=False)] for _ in range(tokens)], np.int32)
         memory.view(chosen)[: pairs.size] = pairs.reshape(-1)
-        memory.view(state)[3] = tokens
+        memory.view(state)[TOKENS] = tokens
         run()
         counts = np.bincount(pairs.reshape(-1), minlength=experts)
         counted += counts
@@ -145,11 +145,11 @@ class Layer:
         step = KernelSequence(self._pool)
         stream, ids, probabilities = floats(x), memory.array(chosen, dtypes.int32), floats(weights)
         n = max_tiles(tokens, USED, EXPERTS, tile)
-        tile_experts, tiles, lists, gather = ids, ints(0, 0, USED, 0), [], []
+        tile_experts, tiles, lists, gather = ids, ints(USED), [], []
         if tile > 1:
-            state = ints(0, 0, -(-tokens // tile), tokens)
+            state = ints(-(-tokens // tile), tokens)
             tile_experts, sources, places, tiles, choices = (
-                memory.zeros(size, dtypes.int32) for size in (n, n * tile, tokens * USED, SIZE, EXPERTS)
+                memory.zeros(size, dtypes.int32) for size in (n, n * tile, tokens * USED, 1, EXPERTS)
             )
             outs = tile_experts, sources, places, tiles, choices
             step.add(group_experts(EXPERTS, USED, tile), *outs, state, ids, parts=1)
@@ -238,7 +238,7 @@ def test_a_layer_that_all_tokens_share(pool: ThreadPool, tokens: int) -> None:
     weights, places = rng.uniform(0, 1, (tokens, USED)), np.arange(tokens * USED)
     if tokens > 1:
         rng.shuffle(places)
-    lists = [ints(0, 0, 1, tokens), ints(*places)] if tokens > 1 else []
+    lists = [ints(1, tokens), ints(*places)] if tokens > 1 else []
     out, step = floats(x), KernelSequence(pool)
     reads = *lists, floats(weights), floats(results), floats(gates), floats(shared)
     tile = lanes if tokens > 1 else 1

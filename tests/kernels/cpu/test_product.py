@@ -58,7 +58,7 @@ def multiply(
     x = np.random.default_rng(1).standard_normal((tokens, cols)).astype(np.float32)
     bias = np.random.default_rng(2).standard_normal(layout.groups(rows) * lanes).astype(np.float32)
     out = memory.zeros(tokens * bias.size, dtypes.float32)
-    state = [ints(0, 0, tokens // tile)] if tile > 1 else []
+    state = [ints(tokens // tile)] if tile > 1 else []
     names = buffer_names([layout], tile)
     inputs = [memory.zeros(2 * tokens * cols, KINDS.get(name, dtypes.float32)) for name in names]
     stream_in = np.random.default_rng(3).standard_normal((tokens, bias.size)).astype(np.float32)
@@ -139,7 +139,7 @@ def test_a_row_of_a_file_of_gigabytes(pool: ThreadPool) -> None:
     ).reshape(rows, -1)
     raw[-1] = blocks
     out, step = memory.zeros(2 * 8192, dtypes.float32), KernelSequence(pool)
-    inputs = ints(rows, 8192 // 256), ints(0, 0, 1), ints(rows - 1, 0), memory.mapped(raw, dtypes.uint8)
+    inputs = ints(rows, 8192 // 256), ints(1), ints(rows - 1, 0), memory.mapped(raw, dtypes.uint8)
     step.add(embed_from_file(Type.Q4_K, LANES, 2, 3.0), out, *inputs)
     step.compile()()
     wanted = 3 * np.concatenate([weights[0], np.zeros(8192)])
@@ -150,7 +150,7 @@ def test_rows_of_the_embedding_times_a_constant(pool: ThreadPool) -> None:
     layout, stream, weights = packed(pool, Type.Q4_K, 8, 256)
     out = memory.zeros(4 * 256, dtypes.float32)
     step = KernelSequence(pool)
-    step.add(embed(layout, 4, 48.0), out, ints(8, 1), ints(0, 0, 1), ints(3, 7, 0, 3), stream)
+    step.add(embed(layout, 4, 48.0), out, ints(8, 1), ints(1), ints(3, 7, 0, 3), stream)
     step.compile()()
     wanted = 48 * weights[[3, 7, 0, 3]]
     np.testing.assert_allclose(memory.view(out).reshape(4, -1), wanted, atol=1e-6 * np.abs(wanted).max())

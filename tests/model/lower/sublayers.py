@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, TinyJit, UOp
 
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.step_state import POSITION, TILES, TOKENS
+from engine.kernels.cpu.step_state import PLACES, TILES, TOKENS
+from engine.model.kv_blocks import BLOCK
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_step import step_kernels
 from engine.model.lower.graph import Transformer
@@ -39,14 +40,21 @@ def keep(chosen: Array, probabilities: Array, logits: Array) -> None:
 
 
 def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
-    """A step of the CPU's kernels, all sublayers of it, which shows `see` every choice."""
-    sequence, pool = step_kernels(model, tile, whole=True).compile(), model.pool
+    """A step of the CPU's kernels, all sublayers of it, which shows `see` every choice. Sequence 0 takes the blocks of
+    each pool in turn."""
+    cache, entries = model.cache, model.cache.positions // BLOCK
+    cache.assign(0, [[i % group.blocks for i in range(entries)] for group in cache.groups])
+    sequence, pool = step_kernels(model, tile, int(tile == 1), whole=True).compile(), model.pool
     scratch = {buffer: name for (name, of, _), buffer in model._scratch.items() if of == tile}
     size = 1 if tile == 1 else model.max_chunk
 
     def run(tokens: list[int], at: int) -> Sublayers:
         memory.view(model.tokens)[: len(tokens)] = tokens
-        memory.view(model.state)[[POSITION, TILES, TOKENS]] = at, -(-len(tokens) // tile), len(tokens)
+        state = memory.view(model.state)
+        state[[TILES, TOKENS]] = -(-len(tokens) // tile), len(tokens)
+        places = state[PLACES:].reshape(-1, 2)
+        places[:] = 0, 1  # what fills a tile is of no sequence
+        places[: len(tokens), 0], places[: len(tokens), 1] = range(at, at + len(tokens)), 0
         done, got = 0, Sublayers([], [])
         for i, (_, buffers) in enumerate(sequence.programs):
             name = scratch.get(buffers[0])
