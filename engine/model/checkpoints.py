@@ -156,11 +156,6 @@ class Checkpoints:
             return
         self._store.save_state(self._add(text, ends_turn).slot, sequence)
 
-    def forget_after(self, length: int) -> None:
-        """Gives up all after more than so many tokens."""
-        for checkpoint in [c for c in self._kept if c.length > length]:
-            self._give_up(checkpoint)
-
     def end_of_step(self, done: int, end: int, turns: Sequence[int], sequence: int = 0) -> int:
         """Where a prefill step from `done` to `end` should end, so that a checkpoint can be saved where one of `turns`
         ends (`Answer.turn_ends`): at the first that saves enough tokens, else at `end`."""

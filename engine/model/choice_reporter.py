@@ -22,16 +22,12 @@ class ChoiceReporter:
     ) -> None:
         """`read` gives `ModelRunner.expert_choices`."""
         self._read, self._report, self._before = read, report, read()
-        self._due_s = 0.0
+        self._due_s: float | None = None  # of the next report, while there is a request
 
     @property
     def counts(self) -> bool:
         """Whether there is anything to report."""
         return bool(self._before)
-
-    def begin(self) -> None:
-        """A request comes. Nothing is read, since its first token is awaited."""
-        self._due_s = time.perf_counter() + INTERVAL_S
 
     def skip(self) -> None:
         """Leaves out what steps have chosen that are no request's, as those of a profile."""
@@ -39,15 +35,23 @@ class ChoiceReporter:
             self._before = self._read()
 
     def report_if_due(self) -> None:
-        if self.counts and time.perf_counter() >= self._due_s:
-            self.report()
+        """To be called often while there are requests. Nothing is read at first, since first tokens are awaited."""
+        if self._due_s is None:
+            self._due_s = time.perf_counter() + INTERVAL_S
+        elif time.perf_counter() >= self._due_s:
+            self._due_s = time.perf_counter() + INTERVAL_S
+            self._report_new()
 
-    def report(self) -> None:
+    def end(self) -> None:
+        """All requests have ended."""
+        self._due_s = None
+        self._report_new()
+
+    def _report_new(self) -> None:
         """Reports what was chosen since the last report."""
         if not self.counts:
             return
         before, self._before = self._before, self._read()
         new = [now - then for now, then in zip(self._before, before, strict=True)]
-        self._due_s = time.perf_counter() + INTERVAL_S
         if any(counts.any() for counts in new):
             self._report(ExpertChoices(layers=tuple(tuple(counts.tolist()) for counts in new)))

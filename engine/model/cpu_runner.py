@@ -45,7 +45,7 @@ class CPURunner:
     ) -> None:
         """`keep_packed`: reads packed weights from the cache on disk, or writes them there (`packed_weights_cache`).
         `kv`: the format of the KV cache. Raises ModelFileError."""
-        self.parallel, self._vocab = parallel, weights.spec.vocab
+        self.parallel, self._context, self._vocab = parallel, context_length, weights.spec.vocab
         with timeline.span("threads"):
             self._lanes, pool = register_lanes(), default_pool()
         with timeline.span("weights"):
@@ -110,8 +110,9 @@ class CPURunner:
         return self._model.expert_choices()
 
     def replay(self, step: Step, position: int) -> Replay:
-        is_decode = step == "decode"
-        tile, sequence, n = (1, self._decode[1], 1) if is_decode else (self._lanes, self._prefill, self.max_chunk)
+        tile, sequence, n = 1, self._decode[1], 1
+        if step == "prefill":
+            tile, sequence, n = self._lanes, self._prefill, min(self.max_chunk, self._context - position)
         self._set(tile, [Slot(0, tuple(varied_tokens(n, self._vocab)), position)])
         return Replay(sequence.calls, self._model.uses(), n, sequence, call_s=sequence.call_s)
 

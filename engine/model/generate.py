@@ -167,7 +167,7 @@ class TextModel:
         if any(slots.slots):
             self._choices.report_if_due()
         else:
-            self._choices.report()
+            self._choices.end()
 
     def begin(self, request: Generate, report: Report) -> Answer:
         """The answer to a request, for `scheduler`. Only one thread may call it, but any. Raises ContextFullError,

@@ -220,17 +220,14 @@ class KVBlocks:
         if len(known) < first:  # those before were thrown out meanwhile
             raise PoolFullError
         node = known[-1] if known else self._root
+        wanted = [max(0, end - max(first, since)) for since in kept]
+        self._check_room(wanted)
         node.users += 1  # so what is thrown out to make room is another one
-        try:
-            taken = self._take(end - first)
-        finally:
-            node.users -= 1
+        taken = [[self._take_one(g) for _ in range(n)] for g, n in enumerate(wanted)]
+        node.users -= 1
         filled: list[list[int]] = [[] for _ in self._groups]
-        for number, own in enumerate(taken, first):
-            for g, from_block in enumerate(kept):
-                if number < from_block:
-                    self._free[g].append(own[g])
-                    own[g] = _ABSENT
+        for number in range(first, end):
+            own = [of.pop() if number >= since else _ABSENT for of, since in zip(taken, kept, strict=True)]
             node = self._insert(node, tuple(tokens[number * BLOCK :][:BLOCK]), own)
             for blocks, block, of_node in zip(filled, own, node.blocks, strict=True):
                 blocks.append(block if of_node == block else _ABSENT)
@@ -394,9 +391,13 @@ class KVBlocks:
 
     def _take(self, n: int) -> list[list[int]]:
         """n blocks of each group: [n][groups]. Raises PoolFullError."""
-        if any(len(f) + len(u) < n for f, u in zip(self._free, self._unheld, strict=True)):
-            raise PoolFullError
+        self._check_room([n] * len(self._groups))
         return [[self._take_one(g) for g in range(len(self._groups))] for _ in range(n)]
+
+    def _check_room(self, wanted: Sequence[int]) -> None:
+        """Raises PoolFullError unless each group has so many blocks that no live sequence holds."""
+        if any(len(f) + len(u) < n for n, f, u in zip(wanted, self._free, self._unheld, strict=True)):
+            raise PoolFullError
 
     def _take_one(self, g: int) -> int:
         if not self._free[g]:

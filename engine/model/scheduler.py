@@ -152,8 +152,8 @@ class Scheduler:
     def _end_cancelled(self) -> None:
         for sequence, job in self._live():
             if job.cancelled():
-                self._leave(sequence)
                 job.answer.cancel()
+                self._leave(sequence)
                 job.end(job.answer.finished())
         for client, queue in list(self._waiting.items()):
             for job in [job for job in queue if job.cancelled()]:
@@ -188,7 +188,9 @@ class Scheduler:
         job = self._slots[sequence]
         assert job
         if self._states and is_whole:
-            self._keep_state(self._states, sequence, job.answer.tokens)
+            # Who goes on with a reply that was stopped may begin a token earlier: no turn has ended.
+            ends_turn = job.answer.reason != "cancelled"
+            self._keep_state(self._states, sequence, job.answer.tokens, ends_turn)
         self._last = job.answer.tokens[: self.blocks.length(sequence)]
         if self._keeper and is_whole and not job.answer.request.fresh:
             self._keeper.note(self._last, job.answer.messages_end)
@@ -308,12 +310,12 @@ class Scheduler:
             job.answer.cached += found - done
         return found
 
-    def _keep_state(self, states: Checkpoints, sequence: int, tokens: list[int]) -> None:
+    def _keep_state(self, states: Checkpoints, sequence: int, tokens: list[int], ends_turn: bool) -> None:
         """Keeps the state of a sequence that ends. If its last step ran ahead, its token is in the KV cache too."""
         length, position = self.blocks.length(sequence), states.position(sequence)
         if length and position in (length, length + 1):
             self.blocks.commit(sequence, tokens[length:position])
-            states.save(tokens[:position], ends_turn=True, sequence=sequence)
+            states.save(tokens[:position], ends_turn, sequence)
 
     def _piece(self) -> int:
         """The most tokens to prefill now."""

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from engine.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from engine.model import checkpoints
-from engine.model.checkpoints import EVERY, Checkpoints
-from engine.model.choice_reporter import ChoiceReporter
+from engine.model.checkpoints import EVERY
 from engine.model.generate import TextModel
+from engine.model.scheduler import Scheduler
 from tests import generated_model
 from tests.model.fake_state_runner import FakeStateRunner, next_token
 
@@ -45,11 +45,9 @@ def reply(prompt, n, eos=()):
 
 
 def with_states(model, slots=8):
-    model._runner = FakeStateRunner(slots)
-    model._states = Checkpoints(model._runner)
-    model._choices = ChoiceReporter(model._runner.expert_choices, lambda _: None)
-    model._cached.clear()
-    return model._runner
+    runner = FakeStateRunner(slots)
+    model.scheduler = Scheduler(runner, lambda _: None)
+    return runner
 
 
 TURN = st.tuples(
@@ -75,7 +73,7 @@ def test_a_conversation_goes_on_anywhere_as_a_new_one_would(model, turns, slots)
         assert cached < len(prompt) and len(runner.saved) <= slots
         text = prompt + said
         if is_profiled:
-            with model._replay_position(1) as position:
+            with model.scheduler.room_after_last(1, model.context_length) as position:
                 runner.replay("decode", position)
 
 

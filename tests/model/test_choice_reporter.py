@@ -5,8 +5,9 @@ import pytest
 
 from engine.events import EngineOptions, ExpertChoices, Generate, Profile, Sampling, Slot, Slots, TokenIds
 from engine.measure import profile
-from engine.model import choice_reporter
+from engine.model import choice_reporter, scheduler
 from engine.model.generate import TextModel
+from engine.model.kv_blocks import KVBlocks
 from tests import generated_model
 
 PROMPT, LAYERS, DIM = tuple(range(30, 50)), 2, 64
@@ -39,42 +40,49 @@ def answer(model, fresh=True):
 
 def captures(model):
     for _ in range(3):
-        model._runner.decode(0, 0)
+        model._run_rows(1)
         yield
+
+
+def forget(model):
+    """Empties the KV cache."""
+    model.scheduler.blocks = KVBlocks(model._runner)
 
 
 def test_every_choice_for_a_request_is_reported_once(model, events, monkeypatch):
     assert (model.ready.experts, model.ready.experts_used) == (COUNT, USED)
     monkeypatch.setattr(choice_reporter, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(scheduler, "REPORT_S", 0.0)
     monkeypatch.setattr(profile, "ROUNDS_S", 0.0)
     for fresh, tokens in ((True, len(PROMPT) + 3), (False, 4)):  # the second prompt is in the cache
         events.clear()
         answer(model, fresh)
-        assert len(events) >= 4
-        counts = np.sum([event.layers for event in events], axis=0)
+        chosen = [event.layers for event in events if isinstance(event, ExpertChoices)]
+        assert len(chosen) >= 3
+        counts = np.sum(chosen, axis=0)
         assert counts.shape == (LAYERS, COUNT)
         by_layer = np.array([tokens, 4])  # of a prompt, the last layer computes the last token alone
         assert (counts.sum(-1) == by_layer * USED).all() and (counts <= by_layer[:, None]).all()
         # What a profile and a warm-up choose is nobody's.
         model.profile(Profile(request_id=1), lambda: False)
-        model._cached.clear()
+        kept = model.scheduler.blocks
+        forget(model)
         model._captures = captures(model)
         model.warm_up(lambda: False)
-        model._cached[:] = PROMPT[:-1]
+        model.scheduler.blocks = kept
 
 
 def test_they_are_reported_seldom_and_at_the_end(model, events):
     events.clear()
     answer(model)
-    assert [type(event) for event in events] == [ExpertChoices]
+    assert [type(event) for event in events if not isinstance(event, Slots)] == [ExpertChoices]
 
 
 def test_those_of_several_conversations_are_reported_too(model, events):
     events.clear()
     answering, idle = (Slots(slots=(slot,), waiting=0, blocks=()) for slot in (SLOT, None))
-    model._choices.begin()
     for slots in (answering, idle, idle):
-        model._runner.decode(0, 0)
+        model._run_rows(1)
         model._report_slots(slots, events.append)
     assert [type(event) for event in events] == [Slots, Slots, ExpertChoices, Slots, ExpertChoices]
     assert [sum(event.layers[0]) for event in events[2::2]] == [2 * USED, USED]

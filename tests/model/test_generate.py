@@ -21,6 +21,7 @@ from engine.events import (
     TokenIds,
 )
 from engine.model.generate import TextModel
+from engine.model.kv_blocks import KVBlocks
 from engine.model.sampling import Sampler
 from tests import generated_model
 from tests.reference import Reference, log_softmax
@@ -70,7 +71,7 @@ def test_the_common_prefix_is_not_computed_again(model):
     fresh, _, _ = answer(model, TokenIds(ids=(9, *more[1:])))  # another start: nothing to reuse
     assert fresh.cached_n == 0
     restarted, repeated, _ = answer(model, TokenIds(ids=more))
-    assert restarted.cached_n == 0
+    assert restarted.cached_n == len(more) - 1  # what came between has not taken its room
     assert [t.id for t in repeated] == [t.id for t in tokens]
 
 
@@ -117,7 +118,7 @@ def test_prompts_that_cannot_be_answered(model):
             answer(model, prompt)
 
 
-def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model):
+def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model, monkeypatch):
     chat = Chat(messages=(Message(role="user", content="hello"),))
     tokenizer = model.tokenizer
     script = (
@@ -127,11 +128,8 @@ def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model):
         + tokenizer.encode("yes")
         + sorted(tokenizer.eos_ids)[:1]
     )
-    runner, model._runner = model._runner, Scripted(model._runner, script)
-    try:
-        end, tokens, _ = answer(model, chat, ignore_eos=False, max_tokens=None)
-    finally:
-        model._runner = runner
+    monkeypatch.setattr(model.scheduler, "_runner", Scripted(model._runner, script))
+    end, tokens, _ = answer(model, chat, ignore_eos=False, max_tokens=None)
     assert (end.reason, end.predicted_n) == ("stop", len(script))
     assert "".join(t.text for t in tokens if isinstance(t, Thinking)) == "hm"
     assert "".join(t.text for t in tokens if not isinstance(t, Thinking)) == "yes"
@@ -149,65 +147,63 @@ def test_an_effort_reaches_the_template(tmp_path):
     assert model.ready.model.takes_effort and high == plain + len(model.tokenizer.encode("high"))
 
 
-class Scripted:
-    """A runner that returns the tokens of a script."""
-
-    max_rewind = None
-
-    def __init__(self, runner, script):
-        self.max_chunk, self.prefill, self.logits = runner.max_chunk, runner.prefill, runner.logits
-        self._script = iter(script)
-
-    def decode(self, token, position, run_ahead=False):
-        return next(self._script)
-
-
-class FakeSamplingRunner:
-    """A runner that samples with the numbers it was given, and records each `ahead`."""
-
-    max_rewind = None
+class Wrapped:
+    """A runner, but for what is defined here."""
 
     def __init__(self, runner):
-        self.max_chunk, self.chunk_sizes, self.decode_depths = (
-            runner.max_chunk,
-            runner.chunk_sizes,
-            runner.decode_depths,
-        )
-        self.precompiled = True
-        self.prefill, self.decode, self.logits, self.replay = (
-            runner.prefill, runner.decode, runner.logits, runner.replay,
-        )  # fmt: skip
-        self.expert_choices = runner.expert_choices
+        self._runner = runner
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+
+class Scripted(Wrapped):
+    """Returns the tokens of a script."""
+
+    def __init__(self, runner, script):
+        super().__init__(runner)
+        self._script = iter(script)
+
+    def run(self, slots, ahead=False):
+        [slot] = slots
+        self._runner.run(slots)
+        return np.array([next(self._script)] if slot.want == "last" else [])
+
+
+class FakeSampler(Wrapped):
+    """Samples with the numbers it was given, and records each `ahead`."""
+
+    def __init__(self, runner):
+        super().__init__(runner)
         self.asked = []
 
-    def prepare_sampling(self, sampling, tokens, uniforms):
+    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
         self._left, self._said, self._sampling = iter(uniforms), list(tokens), sampling
         return sampling.top_k != 0
 
-    def decode_and_sample(self, token, position, run_ahead=False):
-        assert self._said[position] == token
-        self.asked.append(run_ahead)
-        self.decode(token, position)
-        ids, masses = Sampler(self._sampling).candidates(self.logits(), self._said)
-        self._said.append(
-            int(ids[np.searchsorted(np.cumsum(masses), next(self._left) * masses.sum(), "right")])
-        )
-        return self._said[-1]
+    def run(self, slots, ahead=False):
+        [slot], chosen = slots, self._runner.run(slots)
+        if not slot.draw:
+            return chosen
+        assert slot.inputs == (self._said[slot.position],)
+        self.asked.append(ahead)
+        ids, masses = Sampler(self._sampling).candidates(self._runner.logits()[0], self._said)
+        place = np.searchsorted(np.cumsum(masses), next(self._left) * masses.sum(), "right")
+        self._said.append(int(ids[place]))
+        return np.array(self._said[-1:])
 
 
-def test_sampling_on_the_device_gives_the_text_of_sampling_on_the_host(model):
+def test_sampling_on_the_device_gives_the_text_of_sampling_on_the_host(model, monkeypatch):
     hot = Sampling(temperature=1.5, top_k=50, repeat_penalty=1.2, seed=11)
     wanted = [t.id for t in answer(model, "once", sampling=hot)[1]]
-    runner, model._runner = model._runner, FakeSamplingRunner(model._runner)
-    try:
-        assert [t.id for t in answer(model, "once", sampling=hot)[1]] == wanted
-        assert model._runner.asked == [True] * 11 + [False]  # none runs ahead of the last
-        assert [t.id for t in answer(model, "once", sampling=hot, logprobs=2)[1]] == wanted
-        for other in (GREEDY, Sampling(top_k=0, seed=1), Sampling(presence_penalty=0.5)):
-            answer(model, "once", sampling=other)
-        assert len(model._runner.asked) == 12  # these were the host's business
-    finally:
-        model._runner = runner
+    runner = FakeSampler(model._runner)
+    monkeypatch.setattr(model.scheduler, "_runner", runner)
+    assert [t.id for t in answer(model, "once", sampling=hot)[1]] == wanted
+    assert runner.asked == [True] * 11 + [False]  # none runs ahead of the last
+    assert [t.id for t in answer(model, "once", sampling=hot, logprobs=2)[1]] == wanted
+    for other in (GREEDY, Sampling(top_k=0, seed=1), Sampling(presence_penalty=0.5)):
+        answer(model, "once", sampling=other)
+    assert len(runner.asked) == 12  # these were the host's business
 
 
 def test_what_the_engine_does_not_run_is_refused(tmp_path, path):
@@ -221,8 +217,9 @@ def test_finished_counts(model):
     assert end.predicted_ms == 0 and end.prompt_ms > 0 and end.context_used == end.prompt_n
 
 
-def test_what_is_captured_later_gives_way_to_a_prompt_and_to_a_conversation(model):
-    model._cached.clear()
+def test_what_is_captured_later_gives_way_to_a_prompt_and_to_a_conversation(model, monkeypatch):
+    forget = lambda: monkeypatch.setattr(model.scheduler, "blocks", KVBlocks(model._runner))
+    forget()
     asked = iter([False, False, True, False])
     uses = []
     model._captures = (uses.append(i) for i in range(9))
@@ -231,7 +228,7 @@ def test_what_is_captured_later_gives_way_to_a_prompt_and_to_a_conversation(mode
     answer(model, "once", sampling=GREEDY)
     model.warm_up(lambda: False)
     assert uses == [0, 1]
-    model._cached.clear()
+    forget()
     model.warm_up(lambda: False)
     model.warm_up(lambda: False)
     assert uses == [*range(9)]

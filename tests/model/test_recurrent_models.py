@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.events import EngineOptions, Generate, Profile, Sampling, Token, TokenIds
-from engine.model import checkpoints, cpu_batch_runner, cpu_runner
+from engine.model import checkpoints, cpu_runner
 from engine.model.generate import TextModel
 from tests import generated_model
 
@@ -25,8 +25,7 @@ def model(path):
 def opened(path, **options):
     options = EngineOptions(model_path=str(path), context_length=CONTEXT, **options)
     with pytest.MonkeyPatch.context() as patch:
-        for runner in (cpu_runner, cpu_batch_runner):
-            patch.setattr(runner, "register_lanes", lambda: 8)  # less to compile
+        patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile
         return TextModel(options, lambda _: None)
 
 

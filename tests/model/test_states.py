@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from engine.kernels.gpu.delta_net import DeltaHeads
-from engine.model import cpu_batch_runner, cpu_runner
-from engine.model.checkpoints import StateStore
-from engine.model.cpu_batch_runner import CPUBatchRunner
+from engine.model import cpu_runner
 from engine.model.cpu_runner import CPURunner
 from engine.model.fused.states import DeviceStates
 from engine.model.graph_runner import GraphRunner
 from engine.model.kv_blocks import KVBlocks
 from engine.model.memory_need import memory_need
-from engine.model.model_runner import Row
+from engine.model.model_runner import Slot
 from tests import generated_model
+from tests.model.lone_sequence import LoneSequence
 from tests.model.lower.layers import opened
 from tests.reference import Reference, divergence
 
@@ -32,7 +31,7 @@ def path(tmp_path_factory):
 def runner(path, request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile
-        return request.param(opened(path), 128)
+        return LoneSequence(request.param(opened(path), 128))
 
 
 def run(runner, chunks):
@@ -44,7 +43,8 @@ def run(runner, chunks):
     return state(runner)
 
 
-def state(runner):
+def state(lone):
+    runner = lone.runner
     if isinstance(runner, CPURunner):
         return np.concatenate([states[0] for states in runner._model.states.memory])
     return np.concatenate([t.numpy().ravel() for s in runner._transformer.states for t in s.tensors])
@@ -66,15 +66,16 @@ def test_decode_leaves_the_state_of_prefill(runner, path):
 
 
 def test_a_checkpoint_is_gone_back_to(runner):
-    assert isinstance(runner, StateStore) and runner.state_slots > 1
+    store = runner.runner
+    assert store.state_slots > 1
     at_40 = run(runner, (32, 8))
-    runner.save_state(1)
-    assert 4 * state(runner).size == runner.state_bytes
+    store.save_state(1)
+    assert 4 * state(runner).size == store.state_bytes
     runner.prefill(TOKENS[40:60], 40)
-    runner.save_state(0)
+    store.save_state(0)
     assert np.abs(state(runner) - at_40).max() > 1e-3
-    runner.load_state(1)
-    assert runner.state_position() == 40
+    store.load_state(1)
+    assert store.state_position() == 40
     np.testing.assert_array_equal(state(runner), at_40)
     runner.prefill(TOKENS[40:64], 40)
     after = state(runner)
@@ -83,10 +84,9 @@ def test_a_checkpoint_is_gone_back_to(runner):
 
 def test_sequences_side_by_side(path, monkeypatch):
     """Rows of some of them at a time; one that begins anew; and one that goes back to a checkpoint of another."""
-    monkeypatch.setattr(cpu_batch_runner, "register_lanes", lambda: 8)
+    monkeypatch.setattr(cpu_runner, "register_lanes", lambda: 8)
     weights = opened(path)
-    runner, reference = CPUBatchRunner(weights, 128, parallel=3), Reference(path)
-    assert isinstance(runner, StateStore)
+    runner, reference = CPURunner(weights, 128, parallel=3), Reference(path)
     n_states = 3 + runner.state_slots
     kept = sum(memory_need(weights.spec, 128, parallel=n).states_bytes * s for n, s in ((3, 1), (1, -1)))
     assert kept == (n_states - 9) * runner.state_bytes
@@ -96,7 +96,7 @@ def test_sequences_side_by_side(path, monkeypatch):
     def prefill(sequence: int, done: int) -> None:
         tokens = texts[sequence][done:-1]
         blocks.reserve(sequence, len(tokens))
-        runner.prefill(tokens, done, sequence)
+        runner.run([Slot(sequence, tuple(tokens), done, "none")])
         blocks.commit(sequence, tokens)
 
     for sequence in (0, 1):
@@ -106,9 +106,8 @@ def test_sequences_side_by_side(path, monkeypatch):
     for sequences in ((0, 1, 2), (2, 0), (1,), (2, 1, 0)):
         for sequence in sequences:
             blocks.reserve(sequence, 1)
-        rows = [Row(texts[s][-1], len(texts[s]) - 1, s) for s in sequences]
-        best = runner.decode_rows(rows)
-        for sequence, token, logits in zip(sequences, best, runner.row_logits(), strict=True):
+        best = runner.run([Slot(s, (texts[s][-1],), len(texts[s]) - 1) for s in sequences])
+        for sequence, token, logits in zip(sequences, best, runner.logits(), strict=True):
             assert divergence(reference.logits(texts[sequence])[-1], logits) < 1e-6
             blocks.commit(sequence, texts[sequence][-1:])
             texts[sequence].append(int(token))
@@ -118,7 +117,7 @@ def test_sequences_side_by_side(path, monkeypatch):
     whole = [states[0].copy() for states in runner._model.states.memory]
     runner.load_state(2, sequence=0)
     assert runner.state_position(0) == 12
-    runner.prefill(texts[0][12:-1], 12, 0)
+    runner.run([Slot(0, tuple(texts[0][12:-1]), 12, "none")])
     for got, want in zip(runner._model.states.memory, whole, strict=True):
         np.testing.assert_allclose(got[0], want, atol=1e-5)
 

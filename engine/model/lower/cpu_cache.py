@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,9 @@ class CPUCache:
         self._windows = sorted({self._window(part.window) for part in spec.attention})
         full = _n_blocks(spec, self._entries, parallel, kv)
         self.groups = tuple(
-            KVGroup(window or None, min(full, _n_window_blocks(window, max_chunk, parallel)) if window else full)
+            KVGroup(
+                window or None, min(full, _n_window_blocks(window, max_chunk, parallel)) if window else full
+            )
             for window in self._windows
         )
         self.layers: list[CachedLayer] = []

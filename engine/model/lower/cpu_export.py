@@ -82,9 +82,7 @@ def _write(layer: CachedLayer, blocks: Blocks, k: NDArray[Any], v: NDArray[Any])
 def _tiles(heads: Heads, x: NDArray[Any]) -> NDArray[Any]:
     """Keys, or scales: (kv heads, blocks, vectors of slots, elements of a token, lanes)."""
     vectors = heads.block // heads.lanes
-    return x.reshape(
-        heads.kv, heads.length // heads.block, vectors, -1, heads.lanes
-    )
+    return x.reshape(heads.kv, heads.length // heads.block, vectors, -1, heads.lanes)
 
 
 def _rows(heads: Heads, values: NDArray[Any]) -> NDArray[Any]:

@@ -156,7 +156,9 @@ def test_scale_and_temperature(pool: ThreadPool) -> None:
 
 @pytest.mark.parametrize(("dim", "lanes"), [(64, 4), (96, 16), (128, 8), (256, 4)])
 def test_sizes_of_heads(pool: ThreadPool, dim: int, lanes: int) -> None:
-    heads = replace(PLAIN, dim=dim, lanes=lanes, scale=dim**-0.5, norm_eps=EPS, query_norm=True, key_norm=True)
+    heads = replace(
+        PLAIN, dim=dim, lanes=lanes, scale=dim**-0.5, norm_eps=EPS, query_norm=True, key_norm=True
+    )
     check(pool, heads, 2 * lanes + 3, 1, lanes, 1)
 
 
