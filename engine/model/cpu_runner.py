@@ -87,6 +87,7 @@ class CPURunner:
     def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
         rows = [slot for slot in slots if slot.want == "last"]
         for slot in slots:
+            assert self._cache.has_blocks(slot.sequence, slot.position + len(slot.inputs) - 1)
             if slot.want == "none":
                 self._set(self._lanes, [slot])
                 self._prefill()
@@ -125,7 +126,6 @@ class CPURunner:
         for slot in slots:
             n = len(slot.inputs)
             end = slot.position + n
-            assert self._cache.has_blocks(slot.sequence, end - 1), "no block is assigned for a token"
             self._tokens[done : done + n] = slot.inputs
             self._places[done : done + n, 0] = range(slot.position, end) if n > 1 else slot.position
             self._places[done : done + n, 1] = slot.sequence

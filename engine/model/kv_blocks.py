@@ -42,6 +42,13 @@ class KVGroup:
         return max(0, self.first_seen(length) - REWIND) // BLOCK
 
 
+def blocks_of_one(window: int, context: int, chunk: int) -> int:
+    """The blocks that a sequence of up to `context` tokens needs in a layer with a window, or with none (0), and one
+    that is a copy. A step stores up to `chunk` tokens before those that the window leaves behind are given back."""
+    kept = min(window + REWIND + chunk + BLOCK, context) if window else context
+    return -(-kept // BLOCK) + 1
+
+
 class BlockStore(Protocol):
     """The memory of the blocks. Calls take effect in the order in which they and the steps are made."""
 

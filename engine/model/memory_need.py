@@ -15,8 +15,7 @@ from engine.events import ContextLength, KernelPath
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 from engine.model.checkpoints import checkpoint_slots
-from engine.model.kv_blocks import BLOCK
-from engine.model.lower import REWIND
+from engine.model.kv_blocks import BLOCK, blocks_of_one
 from engine.model.lower.coverage import lacking_part, lacks_format_because
 from engine.model.mixes import Attend, Weight
 from engine.model.spec import ModelSpec
@@ -55,7 +54,7 @@ class _Path:
 
 
 _EXTRA = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}  # their 6-bit scales become bytes
-_CPU = _Path(128, 128, 16, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8}, reads_tables=True)
+_CPU = _Path(128, BLOCK, 1, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8}, reads_tables=True)
 _GPU = _Path(512, 0, 1, 4, 0, _EXTRA | {"IQ4_XS": 2})
 _GRAPH = _Path(32, 32, 1, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2}, reads_tables=True)
 
@@ -252,13 +251,9 @@ def _cache_bytes(spec: ModelSpec, path: _Path, context: int, kv: KVFormat) -> in
 
 def _cached(attend: Attend, path: _Path, context: int) -> int:
     """Tokens for which a layer's cache has room."""
-    if path is _GPU:  # whole blocks, and one that is a copy
-        kept = attend.window + REWIND + path.chunk + BLOCK if attend.window else context
-        return (ceil(min(kept, context) / BLOCK) + 1) * BLOCK
-    length = ceil((context + path.slack) / path.step) * path.step
-    if not attend.window or path is _GRAPH:
-        return length
-    return min(length, ceil((attend.window + path.chunk + REWIND) / path.step) * path.step)
+    if path is _GRAPH:
+        return ceil((context + path.slack) / path.step) * path.step
+    return blocks_of_one(attend.window, context, path.chunk) * BLOCK + path.slack
 
 
 def _scratch_bytes(spec: ModelSpec, path: _Path, context: int) -> int:

@@ -13,8 +13,7 @@ from engine.devices.system_files import meminfo
 from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.rope import Heads
-from engine.model.kv_blocks import BLOCK, KVGroup
-from engine.model.lower import REWIND
+from engine.model.kv_blocks import BLOCK, KVGroup, blocks_of_one
 from engine.model.lower.cpu_export import CachedLayer, export_blocks, import_blocks
 from engine.model.prefix_store import CHUNK
 from engine.model.spec import ModelSpec
@@ -32,12 +31,9 @@ class CPUCache:
         self.positions = self._entries * BLOCK
         """The positions that a step may compute, those that fill its last tile included."""
         self._windows = sorted({self._window(part.window) for part in spec.attention})
-        full = _n_blocks(spec, self._entries, parallel, kv)
+        one = {window: blocks_of_one(window, context, max_chunk) for window in self._windows}
         self.groups = tuple(
-            KVGroup(
-                window or None, min(full, _n_window_blocks(window, max_chunk, parallel)) if window else full
-            )
-            for window in self._windows
+            KVGroup(window or None, _n_blocks(spec, window, blocks, parallel, kv)) for window, blocks in one.items()
         )
         self.layers: list[CachedLayer] = []
         self._tables = [memory.zeros((parallel + 1) * self._entries, dtypes.int32) for _ in self.groups]
@@ -111,16 +107,11 @@ class CPUCache:
         return [of_groups[self._group(heads)] for heads, _ in self.layers]
 
 
-def _n_window_blocks(window: int, max_chunk: int, parallel: int) -> int:
-    """The blocks of a pool of layers with a window: those that a sequence keeps before a step and fills in it, which
-    begin and end within blocks, and one to copy into; as many more for each further sequence, and for windows of
-    earlier ones."""
-    return (2 * parallel - 1) * (ceil((window + REWIND + max_chunk) / BLOCK) + 2)
-
-
-def _n_blocks(spec: ModelSpec, entries: int, parallel: int, kv: KVFormat) -> int:
-    """The blocks of a pool of layers without a window: so many that all sequences find room, but no more than half of
-    the memory, if one sequence fits."""
+def _n_blocks(spec: ModelSpec, window: int, one: int, parallel: int, kv: KVFormat) -> int:
+    """The blocks of a pool, if a sequence needs `one`: so many that all find room, and beside several as many windows
+    of earlier ones; but the pools of layers without a window take no more than half of the memory, if one fits."""
+    if window:
+        return (2 * parallel - 1) * one
     free = meminfo().get("MemAvailable", 0) - spec.weight_bytes_per_token
     block_bytes = BLOCK * spec.kv_bytes_per_token(windowed=False, kv=kv) or 1
-    return max(entries, min(parallel * (entries + 1), free // 2 // block_bytes))
+    return max(one, min(parallel * one, free // 2 // block_bytes))

@@ -26,7 +26,7 @@ from engine.kernels.gpu.weight_repacking import (
     repack,
 )
 from engine.measure.timeline import timeline
-from engine.model.kv_blocks import BLOCK
+from engine.model.kv_blocks import BLOCK, blocks_of_one
 from engine.model.lower import REWIND
 from engine.model.lower.gpu_layers import (
     Attention,
@@ -150,9 +150,8 @@ class CacheRoom:
     attention: list[Attention] = field(default_factory=list)
 
     def pool(self, window: int) -> int:
-        """Blocks of a layer's pool: those of all sequences, and one for each that is a copy."""
-        kept = min(window + REWIND + self.chunk + BLOCK, self.context) if window else self.context
-        return self.parallel * (-(-kept // BLOCK) + 1)
+        """Blocks of a layer's pool."""
+        return self.parallel * blocks_of_one(window, self.context, self.chunk)
 
 
 def allocate(

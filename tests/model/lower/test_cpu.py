@@ -3,8 +3,9 @@
 import pytest
 
 from engine.kernels.cpu.thread_pool import default_pool
+from engine.model import kv_blocks
 from engine.model.kv_blocks import BLOCK
-from engine.model.lower import REWIND, coverage, cpu_cache
+from engine.model.lower import REWIND, coverage
 from engine.model.lower.cpu import CPUModel
 from tests.model.lower.layers import CONTEXT, MODELS, hold, opened, written
 from tests.model.lower.sublayers import cpu_step
@@ -15,7 +16,7 @@ LANES = 8  # less to compile than 16
 # The pools of windows: so small that the steps take blocks again, or large enough for the whole context.
 @pytest.mark.parametrize(("name", "rewind"), [*((name, 0) for name in MODELS), ("gemma3 Q8_0", REWIND)])
 def test_every_sublayer_agrees_with_the_reference(name, rewind, tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_cache, "REWIND", rewind)
+    monkeypatch.setattr(kv_blocks, "REWIND", rewind)
     path = written(name, tmp_path)
     weights = opened(path)
     if missing := coverage.lacking_part(weights.spec, "CPU"):
