@@ -56,7 +56,7 @@ class _Path:
 _EXTRA = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}  # their 6-bit scales become bytes
 _CPU = _Path(128, BLOCK, 1, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8}, reads_tables=True)
 _GPU = _Path(512, 0, 1, 4, 0, _EXTRA | {"IQ4_XS": 2})
-_GRAPH = _Path(32, 32, 1, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2}, reads_tables=True)
+_GRAPH = _Path(32, 32, 32, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2}, reads_tables=True)
 
 
 def runs_as_graph(spec: ModelSpec, device: str, kernels: KernelPath) -> bool:
@@ -155,8 +155,7 @@ def memory_need(
     if runs_as_graph(spec, device, kernels):
         path = _GRAPH
     conversations = parallel if path is _GPU else 1
-    sequences = 1 if path is _GRAPH else parallel
-    states = 2 * sequences if path is _GPU else sequences  # a GPU has those before and after a step
+    states = 2 * parallel if path is _GPU else parallel  # a GPU has those before and after a step
     loaded = path.loaded(spec)
     piece = min(PIECE_BYTES, max(weight.n_bytes for weight in loaded))
     return MemoryNeed(
@@ -164,7 +163,7 @@ def memory_need(
         conversations=conversations,
         weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in loaded),
         cache_bytes=conversations * _cache_bytes(spec, path, context, kv),
-        states_bytes=(states + checkpoint_slots(sequences)) * spec.state_bytes,
+        states_bytes=(states + checkpoint_slots(parallel)) * spec.state_bytes,
         kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
     )
 

@@ -39,7 +39,7 @@ def open_runner(
     if device == "CUDA":
         cuda_binaries.apply()
     if runs_as_graph(weights.spec, device, kernels):
-        return GraphRunner(weights, context_length, kv)
+        return GraphRunner(weights, context_length, parallel, kv)
     if device == "CPU":
         from engine.model.cpu_runner import CPURunner
 

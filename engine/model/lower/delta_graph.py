@@ -27,7 +27,8 @@ from engine.model.mixes import Delta
 
 @dataclass(frozen=True)
 class DeltaState:
-    """What a sequence keeps of its tokens in one delta net, float32."""
+    """What a sequence keeps of its tokens in one delta net, float32; or those of several sequences, one after the
+    other."""
 
     state: Tensor
     """(value_heads, size keys, size values)"""
@@ -42,9 +43,24 @@ class DeltaState:
             *(Tensor.zeros(*copies, *shape, dtype=dtypes.float32).contiguous().realize() for shape in shapes)
         )
 
+    def of(self, sequence: UOp) -> DeltaState:
+        """That of one of the sequences."""
+        return DeltaState(*(tensor[sequence : sequence + 1].squeeze(0) for tensor in self.tensors))
+
+    def store(self, sequence: UOp, state: DeltaState) -> None:
+        """Gives a sequence another state."""
+        for all_, one in zip(self.tensors, state.tensors, strict=True):
+            store_row(all_, sequence, one)
+
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.state, self.inputs
+
+
+def store_row(rows: Tensor, row: UOp, x: Tensor) -> None:
+    """Stores x in one of several rows."""
+    stored = rows[row : row + 1].uop.store(x.unsqueeze(0).uop)
+    Tensor(rows.uop.after(stored)).realize()
 
 
 class StateCopies:
@@ -53,42 +69,39 @@ class StateCopies:
     def __init__(self, states: Sequence[DeltaState], slots: int) -> None:
         self._live = [tensor for state in states for tensor in state.tensors]
         self._kept = [
-            Tensor.zeros(slots, *tensor.shape, dtype=tensor.dtype).contiguous().realize()
+            Tensor.zeros(slots, *tensor.shape[1:], dtype=tensor.dtype).contiguous().realize()
             for tensor in self._live
         ]
+        sequences = int(self._live[0].shape[0]) if self._live else 1
         self._slot = UOp.variable("slot", 0, max(slots - 1, 0))
-        self._save, self._load, self._clear = (
-            TinyJit(self._saved),
-            TinyJit(self._loaded),
-            TinyJit(self._cleared),
-        )
+        self._sequence = UOp.variable("sequence", 0, sequences - 1)
+        self._save, self._load, self._clear = map(TinyJit, (self._saved, self._loaded, self._cleared))
         self._save.cnt = self._load.cnt = self._clear.cnt = 1  # capture at the first call, not at the second
 
-    def save(self, slot: int) -> None:
+    def save(self, slot: int, sequence: int) -> None:
         if self._live:
-            self._save(self._slot.bind(slot))
+            self._save(self._slot.bind(slot), self._sequence.bind(sequence))
 
-    def load(self, slot: int) -> None:
+    def load(self, slot: int, sequence: int) -> None:
         if self._live:
-            self._load(self._slot.bind(slot))
+            self._load(self._slot.bind(slot), self._sequence.bind(sequence))
 
-    def clear(self) -> None:
-        """Makes the states those before any token."""
+    def clear(self, sequence: int) -> None:
+        """Makes the states of a sequence those before any token."""
         if self._live:
-            self._clear()
+            self._clear(self._sequence.bind(sequence))
 
-    def _saved(self, slot: UOp) -> None:
+    def _saved(self, slot: UOp, sequence: UOp) -> None:
         for kept, live in zip(self._kept, self._live, strict=True):
-            stored = kept[slot : slot + 1].uop.store(live.unsqueeze(0).uop)
-            Tensor(kept.uop.after(stored)).realize()
+            store_row(kept, slot, live[sequence : sequence + 1].squeeze(0))
 
-    def _loaded(self, slot: UOp) -> None:
+    def _loaded(self, slot: UOp, sequence: UOp) -> None:
         for kept, live in zip(self._kept, self._live, strict=True):
-            live.assign(kept[slot : slot + 1].squeeze(0)).realize()
+            store_row(live, sequence, kept[slot : slot + 1].squeeze(0))
 
-    def _cleared(self) -> None:
+    def _cleared(self, sequence: UOp) -> None:
         for live in self._live:
-            live.assign(live.zeros_like()).realize()
+            store_row(live, sequence, Tensor.zeros(live.shape[1:], dtype=live.dtype))
 
 
 def convolved(mix: Delta, x: Tensor, taps: Tensor, before: Tensor, count: UOp | int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,9 @@ from engine.kernels.gpu.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses, role_of
+from engine.model.kv_blocks import BLOCK
 from engine.model.lower.delta_graph import DeltaState, convolved, delta_rule, heads
+from engine.model.lower.graph_inputs import Step
 from engine.model.mixes import (
     MIN_PROBABILITY,
     Activation,
@@ -44,17 +46,20 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 class Transformer:
-    """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache
-    holds up to `length` tokens: for each attention (2, kv_heads, length, head_dim), zeros, in float16, or in float32 if
-    the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its elements:
-    (2, kv_heads, length, 34 / 32 * head_dim). `context`: the session's, which rotary embeddings may depend on.
+    """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache has
+    `blocks` of BLOCK places for tokens: for each attention (2, kv_heads, places, head_dim), zeros, in float16, or in
+    float32 if the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its
+    elements: (2, kv_heads, places, 34 / 32 * head_dim). Each of `sequences` has a recurrent state, and up to `length`
+    tokens, those that fill a step included. `context`: the session's, which rotary embeddings may depend on.
 
     The embeddings of layers stay in the file: each step gets the rows of its tokens (`rows_of`)."""
 
-    def __init__(self, weights: Weights, length: int, context: int, kv: KVFormat = KVFormat.F16) -> None:
+    def __init__(
+        self, weights: Weights, length: int, context: int, sequences: int, blocks: int, kv: KVFormat
+    ) -> None:
         """Raises ModelFileError."""
         spec = self.spec = weights.spec
-        self.length = length
+        self.length, self.places = length, blocks * BLOCK
         table = spec.layer_embeddings.table if spec.layer_embeddings else None
         self._table = weights.mapped(table) if table else None
         loaded = (weight for weight in spec.weights() if weight != table)
@@ -70,11 +75,11 @@ class Transformer:
         self._kv_type = dtypes.int8 if kv.is_quantized else floats
         widths = [kv.bytes(a.head_dim) if kv.is_quantized else a.head_dim for a in spec.caching]
         self._caches = [
-            Tensor.zeros(2, a.kv_heads, length, width, dtype=self._kv_type).contiguous()
+            Tensor.zeros(2, a.kv_heads, self.places, width, dtype=self._kv_type).contiguous()
             for a, width in zip(spec.caching, widths, strict=True)
         ]
         Tensor.realize(*self._caches)
-        self.states = [DeltaState.zeros(mix) for mix in spec.deltas]
+        self.states = [DeltaState.zeros(mix, sequences) for mix in spec.deltas]
 
     def rows_of(self, tokens: Sequence[int]) -> Tensor:
         """What a step of these tokens reads of the embeddings of layers, as the file holds it: uint8 (bytes,), of one
@@ -82,18 +87,24 @@ class Transformer:
         rows = np.zeros(1, np.uint8) if self._table is None else self._table[tokens].reshape(-1)
         return Tensor(rows).realize()
 
-    def __call__(self, tokens: Tensor, rows: Tensor, position: UOp | int) -> Tensor:
-        """Runs `tokens`, int32 (n,), with their `rows_of`, at `position` and the n - 1 positions after it. Stores their
-        keys and values in the cache and returns the normed output of the last sublayer, float32 (n, dim)."""
-        *_, (x, _) = self.sublayers(tokens, rows, position)
+    def __call__(self, step: Step) -> Tensor:
+        """Runs a step. Stores its keys and values in the cache and returns the normed output of the last sublayer,
+        float32 (n, dim)."""
+        *_, (x, _) = self.sublayers(step)
         return self._stream_norm(x, self.spec.output_norm)
 
-    def store(self, tokens: Tensor, rows: Tensor, position: UOp | int, count: UOp | int) -> Tensor:
-        """Runs tokens as `__call__` does, of which the first `count` are those of a prompt; returns the last cache that
-        they are stored in. What follows a prompt does not need, and it is not computed."""
+    def store(self, step: Step) -> Tensor:
+        """Runs a step of a prompt; returns the last cache that it is stored in. What follows a prompt does not need,
+        and it is not computed."""
         last = self.spec.last_keeping
-        steps = self.sublayers(tokens, rows, position, count)
-        return [stored for _, (_, stored) in zip(range(last + 1), steps, strict=False)][-1]
+        return [stored for _, (_, stored) in zip(range(last + 1), self.sublayers(step), strict=False)][-1]
+
+    def copy_block(self, source: UOp, target: UOp) -> None:
+        """Copies the keys and values of a block in all layers."""
+        for cache in self._caches:
+            block = cache[:, :, source * BLOCK : source * BLOCK + BLOCK].contiguous().realize()
+            stored = cache[:, :, target * BLOCK : target * BLOCK + BLOCK].uop.store(block.uop)
+            Tensor(cache.uop.after(stored)).realize()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (n, dim) -> (n, vocab)."""
@@ -118,7 +129,7 @@ class Transformer:
             uses.add_experts(e, 1, gate_up, down)
         uses.add(BufferUse("attention", "token", self.length), *(t for pair in self._ropes for t in pair))
         uses.add(BufferUse("attention", "token", self.length), self._temperatures)
-        uses.add(BufferUse("attention", "context", self.length), *self._caches)
+        uses.add(BufferUse("attention", "context", self.places), *self._caches)
         uses.add(BufferUse("delta net", "token"), *(t for state in self.states for t in state.tensors))
         return uses
 
@@ -129,28 +140,26 @@ class Transformer:
             if bias:
                 yield self._vectors[bias]
 
-    def sublayers(
-        self, tokens: Tensor, rows: Tensor, position: UOp | int, count: UOp | int | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Runs tokens as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache
-        that was stored to last. Only the first `count` tokens, by default all, change recurrent states."""
+    def sublayers(self, step: Step) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs a step as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache
+        that was stored to last."""
         spec = self.spec
-        x, n = self._matrices[spec.embedding].take(tokens), cast(int, tokens.shape[0])
+        x, n = self._matrices[spec.embedding].take(step.tokens).contiguous(), cast(int, step.tokens.shape[0])
         if spec.embedding_scale != 1:
             x = x * spec.embedding_scale
-        masks = {window: _mask(n, position, window) for window in {a.window for a in spec.attention}}
+        masks = {window: _mask(n, step.position, window) for window in {a.window for a in spec.attention}}
         caches, states, stored = iter(self._caches), iter(self.states), self._caches[-1]
         all_caches: list[Tensor] = []  # of each attention the one that it reads
-        of_layers = self._layer_embeddings(x, rows) if spec.layer_embeddings else []
+        of_layers = self._layer_embeddings(x, step.rows) if spec.layer_embeddings else []
         for sublayer in spec.sublayers:
             h, mix = x if sublayer.norm is None else self._stream_norm(x, sublayer.norm), sublayer.mix
             match mix:
                 case Attend():
                     all_caches.append(next(caches) if mix.cache_of is None else all_caches[mix.cache_of])
-                    y, cache = self._attention(mix, h, all_caches[-1], position, masks[mix.window])
+                    y, cache = self._attention(mix, h, all_caches[-1], step, masks[mix.window])
                     stored = stored if cache is None else cache
                 case Delta():
-                    y = self._delta(mix, h, next(states), n if count is None else count)
+                    y = self._delta(mix, h, next(states), step)
                 case Experts():
                     y = self._experts(mix, h, h)
                 case Beside():
@@ -226,18 +235,19 @@ class Transformer:
         hidden = gated(self._product(mix.gate, x), self._product(mix.up, x), mix.activation)
         return self._product(mix.down, hidden)
 
-    def _delta(self, mix: Delta, x: Tensor, before: DeltaState, count: UOp | int) -> Tensor:
-        """x (n, dim), which is normed -> (n, dim). The state becomes that after the first `count` tokens."""
+    def _delta(self, mix: Delta, x: Tensor, states: DeltaState, step: Step) -> Tensor:
+        """x (n, dim), which is normed -> (n, dim). The state of the sequence becomes that after the step."""
         n, v = cast(int, x.shape[0]), self._vectors
-        channels, inputs = convolved(mix, self._product(mix.qkv, x), v[mix.conv], before.inputs, count)
+        before, used = states.of(step.sequence), step.used
+        channels, inputs = convolved(mix, self._product(mix.qkv, x), v[mix.conv], before.inputs, used)
         beta = self._product(mix.beta, x).sigmoid()
         log_decay = v[mix.decay] * self._product(mix.alpha, x, mix.decay_bias).softplus()
-        is_new = (Tensor.arange(n) < count).reshape(n, 1)
+        is_new = (Tensor.arange(n) < used).reshape(n, 1)
         beta, log_decay = (is_new.where(t, 0.0).transpose() for t in (beta, log_decay))
         y, state = delta_rule(*heads(mix, channels, self.spec.eps), log_decay, beta, before.state)
         inputs = inputs.contiguous()
         Tensor.realize(y, state, inputs)  # they read what they are stored to
-        Tensor.realize(before.state.assign(state), before.inputs.assign(inputs))
+        states.store(step.sequence, DeltaState(state, inputs))
         y = self._norm(y.transpose(0, 1), mix.norm).reshape(n, -1)
         return self._product(mix.out, y * self._product(mix.gate, x).silu())
 
@@ -260,7 +270,7 @@ class Transformer:
         heads = x.reshape(n, n_heads, -1).transpose(0, 1)
         return self._norm(heads, norm) if norm and norm.size != width else heads
 
-    def _rotated(self, x: Tensor, rope: int, position: UOp | int) -> Tensor:
+    def _rotated(self, x: Tensor, rope: int, position: UOp) -> Tensor:
         """Rotary position embedding of x (heads, n, head_dim): rotates element i with element i + head_dim / 2."""
         n = x.shape[1]
         cos, sin = (table[position : position + n].unsqueeze(0) for table in self._ropes[rope])
@@ -268,11 +278,11 @@ class Transformer:
         return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
     def _attention(
-        self, part: Attend, x: Tensor, kv: Tensor, position: UOp | int, mask: Tensor | None
+        self, part: Attend, x: Tensor, kv: Tensor, step: Step, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The output projection of attention over x (n, dim), which is normed, and the layer's cache with the new keys
         and values stored, None if there are none. The mask, if any, is added to the scores: (n, position + n)."""
-        a, n = part, cast(int, x.shape[0])
+        a, n, position = part, cast(int, x.shape[0]), step.position
         q = self._rotated(self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm), a.rope, position)
         if self._temperatures is not None:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)
@@ -285,8 +295,8 @@ class Transformer:
                 v = _normed(v, self.spec.eps)
             new = Tensor.stack(k, v)
             new = _quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)
-            stored = Tensor(kv.uop.after(kv[:, :, position : position + n, :].uop.store(new.uop)))
-        cached = (kv if stored is None else stored)[:, :, 0 : position + n, :]
+            stored = _stored(kv, new, step)
+        cached = (kv if stored is None else stored)[:, :, step.places[0 : position + n]]
         if self._kv_type == dtypes.int8:
             cached = _dequantized(cached, a.head_dim)
         keys, values = cached.cast(dtypes.float32)
@@ -316,6 +326,16 @@ def _normed(x: Tensor, eps: float) -> Tensor:
     return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
 
 
+def _stored(cache: Tensor, new: Tensor, step: Step) -> Tensor:
+    """The cache with the keys and values (2, kv_heads, n, width) of a step."""
+    stores = [cache[:, :, step.place : step.place + step.head].uop.store(new[:, :, : step.head].uop)]
+    if new.shape[2] != 1:
+        tail = new[:, :, step.tail : step.tail + step.tail_rows]
+        place = step.tail_place
+        stores.append(cache[:, :, place : place + step.tail_rows].uop.store(tail.uop))
+    return Tensor(cache.uop.after(*stores))
+
+
 def _quantized(x: Tensor) -> Tensor:
     """Elements (..., head_dim) as int8, and after them the bytes of their blocks' float16 scales."""
     blocks = x.reshape(*x.shape[:-1], -1, QUANT_BLOCK)
@@ -343,7 +363,7 @@ def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
     return matrix
 
 
-def _mask(n: int, position: UOp | int, window: int) -> Tensor | None:
+def _mask(n: int, position: UOp, window: int) -> Tensor | None:
     """-inf where a query of n, the first at `position`, does not see a key: (n, position + n). None if all see all."""
     if n == 1 and not window:
         return None

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
-from tinygrad import Tensor, TinyJit, UOp
+from tinygrad import Tensor, TinyJit
 
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.step_state import PLACES, TILES, TOKENS
@@ -13,6 +12,8 @@ from engine.model.kv_blocks import BLOCK
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_step import step_kernels
 from engine.model.lower.graph import Transformer
+from engine.model.lower.graph_inputs import Step as GraphStep
+from engine.model.lower.graph_inputs import StepInputs
 from engine.model.mixes import Experts
 
 Array = NDArray[Any]
@@ -85,26 +86,21 @@ class WatchedTransformer(Transformer):
         return chosen, probabilities
 
 
-def graph_step(transformer: WatchedTransformer, size: int) -> Step:
-    """A step of up to `size` tokens as tensor graphs."""
-    position = UOp.variable("position", 0, transformer.length - size)
-    count = UOp.variable("count", 1, size)
+def graph_step(transformer: WatchedTransformer, inputs: StepInputs, size: int) -> Step:
+    """A step of up to `size` tokens of sequence 0 as tensor graphs."""
 
     @TinyJit
-    def captured(tokens: Tensor, rows: Tensor, position: UOp, count: UOp) -> list[Tensor]:
+    def captured(*of_step: Any) -> list[Tensor]:
         transformer.choices = []
-        streams = [x for x, _ in transformer.sublayers(tokens, rows, position, count)]
+        streams = [x for x, _ in transformer.sublayers(GraphStep(*of_step))]
         return [t.contiguous().realize() for t in (Tensor.stack(*streams), *transformer.choices)]
 
     captured.cnt = 1  # capture at the first call, not at the second
 
     def run(tokens: list[int], at: int) -> Sublayers:
-        padded = [*tokens, *[0] * (size - len(tokens))]
-        ids, rows = Tensor(np.array(padded, np.int32)).realize(), transformer.rows_of(padded)
-        streams, *choices = (
-            t.numpy() for t in captured(ids, rows, position.bind(at), count.bind(len(tokens)))
-        )
-        n = len(tokens)
+        padded, n = [*tokens, *[0] * (size - len(tokens))], len(tokens)
+        step = inputs.step(padded, transformer.rows_of(padded), 0, at, n)
+        streams, *choices = (t.numpy() for t in captured(*step))
         return Sublayers([x[:n] for x in streams], [chosen[:n] for chosen in choices])
 
     return run

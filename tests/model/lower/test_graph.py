@@ -2,8 +2,11 @@
 
 import pytest
 
-from engine.fixes import matvec_heuristic
+from engine.fixes import fused_gathers, matvec_heuristic
+from engine.formats.kv_format import KVFormat
 from engine.model.checkpoints import checkpoint_slots
+from engine.model.kv_blocks import BLOCK
+from engine.model.lower.graph_inputs import StepInputs
 from engine.model.memory_need import memory_need
 from tests.model.lower.layers import CONTEXT, MODELS, hold, opened, written
 from tests.model.lower.sublayers import WatchedTransformer, graph_step
@@ -26,6 +29,10 @@ def hold_memory(transformer):
 def test_every_sublayer_agrees_with_the_reference(name, tmp_path):
     path = written(name, tmp_path)
     matvec_heuristic.apply()
-    transformer = WatchedTransformer(opened(path), CONTEXT + CHUNK, CONTEXT)
+    fused_gathers.apply()
+    length = CONTEXT + CHUNK
+    transformer = WatchedTransformer(opened(path), length, CONTEXT, 1, length // BLOCK, KVFormat.F16)
     hold_memory(transformer)
-    hold(path, graph_step(transformer, CHUNK), graph_step(transformer, 1), CHUNK)
+    inputs = StepInputs(1, length, length // BLOCK)
+    inputs.assign(0, [5, 2, 7, 0, 8, 1, 4, 3, 6])
+    hold(path, graph_step(transformer, inputs, CHUNK), graph_step(transformer, inputs, 1), CHUNK)
