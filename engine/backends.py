@@ -47,9 +47,10 @@ def prepare(options: EngineOptions) -> str:
         )
     os.environ["DEV"] = backend
     os.environ.setdefault("PATH", os.defpath)  # tinygrad fails without PATH
-    # tinygrad's search times kernels on the CPU cores, which compiler processes would keep busy.
-    is_searched = device == "CPU" and options.kernels == "graph"
-    os.environ.setdefault("PARALLEL", str(0 if is_searched else _compiler_processes()))
+    # Processes that compile kernels for this one. tinygrad's search times kernels on the CPU cores, which they would
+    # keep busy.
+    cpus, is_searched = len(allowed_cpus()), device == "CPU" and options.kernels == "graph"
+    os.environ.setdefault("PARALLEL", str(0 if is_searched or cpus == 1 else min(cpus, _MAX_COMPILERS)))
     os.environ.setdefault("CACHELEVEL", "0")  # engine.disk_cache replaces tinygrad's own cache
     if options.kernels == "graph" or device not in BACKENDS:
         os.environ.update(_search_variables(options))
@@ -118,12 +119,6 @@ def _device(dev: str) -> str:
     return dev.partition(";")[0].rpartition("+")[2].partition(":")[0].upper()
 
 
-def _compiler_processes() -> int:
-    """How many processes compile kernels for this one; 0: it compiles them itself."""
-    cpus = len(allowed_cpus())
-    return min(cpus, _MAX_COMPILERS) if cpus > 1 else 0
-
-
 def _search_variables(options: EngineOptions) -> dict[str, str]:
     """tinygrad's variables for its own search and for its matrix-vector heuristic; the environment decides what
     `options` leave open. Only the captured steps are searched: other kernels run once. The schedules
@@ -131,10 +126,9 @@ def _search_variables(options: EngineOptions) -> dict[str, str]:
     chosen: dict[str, int] = {}
     if options.search_width is not None:
         chosen |= {"BEAM": 0, "JITBEAM": options.search_width}
-    if options.matvec is not None:
-        chosen["MV_BLOCKSIZE"] = options.matvec.block_size
-        chosen["MV_THREADS_PER_ROW"] = options.matvec.threads_per_row
-        chosen["MV_ROWS_PER_THREAD"] = options.matvec.rows_per_thread
+    if matvec := options.matvec:
+        chosen |= {"MV_BLOCKSIZE": matvec.block_size, "MV_THREADS_PER_ROW": matvec.threads_per_row,
+                   "MV_ROWS_PER_THREAD": matvec.rows_per_thread}  # fmt: skip
     return {name: str(value) for name, value in chosen.items()}
 
 

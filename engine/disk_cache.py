@@ -16,7 +16,6 @@ import os
 import pickle
 import platform
 import sys
-import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +26,7 @@ import platformdirs
 import engine
 from engine.devices import cuda_driver
 from engine.devices.device_name import device_name
+from engine.whole_file import write_whole
 
 LIMIT_BYTES = 512 << 20
 _DAY_S = 86400
@@ -70,21 +70,13 @@ class DiskCache:
         """Stores `value`, which must not be None, if the disk allows it."""
         if not self._writable:
             return
-        temporary = None
         try:
             content = pickle.dumps(value)
-            if not self._folder.is_dir():
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-                temporary = Path(file.name)
-                file.write(hashlib.sha256(content).digest() + content)
-            temporary.replace(self._path(table, key))
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self._path(table, key), hashlib.sha256(content).digest() + content)
             self._trim()
         except OSError:  # the disk is full or read-only, so further attempts would only cost time
             self._writable = False
-            if temporary:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
 
     def delete(self, table: str, key: object) -> None:
         """Deletes an entry if it exists."""

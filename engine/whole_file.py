@@ -1,20 +1,34 @@
-"""Writes small files whole or not at all: a full disk or a crash leaves what was there before."""
+"""Writes files whole or not at all: a full disk or a crash leaves what was there before."""
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replaces a file by one that only its owner can read. Makes its folder. Raises OSError."""
+def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replaces a file by one with these permissions: by default only its owner can read it. Makes its folder. Raises
+    OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+    with replacing(path) as file:
+        file.write(content)
+        Path(file.name).chmod(mode)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file for the body to write, which then takes the place of `path`. Only its owner can read it. If the body
+    raises, nothing is left of it. Its name meanwhile begins with that of `path`. Raises OSError."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}-", delete=False) as file:
         new = Path(file.name)
         try:
-            file.write(content)
+            yield file
             file.flush()
             new.replace(path)
         except BaseException:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
             raise

@@ -91,13 +91,16 @@ def remove(model: Installed) -> int:
         shutil.rmtree(model.path.parent)
         return size
     folder = repository_folder(model.source.repository)
-    names = {path.relative_to(_snapshot_of(path, folder)) for path in model.paths}
+    root = folder / "snapshots"
+    names = {path.relative_to(root / path.relative_to(root).parts[0]) for path in model.paths}
     links = [snapshot / name for snapshot in _snapshots(folder) for name in names]
     blobs = {link.parent / link.readlink() for link in links if link.is_symlink()}
     freed = sum(link.stat().st_size for link in links if link.is_file() and not link.is_symlink())
     for link in links:
         link.unlink(missing_ok=True)
-    in_use = {os.path.normpath(link.parent / link.readlink()) for link in _links(folder)}
+    in_use = {
+        os.path.normpath(link.parent / link.readlink()) for link in root.rglob("*") if link.is_symlink()
+    }
     store = os.path.normpath(folder / "blobs")
     for blob in {Path(os.path.normpath(blob)) for blob in blobs}:
         if str(blob) in in_use or str(blob.parent) != store:
@@ -153,14 +156,6 @@ def _files(snapshot: Path) -> Iterator[str]:
         with contextlib.suppress(OSError):
             if path.stat().st_size and path.is_file():
                 yield path.relative_to(snapshot).as_posix()
-
-
-def _links(folder: Path) -> Iterator[Path]:
-    return (path for path in (folder / "snapshots").rglob("*") if path.is_symlink())
-
-
-def _snapshot_of(path: Path, folder: Path) -> Path:
-    return folder / "snapshots" / path.relative_to(folder / "snapshots").parts[0]
 
 
 def _remove_empty_folders(folder: Path) -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.catalog import cache, hub
-from engine.catalog.architectures import check_architecture
 from engine.catalog.files import models_among, must_pick
 from engine.catalog.hub import DownloadError, RemoteFile
 from engine.catalog.names import HubModel, WebFile
@@ -25,6 +24,7 @@ from engine.catalog.progress import Meter, Progress
 from engine.catalog.transfer import LOCK_S, Target, fetch
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
+from engine.model.architectures import check_architecture
 
 
 def download(

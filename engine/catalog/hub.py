@@ -63,43 +63,34 @@ def fetch_repository(model: HubModel) -> Repository:
                 model.repository, revision=model.revision, timeout=TIMEOUT_S, files_metadata=True
             )
         )
-        files = [
-            RemoteFile(
-                sibling.rfilename,
-                _size(sibling.lfs.size if sibling.lfs else sibling.size),
-                str(sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or ""),
-            )
-            for sibling in info.siblings or ()
-        ]
+        files = []
+        for sibling in info.siblings or ():
+            size = sibling.lfs.size if sibling.lfs else sibling.size
+            digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or ""
+            if size is not None and (type(size) is not int or size < 0):
+                raise ValueError("no size")
+            files.append(RemoteFile(sibling.rfilename, size, str(digest)))
         if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
             raise ValueError("no commit")
+        architecture = str((info.gguf or {}).get("architecture", ""))
         return Repository(
-            commit=str(info.sha),
-            files={file.name: file for file in files if is_safe(file.name)},
-            architecture=str((info.gguf or {}).get("architecture", "")),
+            str(info.sha), {file.name: file for file in files if is_safe(file.name)}, architecture
         )
     except http_errors() as error:
         raise_download_error(error, str(model))
+    except hub.errors.HFValidationError:
+        raise UsageError(f"hf.co/{model.repository} cannot be the name of a repository.") from None
     except (
         ValueError,
         TypeError,
         KeyError,
         AttributeError,
         RecursionError,
-    ) as error:  # the response has an unknown form
-        if isinstance(error, hub.errors.HFValidationError):
-            raise UsageError(f"hf.co/{model.repository} cannot be the name of a repository.") from None
+    ):  # the response has an unknown form
         raise DownloadError(
             f"{endpoint()} does not answer as the hub does.",
             "Check HF_ENDPOINT, and whether the network shows a log-in page first.",
         ) from None
-
-
-def _size(stated: object) -> int | None:
-    """A size in bytes that a server states. Raises ValueError if it cannot be one."""
-    if stated is None or (type(stated) is int and stated >= 0):
-        return stated
-    raise ValueError("no size")
 
 
 def endpoint() -> str:
@@ -154,13 +145,9 @@ def http_status(error: Exception) -> int:
 
 def retry_after_s(error: Exception, failures: int) -> float | None:
     """How long to wait before the next try after `failures` tries in a row; None if another try makes no sense."""
-    if isinstance(error, _library().errors.OfflineModeIsEnabled) or failures > RETRIES:
-        return None
-    if type(error).__name__ in (
-        "TooManyRedirects",
-        "UnsupportedProtocol",
-        "InvalidURL",
-    ):  # of whichever HTTP client it is
+    hopeless = ("TooManyRedirects", "UnsupportedProtocol", "InvalidURL")  # of whichever HTTP client it is
+    is_offline = isinstance(error, _library().errors.OfflineModeIsEnabled)
+    if is_offline or failures > RETRIES or type(error).__name__ in hopeless:
         return None
     delay: float = FIRST_DELAY_S * 2 ** (failures - 1)
     if not http_status(error):
@@ -177,8 +164,7 @@ def raise_download_error(
     """Raises DownloadError: a sentence that says why `name` could not be downloaded, and one that says what to do.
     `has_arrived`: a part of it is on the disk."""
     errors = _library().errors
-    code = http_status(error)
-    server = "The hub" if on_hub else "The server"
+    code, server = http_status(error), "The hub" if on_hub else "The server"
     kept = " What was downloaded is kept for the next try." if has_arrived else ""
     if isinstance(error, errors.OfflineModeIsEnabled):
         message = f"{name} is not on this machine, and HF_HUB_OFFLINE forbids downloads."
@@ -191,9 +177,11 @@ def raise_download_error(
         hint = "Leave the revision out to get the newest."
     elif code in (401, 403, 404):
         message = f"{name} does not exist, or it is private."
-        hint = "Check the name. If it is private, give your token: HF_TOKEN=…, or `hf auth login`."
-        if not on_hub:
-            hint = "Check the address. If it needs a password, write it into ~/.netrc."
+        hint = (
+            "Check the name. If it is private, give your token: HF_TOKEN=…, or `hf auth login`."
+            if on_hub
+            else "Check the address. If it needs a password, write it into ~/.netrc."
+        )
     elif code == 429:
         message = f"{server} has received too many requests from this network."
         hint = f"Try again in a few minutes.{kept}"
@@ -204,9 +192,8 @@ def raise_download_error(
         host = f"The hub ({endpoint()})" if on_hub else name
         reason = printable(" ".join(str(error).split())) or type(error).__name__
         message = f"{host} cannot be reached: {reason.rstrip('.')}."
-        hint = f"Check the network, or name a mirror with HF_ENDPOINT.{kept}"
-        if not on_hub:
-            hint = f"Check the network and the address.{kept}"
+        where = ", or name a mirror with HF_ENDPOINT" if on_hub else " and the address"
+        hint = f"Check the network{where}.{kept}"
     raise DownloadError(message, hint) from error
 
 

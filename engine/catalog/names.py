@@ -83,15 +83,7 @@ class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
-    """The models that have a short name and that the engine runs, in the order of models.toml."""
-    from engine.catalog.architectures import runs  # reads more modules than a name needs
-
-    return tuple(model for model in named_models() if runs(model.architecture))
-
-
-@cache
-def named_models() -> tuple[KnownModel, ...]:
-    """The models of models.toml, also those whose architecture the engine does not run yet."""
+    """The models that have a short name, in the order of models.toml."""
     text = Path(__file__).with_name("models.toml").read_bytes()
     return msgspec.toml.decode(text, type=dict[str, tuple[KnownModel, ...]])["model"]
 
@@ -101,8 +93,8 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     `aliases` (the user's names, for a path, a URL or a known name), else a known model, else a path that does not
     exist, if `text` looks like a path.
 
-    Raises ModelFileError for an unknown name, with the most similar names, and for the name of a model that the engine
-    does not run. Hyphens in known names do not count: others write ministral-3:3b.
+    Raises ModelFileError for an unknown name, with the most similar names. Hyphens in known names do not count: others
+    write ministral-3:3b.
     """
     text = text.strip()
     path = _path(text)
@@ -113,12 +105,9 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     names = {name.lower(): name for name in aliases}
     if name := names.get(text.lower()):
         return parse(aliases[name])
-    for model in named_models():
-        if _without_hyphens(model.name) == _without_hyphens(text.lower()):
-            from engine.catalog.architectures import check_architecture
-
-            check_architecture(model.architecture, model.name)
-            return model.source
+    wanted = text.lower().replace("-", "")
+    if model := next((model for model in known_models() if model.name.replace("-", "") == wanted), None):
+        return model.source
     if path is not None and (os.sep in text or text.lower().endswith(".gguf")):
         return path.absolute()
     known = [*aliases, *(model.name for model in known_models())]
@@ -131,11 +120,7 @@ def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:
         with contextlib.suppress(ModelFileError):
             if parse(meaning) == source:
                 return name
-    return next((model.name for model in named_models() if model.source == source), str(source))
-
-
-def _without_hyphens(name: str) -> str:
-    return name.replace("-", "")
+    return next((model.name for model in known_models() if model.source == source), str(source))
 
 
 def _path(text: str) -> Path | None:

@@ -9,12 +9,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import platformdirs
 
 from engine.errors import BackendError
+from engine.whole_file import write_whole
 
 
 def find_clang() -> str | None:
@@ -44,12 +44,7 @@ def zig_clang() -> str | None:
     text = f'#!/bin/sh\nexec {shlex.quote(zig)} clang "$@"\n'
     try:
         if not script.is_file() or script.read_text() != text:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                new_script = Path(temporary, script.name)
-                new_script.write_text(text)
-                new_script.chmod(0o755)
-                new_script.replace(script)
+            write_whole(script, text.encode(), 0o755)
     except OSError as error:
         raise BackendError(
             f"The compiler's script cannot be written to {folder}: {error.strerror}.",

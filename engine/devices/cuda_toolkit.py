@@ -23,8 +23,10 @@ _LIBRARY = re.compile(r"libnvrtc\.so(\.\d+)*")
 def runtime_compilers(root: Path = Path("/")) -> list[Path]:
     """All libnvrtc on this machine; $NVRTC_PATH first, then those that tinygrad would load itself."""
     named = [Path(path)] if (path := os.environ.get("NVRTC_PATH")) else []
-    folders = [*_library_path(), *_system_libraries(root), *_of_toolkits(root, "lib64", "lib")]
-    folders += [folder / "lib" for folder in _packages()]
+    folders = [Path(path) for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
+    folders += [root / name for name in ("usr/lib64", "usr/lib", "usr/local/lib", "lib", "lib64")]
+    folders += sorted((root / "usr/lib").glob("*-linux-gnu"))
+    folders += [*_of_toolkits(root, "lib64", "lib"), *(folder / "lib" for folder in _packages())]
     libraries = [path for folder in folders for path in _libraries(folder)]
     return _unique(path for path in (*named, *libraries) if path.is_file())
 
@@ -63,7 +65,8 @@ def _header_folders(root: Path) -> Iterator[Path]:
 def _of_toolkits(root: Path, *names: str) -> Iterator[Path]:
     """Folders of installed toolkits; among those with a version in their name, the newest first."""
     toolkits = [root / "usr/local/cuda", root / "opt/cuda", root / "usr/lib/cuda"]
-    toolkits += sorted((root / "usr/local").glob("cuda-*"), key=_version, reverse=True)
+    version = lambda path: [int(part) for part in re.findall(r"\d+", path.name)]
+    toolkits += sorted((root / "usr/local").glob("cuda-*"), key=version, reverse=True)
     for toolkit in toolkits:
         for name in names:
             yield toolkit / name
@@ -71,24 +74,10 @@ def _of_toolkits(root: Path, *names: str) -> Iterator[Path]:
             yield from sorted((toolkit / "targets").glob(f"*/{name}"))
 
 
-def _version(path: Path) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", path.name)]
-
-
 def _packages() -> list[Path]:
     """Folders of NVIDIA's Python packages, as nvidia/cuda_nvrtc and nvidia/cu13."""
     folders = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
     return _unique(path for folder in folders for path in sorted((Path(folder) / "nvidia").glob("cu*")))
-
-
-def _library_path() -> list[Path]:
-    return [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if p]
-
-
-def _system_libraries(root: Path) -> Iterator[Path]:
-    for name in ("usr/lib64", "usr/lib", "usr/local/lib", "lib", "lib64"):
-        yield root / name
-    yield from sorted((root / "usr/lib").glob("*-linux-gnu"))
 
 
 def _libraries(folder: Path) -> list[Path]:

@@ -12,12 +12,9 @@ from engine.devices.system_files import read_text
 
 def device_name(backend: str) -> str:
     """The maker's name of the device that tinygrad calls `backend` ("CPU", "CUDA", "NV"), as "NVIDIA H200"."""
-    names = cuda_driver.device_names() if backend.startswith(("CUDA", "NV")) else []
-    return names[0] if names else _cpu_name()
-
-
-def _cpu_name() -> str:
-    """From Linux: the CPU's model name on x86, the board's name on Arm."""
+    if backend.startswith(("CUDA", "NV")) and (names := cuda_driver.device_names()):
+        return names[0]
+    # From Linux: the CPU's model name on x86, the board's name on Arm.
     model = re.search(r"^model name\s*: *(.+)", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     board = read_text(Path("/proc/device-tree/model"))
     return (model[1].strip() if model else board) or platform.processor() or platform.machine()

@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from engine.disk_cache import source_digest
 from engine.formats.gguf import GGUF
+from engine.whole_file import replacing
 
 _MAGIC = b"orinpack"
 _HEADER_BYTES = 24  # magic, offset of the table, size of the table: 8 bytes each
@@ -103,13 +103,10 @@ class PackedReader:
 def write(file: GGUF, lanes: int, streams: Mapping[str, NDArray[np.uint8]]) -> bool:
     """Stores the packed streams of a model, uint8 (bytes,) each, by matrix. False if the disk is full or read-only."""
     path = _path(file, lanes)
-    temporary: Path | None = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         delete(file.path)
-        prefix = f"{_model_key(file.path)}-"
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, delete=False) as out:
-            temporary = Path(out.name)
+        with replacing(path) as out:
             out.seek(_HEADER_BYTES)
             table = {}
             for name, stream in streams.items():
@@ -122,12 +119,8 @@ def write(file: GGUF, lanes: int, streams: Mapping[str, NDArray[np.uint8]]) -> b
             out.write(_MAGIC + offset.to_bytes(8, "little") + len(encoded).to_bytes(8, "little"))
             out.flush()
             os.fsync(out.fileno())
-        temporary.replace(path)
         return True
     except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
         return False
 
 

@@ -161,6 +161,32 @@ def _decoded(data: bytes, kind: type[R], name: str) -> R:
         ) from None
 
 
+class ModelMeta(msgspec.Struct):
+    """What llama-server says of a model beside OpenAI's protocol; 0 and "" from other servers."""
+
+    n_ctx: int = 0
+    n_ctx_train: int = 0
+    n_params: int = 0
+    n_vocab: int = 0
+    size: int = 0
+    ftype: str = ""
+
+
+class ListedModel(msgspec.Struct):
+    """`max_model_len` is an addition of vLLM."""
+
+    id: str
+    owned_by: str = ""
+    meta: ModelMeta | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(Reply):
+    """The answer to GET models."""
+
+    data: tuple[ListedModel, ...] = ()
+
+
 # --- errors that a server reports ------------------------------------------------------------------------
 
 _CONTEXT_CODES = ("exceed_context_size_error", "context_length_exceeded")

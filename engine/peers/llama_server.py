@@ -127,8 +127,8 @@ class LlamaServer(ServerEngine):
     async def _describe(self, server: httpx.AsyncClient, file: GGUF, started: float) -> Ready:
         """Raises ModelFileError if the server runs another model than `file`."""
         properties = await http.get(server, "props", _Properties, self.name)
-        models = await http.get(server, "v1/models", _Models, self.name)
-        meta = (models.data[0].meta if models.data else None) or _Meta()
+        models = await http.get(server, "v1/models", http.ModelList, self.name)
+        meta = (models.data[0].meta if models.data else None) or http.ModelMeta()
         parameters = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
         vocab = len(file.get("tokenizer.ggml.tokens", StringArray))
         if (meta.n_params or parameters, meta.n_vocab or vocab) != (parameters, vocab):
@@ -162,9 +162,8 @@ class LlamaServer(ServerEngine):
             await process.close()
 
     async def _exit_error(self, within_s: float = 0.0) -> OrinError | None:
-        if self._process and await self._process.ended_within(within_s):
-            return self._process.exit_error(was_ready=True)
-        return None
+        has_ended = self._process and await self._process.ended_within(within_s)
+        return self._process.exit_error(was_ready=True) if self._process and has_ended else None
 
     # --- answering ---
 
@@ -217,8 +216,11 @@ class LlamaServer(ServerEngine):
                     stats.reason = "length" if chunk.stop_type == "limit" else "stop"
                     return
                 id = chunk.tokens[0] if chunk.tokens else -1
-                logprob, top = _log_probabilities(chunk)
-                yield token(id, chunk.content, at_ms=at_ms, logprob=logprob, top=top)
+                asked: dict[str, Any] = {}
+                for chosen in chunk.completion_probabilities[:1]:  # if they were asked for
+                    top = tuple(TopToken(id=top.id, logprob=top.logprob) for top in chosen.top_logprobs)
+                    asked = {"logprob": chosen.logprob, "top": top}
+                yield token(id, chunk.content, at_ms=at_ms, **asked)
         raise self._broken_off()
 
 
@@ -245,14 +247,6 @@ def _completion(request: Generate, ids: list[int], seed: int) -> http.Json:
         "return_progress": True,
         "timings_per_token": True,
     }
-
-
-def _log_probabilities(chunk: _Chunk) -> tuple[float | None, tuple[TopToken, ...]]:
-    """The token's log-probability and the most probable tokens, if they were asked for."""
-    if not chunk.completion_probabilities:
-        return None, ()
-    chosen = chunk.completion_probabilities[0]
-    return chosen.logprob, tuple(TopToken(id=top.id, logprob=top.logprob) for top in chosen.top_logprobs)
 
 
 # --- the JSON that llama-server sends: tools/server/README.md in llama.cpp -----------------------------------
@@ -301,17 +295,3 @@ class _Properties(http.Reply):
     model_ftype: str = ""
     build_info: str = ""
     chat_template: str = ""
-
-
-class _Meta(msgspec.Struct):
-    n_vocab: int = 0
-    n_params: int = 0
-    n_ctx_train: int = 0
-
-
-class _Model(msgspec.Struct):
-    meta: _Meta | None = None
-
-
-class _Models(http.Reply):
-    data: tuple[_Model, ...] = ()

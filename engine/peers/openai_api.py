@@ -15,17 +15,7 @@ import msgspec
 
 from engine.errors import BackendError, UsageError, one_line
 from engine.event_stream import AnswerStats
-from engine.events import (
-    Chat,
-    Event,
-    Generate,
-    ModelInfo,
-    RawText,
-    Ready,
-    Thinking,
-    Token,
-    TokenIds,
-)
+from engine.events import Chat, Event, Generate, ModelInfo, RawText, Ready, Thinking, Token, TokenIds
 from engine.formats.thinking import ThinkSplitter, split_thinking
 from engine.peers import http
 from engine.peers.server_engine import ServerEngine, chosen_seed
@@ -67,14 +57,12 @@ class OpenAIEngine(ServerEngine):
             if models:
                 names = ", ".join(one_line(model.id) for model in models[:5])
                 raise UsageError(f"{self.name} has no model {one_line(self._model)}.", f"It has {names}.")
-            chosen = _Model(id=self._model)
+            chosen = http.ListedModel(id=self._model)
         self._model, self._owner = chosen.id, chosen.owned_by
-        meta = chosen.meta or _Meta()
+        meta = chosen.meta or http.ModelMeta()
         yield Ready(
             model=ModelInfo(
-                name=one_line(
-                    chosen.id.rpartition("/")[2] or chosen.id
-                ),  # an id may be a path, or owner/name
+                name=one_line(chosen.id.rpartition("/")[2] or chosen.id),  # it may be a path, or owner/name
                 architecture="",
                 quantization=one_line(meta.ftype),
                 parameters=meta.n_params,
@@ -95,7 +83,7 @@ class OpenAIEngine(ServerEngine):
             ),
         )
 
-    async def _models(self) -> tuple[_Model, ...]:
+    async def _models(self) -> tuple[http.ListedModel, ...]:
         """The models that the server lists; empty if it has no list and a model was named. Adds a missing /v1 to the
         address. Raises OrinError."""
         urls = [self.url] if urlsplit(self.url).path.strip("/") else [f"{self.url.rstrip('/')}/v1", self.url]
@@ -104,7 +92,7 @@ class OpenAIEngine(ServerEngine):
                 await self._server.aclose()
             self._server = http.client(url, self._key)
             try:
-                return (await http.get(self._server, "models", _Models, self.name)).data
+                return (await http.get(self._server, "models", http.ModelList, self.name)).data
             except http.NotFoundError:
                 if url == urls[-1] and not self._model:
                     raise
@@ -218,24 +206,3 @@ class _Choice(msgspec.Struct):
 class _Chunk(http.Reply):
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
-
-
-class _Meta(msgspec.Struct):
-    """An addition of llama-server."""
-
-    n_ctx: int = 0
-    n_ctx_train: int = 0
-    n_params: int = 0
-    size: int = 0
-    ftype: str = ""
-
-
-class _Model(msgspec.Struct):
-    id: str
-    owned_by: str = ""
-    meta: _Meta | None = None
-    max_model_len: int | None = None  # an addition of vLLM
-
-
-class _Models(http.Reply):
-    data: tuple[_Model, ...] = ()

@@ -50,12 +50,6 @@ class ServerEngine(ABC):
         """Why the server ended, if it has, or does within that time. None for a server that is not ours."""
         return None
 
-    def _most_chars(self, request: Generate) -> int:
-        """More characters than a reply has if the server keeps to the limit of `request` and to its context."""
-        context = self._ready.context_length if self._ready else 0
-        limits = [limit for limit in (request.max_tokens, context or MOST_TOKENS) if limit is not None]
-        return MOST_CHARS_A_TOKEN * max(1024, min(limits))
-
     def _broken_off(self) -> BackendError:
         return BackendError(f"{self.name} ended its answer in the middle.", "Try again.")
 
@@ -129,11 +123,14 @@ class ServerEngine(ABC):
                 yield event
                 if isinstance(event, Failed):
                     return
-        stats = stream.stats = AnswerStats(request, self._ready.load_ms if self._ready else 0.0)
+        load_ms, context = (self._ready.load_ms, self._ready.context_length) if self._ready else (0.0, 0)
+        stats = stream.stats = AnswerStats(request, load_ms)
         try:
             if request.grammar or (isinstance(request.prompt, Chat) and request.prompt.tools):
                 raise UsageError(f"{self.name} gets no tools and no grammar from orin-chat.")
-            left = self._most_chars(request)
+            limits = request.max_tokens, context or MOST_TOKENS
+            # More characters than a reply has if the server keeps to these limits.
+            left = MOST_CHARS_A_TOKEN * max(1024, min(limit for limit in limits if limit is not None))
             async for event in self._answer(request, stats):
                 yield event
                 left -= len(event.text) if isinstance(event, Token) else 0

@@ -8,7 +8,13 @@ compare it with a table that a C compiler made from these headers.
 from __future__ import annotations
 
 import ctypes
-from ctypes import Structure, c_int16, c_int32, c_uint8, c_uint16, c_uint32, c_uint64, sizeof
+from ctypes import Structure, sizeof
+from ctypes import c_int16 as s16
+from ctypes import c_int32 as s32
+from ctypes import c_uint8 as u8
+from ctypes import c_uint16 as u16
+from ctypes import c_uint32 as u32
+from ctypes import c_uint64 as u64
 from dataclasses import dataclass
 
 L4T = "r36.4"
@@ -40,27 +46,21 @@ def _request(
 class NvmapCreate(Structure):
     """struct nvmap_create_handle. In: the size in bytes. Out: the handle, in the second word."""
 
-    _fields_ = (("size", c_uint32), ("handle", c_uint32))
+    _fields_ = (("size", u32), ("handle", u32))
 
 
 class NvmapCreate64(Structure):
     """The same for 4 GiB and more. In: the size in bytes. Out: the handle, in the lower word."""
 
-    _fields_ = (("size_or_handle", c_uint64),)
+    _fields_ = (("size_or_handle", u64),)
 
 
 class NvmapAlloc(Structure):
-    _fields_ = (
-        ("handle", c_uint32),
-        ("heap_mask", c_uint32),
-        ("flags", c_uint32),
-        ("align", c_uint32),
-        ("numa_nid", c_int32),
-    )
+    _fields_ = (("handle", u32), ("heap_mask", u32), ("flags", u32), ("align", u32), ("numa_nid", s32))
 
 
 class NvmapGetFd(Structure):
-    _fields_ = (("fd", c_int32), ("handle", c_uint32))
+    _fields_ = (("fd", s32), ("handle", u32))
 
 
 NVMAP_CREATE = _request("NVMAP_IOC_CREATE", "N", 0, NvmapCreate)
@@ -81,44 +81,22 @@ TAG_SHIFT = 16  # bits 31:16 of the flags; the kernel logs a warning for a buffe
 class GetCharacteristics(Structure):
     """In: the size and the address of a `Characteristics`. Out: the size of the kernel's own structure."""
 
-    _fields_ = (("size", c_uint64), ("address", c_uint64))
+    _fields_ = (("size", u64), ("address", u64))
 
 
 class Characteristics(Structure):
     """struct nvgpu_gpu_characteristics. Fields of no use here are padding."""
 
     _fields_ = (
-        ("arch", c_uint32),
-        ("impl", c_uint32),
-        ("_rev", c_uint32),
-        ("num_gpc", c_uint32),
-        ("_numa", c_uint8 * 8),
-        ("l2_cache_size", c_uint64),
-        ("_memory", c_uint8 * 8),
-        ("num_tpc_per_gpc", c_uint32),
-        ("_bus", c_uint32),
-        ("big_page_size", c_uint32),
-        ("_pages", c_uint8 * 12),
-        ("flags", c_uint64),
-        ("_classes", c_uint8 * 8),
-        ("compute_class", c_uint32),
-        ("gpfifo_class", c_uint32),
-        ("_copy", c_uint32),
-        ("dma_copy_class", c_uint32),
-        ("gpc_mask", c_uint32),
-        ("sm_version", c_uint32),
-        ("_spa", c_uint32),
-        ("warp_count", c_uint32),
-        ("_ioctls", c_uint8 * 10),
-        ("gpu_va_bit_count", c_uint8),
-        ("_reserved", c_uint8 * 37),
-        ("chipname", ctypes.c_char * 8),
-        ("_clocks", c_uint8 * 32),
-        ("max_freq", c_uint64),
-        ("_more", c_uint8 * 100),
-        ("max_gpfifo_entries", c_uint32),
-        ("_last", c_uint8 * 16),
-    )
+        ("arch", u32), ("impl", u32), ("_rev", u32), ("num_gpc", u32), ("_numa", u8 * 8),
+        ("l2_cache_size", u64), ("_memory", u8 * 8), ("num_tpc_per_gpc", u32), ("_bus", u32),
+        ("big_page_size", u32), ("_pages", u8 * 12), ("flags", u64), ("_classes", u8 * 8),
+        ("compute_class", u32), ("gpfifo_class", u32), ("_copy", u32), ("dma_copy_class", u32),
+        ("gpc_mask", u32), ("sm_version", u32), ("_spa", u32), ("warp_count", u32), ("_ioctls", u8 * 10),
+        ("gpu_va_bit_count", u8), ("_reserved", u8 * 37), ("chipname", ctypes.c_char * 8),
+        ("_clocks", u8 * 32), ("max_freq", u64), ("_more", u8 * 100), ("max_gpfifo_entries", u32),
+        ("_last", u8 * 16),
+    )  # fmt: skip
 
 
 IO_COHERENCE = 1 << 20  # of `Characteristics.flags`
@@ -126,45 +104,34 @@ IO_COHERENCE = 1 << 20  # of `Characteristics.flags`
 
 class AllocAs(Structure):
     _fields_ = (
-        ("big_page_size", c_uint32),
-        ("as_fd", c_int32),
-        ("flags", c_uint32),
-        ("reserved", c_uint32),
-        ("va_range_start", c_uint64),
-        ("va_range_end", c_uint64),
-        ("va_range_split", c_uint64),
-        ("padding", c_uint32 * 6),
-    )
+        ("big_page_size", u32), ("as_fd", s32), ("flags", u32), ("reserved", u32), ("va_range_start", u64),
+        ("va_range_end", u64), ("va_range_split", u64), ("padding", u32 * 6),
+    )  # fmt: skip
 
 
 class OpenTsg(Structure):
-    _fields_ = (
-        ("tsg_fd", c_int32),
-        ("flags", c_uint32),
-        ("source_device_instance_id", c_uint64),
-        ("share_token", c_uint64),
-    )
+    _fields_ = (("tsg_fd", s32), ("flags", u32), ("source_device_instance_id", u64), ("share_token", u64))
 
 
 class OpenChannel(Structure):
     """A union. In: the runlist. Out: the channel's file descriptor."""
 
-    _fields_ = (("runlist_id_or_fd", c_int32),)
+    _fields_ = (("runlist_id_or_fd", s32),)
 
 
 class FlushL2(Structure):
     """struct nvgpu_gpu_l2_fb_args: packed, five bytes; the request number contains this size."""
 
     _pack_ = 1
-    _fields_ = (("flags", c_uint8), ("reserved", c_uint32))
+    _fields_ = (("flags", u8), ("reserved", u32))
 
 
 class NumVsms(Structure):
-    _fields_ = (("num_vsms", c_uint32), ("reserved", c_uint32))
+    _fields_ = (("num_vsms", u32), ("reserved", u32))
 
 
 class MemoryState(Structure):
-    _fields_ = (("total_free_bytes", c_uint64), ("reserved", c_uint64 * 4))
+    _fields_ = (("total_free_bytes", u64), ("reserved", u64 * 4))
 
 
 GET_CHARACTERISTICS = _request("NVGPU_GPU_IOCTL_GET_CHARACTERISTICS", "G", 5, GetCharacteristics)
@@ -185,42 +152,30 @@ DOORBELL_BYTES, DOORBELL = 0x10000, 0x90  # the mapping of the node; the offset 
 
 
 class BindChannel(Structure):
-    _fields_ = (("channel_fd", c_int32),)
+    _fields_ = (("channel_fd", s32),)
 
 
 class AllocSpace(Structure):
-    _fields_ = (
-        ("pages", c_uint64),
-        ("page_size", c_uint32),
-        ("flags", c_uint32),
-        ("offset", c_uint64),
-        ("padding", c_uint32 * 2),
-    )
+    _fields_ = (("pages", u64), ("page_size", u32), ("flags", u32), ("offset", u64), ("padding", u32 * 2))
 
 
 class MapBufferEx(Structure):
     _fields_ = (
-        ("flags", c_uint32),
-        ("compr_kind", c_int16),
-        ("incompr_kind", c_int16),
-        ("dmabuf_fd", c_int32),
-        ("page_size", c_uint32),
-        ("buffer_offset", c_uint64),
-        ("mapping_size", c_uint64),
-        ("offset", c_uint64),
-    )
+        ("flags", u32), ("compr_kind", s16), ("incompr_kind", s16), ("dmabuf_fd", s32), ("page_size", u32),
+        ("buffer_offset", u64), ("mapping_size", u64), ("offset", u64),
+    )  # fmt: skip
 
 
 class UnmapBuffer(Structure):
-    _fields_ = (("offset", c_uint64),)
+    _fields_ = (("offset", u64),)
 
 
 class VaRegion(Structure):
-    _fields_ = (("offset", c_uint64), ("page_size", c_uint32), ("reserved", c_uint32), ("pages", c_uint64))
+    _fields_ = (("offset", u64), ("page_size", u32), ("reserved", u32), ("pages", u64))
 
 
 class GetVaRegions(Structure):
-    _fields_ = (("address", c_uint64), ("size", c_uint32), ("reserved", c_uint32))
+    _fields_ = (("address", u64), ("size", u32), ("reserved", u32))
 
 
 AS_BIND_CHANNEL = _request("NVGPU_AS_IOCTL_BIND_CHANNEL", "A", 1, BindChannel)
@@ -238,65 +193,53 @@ PAGE = 4096  # the size of the GPU's pages in bytes; there are no others, as big
 
 
 class CreateSubcontext(Structure):
-    _fields_ = (("type", c_uint32), ("as_fd", c_int32), ("veid", c_uint32), ("reserved", c_uint32))
+    _fields_ = (("type", u32), ("as_fd", s32), ("veid", u32), ("reserved", u32))
 
 
 class TsgBindChannelEx(Structure):
-    _fields_ = (("channel_fd", c_int32), ("subcontext_id", c_uint32), ("reserved", c_uint8 * 16))
+    _fields_ = (("channel_fd", s32), ("subcontext_id", u32), ("reserved", u8 * 16))
 
 
 class ReadSmErrors(Structure):
     """`num_sm` must be the GPU's number of multiprocessors. The buffer gets a `SmError` for each."""
 
-    _fields_ = (("num_sm", c_uint32), ("reserved", c_uint32), ("address", c_uint64), ("size", c_uint64))
+    _fields_ = (("num_sm", u32), ("reserved", u32), ("address", u64), ("size", u64))
 
 
 class SmError(Structure):
     """struct nvgpu_tsg_sm_error_state_record. ESR: exception status register."""
 
     _fields_ = (
-        ("global_esr", c_uint32),
-        ("warp_esr", c_uint32),
-        ("warp_pc", c_uint64),
-        ("global_report_mask", c_uint32),
-        ("warp_report_mask", c_uint32),
-    )
+        ("global_esr", u32), ("warp_esr", u32), ("warp_pc", u64), ("global_report_mask", u32),
+        ("warp_report_mask", u32),
+    )  # fmt: skip
 
 
 class ChannelWdt(Structure):
-    _fields_ = (("wdt_status", c_uint32), ("timeout_ms", c_uint32))
+    _fields_ = (("wdt_status", u32), ("timeout_ms", u32))
 
 
 class SetupBind(Structure):
     _fields_ = (
-        ("num_gpfifo_entries", c_uint32),
-        ("num_inflight_jobs", c_uint32),
-        ("flags", c_uint32),
-        ("userd_dmabuf_fd", c_int32),
-        ("gpfifo_dmabuf_fd", c_int32),
-        ("work_submit_token", c_uint32),
-        ("userd_dmabuf_offset", c_uint64),
-        ("gpfifo_dmabuf_offset", c_uint64),
-        ("gpfifo_gpu_va", c_uint64),
-        ("userd_gpu_va", c_uint64),
-        ("usermode_mmio_gpu_va", c_uint64),
-        ("reserved", c_uint32 * 9),
-        ("_padding", c_uint32),
-    )
+        ("num_gpfifo_entries", u32), ("num_inflight_jobs", u32), ("flags", u32), ("userd_dmabuf_fd", s32),
+        ("gpfifo_dmabuf_fd", s32), ("work_submit_token", u32), ("userd_dmabuf_offset", u64),
+        ("gpfifo_dmabuf_offset", u64), ("gpfifo_gpu_va", u64), ("userd_gpu_va", u64),
+        ("usermode_mmio_gpu_va", u64), ("reserved", u32 * 9), ("_padding", u32),
+    )  # fmt: skip
 
 
 class AllocObjCtx(Structure):
-    _fields_ = (("class_num", c_uint32), ("flags", c_uint32), ("obj_id", c_uint64))
+    _fields_ = (("class_num", u32), ("flags", u32), ("obj_id", u64))
 
 
 class SetErrorNotifier(Structure):
-    _fields_ = (("offset", c_uint64), ("size", c_uint64), ("dmabuf_fd", c_uint32), ("padding", c_uint32))
+    _fields_ = (("offset", u64), ("size", u64), ("dmabuf_fd", u32), ("padding", u32))
 
 
 class Notification(Structure):
     """struct nvgpu_notification, which the driver writes into the error notifier's buffer (16 bytes)."""
 
-    _fields_ = (("time_ns", c_uint64), ("info32", c_uint32), ("info16", c_uint16), ("status", c_uint16))
+    _fields_ = (("time_ns", u64), ("info32", u32), ("info16", u16), ("status", u16))
 
 
 TSG_BIND_CHANNEL_EX = _request("NVGPU_TSG_IOCTL_BIND_CHANNEL_EX", "T", 11, TsgBindChannelEx)

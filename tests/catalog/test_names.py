@@ -4,13 +4,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.catalog import cache, names
-from engine.catalog.architectures import check_architecture, runs
+from engine.catalog import cache
 from engine.catalog.files import PREFERRED, is_safe, models_among, must_pick, pick, quantization_of
-from engine.catalog.names import HubModel, WebFile, known_models, named_models, parse, short_name
+from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
 from engine.errors import ModelFileError
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.model.architectures import check_architecture
 
 # --- names ---------------------------------------------------------------------------------------------
 
@@ -109,30 +109,17 @@ def test_web_files_are_kept_under_a_name_that_a_folder_can_hold():
 
 
 def test_known_models_can_run():
-    unique = {model.name.replace("-", "") for model in named_models()}
-    assert len(unique) == len(named_models()) > len(known_models()) - 1 >= 15
-    for model in named_models():
-        assert model.name == model.name.lower() and model.quantization in PREFERRED
+    unique = {model.name.replace("-", "") for model in known_models()}
+    assert len(unique) == len(known_models()) > 15
     for model in known_models():
+        assert model.name == model.name.lower() and model.quantization in PREFERRED
         check_architecture(model.architecture, model.name)
-
-
-def test_a_name_is_not_listed_before_its_architecture_runs(monkeypatch):
-    model = names.KnownModel("later:1b", "u/r", "Q8_0", "made-up")
-    monkeypatch.setattr(names, "named_models", lambda: (model,))
-    names.known_models.cache_clear()
-    try:
-        assert not runs("made-up") and known_models() == ()
-        with pytest.raises(ModelFileError, match="later:1b is of the architecture made-up"):
-            parse("later:1b")
-    finally:
-        names.known_models.cache_clear()
 
 
 def test_names_of_ollama_for_families():
     wanted = ("gemma3:1b", "gemma3:4b", "phi3.5", "phi4-mini", "smollm3", "granite3.3:2b", "granite3.3:8b")
     wanted += ("olmoe:7b", "qwen3:30b-a3b", "qwen3-coder:30b", "gpt-oss:20b")
-    assert {*wanted, "ministral3:3b"} <= {model.name for model in named_models()}
+    assert {*wanted, "ministral3:3b"} <= {model.name for model in known_models()}
     assert parse("llama-3.2:1b") == parse("llama3.2:1b")
 
 

@@ -1,5 +1,6 @@
 """Buffers on the simulated driver: sizes, addresses, and what happens when there is no room."""
 
+import ctypes
 import errno
 
 import pytest
@@ -41,7 +42,7 @@ def test_the_size_asked_for_is_the_buffers_and_whole_pages_are_mapped(board):
         assert made.va_addr != made.cpu_view().addr  # nothing may take one for the other
         assert len(device.allocator._as_buffer(made)) == size
     values = bytes(range(256)) * 20
-    assert bytes(contents(device, buffer(device, values), abi.c_uint8)) == values
+    assert bytes(contents(device, buffer(device, values), ctypes.c_uint8)) == values
 
 
 def test_a_buffer_has_the_gpus_address_here_too_where_that_is_free(board):
@@ -53,7 +54,7 @@ def test_a_buffer_has_the_gpus_address_here_too_where_that_is_free(board):
     taken = map_pages(-1, 64 << 10, at=made.va_addr)
     other = buffer(device, b"abcd" * 16384)  # the same address again, for the GPU
     assert other.va_addr == made.va_addr != other.cpu_view().addr
-    assert bytes(contents(device, other, abi.c_uint8)) == b"abcd" * 16384
+    assert bytes(contents(device, other, ctypes.c_uint8)) == b"abcd" * 16384
     unmap_pages(taken, 64 << 10)
 
 

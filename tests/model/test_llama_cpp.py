@@ -1,5 +1,5 @@
 """llama.cpp's answers, where they are at hand: the float32 reference gives the same, and so do the engine's kernels for
-CPUs and its tensor graphs. `python -m tests.oracle_check` runs all that are here in part."""
+CPUs and its tensor graphs. `python -m tools.measure oracle_check` runs all that are here in part."""
 
 import functools
 import os

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests import synthetic
-from tests.reach import Terminal
 from tests.soak.counts import Counts
+from tools.measure.reach import Terminal
 
 TOKENS = 60
 TEXT = "The water rises twice a day, as {prompt} says, and falls as often. "

@@ -6,7 +6,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from tools.recording.animation import Frame, animated_svg, without_waits
+from tools.measure.animation import Frame, animated_svg, without_waits
 
 SVG = "{http://www.w3.org/2000/svg}"
 

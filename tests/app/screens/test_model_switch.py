@@ -29,7 +29,6 @@ def hub(fake_hub, tmp_path, monkeypatch):
     known = [KnownModel("noise", fake_hub.repository, "F16", "llama")]
     for module in ("engine.catalog.names", "app.chat.model_list"):
         monkeypatch.setattr(f"{module}.known_models", lambda: known)
-    monkeypatch.setattr("engine.catalog.names.named_models", lambda: known)
     monkeypatch.setattr(screen_module, "POLL_S", 0.02)
     monkeypatch.setattr(screen_module, "memory_bytes", lambda backend: 8_000_000_000)
     return fake_hub

@@ -36,7 +36,6 @@ def hub(fake_hub, tmp_path, monkeypatch):
     known = [KnownModel(f"noise:{q.lower()}", fake_hub.repository, q, "qwen3") for q in ("Q8_0", "F16")]
     for module in ("engine.catalog.names", "app.chat.model_list"):
         monkeypatch.setattr(f"{module}.known_models", lambda: known)
-    monkeypatch.setattr("engine.catalog.names.named_models", lambda: known)
     monkeypatch.setattr(screen_module, "SIZE_DELAY_S", 0.0)
     monkeypatch.setattr(screen_module, "POLL_S", 0.02)
     monkeypatch.setattr(screen_module, "memory_bytes", lambda backend: 8_000_000_000)

@@ -1,4 +1,6 @@
-"""Measures how the screen keeps up, in a terminal of its own: python -m tests.reach [--kinds NAME ...] [--rates N ...]
+"""How the screen keeps up, in a terminal of its own:
+
+    python -m tools.measure reach [--kinds NAME ...] [--rates N ...]
 
 The synthetic engine emits tokens. The chat runs as a program behind a pseudo-terminal of 160 x 48 with every pane of
 the dashboard open, so that all it draws is written. For each kind of text and rate, while a reply grows: CPU of the
@@ -151,7 +153,7 @@ def under_load(home: Path, model: Path, text: str, rate: float, tokens: int) -> 
         terminal.wait("wall 1,000")  # the kernel table is there
         terminal.type("go\r")
         terminal.wait("answering")
-        started, cpu_before, keys = time.perf_counter(), terminal.cpu_s(), []
+        started, cpu_before, keys = time.perf_counter(), terminal.cpu_s(), list[float]()
         while (elapsed := time.perf_counter() - started) * rate < tokens:
             keys.append(terminal.key_ms(RARE[len(keys) % len(RARE)]))
             terminal.type("\x7f")
@@ -223,14 +225,15 @@ def long_chat(home: Path, model: Path, turns: int) -> LongChat:
         terminal.close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=50_000, help="of each reply")
     parser.add_argument("--seconds", type=float, default=120, help="of each reply, at most")
     parser.add_argument("--rates", type=float, nargs="*", default=[100, 300, 1000], help="tokens a second")
     parser.add_argument("--kinds", nargs="*", choices=TEXTS, default=["prose", "mixed"])
     parser.add_argument("--turns", type=int, nargs="*", default=[10, 300, 3000], help="of long chats")
-    given = parser.parse_args()
+
+
+def run(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model.gguf"
         model.touch()
@@ -254,7 +257,3 @@ def main() -> None:
                 f"{chat.page_ms:.0f} ms, Enter to answering {chat.answer_ms:.0f} ms, {chat.memory_mb:.0f} MB",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,6 @@
-"""Writes pictures of the chat for the README: python -m tests.screenshots [FOLDER] [--model FILE] [--only NAME]
+"""Writes pictures of the chat for the README:
+
+    python -m tools.measure screenshots [FOLDER] [--model FILE] [--only NAME]
 
 The screen is the real one; what the engine says comes from a script, so that the pictures show the same text
 and figures on every machine. With --model the real engine answers on this machine, and every figure is its own.
@@ -8,14 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from textual.app import App
-from textual.pilot import Pilot
 
 from app.chat.history import History
 from app.chat.speed_history import recording_engine
@@ -24,6 +22,7 @@ from app.screens.engine_setup import EngineSetup
 from engine.events import EngineOptions, Sampling
 from presets import guide_path
 from tests.app.scenes import SCENES
+from tools.measure.driven_chat import DrivenChat, keep_apart
 
 PICTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "chat-120x40": ("reply", ()),
@@ -66,53 +65,39 @@ async def picture_of_model(model: str, name: str, keys: tuple[str, ...]) -> str:
     if scene.theme:
         app.theme = scene.theme
     async with app.run_test(size=scene.size) as pilot:
-        app.prompt.cursor_blink = False
-        await _until(pilot, lambda: not app.session.is_busy)
+        chat = DrivenChat(app, pilot, WAIT_S)
+        await chat.is_idle("the engine")
         if keys == ("f10",):
-            await pilot.press(*keys)
+            await chat.press(*keys)
         for prompt in PROMPTS:
-            app.prompt.insert(prompt)
-            await pilot.press("enter")
-            await pilot.pause(0.3)
-            await _until(pilot, lambda: not app.session.is_busy)
+            await chat.ask(prompt)
+            await chat.is_idle()
             await pilot.pause(READING_S)
         if keys == ("f10",):
             await pilot.pause(0.5)
             return _svg(app)
-        await pilot.press(*keys)
+        await chat.press(*keys)
         if app.dashboard.is_visible:
-            await _until(pilot, lambda: app.dashboard.performance.kernels.decode is not None)
+            await chat.until(lambda: app.dashboard.performance.kernels.decode is not None, "the kernels")
         await pilot.pause(1.5)  # the machine's counters
         return _svg(app)
-
-
-async def _until(pilot: Pilot[None], holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the engine did not come to an end")
-        await pilot.pause(0.1)
 
 
 def _svg(app: App[None]) -> str:
     return app.export_screenshot(title="orin-chat")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("docs"))
     parser.add_argument("--model", metavar="FILE", nargs="?", const=str(guide_path()))
     parser.add_argument("--only", choices=PICTURES)
-    given = parser.parse_args()
+
+
+def run(given: argparse.Namespace) -> None:
     given.folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as home:
-        for kind in ("STATE", "DATA", "CONFIG"):
-            os.environ[f"XDG_{kind}_HOME"] = home  # nobody's settings and history show in the pictures
+        keep_apart(Path(home))  # nobody's settings and history show in the pictures
         for file, (scene, keys) in PICTURES.items():
             if given.only in (None, file):
                 what = picture_of_model(given.model, scene, keys) if given.model else picture_of_scene(scene)
                 (given.folder / f"{file}.svg").write_text(asyncio.run(what))
-
-
-if __name__ == "__main__":
-    main()

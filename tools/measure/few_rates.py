@@ -1,6 +1,6 @@
 """Products of a few tokens at once beside decode's product of one, and beside a copy:
 
-    python -m tests.few_rates [--backend cuda] [--models llama-1b,qwen3-8b] [--tokens 2,8] [--all]
+    python -m tools.measure few_rates [--backend cuda] [--models llama-1b,qwen3-8b] [--tokens 2,8] [--all]
 
 For each matrix and number of tokens: microseconds of a kernel in a chain of dependent ones, and the rate at which it
 reads its weights, whose copies exceed the caches. The first column is decode's product of one token; the next is
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from tools.measure.engine_process import numbers, set_up
 
 if TYPE_CHECKING:
     from tinygrad import Tensor
@@ -137,20 +139,16 @@ class Timing:
         return self.sequence(kernel, device_zeros(tokens * rows), x)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--models", default=",".join(MODELS), type=lambda text: text.split(","))
-    parser.add_argument("--tokens", default="2,4,8,16", type=lambda text: [int(n) for n in text.split(",")])
-    parser.add_argument("--searched", default="8,16", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--tokens", default="2,4,8,16", type=numbers)
+    parser.add_argument("--searched", default="8,16", type=numbers)
     parser.add_argument("--all", action="store_true", help="print the time of all tiles that are tried")
-    given = parser.parse_args()
-    from engine.backends import install, prepare
-    from engine.events import EngineOptions
 
-    install(prepare(EngineOptions(model_path="", backend=given.backend)))
+
+def run(given: argparse.Namespace) -> None:
+    set_up(given.backend)
     import os
 
     from tinygrad import Device
@@ -199,7 +197,3 @@ def main() -> None:
                     for t, us in sorted(times.items(), key=lambda p: p[1])
                 )
                 print(f"<!-- {tokens} tokens: {row} -->", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,7 @@
 """Goes over from preset to preset in mid-conversation, in the real full screen with the real engine, and takes a
-picture at each stage: python -m tests.recorded_run MODEL FOLDER [--presets cpu,cuda,cuda-beam2]
+picture at each stage:
+
+    python -m tools.measure recorded_run MODEL FOLDER [--presets cpu,cuda,cuda-beam2]
 
 What the dashboard says at each stage is printed too. Settings, history and what was measured are those of
 FOLDER/home, so that a run starts as on a new machine; kernels in the caches are used.
@@ -9,21 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from textual.pilot import Pilot
 
-from app.chat.configuration import configure
 from app.chat.history import History
-from app.chat.settings import Settings
 from app.chat.speed_history import recording_engine
 from app.screens.chat_app import ChatApp
-from app.screens.engine_setup import EngineSetup
-from engine.events import Sampling
-from presets.loader import find_preset
+from tools.measure.driven_chat import DrivenChat, chat_with, keep_apart
 from widgets.text import as_bytes
 
 REPLY_S = 4.0
@@ -37,20 +34,19 @@ PROMPTS = (
 """What the model that is built in can answer."""
 
 
-class Recording:
-    """A chat that is driven by keys, its pictures numbered in `folder`."""
+class Recording(DrivenChat):
+    """A chat with its pictures, which are numbered in `folder`."""
 
     def __init__(self, app: ChatApp, pilot: Pilot[None], folder: Path, wait_s: float) -> None:
-        self.app, self.pilot, self.folder = app, pilot, folder
-        self.began, self.wait_s, self.pictures = time.monotonic(), wait_s, 0
+        super().__init__(app, pilot, wait_s)
+        self.folder, self.pictures = folder, 0
 
     async def until(self, holds: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + self.wait_s
-        while not holds():
-            if time.monotonic() > deadline:
-                self.picture("stuck")
-                raise TimeoutError(f"{what} did not come: {self.app.column.activity.render()}")
-            await self.pilot.pause(0.05)
+        try:
+            await super().until(holds, what)
+        except TimeoutError:
+            self.picture("stuck")
+            raise
 
     def picture(self, name: str) -> None:
         self.pictures += 1
@@ -62,24 +58,23 @@ class Recording:
             "roofline": view.share and 100 * view.share,
         }  # fmt: skip
         figures = "  ".join(f"{key} {value:,.0f}" for key, value in said.items() if value)
-        print(f"{time.monotonic() - self.began:6.1f} s  {path.stem:<28} {figures}", flush=True)
+        print(f"{time.monotonic() - self.began_s:6.1f} s  {path.stem:<28} {figures}", flush=True)
 
     async def answer(self, preset: str, prompt: str) -> None:
         """Asks; pictures from the middle of the reply and of the figures after it."""
         app, performance = self.app, self.app.dashboard.performance
-        await self.until(lambda: not app.session.is_busy, "the end of the reply before")
-        app.prompt.insert(prompt)
-        await self.pilot.press("enter")
+        await self.is_idle("the end of the reply before")
+        await self.ask(prompt)
         await self.until(lambda: performance.current, "a figure of the speed")
         await self.until(
-            lambda: len(performance.decode_rates) > 3 or not app.session.is_answering, "half a reply"
+            lambda: len(performance.throughput().samples) > 3 or not app.session.is_answering, "half a reply"
         )
         self.picture(f"{preset}-answering")
         enough = time.monotonic() + REPLY_S
         await self.until(lambda: not app.session.is_busy or time.monotonic() > enough, "the end of the reply")
         if app.session.is_answering:
             await self.pilot.press("escape")
-        await self.until(lambda: not app.session.is_busy, "the end of the reply")
+        await self.is_idle()
         seen = performance.kernels.decode
         for _ in range(300):  # where the machine has other work, the profile may be long in coming
             if performance.kernels.decode not in (None, seen):
@@ -93,14 +88,15 @@ class Recording:
         app = self.app
         assert app.setup is not None
         listings = [listing.entry.name for listing in app.setup.listings()]
-        await self.pilot.press("f8", "home", *["down"] * listings.index(preset))
-        await self.pilot.pause(0.2)
+        await self.press("f8", "home", *["down"] * listings.index(preset), pause_s=0.2)
         self.picture(f"{preset}-chosen")
         before = app.session.engine
-        await self.pilot.press("enter")
-        await self.pilot.pause(0.6)
+        await self.press("enter", pause_s=0.6)
         self.picture(f"{preset}-starting")
-        is_there = lambda: app.session.engine is not before or app.session.candidate is None
+
+        def is_there() -> bool:
+            return app.session.engine is not before or app.session.candidate is None
+
         await self.until(lambda: is_there() or self._products_searched() > 1, f"the preset {preset}")
         if not is_there():
             await self.pilot.pause(0.5)
@@ -118,42 +114,25 @@ class Recording:
     async def panes(self, preset: str) -> None:
         """Each pane of the dashboard alone, and the kernel that takes longest."""
         for name in ("throughput", "kernels", "machine"):
-            await self.pilot.press("f9")
-            await self.pilot.pause(0.5)
+            await self.press("f9", pause_s=0.5)
             self.picture(f"{preset}-{name}")
             if name == "kernels":
-                await self.pilot.press("enter")
-                await self.pilot.pause(0.5)
+                await self.press("enter", pause_s=0.5)
                 self.picture(f"{preset}-kernel")
                 await self.pilot.press("escape")
         await self.pilot.press("escape")
 
 
-async def record(
-    model: str,
-    folder: Path,
-    names: list[str],
-    size: tuple[int, int],
-    tokens: int,
-    context: int,
-    wait_s: float,
-) -> None:
-    settings = Settings(context=context)
-    options = configure(model, settings, find_preset(names[0])).engine
-    setup = EngineSetup(options, names[0], settings=settings, make=recording_engine)
-    app = ChatApp(
-        recording_engine(options),
-        History.open(),
-        setup=setup,
-        sampling=Sampling(temperature=0),
-        max_tokens=tokens,
-    )
-    async with app.run_test(size=size) as pilot:
-        app.prompt.cursor_blink = False
-        recording = Recording(app, pilot, folder, wait_s)
+async def record(given: argparse.Namespace) -> None:
+    names, size = given.presets.split(","), given.size.split("x")
+    app = chat_with(given.model, names[0], recording_engine, History.open(), given.context, given.tokens)
+    setup = app.setup
+    assert setup is not None
+    async with app.run_test(size=(int(size[0]), int(size[1]))) as pilot:
+        recording = Recording(app, pilot, given.folder, given.wait)
         await pilot.pause(0.5)
         recording.picture(f"{names[0]}-starting")
-        await recording.until(lambda: not app.session.is_busy, "the engine")
+        await recording.is_idle("the engine")
         if not app.session.status.is_ready:
             recording.picture("failed")
             raise SystemExit(app.column.activity.notice)
@@ -170,11 +149,11 @@ async def record(
                 print(f"         {app.column.activity.notice}", flush=True)
         await recording.panes(setup.name)
         turns = app.session.conversation.turns
-        print(f"{len(turns)} turns of one conversation; the model has {as_bytes(Path(model).stat().st_size)}")
+        size_bytes = Path(given.model).stat().st_size
+        print(f"{len(turns)} turns of one conversation; the model has {as_bytes(size_bytes)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--presets", default="cpu,cuda,cuda-beam2")
@@ -182,16 +161,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--wait", type=float, default=120.0, help="seconds for each thing to come")
-    given = parser.parse_args()
+
+
+def run(given: argparse.Namespace) -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
-    for kind in ("STATE", "DATA", "CONFIG"):
-        os.environ[f"XDG_{kind}_HOME"] = str(given.folder.resolve() / "home" / kind)
-    columns, rows = map(int, given.size.split("x"))
-    names = given.presets.split(",")
-    asyncio.run(
-        record(given.model, given.folder, names, (columns, rows), given.tokens, given.context, given.wait)
-    )
-
-
-if __name__ == "__main__":
-    main()
+    keep_apart(given.folder / "home")
+    asyncio.run(record(given))

@@ -1,6 +1,6 @@
 """A model's steps beside llama.cpp's own bench, on one machine in one run:
 
-    python -m tests.step_rates MODEL... [--llama-bench PROGRAM] [--depths 0,4096] [--prompts 32,64,512] [--kv q8_0]
+    python -m tools.measure step_rates MODEL... [--llama-bench PROGRAM] [--depths 0,4096] [--prompts 32,64,512]
 
 Both sides are timed at their steps: no prompt, no text and no other process between. Ours are medians of greedy
 decode, one step ahead, and of prefill; llama-bench's are its means, with flash attention. `--kv` is the format of
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import statistics
@@ -20,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.paths import ROOT
+from tools.measure.engine_process import add_models, alone, numbers, prefill, warm_model
 
 REPLY = 128
 
@@ -41,59 +41,42 @@ class Rates:
 
 
 def ours(path: str, backend: str, depths: list[int], prompts: list[int], repetitions: int, kv: str) -> Rates:
-    """To be called in a process of its own, which the engine sets up as it does its worker."""
-    from engine.backends import install, prepare
-    from engine.events import EngineOptions, Measure
+    """To be called in a process of its own."""
+    from engine.events import Measure
 
-    options = EngineOptions(
-        model_path=path, backend=backend, context_length=max(depths) + max(*prompts, REPLY) + 1, kv=kv
-    )
-    install(prepare(options))
+    model = warm_model(path, backend, max(depths) + max(*prompts, REPLY) + 1, kv=kv)
     from tinygrad import Device
 
-    from engine.model.generate import TextModel
-
-    model = TextModel(options, lambda _: None)
-    model.warm_up(lambda: False)
     runner, device, draw = model._runner, Device[Device.DEFAULT], random.Random(0)
     ids = [draw.randrange(1000) for _ in range(max(depths) + max(prompts))]
 
-    def prefill(tokens: list[int], position: int) -> None:
-        for start in range(0, len(tokens), runner.max_chunk):
-            runner.prefill(tokens[start : start + runner.max_chunk], position + start)
+    def read(n: int, position: int) -> None:
+        prefill(runner, ids[position : position + n], position)
         device.synchronize()
 
-    def decode(position: int) -> None:
+    def decode(n: int, position: int) -> None:
         token = 1
-        for i in range(REPLY):
-            token = runner.decode(token, position + i, run_ahead=i < REPLY - 1)
+        for i in range(n):
+            token = runner.decode(token, position + i, run_ahead=i < n - 1)
 
-    def rates(step: Callable[[int], None], n: int) -> Iterator[tuple[int, float]]:
-        for depth in depths:
-            prefill(ids[:depth], 0)
-            step(depth)  # what a first time needs
-            took = [_seconds(lambda at=depth: step(at)) for _ in range(repetitions)]
-            yield depth, n / statistics.median(took)
+    def rate(step: Callable[[int, int], None], n: int, depth: int) -> float:
+        read(depth, 0)
+        step(n, depth)  # what a first time needs
+        return n / statistics.median(_seconds(partial(step, n, depth)) for _ in range(repetitions))
 
-    decoded = dict(rates(decode, REPLY))
-    prefilled: dict[tuple[int, int], float] = {}
-    for n in prompts:
-
-        def prompt(depth: int, n: int = n) -> None:
-            prefill(ids[depth : depth + n], depth)
-
-        prefilled |= {(n, depth): rate for depth, rate in rates(prompt, n)}
+    decoded = {depth: rate(decode, REPLY, depth) for depth in depths}
+    prefilled = {(n, depth): rate(read, n, depth) for n in prompts for depth in depths}
     measured = model.measure(Measure(request_id=0))
-    read = model.ready.weight_bytes_per_token
+    weights = model.ready.weight_bytes_per_token
     about = (
-        f"{measured.kernels_per_token} kernels and {read / 1e6:,.0f} MB of weights a token, "
-        f"{read * decoded[depths[0]] / 1e9:,.0f} of the {measured.copy_gbps:,.0f} GB/s of a copy; "
+        f"{measured.kernels_per_token} kernels and {weights / 1e6:,.0f} MB of weights a token, "
+        f"{weights * decoded[depths[0]] / 1e9:,.0f} of the {measured.copy_gbps:,.0f} GB/s of a copy; "
         f"{model.ready.backend} on {model.ready.device_name}"
     )
     return Rates(decoded, prefilled, about)
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
@@ -130,13 +113,8 @@ def pair(left: float, right: float | None) -> str:
     return f"{left:,.0f}" if right is None else f"{left:,.0f} : {right:,.0f} = {left / right:.2f}x"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="GGUF files")
-    parser.add_argument("--backend", default="auto")
-    numbers = lambda text: [int(n) for n in text.split(",")]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_models(parser)
     parser.add_argument("--depths", default="0,4096", type=numbers)
     parser.add_argument("--prompts", default="512", type=numbers, help="tokens of the prompts")
     parser.add_argument("--repetitions", type=int, default=7)
@@ -144,19 +122,17 @@ def main() -> None:
     parser.add_argument("--llama-bench", metavar="PROGRAM")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="llama-bench's")
     parser.add_argument("--starts", type=int, default=0, metavar="N", help="one-shots with kept kernels")
-    given = parser.parse_args()
+
+
+def run(given: argparse.Namespace) -> None:
     prompts = [(n, depth) for n in given.prompts for depth in given.depths]
-    tests = [f"tg{REPLY} at {depth}" for depth in given.depths] + [
-        f"pp{n} at {depth}" for n, depth in prompts
-    ]
+    tests = [f"tg{REPLY} at {depth}" for depth in given.depths]
+    tests += [f"pp{n} at {depth}" for n, depth in prompts]
     print(f"| | {' | '.join(tests)} |")
     print("|---" * (1 + len(tests)) + "|", flush=True)
     notes = []
     for path in given.models:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
-            our = own.submit(
-                ours, path, given.backend, given.depths, given.prompts, given.repetitions, given.kv
-            ).result()
+        our = alone(ours, path, given.backend, given.depths, given.prompts, given.repetitions, given.kv)
         their = Rates({}, {})
         if given.llama_bench:
             their = theirs(given.llama_bench, path, given.depths, given.prompts, 5, given.threads, given.kv)
@@ -166,11 +142,6 @@ def main() -> None:
         notes.append(f"{Path(path).stem}: {our.about}" + (f"; beside {their.about}" if their.about else ""))
         if given.starts:
             first, *kept = starts(path, given.backend, given.starts)
-            notes.append(
-                f"  starts: {first:.2f} s with nothing kept, then {', '.join(f'{s:.2f}' for s in kept)} s"
-            )
+            later = ", ".join(f"{s:.2f}" for s in kept)
+            notes.append(f"  starts: {first:.2f} s with nothing kept, then {later} s")
     print("", *notes, sep="\n")
-
-
-if __name__ == "__main__":
-    main()

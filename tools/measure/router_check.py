@@ -1,7 +1,7 @@
 """Which experts the engine chooses, held against the float32 reference: every small model with experts beside the
 checkout (`tests.oracles`), over llama.cpp's prompts and the tokens that it chose after them.
 
-    python -m tests.router_check cpu|graph [--model NAME]
+    python -m tools.measure router_check cpu|graph [--model NAME]
 
 For each prompt it prints how many choices there are, and
 - alone: how many differ from what the reference chooses for the same residual stream, by more than a tie of 1e-4.
@@ -27,6 +27,7 @@ from tests.model.lower.layers import TIE, opened
 from tests.model.lower.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep
 from tests.paths import SHARED
 from tests.reference import Reference, softmax, wrong_by
+from tools.measure.engine_process import set_up
 
 Steps = Callable[[See], tuple[Step, int, Step]]
 """Makes steps: prefill, its largest number of tokens, and decode."""
@@ -129,19 +130,11 @@ def _agreement(reference: Reference, prompt: oracles.Prompt, stream: Array) -> s
     return f"difference {found.difference:.1e}, wrong {found.wrong}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", choices=("cpu", "graph"))
     parser.add_argument("--model", action="append", default=[], help="only models with this in their names")
-    options = parser.parse_args()
-    from engine.backends import install, prepare
-    from engine.events import EngineOptions
-
-    install(prepare(EngineOptions(model_path="", backend="CPU")))
-    check(options.backend, options.model)
 
 
-if __name__ == "__main__":
-    main()
+def run(given: argparse.Namespace) -> None:
+    set_up("CPU")
+    check(given.backend, given.model)

@@ -1,6 +1,6 @@
 """How far the engine is from llama.cpp's exact answers, for every small model beside the checkout (`tests.oracles`).
 
-    python -m tests.oracle_check BACKEND...
+    python -m tools.measure oracle_check BACKEND...
 
 A BACKEND is `reference` (numpy), `cpu`, `graph` or `fused`. DEV chooses the device of the last two; by default graph
 runs on the CPU and fused on CUDA.
@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tests.paths import SHARED
+from tools.measure.engine_process import alone, set_up
 
 DEVICES = {"reference": "CPU", "cpu": "CPU", "graph": "CPU", "fused": "CUDA"}
 
 
 def check(backend: str, models: list[str]) -> None:
     """Prints a line for each model and prompt."""
-    from engine.backends import install, prepare
-    from engine.events import EngineOptions
-
-    device = DEVICES[backend] if backend == "cpu" else os.environ.get("DEV", DEVICES[backend])
-    install(prepare(EngineOptions(model_path="", backend=device)))
+    set_up(DEVICES[backend] if backend == "cpu" else os.environ.get("DEV", DEVICES[backend]))
     from engine.errors import ModelFileError
     from engine.model.model_runner import ModelRunner
     from engine.model.open_runner import open_runner
@@ -60,20 +55,11 @@ def check(backend: str, models: list[str]) -> None:
                 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backends", nargs="+", choices=DEVICES, metavar="BACKEND")
     parser.add_argument("--model", action="append", default=[], help="only models with this in their names")
-    options = parser.parse_args()
-    if len(options.backends) == 1:
-        check(options.backends[0], options.model)
-        return
-    for backend in options.backends:  # a process has one device
-        models = [f"--model={model}" for model in options.model]
-        subprocess.run([sys.executable, "-m", "tests.oracle_check", backend, *models], check=True)
 
 
-if __name__ == "__main__":
-    main()
+def run(given: argparse.Namespace) -> None:
+    for backend in given.backends:
+        alone(check, backend, given.model)

@@ -1,0 +1,48 @@
+"""Measures and pictures the program: python -m tools.measure NAME ARGUMENTS...
+
+`python -m tools.measure NAME --help` says what a measurement does. docs/measuring.md lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+MEASUREMENTS = {
+    "step_rates": "a model's steps beside llama.cpp's own bench",
+    "batch_rates": "decode of several sequences at once beside decode of one",
+    "few_rates": "products of a few tokens at once beside decode's product of one",
+    "turn_rates": "the first token when the last message of a long conversation is edited",
+    "reopen_rates": "the first token of a long conversation after a start, with its KV cache on disk",
+    "batch_fidelity": "the logits of several rows beside those of each sequence alone",
+    "kv_fidelity": "the logits over a quantized KV cache beside those over float16",
+    "oracle_check": "the engine beside llama.cpp's exact answers",
+    "router_check": "the experts that the engine chooses beside those of the reference",
+    "reach": "how the screen keeps up: keys and Esc under streams of text, and long chats",
+    "screenshots": "pictures of the chat for the README",
+    "recorded_run": "pictures of a conversation that goes over from preset to preset",
+    "recording": "twenty seconds of the chat as an animated picture",
+}
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.measure",
+        description="\n".join(f"{name:16}{what}" for name, what in MEASUREMENTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=MEASUREMENTS, metavar="NAME")
+    name: str = parser.parse_args(arguments[:1]).name
+    module = import_module(f"tools.measure.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tools.measure {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    module.run(parser.parse_args(arguments[1:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
