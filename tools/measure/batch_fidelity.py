@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.measure.engine_process import (
+    Sequences,
     add_models,
     alone,
     log_probabilities,
     log_softmax,
     numbers,
-    prefill_row,
     runners,
 )
 
@@ -34,9 +34,6 @@ STEPS, PROMPT = 32, 200
 def compared(path: str, backend: str, rows: list[int]) -> list[str]:
     """A line for the control and for each number of rows. To be called in a process of its own."""
     open_runner, vocab = runners(path, backend)
-    from engine.model.kv_blocks import KVBlocks
-    from engine.model.model_runner import BatchRunner, Row
-
     draw, parallel, context = random.Random(0), max(2, *rows), PROMPT + STEPS
     texts = [[draw.randrange(min(1000, vocab)) for _ in range(context)] for _ in range(parallel)]
     one = open_runner(context)
@@ -44,19 +41,14 @@ def compared(path: str, backend: str, rows: list[int]) -> list[str]:
     lines = [difference("alone again", first, [log_probabilities(one, text, PROMPT, 32) for text in texts])]
     del one
     runner = open_runner(context, parallel=parallel)
-    assert isinstance(runner, BatchRunner)
     for count in rows:
-        blocks = KVBlocks(runner)
+        sequences = Sequences(runner)
         for s in range(count):
-            prefill_row(runner, blocks, s, texts[s][:PROMPT])
+            sequences.prefill(texts[s][:PROMPT], sequence=s)
         found: list[NDArray[np.float64]] = []
         for at in range(PROMPT, context):
-            for s in range(count):
-                blocks.reserve(s, 1)
-            runner.decode_rows([Row(texts[s][at], at, s) for s in range(count)])
-            found.append(log_softmax(runner.row_logits()))
-            for s in range(count):
-                blocks.commit(s, texts[s][at : at + 1])
+            sequences.decode([text[at] for text in texts[:count]])
+            found.append(log_softmax(runner.logits()))
         lines.append(difference(f"{count} rows", first[:count], list(np.stack(found, 1))))
     return lines
 

@@ -16,8 +16,12 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tools.measure.engine_process import add_models, alone, numbers, prefill, prefill_row, runners
+from tools.measure.engine_process import Sequences, add_models, alone, numbers, runners
+
+if TYPE_CHECKING:
+    from engine.model.model_runner import ModelRunner
 
 STEPS, PROMPT = 48, 40
 
@@ -31,63 +35,44 @@ def rates(
     from msgspec.structs import replace
 
     from engine.events import Sampling
-    from engine.model.kv_blocks import KVBlocks
-    from engine.model.model_runner import BatchRunner, Row, RowSampler, SamplingRunner
     from engine.model.sampling import Sampler
 
     draw, parallel, context = random.Random(0), max(2, *rows), max(depths) + PROMPT + 4 * STEPS
-    one = open_runner(context)
     prompts = [[draw.randrange(1000) for _ in range(max(depths) + PROMPT)] for _ in range(parallel)]
     settings = Sampling(temperature=0.8)
     uniforms = [Sampler(replace(settings, seed=s)).uniforms(STEPS) for s in range(parallel)]
-    found: list[list[float]] = []
+
+    def decoded(runner: ModelRunner, prompts: list[list[int]], first: int) -> tuple[float, list[list[int]]]:
+        """The median seconds of a step after prompts, and the text of each."""
+        sequences, took, steps = Sequences(runner), [], []
+        for s, prompt in enumerate(prompts):
+            sequences.prefill(prompt[:-1], sequence=s)
+            assert not sampled or runner.prepare_sampling(s, settings, prompt, uniforms[first + s])
+        tokens = [prompt[-1] for prompt in prompts]
+        for i in range(STEPS):
+            started = time.perf_counter()
+            tokens = sequences.decode(tokens, i < STEPS - 1 and not (wait and len(tokens) > 1), sampled)
+            took.append(time.perf_counter() - started)
+            steps.append(tokens)
+        return statistics.median(took), [list(text) for text in zip(*steps, strict=True)]
+
+    one, found = open_runner(context), []
     texts: dict[tuple[int, int], list[int]] = {}
     for depth in depths:
         took = []
         for s in range(parallel):
-            decode, prompt = one.decode, prompts[s][: depth + PROMPT]
-            prefill(one, prompt[:-1])
-            token, text = prompt[-1], []
-            if sampled:
-                assert isinstance(one, SamplingRunner)
-                assert one.prepare_sampling(settings, prompt, uniforms[s])
-                decode = one.decode_and_sample
-            for i in range(STEPS):
-                started = time.perf_counter()
-                token = decode(token, len(prompt) - 1 + i, run_ahead=i < STEPS - 1)
-                took.append(time.perf_counter() - started)
-                text.append(token)
-            texts[depth, s] = text
+            seconds, [texts[depth, s]] = decoded(one, [prompts[s][: depth + PROMPT]], s)
+            took.append(seconds)
         found.append([1 / statistics.median(took)])
     del one
     runner = open_runner(context, parallel=parallel)
     common: list[int] = []
-    assert isinstance(runner, BatchRunner)
     for depth, line in zip(depths, found, strict=True):
         for count in rows:
-            blocks, tokens = KVBlocks(runner), [p[depth + PROMPT - 1] for p in prompts]
-            own: list[list[int]] = []
-            for s in range(count):
-                prefill_row(runner, blocks, s, prompts[s][: depth + PROMPT - 1])
-                if sampled:
-                    assert isinstance(runner, RowSampler)
-                    prompt = prompts[s][: depth + PROMPT]
-                    assert runner.prepare_row_sampling(s, settings, prompt, uniforms[s])
-            took = []
-            for i in range(STEPS):
-                started = time.perf_counter()
-                for s in range(count):
-                    blocks.reserve(s, 2)
-                step = [Row(tokens[s], blocks.length(s), s, sampled) for s in range(count)]
-                chosen = runner.decode_rows(step, ahead=i < STEPS - 1 and not wait)
-                for s in range(count):
-                    blocks.commit(s, tokens[s : s + 1])
-                    tokens[s] = int(chosen[s])
-                took.append(time.perf_counter() - started)
-                own.append(list(tokens[:count]))
-            line.append(count / statistics.median(took))
-            for s in range(count):
-                pairs = enumerate(zip((of_step[s] for of_step in own), texts[depth, s], strict=True))
+            seconds, own = decoded(runner, [prompt[: depth + PROMPT] for prompt in prompts[:count]], 0)
+            line.append(count / seconds)
+            for s, text in enumerate(own):
+                pairs = enumerate(zip(text, texts[depth, s], strict=True))
                 common.append(next((i for i, (a, b) in pairs if a != b), STEPS))
     return found, common
 

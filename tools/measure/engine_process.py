@@ -21,8 +21,7 @@ from engine.events import Chat, EngineOptions, Event, Finished, Generate, Sampli
 
 if TYPE_CHECKING:
     from engine.model.generate import TextModel
-    from engine.model.kv_blocks import KVBlocks
-    from engine.model.model_runner import BatchRunner, ModelRunner
+    from engine.model.model_runner import ModelRunner
 
 T = TypeVar("T")
 
@@ -95,31 +94,52 @@ def first_token(model: TextModel, prompt: Chat | TokenIds, max_tokens: int) -> t
     return came[0][0] - started, came[0][1], end
 
 
-def prefill(runner: ModelRunner, tokens: Sequence[int], position: int = 0, chunk: int | None = None) -> None:
-    """Stores `tokens` at `position` and after it, in chunks of so many (None: the largest)."""
-    chunk = chunk or runner.max_chunk
-    for at in range(0, len(tokens), chunk):
-        runner.prefill(tokens[at : at + chunk], position + at)
+class Sequences:
+    """The sequences of a runner, whose blocks are reserved and committed as the scheduler would."""
 
+    def __init__(self, runner: ModelRunner) -> None:
+        from engine.model.kv_blocks import KVBlocks
 
-def prefill_row(runner: BatchRunner, blocks: KVBlocks, sequence: int, tokens: Sequence[int]) -> None:
-    """Stores the first tokens of a sequence."""
-    for at in range(0, len(tokens), runner.max_chunk):
-        part = tokens[at : at + runner.max_chunk]
-        blocks.reserve(sequence, len(part))
-        runner.prefill(part, at, sequence)
-        blocks.commit(sequence, part)
+        self.runner, self.blocks = runner, KVBlocks(runner)
+
+    def prefill(
+        self, tokens: Sequence[int], position: int = 0, sequence: int = 0, chunk: int | None = None
+    ) -> None:
+        """Stores `tokens` at `position` and after it, in chunks of so many (None: the largest). What the sequence has
+        there is forgotten."""
+        from engine.model.model_runner import Slot
+
+        if position < self.blocks.length(sequence):
+            self.blocks.cut(sequence, position)
+        chunk = chunk or self.runner.max_chunk
+        for at in range(0, len(tokens), chunk):
+            part = tuple(tokens[at : at + chunk])
+            self.blocks.reserve(sequence, len(part))
+            self.runner.run([Slot(sequence, part, position + at, "none")])
+            self.blocks.commit(sequence, part)
+
+    def decode(self, tokens: Sequence[int], ahead: bool = False, draw: bool = False) -> list[int]:
+        """Runs a token of each of the first sequences; returns the next ones."""
+        from engine.model.model_runner import Slot
+
+        for sequence in range(len(tokens)):
+            self.blocks.reserve(sequence, 1 + ahead)
+        slots = [Slot(s, (token,), self.blocks.length(s), draw=draw) for s, token in enumerate(tokens)]
+        chosen = self.runner.run(slots, ahead)
+        for sequence, token in enumerate(tokens):
+            self.blocks.commit(sequence, [token])
+        return [int(token) for token in chosen]
 
 
 def log_probabilities(
     runner: ModelRunner, tokens: Sequence[int], prompt: int, chunk: int | None = None
 ) -> NDArray[np.float64]:
     """The log-probabilities after each of `tokens` that comes after the first `prompt`, (steps, vocab)."""
-    prefill(runner, tokens[:prompt], chunk=chunk)
-    steps = []
-    for at in range(prompt, len(tokens)):
-        runner.decode(tokens[at], at)
-        steps.append(log_softmax(runner.logits()))
+    sequences, steps = Sequences(runner), []
+    sequences.prefill(tokens[:prompt], chunk=chunk)
+    for token in tokens[prompt:]:
+        sequences.decode([token])
+        steps.append(log_softmax(runner.logits()[0]))
     return np.array(steps)
 
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.paths import ROOT
-from tools.measure.engine_process import add_models, alone, numbers, prefill, warm_model
+from tools.measure.engine_process import Sequences, add_models, alone, numbers, warm_model
 
 REPLY = 128
 
@@ -47,17 +47,18 @@ def ours(path: str, backend: str, depths: list[int], prompts: list[int], repetit
     model = warm_model(path, backend, max(depths) + max(*prompts, REPLY) + 1, kv=kv)
     from tinygrad import Device
 
-    runner, device, draw = model._runner, Device[Device.DEFAULT], random.Random(0)
+    sequences, device, draw = Sequences(model._runner), Device[Device.DEFAULT], random.Random(0)
     ids = [draw.randrange(1000) for _ in range(max(depths) + max(prompts))]
 
     def read(n: int, position: int) -> None:
-        prefill(runner, ids[position : position + n], position)
+        sequences.prefill(ids[position : position + n], position)
         device.synchronize()
 
     def decode(n: int, position: int) -> None:
-        token = 1
+        sequences.blocks.cut(0, position)
+        token = [1]
         for i in range(n):
-            token = runner.decode(token, position + i, run_ahead=i < n - 1)
+            token = sequences.decode(token, ahead=i < n - 1)
 
     def rate(step: Callable[[int, int], None], n: int, depth: int) -> float:
         read(depth, 0)

@@ -33,7 +33,8 @@ class CPUCache:
         self._windows = sorted({self._window(part.window) for part in spec.attention})
         one = {window: blocks_of_one(window, context, max_chunk) for window in self._windows}
         self.groups = tuple(
-            KVGroup(window or None, _n_blocks(spec, window, blocks, parallel, kv)) for window, blocks in one.items()
+            KVGroup(window or None, _n_blocks(spec, window, blocks, parallel, kv))
+            for window, blocks in one.items()
         )
         self.layers: list[CachedLayer] = []
         self._tables = [memory.zeros((parallel + 1) * self._entries, dtypes.int32) for _ in self.groups]
