@@ -160,7 +160,7 @@ def test_figures(engines, model, capsys):
 )
 def test_the_time_from_token_to_token(times, intervals):
     fields = dict.fromkeys(Finished.__struct_fields__, 0) | {"reason": "stop", "type": "Finished"}
-    assert Sample(msgspec.convert(fields, Finished), times).intervals_ms == intervals
+    assert Sample(msgspec.convert(fields, Finished), times).intervals_ms() == intervals
 
 
 def test_several_models_and_presets(engines, model, tmp_path, capsys):
