@@ -8,10 +8,9 @@ import math
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 from msgspec.structs import replace
@@ -35,6 +34,7 @@ from engine.events import (
     decode_rate,
     prefill_rate,
 )
+from engine.invocation import own_version
 from engine.measure.memory import gpu_used_bytes, resident_memory
 from engine.peers.llama_server import LlamaServer
 
@@ -278,7 +278,7 @@ class Benchmark:
         quiet_p50, _, quiet_p99 = _percentiles(each.quiet_ms for each in repetitions)
         stream_rates = [rate for each in repetitions for rate in each.stream_rates]
         result = Result(
-            build_commit=_build(engine),
+            build_commit=own_version() if engine.name == OURS else ready.device_name,
             cpu_info=device_name("CPU"),
             gpu_info="" if model.is_on_cpu else model.device_name,
             backends=model.backend,
@@ -330,11 +330,3 @@ def _percentiles(
         return None, None, None
     p50, p90, p99 = np.percentile(times_ms, (50, 90, 99)).tolist()
     return p50, p90, p99
-
-
-def _build(engine: MeasuredEngine) -> str:
-    if engine.name == OURS:
-        with suppress(PackageNotFoundError):  # a checkout that was not installed has no version
-            return version("orin-chat")
-        return "checkout"
-    return engine.ready.device_name if engine.ready else ""

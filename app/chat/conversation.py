@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from itertools import zip_longest
 
-from app.chat.history import UNTITLED, History, HistoryError
+from app.chat.history import UNTITLED, History
+from app.chat.history_database import HistoryError
 from app.chat.summary import Summarized, newest
-from app.chat.turn import Turn
 from engine.errors import UsageError
 from engine.events import Message
 from engine.invocation import call
 from widgets.text import counted
+from widgets.turn import Turn
 
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"
 UNANSWERED = "interrupted before there was a reply · Ctrl+G answers it"

@@ -15,10 +15,6 @@ from engine.events import Message
 from widgets.text import clean, one_line
 
 
-class ExportError(OrinError):
-    """The document could not be written."""
-
-
 def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
     """A heading for the chat and for each message, under its author. Thinking is folded in a `<details>`."""
     authors = {"system": "System", "user": "You", "assistant": one_line(model) or "Assistant"}
@@ -47,7 +43,7 @@ def write_new(path: Path, text: str) -> None:
 def write_new_file(title: str, text: str) -> Path:
     """Writes a new file, named after `title`, with a number if there is one, and returns its path. It is in the
     current folder or, if nothing can be written there, in the home folder or in one for temporary files. Raises
-    ExportError."""
+    OrinError."""
     name = "-".join(re.findall(r"\w+", one_line(title).lower()))[:50].strip("-") or "chat"
     problem = ""
     for find in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir()), lambda: Path("/dev/shm")):
@@ -58,7 +54,7 @@ def write_new_file(title: str, text: str) -> Path:
             problem = (
                 problem or f"{getattr(error, 'filename', None) or f'{name}.md'} cannot be written: {reason}."
             )
-    raise ExportError(problem, "Start orin-chat in a folder where you may write, and export again.")
+    raise OrinError(problem, "Start orin-chat in a folder where you may write, and export again.")
 
 
 def _write_numbered(folder: Path, name: str, text: str) -> Path:

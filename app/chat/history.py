@@ -32,8 +32,6 @@ _WITHOUT_SPACES = re.compile(
 )
 """Thai, Lao, Burmese, Khmer, Chinese and Japanese."""
 
-__all__ = ["ChatSummary", "History", "HistoryError", "StoredMessage"]
-
 
 class StoredMessage(msgspec.Struct, frozen=True):
     """`finished` is False for a reply that is not complete."""

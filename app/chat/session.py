@@ -7,22 +7,21 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from app.chat.configuration import without_effect
 from app.chat.conversation import Conversation
-from app.chat.history import History, HistoryError
+from app.chat.history import History
+from app.chat.history_database import HistoryError
 from app.chat.saver import Saver
-from app.chat.search_summary import SearchSummary
 from app.chat.status import StatusObserver
 from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
-from app.chat.turn import Turn
 from app.chat.view import View
 from engine.client import Engine, leave
 from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import counted, one_line
-from widgets.turn import WARNING
+from widgets.turn import WARNING, Turn
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""
@@ -39,11 +38,10 @@ class Candidate:
     engine: Engine
     name: str
     status: StatusObserver
-    search: SearchSummary = field(default_factory=SearchSummary)
 
     @property
     def welcome(self) -> str:
-        return ", ".join(filter(None, [f"{self.name} answers now", self.search.text]))
+        return ", ".join(filter(None, [f"{self.name} answers now", self.status.search.text]))
 
 
 class ChatOptions(TypedDict, total=False):
@@ -84,7 +82,6 @@ class Session:
         self.status = StatusObserver(clock)
         self.queued = ""
         self.reply: Turn | None = None  # the one that grows, from its first text on
-        self.search = SearchSummary()  # of the start of the engine in use
         self.candidate: Candidate | None = None  # the engine that the session switches to when it is ready
         self.other_model = ""  # a sentence on how to choose one, for the user whose model does not load
         self.ways_on = ""  # a sentence on how to make room in a context that is nearly full
@@ -266,12 +263,10 @@ class Session:
 
     async def _start(self) -> None:
         engine, failure = self.engine, None
-        self.search = SearchSummary()
         async for event in _events(engine.start()):
             if self.engine is not engine:
                 return  # the session has switched to another one
             self.status.observe(event)
-            self.search.observe(event)
             self.watch(event)
             if isinstance(event, Failed):
                 failure = event
@@ -308,7 +303,6 @@ class Session:
         same_model = old_status.model == self.status.snapshot().model
         used = old_status.context_used if same_model else None
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
-        self.search = candidate.search
         adopted()
         self.watch(end)
         self.view.notice(". ".join([candidate.welcome, *self._remarks(end)]), warning=bool(end.warnings))
@@ -321,7 +315,6 @@ class Session:
     async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
         async for event in _events(candidate.engine.start()):
             candidate.status.observe(event)
-            candidate.search.observe(event)
             if isinstance(event, Ready | Failed):
                 return event
         return Failed(kind="internal", message="Its start ended without an event that says how.")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from app.chat.search_summary import SearchSummary
 from engine.events import (
     Event,
     Failed,
@@ -25,10 +26,11 @@ _MIN_S, _MIN_DONE = 0.5, 4
 
 
 class StatusObserver:
-    """Folds events into an `EngineStatus`. `clock` gives seconds, from any origin."""
+    """Folds events into an `EngineStatus`, and into a summary of the search. `clock` gives seconds, from any origin."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.search = SearchSummary()
         self._status = EngineStatus(context_used=0)
         self._since = clock()  # the beginning of the phase, or of the request
         self._done_at_start = 0
@@ -83,6 +85,7 @@ class StatusObserver:
         self._status = replace(self._status, context_used=None)
 
     def observe(self, event: Event) -> None:
+        self.search.observe(event)
         match event:
             case Loading(done_bytes=done, total_bytes=total):
                 self._progress(Phase.LOADING, done, total)

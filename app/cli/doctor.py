@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from engine.doctor import Finding, Section, State, backend_checks, fair, good, h
 from engine.doctor.backend_checks import as_finding
 from engine.doctor.check_result import CheckResult
 from engine.errors import BackendError, UsageError
-from engine.invocation import call
+from engine.invocation import call, own_version
 from engine.peers.llama_process import find_llama_server
 from widgets.text import as_bytes, clean, one_line
 
@@ -166,19 +165,12 @@ def examine(
         findings.append(as_finding(tried[-1]))
     add("Backends", findings)
     return Report(
-        orin_chat=_version(),
+        orin_chat=own_version(),
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         sections=sections,
         trials=tried,
         variables={name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
     )
-
-
-def _version() -> str:
-    try:
-        return version("orin-chat")
-    except PackageNotFoundError:
-        return "checkout"
 
 
 # --- the environment of the engine -----------------------------------------------------------------------

@@ -26,19 +26,15 @@ class Writer(Protocol):
     def flush(self) -> object: ...
 
 
-class Output(Protocol):
-    def show(self, event: Event) -> None: ...
-
-
-async def run(engine: Engine, request: Generate, output: Output) -> int:
+async def run(engine: Engine, request: Generate, show: Callable[[Event], None]) -> int:
     """Starts `engine`, shows the events of its start and of its answer, closes it, and returns the exit code.
 
-    SIGINT and SIGTERM stop the answer. Raises OSError if `output` cannot be written."""
+    SIGINT and SIGTERM stop the answer. Raises what `show` raises."""
     signals = signal.SIGINT, signal.SIGTERM
     try:
-        if code := await run_until_signal(follow(engine.start(), output.show), *signals):
+        if code := await run_until_signal(follow(engine.start(), show), *signals):
             return code
-        answer = follow(engine.generate(request), output.show)
+        answer = follow(engine.generate(request), show)
         return await run_until_signal(answer, *signals, stop=engine.stop)
     finally:
         await leave(engine)
@@ -109,21 +105,16 @@ class TextOutput:
         self._line_open = not text.endswith("\n")
 
 
-class JsonOutput:
-    """Writes each event as a JSON object on a line; log-probabilities only if they were asked for."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-
-    def show(self, event: Event) -> None:
-        fields = {"event": type(event).__name__.lower()} | _without_tags(msgspec.to_builtins(event))
-        fields.pop("request_id", None)
-        fields.pop("at_ms", None)
-        if fields.get("logprob", ...) is None:
-            del fields["logprob"], fields["top"]
-        # All ASCII and no control characters: a terminal must not obey text of a model. json does not escape DEL.
-        self._out.write(json.dumps(fields).replace("\x7f", "\\u007f") + "\n")
-        self._out.flush()
+def show_as_json(out: TextIO, event: Event) -> None:
+    """Writes an event as a JSON object on a line; log-probabilities only if they were asked for."""
+    fields = {"event": type(event).__name__.lower()} | _without_tags(msgspec.to_builtins(event))
+    fields.pop("request_id", None)
+    fields.pop("at_ms", None)
+    if fields.get("logprob", ...) is None:
+        del fields["logprob"], fields["top"]
+    # All ASCII and no control characters: a terminal must not obey text of a model. json does not escape DEL.
+    out.write(json.dumps(fields).replace("\x7f", "\\u007f") + "\n")
+    out.flush()
 
 
 def _without_tags(value: Any) -> Any:

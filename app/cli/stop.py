@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from app.chat.settings import Settings
 from app.cli import options
 from engine import kept_engines
 from widgets.text import counted
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], settings: Settings) -> int:
     """Ends them, says how many there were, and returns the exit code."""
     options.Parser(
         prog="orin-chat stop", description="End engines that --keep-warm has left running."

@@ -19,10 +19,11 @@ from msgspec.structs import replace
 from app.chat.configuration import without_effect
 from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_new
-from app.chat.history import History, HistoryError
+from app.chat.history import History
+from app.chat.history_database import HistoryError
 from app.chat.session import ChatOptions, Session, is_about_model
 from app.chat.settings import check_sampling
-from app.chat.turn import Turn
+from app.chat.view import View
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
 from app.cli.signals import run_until_signal
@@ -65,8 +66,9 @@ def completions() -> dict[str, Sequence[str]]:
     return dict.fromkeys(commands(), ()) | {"set": (*SETTABLE, *ENGINE_OPTIONS), "think": ("on", "off")}
 
 
-class LineChat:
-    """The `View` of a session on a terminal without a full screen, or in a file. It obeys the user's lines."""
+class LineChat(View):
+    """A session on a terminal without a full screen, or in a file. It obeys the user's lines. Printed lines stay, and
+    `_observe` prints what arrives."""
 
     def __init__(
         self,
@@ -187,18 +189,6 @@ class LineChat:
     async def opened(self) -> None:
         for turn in self.session.conversation.turns:
             self._print(f"> {turn.content}" if turn.role == "user" else turn.content)
-
-    async def added(self, turn: Turn) -> None:
-        """Nothing to show: the user typed it, or `_observe` prints its tokens."""
-
-    async def changed(self, turn: Turn) -> None:
-        """Nothing to show: `_observe` prints how a reply ends."""
-
-    async def cut(self, index: int) -> None:
-        """Nothing to show: printed lines stay."""
-
-    def queue_changed(self) -> None:
-        """Nothing to show: each message waits for the reply before it."""
 
     def give_back(self, text: str) -> None:
         self._draft = text

@@ -16,8 +16,9 @@ from textual.screen import ModalScreen, Screen
 from textual.theme import ThemeProvider
 from textual.widget import Widget
 
-from app.chat.export import ExportError, to_markdown, write_new_file
-from app.chat.history import History, HistoryError
+from app.chat.export import to_markdown, write_new_file
+from app.chat.history import History
+from app.chat.history_database import HistoryError
 from app.chat.session import ChatOptions, Session
 from app.screens import garbage
 from app.screens.actions import ACTIONS, key_label
@@ -34,6 +35,7 @@ from app.screens.help import HelpScreen
 from app.screens.palette import Palette
 from app.screens.system_prompt import Instructions, SystemScreen
 from engine.client import Engine
+from engine.errors import OrinError
 from engine.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
@@ -318,7 +320,7 @@ class ChatApp(ContextActions, EngineActions):
         document = to_markdown(title, model, conversation.all_messages())
         try:
             self.notice(f"Exported to {write_new_file(title, document)}")
-        except (ExportError, OSError) as error:
+        except (OrinError, OSError) as error:
             self.notice(str(error), warning=True)
 
     # --- the dashboard ----------------------------------------------------------------------------------

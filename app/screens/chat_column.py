@@ -11,9 +11,9 @@ from textual.content import Content
 from textual.events import Resize
 from textual.widgets import Static
 
-from app.chat.history import HistoryError
+from app.chat.history_database import HistoryError
 from app.chat.session import Session
-from app.chat.turn import Turn
+from app.chat.view import View
 from app.comparison.engine_pair import EnginePair
 from app.screens import garbage
 from widgets.activity_line import ActivityLine, status_text
@@ -23,6 +23,7 @@ from widgets.prompt import Prompt
 from widgets.status_line import StatusLine, tiny_status
 from widgets.text import longest_fitting, one_line
 from widgets.transcript import Transcript
+from widgets.turn import Turn
 from widgets.welcome import Welcome
 
 PLACEHOLDERS = (
@@ -43,8 +44,8 @@ NOTICE_S = 5.0
 _BOX, _BORDER = 8, 6  # cells of the prompt's box that a text in it or in its border cannot use
 
 
-class ChatColumn(Vertical):
-    """The `View` of the session that `attach` sets. `draw` shows what has grown since the last frame. The `status_line`
+class ChatColumn(View, Vertical):
+    """Shows the session that `attach` sets. `draw` shows what has grown since the last frame. The `status_line`
     belongs at the foot of the screen, so the application composes it."""
 
     DEFAULT_CSS = """

@@ -10,7 +10,8 @@ from typing import Any
 from textual.binding import Binding
 from textual.content import Content
 
-from app.chat.history import ChatSummary, History, HistoryError
+from app.chat.history import ChatSummary, History
+from app.chat.history_database import HistoryError
 from app.screens.list_page import ListPage
 from widgets.text import counted, one_line
 

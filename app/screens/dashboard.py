@@ -89,8 +89,8 @@ class Dashboard(PaneStack):
             if self.setup is not None:
                 self.setup.engine_ready(event.backend)
                 self.show_preset()
-            if self.session.search.has_searched:
-                self.performance.mark("S", "search", f"ended: {self.session.search.text}")
+            if (search := self.session.status.search).has_searched:
+                self.performance.mark("S", "search", f"ended: {search.text}")
             if not is_first:
                 preset = self.setup.name if self.setup is not None else ""
                 self.performance.mark(
