@@ -5,9 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from textual.geometry import Size
-
-from widgets.pane import Line, Pane
+from widgets.pane import FittedPane, Line
 from widgets.text import counted, one_line
 
 
@@ -26,20 +24,15 @@ class ServerState:
     ending: str = ""
 
 
-class ServerHead(Pane[ServerState]):
+class ServerHead(FittedPane[ServerState]):
     BORDER_TITLE = "orin-chat serve"
     BORDER_SUBTITLE = "F9 one pane · Ctrl+C ends"
 
     def draw(self, data: ServerState, width: int, height: int) -> list[Line]:
         return lines(data, width)
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return 0 if self.data is None else len(lines(self.data, width))
-
-    def watch_data(self, before: ServerState | None, after: ServerState | None) -> None:
-        width = self.size.width
-        if before is None or after is None or len(lines(before, width)) != len(lines(after, width)):
-            self.refresh(layout=True)
+    def rows(self, data: ServerState, width: int) -> int:
+        return len(lines(data, width))
 
 
 def lines(state: ServerState, width: int) -> list[Line]:

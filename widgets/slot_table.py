@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from textual.geometry import Size
-
 from engine.events import Slot
-from widgets.client_lines import client_name
-from widgets.pane import Line, Pane
+from widgets.client_graph import client_name
+from widgets.pane import FittedPane, Line
 from widgets.plot import bar, short_number
 from widgets.text import counted
 
@@ -24,18 +22,14 @@ class SlotState:
     refused: int = 0
 
 
-class SlotTable(Pane[SlotState]):
+class SlotTable(FittedPane[SlotState]):
     BORDER_TITLE = "slots"
 
     def draw(self, data: SlotState, width: int, height: int) -> list[Line]:
         return lines(data, width, height)
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return 0 if self.data is None else 1 + len(self.data.slots)
-
-    def watch_data(self, before: SlotState | None, after: SlotState | None) -> None:
-        if before is None or after is None or len(before.slots) != len(after.slots):
-            self.refresh(layout=True)
+    def rows(self, data: SlotState, width: int) -> int:
+        return 1 + len(data.slots)
 
 
 def lines(data: SlotState, width: int, height: int) -> list[Line]:

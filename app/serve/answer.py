@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import string
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -43,6 +43,7 @@ class End:
 
 
 Part = Begun | Delta | End
+Events = AsyncGenerator[Event, None]
 
 
 @dataclass
@@ -57,42 +58,44 @@ class Answer:
     _called: bool = False
     _reasoning_n: int = 0
 
-    async def parts(self, events: AsyncIterator[Event]) -> AsyncGenerator[Part, None]:
-        """`Begun`, the deltas, and `End`. Raises ApiError if the engine does not answer."""
+    async def parts(self, events: Events) -> AsyncGenerator[Part, None]:
+        """`Begun`, the deltas, and `End`. Closing them early cancels the request. Raises ApiError if the engine does
+        not answer."""
         self._stats = AnswerStats(self.request, reason="stop")
         begun, end = False, None
-        async for event in events:
-            match event:
-                case Failed():
-                    raise of_failure(event)
-                case Prefilling():
-                    if not begun:
-                        begun, self._stats = True, AnswerStats(self.request, reason="stop")
-                        yield Begun()
-                    self._stats.prompt_n, self._stats.cached_n = event.total, event.cached
-                case Thinking():
-                    self._stats.count_token()
-                    self._reasoning_n += 1
-                    if event.text:
-                        yield Delta(reasoning=event.text)
-                case Token():
-                    self._stats.count_token()
-                    self._tokens.append(event)
-                    for delta in self._deltas(self.stop.feed(event.text)):
-                        yield delta
-                    if self.stop.found:
-                        break
-                case Finished(reason="cancelled"):
-                    raise unavailable("The server is stopping.")
-                case Finished():
-                    end = event
-                    for delta in self._deltas(self.stop.flush()):
-                        yield delta
-        for delta in self._flushed():
-            yield delta
-        finished = end or self._stats.finished()
-        reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
-        yield End(reason, finished, self._reasoning_n)
+        async with aclosing(events):
+            async for event in events:
+                match event:
+                    case Failed():
+                        raise of_failure(event)
+                    case Prefilling():
+                        if not begun:
+                            begun, self._stats = True, AnswerStats(self.request, reason="stop")
+                            yield Begun()
+                        self._stats.prompt_n, self._stats.cached_n = event.total, event.cached
+                    case Thinking():
+                        self._stats.count_token()
+                        self._reasoning_n += 1
+                        if event.text:
+                            yield Delta(reasoning=event.text)
+                    case Token():
+                        self._stats.count_token()
+                        self._tokens.append(event)
+                        for delta in self._deltas(self.stop.feed(event.text)):
+                            yield delta
+                        if self.stop.found:
+                            break
+                    case Finished(reason="cancelled"):
+                        raise unavailable("The server is stopping.")
+                    case Finished():
+                        end = event
+                        for delta in self._deltas(self.stop.flush()):
+                            yield delta
+            for delta in self._flushed():
+                yield delta
+            finished = end or self._stats.finished()
+            reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
+            yield End(reason, finished, self._reasoning_n)
 
     def _deltas(self, text: str) -> Iterable[Delta]:
         return (
@@ -115,13 +118,6 @@ class Answer:
 def _call_id() -> str:
     """Nine letters and digits: Mistral's templates refuse others."""
     return "".join(secrets.choice(_ID) for _ in range(9))
-
-
-async def answer_parts(answer: Answer, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Part, None]:
-    """The parts of `answer`. Closing them early cancels the request."""
-    async with aclosing(events), aclosing(answer.parts(events)) as parts:
-        async for part in parts:
-            yield part
 
 
 async def merged(streams: Sequence[AsyncGenerator[Part, None]]) -> AsyncGenerator[tuple[int, Part], None]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from app.cli.progress import StatusLine, describe, figures, say
-from app.serve.service import Handled
 from engine.events import Event, Failed, Ready
+from widgets.request_list import Handled
 from widgets.text import one_line
 
 
@@ -33,6 +32,6 @@ class Lines:
         say(sys.stderr, f"listening on {self._address}")
 
     def handled(self, request: Handled) -> None:
-        how = figures(request.finished) if request.finished else request.error or "the client has gone"
-        line = f"{time.strftime('%H:%M:%S')} {request.client} {request.path} {request.status}: {how}"
+        how = figures(request.finished) if request.finished else request.problem
+        line = f"{request.time} {request.client} {request.path} {request.status}: {how}"
         print(one_line(line), flush=True)

@@ -40,7 +40,8 @@ class Reply:
         """None if there is nothing to say."""
         logprobs = self._logprobs(delta.tokens)
         if self.kind == "text":
-            return self._text_chunk(delta.content, logprobs) if delta.content or logprobs else None
+            text = {"text": delta.content}
+            return self._chunk(text, logprobs=logprobs) if delta.content or logprobs else None
         new: Json = {}
         if delta.content or logprobs:
             new["content"] = delta.content
@@ -53,8 +54,7 @@ class Reply:
 
     def ending(self, end: End, timed: bool) -> Json:
         """The last chunk, with timings if it is `timed`."""
-        reason = end.finish_reason
-        last = self._chunk({}, reason) if self.kind == "chat" else self._text_chunk("", None, reason)
+        last = self._chunk({} if self.kind == "chat" else {"text": ""}, end.finish_reason)
         return last | {"timings": timings(end.finished)} if timed else last
 
     def usage(self, ends: Sequence[End]) -> Json:
@@ -90,12 +90,10 @@ class Reply:
             kind, id = "chat.completion.chunk" if part else "chat.completion", f"chat{id}"
         return {"id": id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, delta: Json, finish_reason: str | None = None, logprobs: Json | None = None) -> Json:
-        choice = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head("chunk") | {"choices": [choice]}
-
-    def _text_chunk(self, text: str, logprobs: Json | None, finish_reason: str | None = None) -> Json:
-        choice = {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, new: Json, finish_reason: str | None = None, logprobs: Json | None = None) -> Json:
+        """`new`: the delta of a chat, or the text and its field."""
+        part = {"delta": new} if self.kind == "chat" else new
+        choice = {"index": self.index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head("chunk") | {"choices": [choice]}
 
     def _logprobs(self, tokens: Iterable[Token]) -> Json | None:

@@ -90,21 +90,10 @@ class Routes:
 
     async def _complete(self, request: Request, kind: Literal["chat", "text"]) -> Response:
         exchange = Exchange(self._service, request.scope[CLIENT], request.url.path)
-        try:
-            return await self._completed(request, kind, exchange)
-        except ApiError as error:
-            exchange.close(error.status, error.kind)
-            raise
-        except ClientGoneError:
-            exchange.close(CLIENT_GONE)
-            raise
-        except Exception:
-            exchange.close(500, "server_error")
-            raise
+        with exchange.closed_by_errors():
+            return await self._answer(request, kind, exchange)
 
-    async def _completed(
-        self, request: Request, kind: Literal["chat", "text"], exchange: Exchange
-    ) -> Response:
+    async def _answer(self, request: Request, kind: Literal["chat", "text"], exchange: Exchange) -> Response:
         service = self._service
         data = await read_body(request)
         service.check_open()
@@ -216,29 +205,24 @@ async def _chunks(
     exchange: Exchange,
 ) -> AsyncGenerator[replies.Json, None]:
     """The objects of a stream, after an empty one when the engine has begun. Raises ApiError."""
-    has_begun, ends = False, list[End]()
+    ends = list[End]()
     try:
-        async with aclosing(parts):
-            async for i, part in parts:
-                if not has_begun:
-                    has_begun = True
-                    yield {}
-                    for answer in answers:
-                        if first := answer.first():
-                            yield first
-                if isinstance(part, Delta) and (chunk := answers[i].chunk(part)):
-                    yield chunk
-                elif isinstance(part, End):
-                    ends.append(part)
-                    yield answers[i].ending(part, timed=not include_usage)
-        if include_usage:
-            yield answers[0].usage(ends)
-    except ApiError as failure:
-        exchange.close(200 if has_begun else failure.status, failure.kind)
-        raise
-    except Exception:
-        exchange.close(500, "server_error")
-        raise
+        with exchange.closed_by_errors():
+            async with aclosing(parts):
+                async for i, part in parts:
+                    if not exchange.is_streamed:
+                        exchange.is_streamed = True
+                        yield {}
+                        for answer in answers:
+                            if first := answer.first():
+                                yield first
+                    if isinstance(part, Delta) and (chunk := answers[i].chunk(part)):
+                        yield chunk
+                    elif isinstance(part, End):
+                        ends.append(part)
+                        yield answers[i].ending(part, timed=not include_usage)
+            if include_usage:
+                yield answers[0].usage(ends)
     finally:
         exchange.close(200)
 

@@ -227,7 +227,7 @@ async def serve_on_screen(
     activity = Activity(address)
     app = ServeApp(service, engine, activity)
     engine.on_event, service.on_handled = app.observe, activity.handled
-    service.engine = activity.watched(engine)
+    service.watch = activity.follow
     code = await run_beside(app, Server(service, engine, http, sock, activity.observe).run())
     sys.stderr.write("".join(app.printed))
     if activity.failed and service.ready is None:

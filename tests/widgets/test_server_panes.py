@@ -3,9 +3,10 @@
 import pytest
 
 from engine.events import BlockCounts, Slot, Slots
-from widgets import block_bar, client_lines, request_list, server_head, slot_table
-from widgets.client_lines import Bin, ClientThroughput, client_name
-from widgets.request_list import Request, RequestList
+from tests.app.fake_engine import reply
+from widgets import block_bar, client_graph, request_list, server_head, slot_table
+from widgets.client_graph import Bin, ClientThroughput, client_name
+from widgets.request_list import Handled, RequestList
 from widgets.server_head import ServerState
 from widgets.slot_table import SlotState
 
@@ -24,7 +25,7 @@ def texts(lines):
 
 
 def test_throughput_is_stacked_by_client():
-    head, *graph, axis, legend = texts(client_lines.lines(TWO, 65, 12))
+    head, *graph, axis, legend = texts(client_graph.lines(TWO, 65, 12))
     assert head == "80 tok/s  prefill 1.2k tok/s"
     assert legend == "█ 10.0.0.1 60 tok/s  ░ 10.0.0.2 20 tok/s"
     assert axis.startswith("-60 s ─") and axis.endswith(" now") and len(axis) == 65
@@ -35,7 +36,7 @@ def test_throughput_is_stacked_by_client():
 
 def test_more_clients_than_patterns_are_others():
     tokens = tuple((f"10.0.0.{i}", 2) for i in range(9))
-    *_, legend = texts(client_lines.lines(ClientThroughput((Bin(9, tokens),), last=9), 200, 12))
+    *_, legend = texts(client_graph.lines(ClientThroughput((Bin(9, tokens),), last=9), 200, 12))
     assert "╳ others 4.0 tok/s" in legend and "10.0.0.4 1.0" in legend and "10.0.0.5" not in legend
 
 
@@ -73,8 +74,9 @@ def test_blocks_in_words_and_a_bar():
 
 
 def test_requests():
-    done = Request("12:00:01", "10.0.0.1", "/v1/chat/completions", 200, 12, 43.0)
-    refused = Request("12:00:00", "10.0.0.1", "/v1/chat/completions", 429, problem="rate_limit_error")
+    end = reply("", predicted_n=12, predicted_ms=11 / 43 * 1e3)[-1]
+    done = Handled("12:00:01", "10.0.0.1", "/v1/chat/completions", 200, end)
+    refused = Handled("12:00:00", "10.0.0.1", "/v1/chat/completions", 429, problem="rate_limit_error")
     assert texts(RequestList().draw((done, refused), 90, 1)) == [
         "12:00:01 10.0.0.1        /v1/chat/completions 200 12 tokens, 43 tok/s"
     ]
@@ -95,7 +97,7 @@ def test_the_head_says_how_the_server_ends_first():
 
 @pytest.mark.parametrize(("width", "height"), [(16, 2), (1, 1), (30, 5)])
 def test_small_panes(width, height):
-    assert len(client_lines.lines(TWO, width, height)) <= height
+    assert len(client_graph.lines(TWO, width, height)) <= height
     assert len(slot_table.lines(SlotState((PREFILL, DECODE)), width, height)) <= height
     empty = BlockCounts(free=0, held=0, cached=0)
     assert block_bar.lines(Slots(slots=(), waiting=0, blocks=(empty,), checkpoints=(0, 9)), width)
