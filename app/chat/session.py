@@ -167,8 +167,10 @@ class Session:
             await self.view.changed(turns[-1])
 
     async def go_on(self) -> None:
-        """Continues the last reply where it ended."""
+        """Continues the last reply where it ended. A prompt without a reply is answered."""
         reply = self.conversation.turns[-1]
+        if reply.role == "user":
+            return await self.regenerate()
         reply.note, reply.finished, reply.streaming = "", False, True
         self._ask(reply=reply)
         await self.view.changed(reply)
@@ -189,9 +191,7 @@ class Session:
         self.view.notice(
             f"{counted(count, 'turn')} left out: the model reads what follows, the chat keeps all"
         )
-        if was_full and conversation.turns[-1].role == "user":
-            await self.regenerate()
-        elif was_full:
+        if was_full:
             await self.go_on()
 
     async def summarize(self) -> None:

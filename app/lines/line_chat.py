@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TextIO, Unpack
+from typing import Annotated, Any, TextIO, Unpack
 
 import msgspec
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from app.chat.view import View
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
 from app.cli.signals import run_until_signal
+from app.lines.line_input import FileLines, TerminalLines
 from app.lines.other_models import OtherModels
 from app.lines.word_wrap import WordWrap
 from engine.client import Engine
@@ -43,16 +44,6 @@ SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
 ENGINE_OPTIONS = {"context": ("context_length", ContextLength), "kv": ("kv", KVFormat)}
 """Options that need another start of the engine: their names in `EngineOptions`, and their types."""
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class LineReader(Protocol):
-    is_terminal: bool
-    """Whether a user types the lines."""
-
-    async def read(self, draft: str) -> str:
-        """The next message or command; a terminal lets the user edit it, starting from `draft`. Raises EOFError at the
-        end of the input, and KeyboardInterrupt if the user presses Ctrl-C."""
-        ...
 
 
 def commands() -> dict[str, str]:
@@ -74,7 +65,7 @@ class LineChat(View):
         self,
         engine: Engine,
         history: History,
-        lines: LineReader,
+        lines: TerminalLines | FileLines,
         out: TextIO,
         messages: TextIO,
         *,
@@ -268,10 +259,7 @@ class LineChat(View):
                 raise UsageError("There is no chat to go on with yet.")
             await self._open(chats[0].id)
             return
-        if turns[-1].role == "user":
-            await self.session.regenerate()
-        else:
-            await self.session.go_on()
+        await self.session.go_on()
         await self._finish_reply()
 
     async def do_regenerate(self, _: str) -> None:

@@ -271,14 +271,12 @@ class ChatApp(ContextActions, EngineActions):
             await self.session.open(chat_id)
         elif not turns:
             self.notice("There is no reply to go on with yet")
-        elif turns[-1].role == "user":
-            await self.action_regenerate()
         elif not self.column.refuse_while_busy():
             self.notice("")
             await self.session.go_on()
 
     def action_toggle_thinking(self) -> None:
-        self.transcript.unfolded = not self.transcript.unfolded
+        self.transcript.unfold(not self.transcript.unfolded)
         self.notice(f"Thinking is {'shown in full' if self.transcript.unfolded else 'folded to one line'}")
 
     # --- chats ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from textual.widgets import Static
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
 from app.chat.view import View
-from app.comparison.engine_pair import EnginePair
+from app.comparison.comparison_engine import ComparisonEngine
 from app.screens import garbage
 from widgets.activity_line import ActivityLine, status_text
 from widgets.comparison_pane import ComparisonPane
@@ -105,7 +105,7 @@ class ChatColumn(View, Vertical):
 
     async def opened(self) -> None:
         self.end_editing()
-        if isinstance(pair := self.session.engine, EnginePair):
+        if isinstance(pair := self.session.engine, ComparisonEngine):
             pair.forget()
         self.transcript.show(self.session.conversation.turns)
         garbage.forget_survivors()  # the turns of another chat
@@ -145,7 +145,7 @@ class ChatColumn(View, Vertical):
     def show_status(self) -> None:
         session, status = self.session, self.session.status.snapshot()
         self.activity.status = self.welcome.status = self.status_line.status = status
-        pair = session.engine if isinstance(session.engine, EnginePair) else None
+        pair = session.engine if isinstance(session.engine, ComparisonEngine) else None
         self.set_class(not session.conversation.turns, "-empty")
         self.set_class(pair is not None, "-comparing")
         if pair is not None:

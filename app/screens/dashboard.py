@@ -14,7 +14,7 @@ from textual.events import Resize
 from app.chat.idle_profiler import IdleProfiler
 from app.chat.session import Session
 from app.chat.slowdown import is_quiet
-from app.comparison.engine_pair import answered_together
+from app.comparison.comparison_engine import answered_together
 from app.screens.engine_setup import EngineSetup
 from app.screens.performance import PerformanceObserver
 from engine.events import MIN_TOKENS, Counter, Event, Finished, Ready, decode_rate, shown_prefill_rate

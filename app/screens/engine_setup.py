@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
 from app.chat.configuration import configure, with_other_model
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds, record_run, recording_engine
+from app.comparison.comparison_engine import ComparisonEngine, compare_with_llama_server
 from engine.backends import BACKENDS, unusable_because
 from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
 from engine.events import EngineOptions, Sampling
 from presets.loader import Preset, PresetFile, find_preset, preset_files
 from widgets.preset_bar import BarOption, PresetBarData
-
-if TYPE_CHECKING:
-    from app.comparison.comparison_engine import ComparisonEngine
 
 ORDER = ("NV", "CUDA", "CPU")
 
@@ -98,8 +96,6 @@ class EngineSetup:
 
     def compare(self, ours: Engine, *, together: bool = False) -> ComparisonEngine:
         """`ours` (an engine of `make`) and llama.cpp as one engine."""
-        from app.comparison.comparison_engine import compare_with_llama_server  # imports an HTTP client
-
         assert isinstance(ours, LocalEngine)
         return compare_with_llama_server(ours, self._llama_server, api_key=self._api_key, together=together)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from app.serve.answer import Answer, Begun, Delta, End, Events, Part, merged
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
+from engine.client import LocalEngine
 from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Slots
 from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import Tokenizer
@@ -24,15 +25,6 @@ from widgets.request_list import Handled
 
 CLIENT_GONE = 499  # nginx's status of a request whose client did not wait
 MAX_RETRY_S = 60
-
-
-class ServedEngine(Protocol):
-    """What the server needs of an engine: answers to several requests at the same time."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def generate(self, request: Generate) -> AsyncGenerator[Event, None]: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class Service:
     `max_waiting` of them at most. `on_handled` gets every request that has ended, and `watch` the events of every
     answer, which it passes on."""
 
-    engine: ServedEngine
+    engine: LocalEngine
     model: str
     file: ModelFile
     sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
