@@ -15,16 +15,12 @@ class BlockBar(FittedPane[Slots]):
     BORDER_TITLE = "cache blocks"
 
     def draw(self, data: Slots, width: int, height: int) -> list[Line]:
-        return lines(data, width)
+        """For each group a bar and the words for its parts."""
+        groups = [line for counts in data.blocks for line in (_bar(counts, width), _words(counts, width))]
+        return [*groups, *([_checkpoints(data, width)] if any(data.checkpoints) else [])]
 
     def rows(self, data: Slots, width: int) -> int:
         return 2 * len(data.blocks) + any(data.checkpoints)
-
-
-def lines(data: Slots, width: int) -> list[Line]:
-    """For each group a bar and the words for its parts."""
-    groups = [line for counts in data.blocks for line in (_bar(counts, width), _words(counts, width))]
-    return [*groups, *([_checkpoints(data, width)] if any(data.checkpoints) else [])]
 
 
 def _checkpoints(data: Slots, width: int) -> Line:

@@ -54,26 +54,22 @@ class ClientGraph(Pane[ClientThroughput]):
     BORDER_TITLE = "throughput, last minute"
 
     def draw(self, data: ClientThroughput, width: int, height: int) -> list[Line]:
-        return lines(data, width, height)
+        """The total, the graph of the last minute where there is room, and the clients with their patterns."""
+        rates = data.rates()
+        head: Line = [(f"{_figure(sum(rates.values()))} tok/s", "strong")]
+        head.append((f"  prefill {_figure(data.prefill)} tok/s", "dim"))
+        clients = _clients(data)
+        legend = _legend(clients, _named(rates, clients), width)
+        rows = height - 1 - len(legend) - 1
+        if rows < MIN_GRAPH_ROWS or width < 3 * MARGIN:
+            return [head, *legend][:height]
+        return [head, *_graph(data, clients, width, rows), _axis(width), *legend]
 
 
 def client_name(client: str) -> str:
     """A name from the network in characters that have one cell each, at most `_NAME` of them."""
     name = "".join(c if c.isascii() and c.isprintable() else "?" for c in one_line(client)) or "unknown"
     return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
-
-
-def lines(data: ClientThroughput, width: int, height: int) -> list[Line]:
-    """The total, the graph of the last minute where there is room, and the clients with their patterns."""
-    rates = data.rates()
-    head: Line = [(f"{_figure(sum(rates.values()))} tok/s", "strong")]
-    head.append((f"  prefill {_figure(data.prefill)} tok/s", "dim"))
-    clients = _clients(data)
-    legend = _legend(clients, _named(rates, clients), width)
-    rows = height - 1 - len(legend) - 1
-    if rows < MIN_GRAPH_ROWS or width < 3 * MARGIN:
-        return [head, *legend][:height]
-    return [head, *_graph(data, clients, width, rows), _axis(width), *legend]
 
 
 def _clients(data: ClientThroughput) -> list[str]:

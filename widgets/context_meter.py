@@ -34,10 +34,11 @@ def context_meter(used: int | None, total: int, width: int) -> Content:
 def context_help(status: EngineStatus) -> str:
     """What the meter shows, and how the engine goes back in a chat."""
     text = "Context: the tokens of this chat that the model has read and written, of those for which there is room."
-    if not status.checkpoints:
+    ready = status.ready
+    if not ready.checkpoints:
         return text
     return (
         f"{text}\n\nThis model reads a chat into a state, from which no token can be taken out again. The engine keeps "
-        f"up to {status.checkpoints} checkpoints of it ({as_bytes(status.states_bytes)}), at the ends of turns and "
+        f"up to {ready.checkpoints} checkpoints of it ({as_bytes(ready.states_bytes)}), at the ends of turns and "
         "between them. A regenerated reply or an edited message goes on from the last checkpoint before it."
     )

@@ -29,25 +29,21 @@ class ServerHead(FittedPane[ServerState]):
     BORDER_SUBTITLE = "F9 one pane · Ctrl+C ends"
 
     def draw(self, data: ServerState, width: int, height: int) -> list[Line]:
-        return lines(data, width)
+        """What matters most comes first: low terminals show the first lines."""
+        figures = (
+            counted(data.requests, "request"),
+            f"{data.refused:,} refused",
+            f"{data.prompt_tokens:,} prompt tokens",
+            f"{data.reply_tokens:,} reply tokens",
+        )
+        texts = (
+            (data.ending, "warning"),
+            (data.address, "strong"),
+            *((f"⚠ {one_line(warning)}", "warning") for warning in data.warnings),
+            (" · ".join(one_line(part) for part in data.engine if part), ""),
+            (" · ".join(figures), "dim"),
+        )
+        return [[(line, style)] for text, style in texts for line in textwrap.wrap(text, max(8, width))]
 
     def rows(self, data: ServerState, width: int) -> int:
-        return len(lines(data, width))
-
-
-def lines(state: ServerState, width: int) -> list[Line]:
-    """What matters most comes first: low terminals show the first lines."""
-    figures = (
-        counted(state.requests, "request"),
-        f"{state.refused:,} refused",
-        f"{state.prompt_tokens:,} prompt tokens",
-        f"{state.reply_tokens:,} reply tokens",
-    )
-    texts = (
-        (state.ending, "warning"),
-        (state.address, "strong"),
-        *((f"⚠ {one_line(warning)}", "warning") for warning in state.warnings),
-        (" · ".join(one_line(part) for part in state.engine if part), ""),
-        (" · ".join(figures), "dim"),
-    )
-    return [[(line, style)] for text, style in texts for line in textwrap.wrap(text, max(8, width))]
+        return len(self.draw(data, width, 0))

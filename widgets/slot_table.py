@@ -26,24 +26,22 @@ class SlotTable(FittedPane[SlotState]):
     BORDER_TITLE = "slots"
 
     def draw(self, data: SlotState, width: int, height: int) -> list[Line]:
-        return lines(data, width, height)
+        """The queue, and a row for each slot. Where there is no room for all, those at work come first, and the last
+        line says how many are left out."""
+        queue = f"{data.waiting} waiting · {data.refused} refused"
+        head: Line = [(queue, "warning" if data.waiting else "dim")]
+        rows = list(enumerate(data.slots, 1))
+        if 1 + len(rows) > height:
+            rows.sort(key=lambda row: row[1] is None)
+            rows = rows[: max(0, height - 2)]
+        table = [
+            [(f"{number:>{_NUMBER - 1}} ", "dim"), *_row(slot, width - _NUMBER)] for number, slot in rows
+        ]
+        left = len(data.slots) - len(rows)
+        return [head, *table, *([[(f"{left} more: no room", "dim")]] if left else [])][:height]
 
     def rows(self, data: SlotState, width: int) -> int:
         return 1 + len(data.slots)
-
-
-def lines(data: SlotState, width: int, height: int) -> list[Line]:
-    """The queue, and a row for each slot. Where there is no room for all, those at work come first, and the last line
-    says how many are left out."""
-    queue = f"{data.waiting} waiting · {data.refused} refused"
-    head: Line = [(queue, "warning" if data.waiting else "dim")]
-    rows = list(enumerate(data.slots, 1))
-    if 1 + len(rows) > height:
-        rows.sort(key=lambda row: row[1] is None)
-        rows = rows[: max(0, height - 2)]
-    table = [[(f"{number:>{_NUMBER - 1}} ", "dim"), *_row(slot, width - _NUMBER)] for number, slot in rows]
-    left = len(data.slots) - len(rows)
-    return [head, *table, *([[(f"{left} more: no room", "dim")]] if left else [])][:height]
 
 
 def _row(slot: Slot | None, width: int) -> Line:

@@ -34,10 +34,11 @@ class StatusLine(Widget):
     def render(self) -> Content:
         """A narrow line leaves out the device, then the time to the first token, then the end of the model's name."""
         status, width, compact = self.status, self.size.width, self.size.width < COMPACT_WIDTH
-        model = one_line(status.model) or "no model yet"
-        engine = [part for part in (one_line(status.quantization), one_line(status.backend)) if part]
-        device = [one_line(status.device)] if status.device and status.device != status.backend else []
-        warm = [f"stays warm {status.keep_warm_s / 60:.3g} min"] if status.keep_warm_s else []
+        ready, info = status.ready, status.ready.model
+        model = one_line(info.name) or "no model yet"
+        engine = [part for part in (one_line(info.quantization), one_line(ready.backend)) if part]
+        device = [one_line(ready.device_name)] if ready.device_name not in ("", ready.backend) else []
+        warm = [f"stays warm {ready.keep_warm_s / 60:.3g} min"] if ready.keep_warm_s else []
         speed = [f"{_rate(status.tokens_per_s, compact)} tok/s"]
         if self.warning:
             speed.insert(0, WARNING if compact else f"{WARNING} {self.warning}")

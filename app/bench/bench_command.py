@@ -88,10 +88,15 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     options.add_backend(add, "the device")
     options.add_kv(add)
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
-    add("-p", "--prompt", type=counts, metavar="N,…", help="(32,128,256,512)")
-    add("-n", "--gen", type=counts, metavar="N,…", help="tokens of generation (128)")
-    add("-d", "--depth", type=counts, metavar="N,…", help="(0,1024,4096)")
-    add("--parallel", type=counts, metavar="N,…", help="so many conversations at once (with -p 512 -n 64)")
+    add("-p", "--prompt", type=options.counts, metavar="N,…", help="(32,128,256,512)")
+    add("-n", "--gen", type=options.counts, metavar="N,…", help="tokens of generation (128)")
+    add("-d", "--depth", type=options.counts, metavar="N,…", help="(0,1024,4096)")
+    add(
+        "--parallel",
+        type=options.counts,
+        metavar="N,…",
+        help="so many conversations at once (with -p 512 -n 64)",
+    )
     add(
         "--arrivals",
         type=options.positive,
@@ -259,8 +264,3 @@ def _write(measured: Sequence[Result], args: Namespace) -> None:
             args.save.write_text(results.to_json(measured), "utf-8")
         except OSError as error:
             raise UsageError(f"{args.save} cannot be written: {error.strerror}.") from None
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them. Raises ArgumentTypeError."""
-    return tuple(options.count(part.strip()) for part in text.split(","))

@@ -226,13 +226,10 @@ class Benchmark:
         if sentence not in self.left_out:
             self.left_out.append(sentence)
 
-    def _can_run(self, engine: MeasuredEngine, case: Case) -> bool:
-        return not engine.failed and engine.ready is not None and case.n_parallel <= engine.ready.parallel
-
     async def _repeat(self, case: Case, repetition: int) -> None:
         prompts = [self._prompt(case) for _ in range(max(1, case.n_parallel - bool(case.n_arrival)))]
         for engine in self.engines if repetition % 2 else self.engines[::-1]:
-            if not self._can_run(engine, case):
+            if engine.failed or not engine.ready or case.n_parallel > engine.ready.parallel:
                 continue
             number = f"{repetition} of {self.repetitions}" if repetition else "warm-up"
             self._on_step(f"{case.name}, {number}: {engine.name}", self._done)

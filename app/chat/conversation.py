@@ -146,9 +146,6 @@ class Conversation:
                 self.turns[index - 1].note = note
         self.start = start
 
-    def add(self, turn: Turn) -> None:
-        self.turns.append(turn)
-
     def cut(self, index: int) -> list[Turn]:
         """Removes the turns from `index` on and returns them. The history has them until another turn is saved in their
         place, so `add` can restore them."""

@@ -211,7 +211,7 @@ class Session:
         conversation = self.conversation
         conversation.system, conversation.summarized = before.system, summarized
         turn = Turn("user", summarized.request(status.context_length), finished=False)
-        conversation.add(turn)
+        conversation.turns.append(turn)
         self.save()
         self.queued = waiting
         self.view.queue_changed()
@@ -255,7 +255,7 @@ class Session:
         self._saver.now()
 
     def _write(self) -> bool:
-        self.conversation.save(self.status.snapshot().model)
+        self.conversation.save(self.status.snapshot().ready.model.name)
         self.view.problem_changed(self.history.problem or self.conversation.problem)
         return self.conversation.problem is None
 
@@ -300,7 +300,7 @@ class Session:
         self._is_starting = self.is_full = False
         old_status, self.status = self.status.snapshot(), candidate.status
         # In another model's tokens, the conversation has another length.
-        same_model = old_status.model == self.status.snapshot().model
+        same_model = old_status.ready.model.name == self.status.snapshot().ready.model.name
         used = old_status.context_used if same_model else None
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
         adopted()
@@ -338,7 +338,7 @@ class Session:
     async def _send(self, text: str) -> None:
         turn = Turn("user", text, finished=False)  # until a reply begins, or its request ends
         self.view.notice("")
-        self.conversation.add(turn)
+        self.conversation.turns.append(turn)
         self.save()
         self._ask()
         await self.view.added(turn)
@@ -380,7 +380,7 @@ class Session:
         if reply is None:
             self.conversation.turns[-1].finished = True
             reply = self.reply = Turn("assistant", finished=False, streaming=True)
-            self.conversation.add(reply)
+            self.conversation.turns.append(reply)
             await self.view.added(reply)
         now = self.clock()
         if isinstance(token, Thinking):
@@ -404,7 +404,7 @@ class Session:
             turn.finished = isinstance(end, Finished)
             turn.note = self._note(end)
         elif replaced is not None:
-            self.conversation.add(replaced)
+            self.conversation.turns.append(replaced)
             await self.view.added(replaced)
             reason, *_ = self._reason(end) or (EMPTY,)
             self.view.notice(f"{reason}; the earlier reply stays", warning=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 
-from app.chat.search_summary import SearchSummary
 from engine.events import (
     Event,
     Failed,
@@ -23,6 +23,38 @@ from widgets.engine_status import EngineStatus, Phase
 
 _MIN_S, _MIN_DONE = 0.5, 4
 """The time and the progress (in kernels, tokens, bytes) that an estimate of the time left needs."""
+
+
+class SearchSummary:
+    """Collects the last `Search` of each product from an engine's events."""
+
+    def __init__(self) -> None:
+        self._searches: dict[str, Search] = {}
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Warming) and event.search is not None:
+            self._searches[event.search.what] = event.search
+
+    @property
+    def has_searched(self) -> bool:
+        """Whether anything was searched that was not known from an earlier start."""
+        return any(not search.found for search in self._searches.values())
+
+    @property
+    def text(self) -> str:
+        """The result in a few words; "" if nothing was searched. The products of a decode step are searched one
+        after the other, each in a step that has the ones before, so their gains multiply."""
+        if not self._searches:
+            return ""
+        searches = [search for search in self._searches.values() if not search.found]
+        if not searches:
+            return "its search was known from an earlier start"
+        gain = prod(search.before_us / search.after_us for search in searches if search.after_us) - 1
+        return (
+            f"its search made a step {gain:.0%} faster"
+            if gain >= 0.005
+            else "its search found nothing faster"
+        )
 
 
 class StatusObserver:
@@ -89,32 +121,14 @@ class StatusObserver:
         match event:
             case Loading(done_bytes=done, total_bytes=total):
                 self._progress(Phase.LOADING, done, total)
-                self._status = replace(
-                    self._status,
-                    context_length=event.context_length,
-                    cache_bytes=event.cache_bytes,
-                    kv=event.kv,
-                )
+                self._set_context(event)
             case Warming(search=search):
                 self._progress(Phase.WARMING, event.done, event.total)
                 self._search(search, event.cached)
-            case Ready(model=model):
+            case Ready():
                 self._enter(Phase.READY)
-                self._status = replace(
-                    self._status,
-                    model=model.name,
-                    quantization=model.quantization,
-                    parameters=model.parameters,
-                    takes_effort=model.takes_effort,
-                    backend=event.backend,
-                    device=event.device_name,
-                    context_length=event.context_length,
-                    cache_bytes=event.cache_bytes,
-                    kv=event.kv,
-                    states_bytes=event.states_bytes,
-                    checkpoints=event.checkpoints,
-                    keep_warm_s=event.keep_warm_s,
-                )
+                self._status = replace(self._status, ready=event)
+                self._set_context(event)
             case Prefilling(done=done, total=total, cached=cached):
                 self._progress(Phase.PREFILLING, done, total, start=cached)
                 self._status = replace(self._status, context_used=done)
@@ -133,6 +147,10 @@ class StatusObserver:
                 self._status = replace(
                     self.snapshot(), phase=Phase.GONE if request_id is None else Phase.READY
                 )
+
+    def _set_context(self, event: Loading | Ready) -> None:
+        length, cache_bytes = event.context_length, event.cache_bytes
+        self._status = replace(self._status, context_length=length, cache_bytes=cache_bytes, kv=event.kv)
 
     def _token(self, token: Token) -> None:
         status = self._status

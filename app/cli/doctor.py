@@ -184,7 +184,8 @@ def _environment(settings: Settings) -> Iterator[Finding]:
     cache = platformdirs.user_cache_path("orin-chat", appauthor=False)
     for topic, folder in (("models", hub_folder()), ("cache", cache)):
         yield note(topic, f"{as_bytes(_size(folder))} in {folder}")
-    free = shutil.disk_usage(_existing(cache)).free
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     space = f"{as_bytes(free)} free where the caches are"
     yield (
         good("disk", space)
@@ -203,10 +204,6 @@ def _size(folder: Path) -> int:
         if path.is_file() and not path.is_symlink():
             total += path.stat().st_size
     return total
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _terminal() -> Finding:

@@ -110,7 +110,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--json", action="store_true", help="write each event as one line of JSON")
     add("--logprobs", type=positive, metavar="N", help="with --json: log-probabilities, and the N highest")
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
-    add("--prompt-ids", type=_token_ids, metavar="1,2,3", help="token ids instead of a prompt")
+    add("--prompt-ids", type=counts, metavar="1,2,3", help="token ids instead of a prompt")
     add("--ignore-eos", action="store_true", help="go on past the end of the reply")
     return parser
 
@@ -330,7 +330,8 @@ def context(text: str) -> int | Literal["max"]:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, or max, not {text!r}") from None
 
 
-def _token_ids(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them. Raises ArgumentTypeError."""
     return tuple(count(part.strip()) for part in text.split(","))
 
 

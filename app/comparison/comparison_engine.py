@@ -84,9 +84,9 @@ def compare_with_llama_server(
 
 
 class ComparisonEngine:
-    """An `Engine`. `together`: from the next prompt on, both answer at once. `make_peer` makes the other engine when ours
-    is ready. `make_encoder` returns the function that turns prompts into token ids; it is called in a thread. Both may
-    raise OrinError."""
+    """An `Engine`. `together`: from the next prompt on, both answer at once. `make_peer` makes the other engine when
+    ours is ready. `make_encoder` returns the function that turns prompts into token ids; it is called in a thread. Both
+    may raise OrinError."""
 
     name = "orin-chat"
 

@@ -299,7 +299,7 @@ class ChatApp(ContextActions, EngineActions):
     async def action_system(self) -> None:
         session = self.session
         now = Instructions(session.conversation.system, session.sampling.effort)
-        takes_effort = session.status.snapshot().takes_effort
+        takes_effort = session.status.snapshot().ready.model.takes_effort
         new = await self.push_screen_wait(SystemScreen(now, takes_effort=takes_effort))
         if new is not None and new.effort != now.effort:
             self.set_effort(new.effort)
@@ -314,7 +314,7 @@ class ChatApp(ContextActions, EngineActions):
         if not conversation.turns:
             self.notice("There is nothing to export yet")
             return
-        title, model = conversation.title, self.session.status.snapshot().model
+        title, model = conversation.title, self.session.status.snapshot().ready.model.name
         document = to_markdown(title, model, conversation.all_messages())
         try:
             self.notice(f"Exported to {write_new_file(title, document)}")

@@ -105,27 +105,17 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
 
     def action_rename(self) -> None:
         if (chat := self.highlighted) is not None:
+            rename = lambda title: self.attempt(lambda: self.history.rename(chat.id, one_line(title)))
             question = "New title: Enter renames, Esc leaves it; an empty one brings back the first prompt"
-            self.ask_text(question, one_line(chat.title), lambda title: self._rename(chat, title))
-
-    def _rename(self, chat: ChatSummary, title: str) -> None:
-        try:
-            self.history.rename(chat.id, one_line(title))
-        except HistoryError as error:
-            self.say(str(error))
-        self.show_entries()
+            self.ask_text(question, one_line(chat.title), rename)
 
     def delete(self, chat: ChatSummary) -> None:
         question = f"Delete it for good? y deletes, any other key keeps it: “{one_line(chat.title)}”"
         self.ask(question, lambda: self._delete(chat))
 
     def _delete(self, chat: ChatSummary) -> None:
-        try:
-            self.history.delete(chat.id)
+        if self.attempt(lambda: self.history.delete(chat.id)):
             self.deleted.add(chat.id)
-        except HistoryError as error:
-            self.say(str(error))
-        self.show_entries()
 
 
 def time_label(seconds: float, now: float) -> str:

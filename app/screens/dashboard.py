@@ -56,7 +56,7 @@ class Dashboard(PaneStack):
         self.session, self.setup = session, setup
         self.performance = PerformanceObserver(session.clock)
         self.profiler = IdleProfiler(lambda: session.engine, self._is_idle, self.performance)
-        self.preset_bar, self.graph = PresetBar("F6", "F7", "F8"), ThroughputGraph()
+        self.preset_bar, self.graph = PresetBar(), ThroughputGraph()
         self.table, self.experts, self.machine = KernelTable(), ExpertStrip(classes="-absent"), MachinePanel()
         self.panes = (self.graph, self.table, self.experts, self.machine)
         self._read_counters = read_counters or Counters().read

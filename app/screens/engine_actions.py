@@ -163,7 +163,7 @@ class EngineActions(App[None]):
         elif isinstance(engine, ComparisonEngine):
             session.engine = engine.ours
             notice("llama.cpp is closed; orin-chat goes on")
-            self.run_worker(_release(engine))
+            self.run_worker(engine.release())
         elif self.setup is None:
             notice("Only an engine of orin-chat's own can be compared with llama.cpp")
         else:
@@ -188,7 +188,3 @@ class EngineActions(App[None]):
 async def _start(comparison: Engine) -> None:
     async for _ in comparison.start():
         pass
-
-
-async def _release(pair: ComparisonEngine) -> None:
-    await pair.release()

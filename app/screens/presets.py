@@ -10,7 +10,6 @@ from textual.content import Content
 from app.screens.engine_setup import EngineSetup, PresetListing
 from app.screens.list_page import ListPage
 from app.screens.preset_editor import PresetEditor
-from engine.errors import UsageError
 from presets.loader import delete
 from widgets.text import clean, one_line
 
@@ -69,14 +68,7 @@ class PresetsScreen(ListPage[PresetListing, str | None]):
             self.say(f"{preset.entry.name} comes with orin-chat; presets of your own can be deleted.")
         else:
             question = f"Delete your own {preset.entry.name} for good? y deletes, any other key keeps it"
-            self.ask(question, lambda: self._delete(preset))
-
-    def _delete(self, preset: PresetListing) -> None:
-        try:
-            delete(preset.entry.name)
-        except UsageError as error:
-            self.say(str(error))
-        self.show_entries()
+            self.ask(question, lambda: self.attempt(lambda: delete(preset.entry.name)))
 
 
 def _text(path: Path) -> str:

@@ -145,7 +145,7 @@ def _laid_out(node: SyntaxTreeNode, width: int, depth: int = 0) -> list[Line]:
         case "hr":
             return [Line(Content.styled("─" * width, "$foreground 20%"), width)]
         case "fence" | "code_block":
-            return _node_code(node, width)
+            return _code_rows(code_lines(node.content.removesuffix("\n"), node.info), width)
         case "blockquote":
             return indented(_stacked(node.children, width - 2, depth), _QUOTE_BAR, _QUOTE_BAR)
         case "bullet_list" | "ordered_list":
@@ -183,10 +183,6 @@ def _item(node: SyntaxTreeNode, symbol: str, width: int, depth: int) -> list[Lin
         rows[0].content = rows[0].content[4:]
         symbol = TASKS[mark]
     return indented(rows, Content.styled(symbol, ".bullet"), " " * len(symbol))
-
-
-def _node_code(node: SyntaxTreeNode, width: int) -> list[Line]:
-    return _code_rows(code_lines(node.content.removesuffix("\n"), node.info), width)
 
 
 def _code_rows(lines: Iterable[Content], width: int) -> list[Line]:

@@ -9,8 +9,8 @@ def test_a_past_chat_that_was_only_read_keeps_its_place_in_the_list():
     history = History(":memory:")
     for name in ("first", "second"):
         conversation = Conversation(history)
-        conversation.add(Turn("user", name))
-        conversation.add(Turn("assistant", "Yes."))
+        conversation.turns.append(Turn("user", name))
+        conversation.turns.append(Turn("assistant", "Yes."))
         conversation.save("model")
     first, second = 1, 2
     assert [chat.id for chat in history.chats()] == [second, first]
@@ -27,8 +27,8 @@ def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_
     history = History(":memory:")
     conversation = Conversation(history, "Be brief.")
     for text in ("a", "b", "c"):
-        conversation.add(Turn("user", text))
-        conversation.add(Turn("assistant", text.upper()))
+        conversation.turns.append(Turn("user", text))
+        conversation.turns.append(Turn("assistant", text.upper()))
     conversation.save("model")
     assert conversation.leave_out() == 4 and conversation.leave_out() == 0
     conversation.save("model")
@@ -55,15 +55,15 @@ def test_after_a_full_disk_earlier_turns_are_saved_too():
     history = History(":memory:")
     conversation = Conversation(history)
     prompt, answer = Turn("user", "a", finished=False), Turn("assistant", "", finished=False)
-    conversation.add(prompt)
-    conversation.add(answer)
+    conversation.turns.append(prompt)
+    conversation.turns.append(answer)
     conversation.save("model")
     pages = history._db.execute("PRAGMA page_count").fetchone()[0]
     history._db.execute(f"PRAGMA max_page_count = {pages}")
     prompt.finished, answer.content, answer.finished = True, "A" * 100_000, True
     conversation.save("model")
     for turn in (Turn("user", "b"), Turn("assistant", "B")):
-        conversation.add(turn)
+        conversation.turns.append(turn)
         conversation.save("model")
         assert conversation.problem
     history._db.execute("PRAGMA max_page_count = 1000000")
