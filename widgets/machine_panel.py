@@ -57,9 +57,8 @@ def short_lines(state: MachineState, width: int) -> list[Line]:
     if absent:
         names = ", ".join(one_line(counter.name) for counter in absent)
         reasons = ", ".join(f"{one_line(counter.name)} ({one_line(counter.absent)})" for counter in absent)
-        rows.append(
-            [(longest_fitting([f"not available: {reasons}", f"not available: {names}"], width), "dim")]
-        )
+        texts = [f"not available: {reasons}", f"not available: {names}"]
+        rows.append([(longest_fitting(texts, width), "dim")])
     return [*_slowdown(state, width), *rows]
 
 

@@ -136,9 +136,8 @@ class ThroughputGraph(Pane[Throughput]):
         used |= time.place(self.data.marks).keys()
         current = time.width if self.chosen is None else self.chosen - time.first
         if step < 0:
-            self.chosen = time.first + max(
-                (x for x in used if x < current), default=max(0, min(current, time.width - 1))
-            )
+            nowhere = max(0, min(current, time.width - 1))
+            self.chosen = time.first + max((x for x in used if x < current), default=nowhere)
         else:
             following = min((x for x in used if x > current), default=None)
             self.chosen = None if following is None else time.first + following

@@ -79,9 +79,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = options.Parser(
-        prog="orin-chat bench", description="Measure engines on this machine.", epilog=EPILOG
-    )
+    parser = options.Parser("bench", "Measure engines on this machine.", EPILOG)
     add = parser.add_argument_group("what is measured").add_argument
     add("--model", metavar="NAME", action="append", help="a model, as in orin-chat; again for another one")
     add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
@@ -172,11 +170,9 @@ def _measure(
         transient=True,
         disable=not messages.is_terminal,
     )
-    task = progress.add_task("", total=None)
+    task, parallel = progress.add_task("", total=None), max(1, *(case.n_parallel for case in cases))
     benchmark = Benchmark(
-        replace(
-            engine_options, context_length=context, parallel=max(1, *(case.n_parallel for case in cases))
-        ),
+        replace(engine_options, context_length=context, parallel=parallel),
         cases,
         vocab_size=vocab_size,
         repetitions=args.repetitions,

@@ -96,9 +96,8 @@ class MeasuredEngine:
         used_after = gpu_used_bytes()
         if used_before is not None and used_after is not None:
             self.device_bytes = max(0, used_after - used_before)
-        if isinstance(self.engine, Measurable) and isinstance(
-            measured := await self.engine.measure(), Measured
-        ):
+        measured = await self.engine.measure() if isinstance(self.engine, Measurable) else None
+        if isinstance(measured, Measured):
             self.measured = measured
             if not self.ready.is_on_cpu:
                 self.device_bytes = measured.device_bytes
@@ -306,9 +305,7 @@ class Benchmark:
             device_bytes=engine.device_bytes,
             copy_gbps=ours.measured.copy_gbps if ours.measured else None,
             **asdict(case),
-            **sample_fields(
-                [round(each.ms * 1e6) for each in repetitions], [each.rate for each in repetitions]
-            ),
+            **sample_fields([each.ms for each in repetitions], [each.rate for each in repetitions]),
         )
         if case.n_parallel or not case.n_gen:
             return result

@@ -79,9 +79,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
 def _parse(arguments: Sequence[str]) -> Any:
     parser = options.Parser(
-        prog="orin-chat board",
-        description="Measure a Jetson as it was measured before, and write a report.",
-        epilog=EPILOG,
+        "board", "Measure a Jetson as it was measured before, and write a report.", EPILOG
     )
     add, usual = parser.add_argument, Lengths()
     add(

@@ -67,9 +67,8 @@ class Conversation:
                 self.system = self._stored_system = message.content
                 continue
             assert message.role != "tool"  # no chat has tools
-            turn = Turn(
-                message.role, message.content, message.thinking, stored.finished, message_id=stored.id
-            )
+            role, finished = message.role, stored.finished
+            turn = Turn(role, message.content, message.thinking, finished, message_id=stored.id)
             if not stored.finished:
                 turn.note = INTERRUPTED if turn.role == "assistant" else UNANSWERED
             self.turns.append(turn)
@@ -85,9 +84,8 @@ class Conversation:
 
     def prompt_before(self, index: int | None = None) -> int | None:
         """The index of the last turn of the user, or of the last one before `index`; None if there is none."""
-        return next(
-            (i for i in reversed(range(len(self.turns))[:index]) if self.turns[i].role == "user"), None
-        )
+        indices = reversed(range(len(self.turns))[:index])
+        return next((i for i in indices if self.turns[i].role == "user"), None)
 
     @property
     def title(self) -> str:

@@ -51,9 +51,8 @@ def write_new_file(title: str, text: str) -> Path:
             return _write_numbered(find(), name, text)
         except (OSError, RuntimeError) as error:  # a RuntimeError without a home folder
             reason = getattr(error, "strerror", None) or error
-            problem = (
-                problem or f"{getattr(error, 'filename', None) or f'{name}.md'} cannot be written: {reason}."
-            )
+            path = getattr(error, "filename", None) or f"{name}.md"
+            problem = problem or f"{path} cannot be written: {reason}."
     raise OrinError(problem, "Start orin-chat in a folder where you may write, and export again.")
 
 

@@ -144,9 +144,8 @@ class StatusObserver:
                     context_used=event.context_used,
                 )
             case Failed(request_id=request_id):  # keeps the speed until then
-                self._status = replace(
-                    self.snapshot(), phase=Phase.GONE if request_id is None else Phase.READY
-                )
+                phase = Phase.GONE if request_id is None else Phase.READY
+                self._status = replace(self.snapshot(), phase=phase)
 
     def _set_context(self, event: Loading | Ready) -> None:
         length, cache_bytes = event.context_length, event.cache_bytes
@@ -159,9 +158,7 @@ class StatusObserver:
             self._first_token_s = self._last_token_s
             start_s = self._since if token.at_ms is None else 0.0
             status = replace(status, first_token_s=self._last_token_s - start_s)
-        if (
-            status.context_used is not None and status.tokens
-        ):  # the token before this one is in the KV cache now
+        if status.context_used is not None and status.tokens:  # the token before it is in the KV cache now
             status = replace(status, context_used=status.context_used + 1)
         phase = Phase.STOPPING if status.phase is Phase.STOPPING else Phase.GENERATING
         self._status = replace(status, phase=phase, tokens=status.tokens + 1)

@@ -102,11 +102,8 @@ def _show_start(model: str, settings: Settings, out: Console) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> Any:
-    parser = options.Parser(
-        prog="orin-chat doctor",
-        description="What this machine has for the engine, and what to do about what it lacks.",
-        epilog="exit codes: 0 a chat is possible, 1 no backend works",
-    )
+    description = "What this machine has for the engine, and what to do about what it lacks."
+    parser = options.Parser("doctor", description, "exit codes: 0 a chat is possible, 1 no backend works")
     help = "also write it to FILE (JSON if it ends so), to be attached to an issue; it holds nothing private"
     start_help = "also start an engine with MODEL (default: the usual one), and show where the time goes"
     parser.add_argument("--start", nargs="?", const="", metavar="MODEL", help=start_help)

@@ -40,18 +40,26 @@ exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations that raises UsageError instead of ending the program."""
+    """An ArgumentParser without abbreviations that raises UsageError instead of ending the program. `command` is "" for
+    the chat, "bench" for orin-chat bench."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    def __init__(self, command: str = "", description: str = "", epilog: str = "", **options: Any) -> None:
+        self._command = command
+        super().__init__(
+            prog=f"orin-chat {command}".strip(),
+            description=description,
+            epilog=epilog or None,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Raises OSError; ArgumentParser's own hides it."""
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        command = self.prog.partition(" ")[2]  # "" for the chat, "bench" for orin-chat bench
-        hint = f"{call(f'{command} --help'.strip())} lists the args."
+        hint = f"{call(f'{self._command} --help'.strip())} lists the args."
         raise UsageError(f"{message[0].upper()}{message[1:]}.", hint)
 
 
@@ -73,7 +81,6 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
 def _parser(commands: dict[str, str]) -> Parser:
     listed = "\n".join(f"  {name:<16} {meaning}" for name, meaning in commands.items())
     parser = Parser(
-        prog="orin-chat",
         usage="orin-chat [OPTION...] [PROMPT]\n       orin-chat COMMAND ...",
         description="Chat with a GGUF model in the terminal, and see what the machine does.",
         epilog=EPILOG.format(commands=listed),

@@ -13,9 +13,7 @@ from widgets.text import counted
 
 def run(arguments: Sequence[str], settings: Settings) -> int:
     """Ends them, says how many there were, and returns the exit code."""
-    options.Parser(
-        prog="orin-chat stop", description="End engines that --keep-warm has left running."
-    ).parse_args(arguments)
+    options.Parser("stop", "End engines that --keep-warm has left running.").parse_args(arguments)
     stopped = kept_engines.stop()
     sys.stdout.write(f"ended {counted(stopped, 'engine')}\n" if stopped else "no engine is kept warm\n")
     return 0

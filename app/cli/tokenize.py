@@ -23,9 +23,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     such an object for each, or {"error": str} if the line is no JSON string; then the exit code is 2. Nothing is added
     to the text: no BOS, no EOS, no chat template. A piece that is part of a character shows as U+FFFD. Raises
     UsageError and ModelFileError."""
-    parser = options.Parser(
-        prog="orin-chat tokenize", description="What a model's tokenizer makes of a text."
-    )
+    parser = options.Parser("tokenize", "What a model's tokenizer makes of a text.")
     add = parser.add_argument
     add("text", nargs="?", metavar="TEXT", help="the text (standard input without it)")
     add("--model", metavar="FILE", help="a GGUF file; one with a vocabulary alone will do")
@@ -51,10 +49,8 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         exit_code = 0
         for line in sys.stdin:
             try:
-                value = json.loads(line)
-                result = (
-                    tokens(value) if isinstance(value, str) else {"error": "This line is no JSON string."}
-                )
+                is_text = isinstance(value := json.loads(line), str)
+                result = tokens(value) if is_text else {"error": "This line is no JSON string."}
             except (ValueError, RecursionError):
                 result = {"error": "This line is not JSON."}
             if "error" in result:

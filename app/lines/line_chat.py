@@ -118,9 +118,8 @@ class LineChat(View):
                 return 0
             except KeyboardInterrupt:
                 self._print("Ctrl-D or /quit ends the chat.")
-                await asyncio.sleep(
-                    0.01
-                )  # the loop, which a blocking read has held, forgets it: no reply is to stop
+                # The loop, which a blocking read has held, forgets the key: no reply is to stop.
+                await asyncio.sleep(0.01)
             except OrinError as error:
                 self._output.say(error.message, error.hint)
 

@@ -191,9 +191,7 @@ class ChatApp(ContextActions, EngineActions):
     def _tick(self) -> None:
         if not self._pacer.is_due():
             return
-        self.call_after_refresh(
-            self._focus_visible
-        )  # until then a widget that has just been shown has no size
+        self.call_after_refresh(self._focus_visible)  # a widget that has just been shown has no size
         self.report_download()
         # A frame draws one of the two, since a key waits until the frame is drawn.
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
@@ -210,10 +208,8 @@ class ChatApp(ContextActions, EngineActions):
         focused, was_visible = self.page.focused, self._is_prompt_visible
         self._is_prompt_visible = bool(self.prompt.size)
         if focused is None or not focused.size or self._is_prompt_visible > was_visible:
-            visible = (
-                widget for widget in (self.prompt, self.dashboard.table, self.dashboard.graph) if widget.size
-            )
-            self.page.set_focus(next(visible, None))
+            widgets = self.prompt, self.dashboard.table, self.dashboard.graph
+            self.page.set_focus(next((widget for widget in widgets if widget.size), None))
 
     async def on_event(self, event: Event) -> None:
         if isinstance(event, Key):

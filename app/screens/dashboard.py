@@ -93,9 +93,8 @@ class Dashboard(PaneStack):
                 self.performance.mark("S", "search", f"ended: {search.text}")
             if not is_first:
                 preset = self.setup.name if self.setup is not None else ""
-                self.performance.mark(
-                    "E", "engine", ", ".join(filter(None, [preset or event.backend, event.model.name]))
-                )
+                text = ", ".join(filter(None, [preset or event.backend, event.model.name]))
+                self.performance.mark("E", "engine", text)
         elif isinstance(event, Finished):
             self.profiler.reply_finished()
             self._record_speed(event)
@@ -145,9 +144,8 @@ class Dashboard(PaneStack):
             return False
         self._drawn_at = now
         if self.is_visible:
-            self.profiler.measure_if_idle(
-                with_kernels=not self.table.is_paused, is_quiet=is_quiet(self._counters)
-            )
+            with_kernels = not self.table.is_paused
+            self.profiler.measure_if_idle(with_kernels=with_kernels, is_quiet=is_quiet(self._counters))
         if not self.is_visible or self._drawn_changes == self.performance.changes:
             return False
         self._drawn_changes = self.performance.changes

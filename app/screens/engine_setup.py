@@ -78,10 +78,8 @@ class EngineSetup:
         preset = find_preset(name)
         if problem := self._problem(preset):
             raise UsageError(f"{name} does not work here: {problem}.")
-        model_path = self.options.model_path
-        options, sampling, _ = configure(
-            model_path, self._settings, preset, self.command_line, chosen_in_chat=True
-        )
+        path, given = self.options.model_path, self.command_line
+        options, sampling, _ = configure(path, self._settings, preset, given, chosen_in_chat=True)
         return self._make(options), options, sampling
 
     def with_model(self, path: Path, trained_context: int = 0) -> tuple[Engine, EngineOptions]:
@@ -136,11 +134,10 @@ class EngineSetup:
     def bar(self) -> PresetBarData:
         widths = {preset.search_width for preset in self._presets_of(self._backend).values()} | {self._width}
         speeds = preset_speeds(self.model_path).get(self.name) if self.name else None
+        backends = (BarOption(name, name == self._backend, self._problems.get(name, "")) for name in ORDER)
         return PresetBarData(
             name=self.name,
-            backends=tuple(
-                BarOption(name, name == self._backend, self._problems.get(name, "")) for name in ORDER
-            ),
+            backends=tuple(backends),
             beams=tuple(BarOption(str(width), width == self._width) for width in sorted(widths)),
             speeds=speeds.summaries if speeds else (),
         )

@@ -54,9 +54,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         self.list = EntryList()
         self.question = Static(id="question", classes="line", markup=False)
         self._on_yes: Callable[[], object] | None = None  # while a yes or no is awaited
-        self._on_text: Callable[[str], object] | None = (
-            None  # while the field holds a text to edit, not a search
-        )
+        self._on_text: Callable[[str], object] | None = None  # while the field holds a text to edit
 
     def compose(self) -> ComposeResult:
         with Frame(self.FRAME_TITLE, *self.KEYS):

@@ -53,9 +53,7 @@ class PerformanceObserver:
         self.last_end: Finished | None = None
         self._samples: deque[Sample] = deque()
         self._marks: deque[Mark] = deque()
-        self._rates: deque[float] = deque(
-            maxlen=MAX_RATES
-        )  # decode samples of the engine in use, in tokens/s
+        self._rates: deque[float] = deque(maxlen=MAX_RATES)  # decode samples of the engine, in tokens/s
         self._current: deque[float] = deque(maxlen=_CURRENT_SAMPLES)  # the last ones, of one answer
         self._best: tuple[float, int] | None = None  # the best current speed, and the bytes a token read then
         self._best_gbps: dict[str, float] = {}  # the highest bandwidth measured, by device
@@ -63,9 +61,7 @@ class PerformanceObserver:
         self._position = self._cached = 0  # tokens in the context; tokens of the prompt from earlier turns
         self._tokens, self._since_s = 0, 0.0  # of the decode sample in progress
         self._in_decode = self._has_decode_sample = False  # of this answer
-        self._prompt: tuple[int, float] | None = (
-            None  # prompt tokens at the last prefill sample, and its time
-        )
+        self._prompt: tuple[int, float] | None = None  # its tokens at the last prefill sample, and its time
         self._has_prompt_sample = False
         self._experts: ExpertWindow | None = None
 

@@ -44,6 +44,8 @@ class End:
 
 Part = Begun | Delta | End
 Events = AsyncGenerator[Event, None]
+Parts = AsyncGenerator[tuple[int, Part], None]
+"""The parts of several answers, each with the place of its answer."""
 
 
 @dataclass
@@ -98,9 +100,8 @@ class Answer:
             yield End(reason, finished, self._reasoning_n)
 
     def _deltas(self, text: str) -> Iterable[Delta]:
-        return (
-            map(self._delta, self.parser.feed(text)) if self.parser else [self._delta(text)] if text else []
-        )
+        parts = self.parser.feed(text) if self.parser else [text] if text else []
+        return map(self._delta, parts)
 
     def _flushed(self) -> Iterable[Delta]:
         yield from map(self._delta, self.parser.flush() if self.parser else ())
@@ -120,8 +121,8 @@ def _call_id() -> str:
     return "".join(secrets.choice(_ID) for _ in range(9))
 
 
-async def merged(streams: Sequence[AsyncGenerator[Part, None]]) -> AsyncGenerator[tuple[int, Part], None]:
-    """The parts of several answers as they come, each with the place of its answer. Closing them early cancels all; so
+async def merged(streams: Sequence[AsyncGenerator[Part, None]]) -> Parts:
+    """The parts as they come. Closing them early cancels all; so
     does an error of one."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as parts:

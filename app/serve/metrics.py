@@ -111,7 +111,5 @@ class Metrics:
 def _samples(histogram: Histogram) -> list[tuple[str, float]]:
     bounds = [*map(str, _SECONDS), "+Inf"]
     sums = [sum(histogram.counts[: i + 1]) for i in range(len(bounds))]
-    buckets: list[tuple[str, float]] = [
-        (f'_bucket{{le="{bound}"}}', n) for bound, n in zip(bounds, sums, strict=True)
-    ]
+    buckets = ((f'_bucket{{le="{bound}"}}', n) for bound, n in zip(bounds, sums, strict=True))
     return [*buckets, ("_sum", histogram.total), ("_count", histogram.count)]

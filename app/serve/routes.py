@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from app.serve import replies
 from app.serve.access import CLIENT, Access
-from app.serve.answer import Answer, Delta, End, Part
+from app.serve.answer import Answer, Delta, End, Parts
 from app.serve.bodies import Bodies, read_body
 from app.serve.errors import ApiError
 from app.serve.http import (
@@ -183,9 +183,7 @@ def _piece(piece: bytes) -> str | list[int]:
         return [*piece]
 
 
-async def _collected(
-    parts: AsyncGenerator[tuple[int, Part], None], answers: Sequence[replies.Reply]
-) -> replies.Json:
+async def _collected(parts: Parts, answers: Sequence[replies.Reply]) -> replies.Json:
     deltas: list[list[Delta]] = [[] for _ in answers]
     ends: dict[int, End] = {}
     async with aclosing(parts):
@@ -199,10 +197,7 @@ async def _collected(
 
 
 async def _chunks(
-    parts: AsyncGenerator[tuple[int, Part], None],
-    answers: Sequence[replies.Reply],
-    include_usage: bool,
-    exchange: Exchange,
+    parts: Parts, answers: Sequence[replies.Reply], include_usage: bool, exchange: Exchange
 ) -> AsyncGenerator[replies.Json, None]:
     """The objects of a stream, after an empty one when the engine has begun. Raises ApiError."""
     ends = list[End]()

@@ -47,11 +47,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = options.Parser(
-        prog="orin-chat serve",
-        description="Answer other programs, with OpenAI's protocol over HTTP.",
-        epilog=EPILOG,
-    )
+    parser = options.Parser("serve", "Answer other programs, with OpenAI's protocol over HTTP.", EPILOG)
     parser.set_defaults(engine=None)
     options.add_engine(parser.add_argument_group("model").add_argument)
     add = parser.add_argument_group("server").add_argument

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from app.serve.answer import Answer, Begun, Delta, End, Events, Part, merged
+from app.serve.answer import Answer, Begun, Delta, End, Events, Part, Parts, merged
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
@@ -87,11 +87,8 @@ class Service:
         if self.ready is None:
             raise unavailable("Loading model")
 
-    async def parts(
-        self, exchange: Exchange, answers: Sequence[Answer]
-    ) -> AsyncGenerator[tuple[int, Part], None]:
-        """The parts of answers, each with the place of its answer. While the model loads, they wait for it. Closing the
-        parts early cancels the requests. Raises ApiError."""
+    async def parts(self, exchange: Exchange, answers: Sequence[Answer]) -> Parts:
+        """While the model loads, they wait for it. Closing the parts early cancels the requests. Raises ApiError."""
         self.check_open()
         exchange.answers = n = len(answers)
         if self.open + n > self.parallel + self.max_waiting:

@@ -115,12 +115,9 @@ class TableBlock:
 
 def table_parts(node: SyntaxTreeNode) -> tuple[table.Row, list[str], list[table.Row]]:
     """The header, the columns' alignments and the rows of a table."""
-    rows: list[table.Row] = [
-        [_inline(cell) for cell in row.children] for part in node.children for row in part.children
-    ]
-    aligns = [
-        str(cell.attrs.get("style", "")).rpartition(":")[2] for cell in node.children[0].children[0].children
-    ]
+    cells = [row.children for part in node.children for row in part.children]
+    rows: list[table.Row] = [[_inline(cell) for cell in row] for row in cells]
+    aligns = [str(cell.attrs.get("style", "")).rpartition(":")[2] for cell in cells[0]]
     return rows[0], aligns, rows[1:]
 
 
@@ -139,9 +136,8 @@ def _laid_out(node: SyntaxTreeNode, width: int, depth: int = 0) -> list[Line]:
         case "paragraph":
             return wrapped(_inline(node), width)
         case "heading":
-            return wrapped(
-                _inline(node).stylize_before(".heading1" if node.tag == "h1" else ".heading"), width
-            )
+            style = ".heading1" if node.tag == "h1" else ".heading"
+            return wrapped(_inline(node).stylize_before(style), width)
         case "hr":
             return [Line(Content.styled("─" * width, "$foreground 20%"), width)]
         case "fence" | "code_block":

@@ -55,9 +55,7 @@ def row_lines(row: Row, widths: Sequence[int], aligns: Sequence[str], style: str
     bar = Content.styled("│", _GRID)
     lines = []
     for parts in zip_longest(*cells):
-        texts = [
-            part if part is not None else Content(" " * w) for part, w in zip(parts, widths, strict=True)
-        ]
+        texts = [part or Content(" " * w) for part, w in zip(parts, widths, strict=True)]
         body = Content(" ") + (Content(" ") + bar + Content(" ")).join(texts) + Content(" ")
         lines.append(Line(bar + (body.stylize_before(style) if style else body) + bar, 2))
     return lines

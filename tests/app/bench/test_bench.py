@@ -230,7 +230,7 @@ RESULT = Result(
     latency_p90_ms=17.9,
     latency_p99_ms=21.03,
     peak_resident_bytes=1_300_000_000,
-    **results.sample_fields([2_238_000_000, 2_240_000_000, 2_242_000_000], [57.2, 57.1, 57.3]),
+    **results.sample_fields([2238, 2240, 2242], [57.2, 57.1, 57.3]),
 )
 PEERS = replace(RESULT, engine=PEER, build_commit="b1-0c1e570", median_ts=52.0, kernels_per_token=None)
 
@@ -303,7 +303,7 @@ def test_the_file_that_is_saved(engines, model, tmp_path, capsys):
 
 
 def samples(*rates):
-    return replace(RESULT, **results.sample_fields([10**9] * len(rates), rates))
+    return replace(RESULT, **results.sample_fields([1000] * len(rates), rates))
 
 
 @pytest.mark.parametrize(
