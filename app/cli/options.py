@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from engine.errors import UsageError
 from engine.formats.kv_format import NAMES as KV_FORMATS
-from engine.invocation import call
+from engine.invocation import call, own_version
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -68,6 +68,9 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     listed in the help. Raises UsageError."""
     parser = _parser(commands)
     args = parser.parse_args(arguments)
+    if args.version:
+        print("orin-chat", own_version())
+        parser.exit()
     if len(args.prompt) > 1:
         if args.prompt[0] in commands and "--" not in arguments:
             parser.error(f"the command comes first: {call(args.prompt[0])} ...")
@@ -87,7 +90,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     )
     add = parser.add_argument
     add("prompt", nargs="*", metavar="PROMPT", help="answer this and end; without it, open the chat")
-    add("--version", action=_Version, help="show the version and exit")
+    add("--version", action="store_true", help="show the version and exit")
     add("--verbose", action="store_true", help="show on standard error what the engine did")
 
     add = parser.add_argument_group("model").add_argument
@@ -340,16 +343,3 @@ def context(text: str) -> int | Literal["max"]:
 def counts(text: str) -> tuple[int, ...]:
     """Whole numbers with commas between them. Raises ArgumentTypeError."""
     return tuple(count(part.strip()) for part in text.split(","))
-
-
-class _Version(argparse.Action):
-    """Imports what looks the version up only if --version is given."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from importlib.metadata import version
-
-        print("orin-chat", version("orin-chat"))
-        parser.exit()

@@ -130,6 +130,8 @@ class ComparisonEngine:
 
     async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
         """The answer of our engine. Its last event comes when both answers have ended."""
+        from engine.formats.prompt import think_splitter
+
         self._stopped.clear()
         if not self._left.ready:
             async for event in self.start():
@@ -165,7 +167,8 @@ class ComparisonEngine:
                 await self._follow_peer(work)
             end: Finished | Failed = _stopped_before(request)
             if not self._stopped.is_set():
-                async with aclosing(self._our_answer(work, request, prompt)) as events:
+                ours = self._left.follow(self.ours.generate(work))
+                async with aclosing(split_thinking(ours, think_splitter(request.prompt, prompt))) as events:
                     async for event in events:
                         if isinstance(event, Finished | Failed):
                             end = event
@@ -287,30 +290,10 @@ class ComparisonEngine:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
 
-    async def _our_answer(
-        self, work: Generate, request: Generate, prompt: Prompt
-    ) -> AsyncGenerator[Event, None]:
-        """Our engine's answer to token ids. If they stand for a chat, its thinking is separated from its text."""
-        from engine.formats.prompt import think_splitter
-
-        splitter = think_splitter(request.prompt, prompt)
-        async with aclosing(split_thinking(self._observed(work), splitter)) as events:
-            async for event in events:
-                yield event
-
-    async def _observed(self, work: Generate) -> AsyncGenerator[Event, None]:
-        self._left.begin()
-        async with aclosing(self.ours.generate(work)) as events:
-            async for event in events:
-                self._left.observe(event)
-                yield event
-
     async def _follow_peer(self, work: Generate) -> None:
-        if self._stopped.is_set() or not self._peer or not self._right.ready:
-            return
-        self._right.begin()
-        async for event in self._peer.generate(work):
-            self._right.observe(event)
+        if not self._stopped.is_set() and self._peer and self._right.ready:
+            async for _ in self._right.follow(self._peer.generate(work)):
+                pass
 
     async def _compare_candidates(self, prompt: Sequence[int]) -> None:
         """Where the answers part, asks each engine how probable both tokens are."""

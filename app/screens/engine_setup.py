@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,10 @@ from engine.backends import BACKENDS, unusable_because
 from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
 from engine.events import EngineOptions, Sampling
-from presets.loader import Preset, PresetFile, find_preset, preset_files
+from presets.loader import Preset, find_preset, preset_files
 from widgets.preset_bar import BarOption, PresetBarData
 
 ORDER = ("NV", "CUDA", "CPU")
-
-
-@dataclass(frozen=True)
-class PresetListing:
-    """A preset in the list. `problem` says why it does not work here, "" if it does. `speeds` are its last speeds."""
-
-    entry: PresetFile
-    is_active: bool
-    problem: str
-    speeds: str
-
-    @property
-    def title(self) -> str:
-        return self.entry.preset.title if self.entry.preset else ""
 
 
 class EngineSetup:
@@ -76,7 +61,7 @@ class EngineSetup:
     def with_preset(self, name: str) -> tuple[Engine, EngineOptions, Sampling]:
         """An engine for the same model under a preset, its options, and the sampling. Raises UsageError."""
         preset = find_preset(name)
-        if problem := self._problem(preset):
+        if problem := self.problem(preset):
             raise UsageError(f"{name} does not work here: {problem}.")
         path, given = self.options.model_path, self.command_line
         options, sampling, _ = configure(path, self._settings, preset, given, chosen_in_chat=True)
@@ -118,18 +103,6 @@ class EngineSetup:
             record_run(self.model_path, self.name, decode=decode, prefill=prefill)
 
     # --- presets ----------------------------------------------------------------------------------------
-
-    def listings(self) -> list[PresetListing]:
-        speeds = preset_speeds(self.model_path)
-        return [
-            PresetListing(
-                entry,
-                entry.name == self.name,
-                entry.problem or self._problem(entry.preset),
-                str(speeds.get(entry.name, "")),
-            )
-            for entry in preset_files().values()
-        ]
 
     def bar(self) -> PresetBarData:
         widths = {preset.search_width for preset in self._presets_of(self._backend).values()} | {self._width}
@@ -176,5 +149,6 @@ class EngineSetup:
         presets = ((entry.name, entry.preset) for entry in preset_files().values())
         return {name: preset for name, preset in presets if preset and preset.backend == backend}
 
-    def _problem(self, preset: Preset | None) -> str:
+    def problem(self, preset: Preset | None) -> str:
+        """Why a preset does not work here; "" if it does."""
         return self._problems.get(preset.backend, "") if preset else ""
