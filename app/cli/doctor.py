@@ -115,16 +115,16 @@ def examine_and_show(settings: Settings, out: Console) -> Report:
     """Examines this machine and prints each section when it is complete."""
     status = out.status("")
 
-    def on_section(section: Section) -> None:
-        status.stop()
-        show(section, out)
-
-    def on_trial(backend: str) -> None:
-        status.update(f"trying {backend}")
-        status.start()
+    def show_part(part: Section | str) -> None:
+        if isinstance(part, str):
+            status.update(f"trying {part}")
+            status.start()
+        else:
+            status.stop()
+            show(part, out)
 
     try:
-        return examine(settings, on_section=on_section, on_trial=on_trial)
+        return examine(settings, on_part=show_part)
     finally:
         status.stop()
 
@@ -134,18 +134,17 @@ def examine(
     root: Path = Path("/"),
     *,
     check: Check = backend_checks.run_check,
-    on_section: Callable[[Section], None] = lambda section: None,
-    on_trial: Callable[[str], None] = lambda backend: None,
+    on_part: Callable[[Section | str], None] = lambda _: None,
 ) -> Report:
-    """Examines the machine whose files lie under `root`. `on_section` gets each section, `on_trial` the name of each
-    backend before it is tried."""
+    """Examines the machine whose files lie under `root`. `on_part` gets each section, and the name of each backend
+    before it is tried."""
     on_a_jetson = jetson.is_found(root)
     sections: list[Section] = []
 
     def add(title: str, findings: list[Finding]) -> None:
         if findings:
             sections.append(Section(title=title, findings=findings))
-            on_section(sections[-1])
+            on_part(sections[-1])
 
     add("Machine", host.examine(root))
     drivers = on_a_jetson and root == Path("/") and not backends.unusable_because("NV")
@@ -157,7 +156,7 @@ def examine(
         if (reason := backend_checks.why_skipped(backend, names, jetson=on_a_jetson)) is not None:
             findings.append(reason)
             continue
-        on_trial(backend)
+        on_part(backend)
         tried.append(check(backend))
         findings.append(as_finding(tried[-1]))
     add("Backends", findings)

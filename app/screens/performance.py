@@ -65,10 +65,6 @@ class PerformanceObserver:
         self._has_prompt_sample = False
         self._experts: ExpertWindow | None = None
 
-    @property
-    def copy_gbps(self) -> float | None:
-        return self.kernels.copy_gbps
-
     def observe(self, event: Event) -> None:
         match event:
             case Token():
@@ -128,7 +124,7 @@ class PerformanceObserver:
         rates, current = self._rates, self.current
         self._forget()
         now = Sample(current or 0.0, self.bytes_per_token)
-        roofline = now.roofline(self.copy_gbps)
+        roofline = now.roofline(self.kernels.copy_gbps)
         share = current / roofline if current and roofline else None
         return Throughput(
             samples=tuple(self._samples),
@@ -139,7 +135,7 @@ class PerformanceObserver:
             best=max(rates, default=None),
             prefill=self._prefill,
             gbps=now.gbps if current else None,
-            copy_gbps=self.copy_gbps,
+            copy_gbps=self.kernels.copy_gbps,
             measured="reading" if self._is_on_cpu else "copy",
             share=share,
             is_cached=share is not None and share > 1 and now.bytes_per_token <= CACHEABLE_BYTES,
@@ -166,7 +162,7 @@ class PerformanceObserver:
     def _engine_ready(self, ready: Ready) -> None:
         self.ready, self.last_end, self._prefill, self._best = ready, None, None, None
         # The bandwidth of the engine before is the limit of its samples, and not of the next one's.
-        limit = self.copy_gbps or 0.0
+        limit = self.kernels.copy_gbps or 0.0
         self._samples = deque(
             replace(s, copy_gbps=limit) if s.copy_gbps is None else s for s in self._samples
         )

@@ -10,9 +10,8 @@ from textual.app import App, ComposeResult
 
 from tests.app.fake_engine import READY
 from widgets.activity_line import ActivityLine, status_text
-from widgets.context_meter import context_meter
 from widgets.engine_status import EngineStatus, Phase
-from widgets.status_line import StatusLine
+from widgets.status_line import StatusLine, context_meter
 
 STATUS = EngineStatus(
     phase=Phase.READY,

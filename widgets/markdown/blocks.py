@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from markdown_it.tree import SyntaxTreeNode
 from textual.content import Content
+from textual.highlight import HighlightTheme, highlight
 
 from widgets.markdown import table
-from widgets.markdown.code import code_lines
 from widgets.markdown.inline import styled
 from widgets.markdown.lines import Line, filled, indented, wrapped
 
 BULLETS = ("• ", "◦ ", "▪ ", "‣ ")
 TASKS = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
 _CODE = "$text on $surface"
+HIGHLIGHT_LIMIT_CHARS = 20_000
+"""Longer code stays plain: highlighting takes 2 ms a kilobyte, on the thread that draws."""
 _QUOTE_BAR = Content.styled("▌ ", ".quote")
 
 
@@ -75,8 +78,8 @@ class CodeBlock:
 class TableBlock:
     """A table that may still grow: `add` brings rows that are complete, `pending` are those after them."""
 
-    def __init__(self, header: table.Row, aligns: Sequence[str], *, follows: bool = False) -> None:
-        self.follows = follows
+    def __init__(self, header: table.Row, aligns: Sequence[str]) -> None:
+        self.follows = False
         self.pending: list[table.Row] = []
         self._header, self._aligns = header, aligns
         self._rows: list[table.Row] = []
@@ -195,3 +198,23 @@ def _widest(first: Sequence[int], second: Sequence[int]) -> list[int]:
         max(first[i] if i < len(first) else 0, second[i] if i < len(second) else 0)
         for i in range(max(len(first), len(second)))
     ]
+
+
+class CodeTheme(HighlightTheme):
+    """Textual's, without its underlines: in a terminal those are links."""
+
+    STYLES = {kind: style.replace(" underline", "") for kind, style in HighlightTheme.STYLES.items()}
+
+
+def code_lines(code: str, info: str) -> list[Content]:
+    """The lines of a complete block of code, highlighted as `info`, the words after its opening mark, says."""
+    if len(code) > HIGHLIGHT_LIMIT_CHARS:
+        return [Content(line) for line in code.split("\n")]
+    return _highlighted(code, (info.split() or ["text"])[0])
+
+
+@lru_cache(maxsize=64)
+def _highlighted(code: str, language: str) -> list[Content]:
+    content = highlight(code, language=language, theme=CodeTheme)
+    lines = content.split("\n", allow_blank=True)
+    return lines[: len(code.split("\n"))]

@@ -40,11 +40,11 @@ def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_
         assert chat.turns[3].note == "the model reads from here on: 4 turns before it are left out"
     assert len(opened.all_messages()) == 7, "an export has all"
     opened.cut(4)
-    opened.add(Turn("user", "d"))
+    opened.turns.append(Turn("user", "d"))
     opened.save("model")
     assert [m.content for m in opened.messages()] == ["Be brief.", "d"], "the last prompt was edited"
     opened.cut(2)  # a prompt that is left out is edited: little is left, so the model reads all again
-    opened.add(Turn("user", "e"))
+    opened.turns.append(Turn("user", "e"))
     opened.save("model")
     for chat in (opened, Conversation(history, chat_id=conversation.chat_id)):
         assert [m.content for m in chat.messages()] == ["Be brief.", "a", "A", "e"]
