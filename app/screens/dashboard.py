@@ -20,7 +20,6 @@ from app.screens.performance import PerformanceObserver
 from engine.events import MIN_TOKENS, Counter, Event, Finished, Ready, decode_rate, shown_prefill_rate
 from engine.measure.counters import Counters
 from widgets.expert_strip import ExpertStrip
-from widgets.kernel_source import KernelScreen
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState
 from widgets.pane_stack import PaneStack
@@ -83,8 +82,8 @@ class Dashboard(PaneStack):
     def observe(self, event: Event) -> None:
         is_first = self.performance.ready is None
         self.performance.observe(event)
+        self.profiler.observe(event)
         if isinstance(event, Ready):
-            self.profiler.engine_ready()
             self.experts.set_class(not event.experts, "-absent")
             if self.setup is not None:
                 self.setup.engine_ready(event.backend)
@@ -96,7 +95,6 @@ class Dashboard(PaneStack):
                 text = ", ".join(filter(None, [preset or event.backend, event.model.name]))
                 self.performance.mark("E", "engine", text)
         elif isinstance(event, Finished):
-            self.profiler.reply_finished()
             self._record_speed(event)
 
     def _record_speed(self, end: Finished) -> None:
@@ -122,10 +120,6 @@ class Dashboard(PaneStack):
     @on(KernelTable.ProfileRequested)
     def _profile_requested(self, message: KernelTable.ProfileRequested) -> None:
         self.profiler.request(message.step)
-
-    @on(KernelTable.SourceRequested)
-    def _source_requested(self, message: KernelTable.SourceRequested) -> None:
-        self.app.push_screen(KernelScreen(message.kernel))
 
     def _is_idle(self) -> bool:
         session = self.session
