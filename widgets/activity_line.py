@@ -1,7 +1,5 @@
 """The line above the prompt: what the engine is doing, or a notice."""
 
-from __future__ import annotations
-
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget

@@ -1,7 +1,5 @@
 """The pane of a KV cache in blocks: how many of them are held, kept and free."""
 
-from __future__ import annotations
-
 from engine.events import BlockCounts, Slots
 from widgets.pane import FittedPane, Line
 from widgets.text import longest_fitting

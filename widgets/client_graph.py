@@ -1,7 +1,5 @@
 """The pane of a server's throughput: tokens a second of replies, stacked by client, each with a pattern of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

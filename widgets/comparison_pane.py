@@ -1,7 +1,5 @@
 """The pane of a comparison: two engines' answers side by side, their first difference, the figures, the ratios."""
 
-from __future__ import annotations
-
 import re
 
 from textual.app import ComposeResult

@@ -1,7 +1,5 @@
 """The state of an engine, as the screen shows it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -1,7 +1,5 @@
 """The pane of a mixture of experts: how often each expert was chosen in the last minute, one block an expert."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The pane of the kernels: the profile of a decode step or of a prefill chunk, with keys that sort and filter it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from textual.binding import Binding

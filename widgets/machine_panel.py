@@ -1,7 +1,5 @@
 """The pane of the machine: its counters, and one sentence on what slows the engine down."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 from itertools import zip_longest

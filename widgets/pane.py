@@ -1,7 +1,5 @@
 """The base of the dashboard's panes, which draw lines of styled text from immutable data."""
 
-from __future__ import annotations
-
 from typing import Generic, TypeVar
 
 from rich.segment import Segment

@@ -1,7 +1,5 @@
 """The bar of the preset: its speeds, and the backends and search widths that a key switches to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from textual.content import Content

@@ -1,7 +1,5 @@
 """The pane of the requests that a server has answered last. It shows nothing of what was asked and said."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from engine.events import Finished, decode_rate

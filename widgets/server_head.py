@@ -1,7 +1,5 @@
 """The first lines of a server's screen: where it listens, what it serves, and how much it has done."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 

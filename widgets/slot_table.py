@@ -1,7 +1,5 @@
 """The pane of the slots of a server's engine: what each of its conversations does, and the queue."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from engine.events import Slot

@@ -1,7 +1,5 @@
 """The bottom line: model, quantization, backend, speed and how full the context is."""
 
-from __future__ import annotations
-
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget

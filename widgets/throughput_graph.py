@@ -1,7 +1,5 @@
 """The pane of the speed: decode, prefill and modelled bandwidth over the last minute, or the last five."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rich.style import Style

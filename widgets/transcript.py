@@ -5,8 +5,6 @@ come near. What is visible stays where it is on the screen meanwhile. So neither
 that of a reply costs anything while a reply streams.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A turn of the conversation. The application owns the turns and changes them; the transcript reads them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

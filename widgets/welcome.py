@@ -1,7 +1,5 @@
 """What an empty conversation shows: the model that answers, and the keys to begin with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from textual.content import Content

@@ -1,7 +1,5 @@
 """`orin-chat bench`: which tests it runs, and where the results go."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

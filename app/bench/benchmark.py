@@ -2,8 +2,6 @@
 test has a warm-up and is repeated, and the engines take turns. A measurement uses the same engines and events as a
 chat."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

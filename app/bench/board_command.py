@@ -1,8 +1,6 @@
 """`orin-chat board`: measures a Jetson. It runs the doctor and then models on each backend, prints tables beside the
 earlier figures, and writes a report for an issue. A run that has results is not repeated."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Results of a benchmark, in llama-bench's field names, and their JSON."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results of a benchmark as tables: for a terminal, and as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 

@@ -1,7 +1,5 @@
 """One conversation: its turns in memory, and their copy in the history."""
 
-from __future__ import annotations
-
 import contextlib
 from itertools import zip_longest
 

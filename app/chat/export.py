@@ -1,7 +1,5 @@
 """Writes a conversation as a Markdown document."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Has the engine measure itself while it is idle: its copy bandwidth, then its kernels."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A conversation with an engine: it sends prompts, collects replies and saves both. A `View` shows it: the full screen,
 or the line mode."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Turns an engine's events into its status for the screen. It needs no screen and no engine, only a clock."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

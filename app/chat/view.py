@@ -1,7 +1,5 @@
 """What a session tells those who show it."""
 
-from __future__ import annotations
-
 from app.chat.history_database import HistoryError
 from widgets.turn import Turn
 

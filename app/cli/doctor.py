@@ -1,7 +1,5 @@
 """`orin-chat doctor`: what this machine has for the engine, what it lacks, and what to do about that."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

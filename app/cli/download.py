@@ -1,7 +1,5 @@
 """Downloads a model by name, with progress on a line or as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

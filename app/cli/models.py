@@ -1,7 +1,5 @@
 """`orin-chat models`, `pull`, `rm` and `show`: lists, downloads, deletes and describes models."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

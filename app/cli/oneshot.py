@@ -1,7 +1,5 @@
 """One prompt, one answer. As text, standard output gets the reply alone; as JSON, it gets every event."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import AsyncIterator, Callable

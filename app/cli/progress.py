@@ -1,7 +1,5 @@
 """What an engine does, in words, and a line of a terminal that shows it; for modes without a full screen."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from typing import TextIO

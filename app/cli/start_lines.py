@@ -1,7 +1,5 @@
 """Where the time of a start goes, in lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from engine.client import Engine

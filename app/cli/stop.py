@@ -1,7 +1,5 @@
 """`orin-chat stop`: ends engines that were kept warm."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`orin-chat tokenize`: a model file's tokenizer by itself, to be compared with others."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """One engine of a comparison and its answer, folded from its events."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 

@@ -3,8 +3,6 @@
 The method `do_NAME` of `LineChat` is the command /NAME. Its docstring is its line in /help.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading

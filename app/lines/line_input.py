@@ -1,7 +1,5 @@
 """Where the line mode reads: an editable prompt on a terminal, or the lines of a file or pipe."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TextIO

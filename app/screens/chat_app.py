@@ -1,7 +1,5 @@
 """The full-screen chat: its layout and what its keys do."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The column of the conversation, from the transcript to the prompt: shows a session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from textual import on

@@ -1,7 +1,5 @@
 """The page of past chats: search, open, rename, delete."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """How a chat goes on when the context is full, and the page that offers it."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from textual import on, work

@@ -1,7 +1,5 @@
 """The dashboard: the panes beside the chat, and the figures that they show."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

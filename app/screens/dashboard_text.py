@@ -1,7 +1,5 @@
 """Prints the dashboard once as text: starts an engine, lets it answer, measures it, and prints what the panes show."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import textwrap

@@ -1,7 +1,5 @@
 """The configuration of the engine in use, and the presets, backends and models that it can be replaced by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How often each expert of a model was chosen in the last minute."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from engine.events import ExpertChoices

@@ -1,7 +1,5 @@
 """The base of the pages that list entries under a search field: past chats, models, presets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """Turns an engine's events into the figures of the dashboard. It needs no screen and no engine, only a clock."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The page of presets: the speeds measured under each, and why some do not work here; choose, edit, delete."""
 
-from __future__ import annotations
-
 from textual.binding import Binding
 from textual.content import Content
 

@@ -1,8 +1,6 @@
 """Turns what the engine and the server do into the figures of the server's screen. Nothing that is asked or said stays
 here: only counts, times and names of clients."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An answer as a client sees it, made from the events of the engine: text, thinking, calls of tools, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import string

@@ -1,7 +1,5 @@
 """The bodies of requests: how long one may be, how long it may take to arrive, and how many are held at once."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """HTTP: JSON, server-sent events, and clients that go away."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress

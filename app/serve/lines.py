@@ -1,7 +1,5 @@
 """What the server prints: where it listens, and a line for each request that has ended. Never a prompt or an answer."""
 
-from __future__ import annotations
-
 import sys
 
 from app.cli.oneshot import TextOutput

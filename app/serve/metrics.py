@@ -1,7 +1,5 @@
 """The server's counters, in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What clients get: the JSON of OpenAI's protocol, with llama-server's timings and models."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The paths of the server, as a Starlette application."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """The server's screen: what its engine does, for whom, and how fast. It runs in the event loop of the server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

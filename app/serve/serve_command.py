@@ -1,7 +1,5 @@
 """`orin-chat serve`: the model answers other programs, with OpenAI's protocol over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """Blocks of Markdown and their lines. A block keeps its lines until the width changes; a growing one adds to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Tables in lines. Where columns would be too narrow to read, each row is a list of its fields."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 
