@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from app.bench.results import OURS, PEER, Result, sample_fields
-from app.bench.samples import AnswerFailedError, Ids, Repetition, Sample, interrupted, together
+from app.bench.samples import AnswerFailedError, Ids, Repetition, TimedAnswer, interrupted, together
 from app.cli.progress import describe
 from engine.client import LocalEngine, Measurable
 from engine.devices.device_name import device_name
@@ -102,7 +102,7 @@ class MeasuredEngine:
 
     async def answer(
         self, ids: Ids, max_tokens: int, *, fresh: bool, on_token: Callable[[], object] = lambda: None
-    ) -> Sample:
+    ) -> TimedAnswer:
         """Raises AnswerFailedError."""
         request = Generate(
             request_id=1,
@@ -123,7 +123,7 @@ class MeasuredEngine:
                         # Events come late at times; the quickest one tells when the clock began.
                         began_s = min(began_s, time.perf_counter() - event.at_ms / 1e3)
                 elif isinstance(event, Finished):
-                    return Sample(event, times_ms, sent_s, began_s)
+                    return TimedAnswer(event, times_ms, sent_s, began_s)
                 elif isinstance(event, Failed):
                     raise AnswerFailedError(event)
         raise AssertionError("an engine's stream ends with Finished or Failed")

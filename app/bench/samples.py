@@ -25,16 +25,16 @@ class AnswerFailedError(Exception):
         self.failed = failed
 
 
-class Ask(Protocol):
+class AskEngine(Protocol):
     """Asks an engine for an answer to token ids. Raises AnswerFailedError."""
 
     async def __call__(
         self, ids: Ids, max_tokens: int, *, fresh: bool, on_token: Callable[[], object] = ...
-    ) -> Sample: ...
+    ) -> TimedAnswer: ...
 
 
 @dataclass
-class Sample:
+class TimedAnswer:
     """One answer: its end, and when each token came, in milliseconds by the engine's clock (None: not known). The
     request was sent at `sent_s`, and the engine's clock was at zero at `began_s` (time.perf_counter)."""
 
@@ -79,7 +79,7 @@ class Repetition:
     quiet_ms: list[float] = field(default_factory=list)
 
 
-async def together(ask: Ask, prompts: Sequence[Ids], max_tokens: int) -> Repetition | None:
+async def together(ask: AskEngine, prompts: Sequence[Ids], max_tokens: int) -> Repetition | None:
     """Answers all prompts at once, and then again. The times are of the first round. The rates are of the second: the
     prompts are in the KV cache then, so that no prefill comes between the tokens. None if there was no time in which
     all decoded. Raises AnswerFailedError."""
@@ -97,7 +97,7 @@ async def together(ask: Ask, prompts: Sequence[Ids], max_tokens: int) -> Repetit
 
 
 async def interrupted(
-    ask: Ask, prompts: Sequence[Ids], max_tokens: int, arrival: Callable[[], Ids]
+    ask: AskEngine, prompts: Sequence[Ids], max_tokens: int, arrival: Callable[[], Ids]
 ) -> Repetition | None:
     """Answers all prompts at once, and then again while prompts of `arrival` come, one after another: how much these
     delay the next token. None if there was no time in which all decoded. Raises AnswerFailedError."""
@@ -129,8 +129,8 @@ async def interrupted(
 
 
 async def _answers(
-    ask: Ask, prompts: Sequence[Ids], max_tokens: int, on_token: Sequence[Callable[[], object]] = ()
-) -> list[Sample]:
+    ask: AskEngine, prompts: Sequence[Ids], max_tokens: int, on_token: Sequence[Callable[[], object]] = ()
+) -> list[TimedAnswer]:
     """The answers to prompts that come at the same moment. Raises AnswerFailedError when all have ended."""
     calls = on_token or [lambda: None] * len(prompts)
     answers = await asyncio.gather(
@@ -140,10 +140,10 @@ async def _answers(
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
-    return [answer for answer in answers if isinstance(answer, Sample)]
+    return [answer for answer in answers if isinstance(answer, TimedAnswer)]
 
 
-def _shared_intervals(samples: Sequence[Sample], since_ms: float = 0.0) -> list[float]:
+def _shared_intervals(samples: Sequence[TimedAnswer], since_ms: float = 0.0) -> list[float]:
     """Between the tokens of all samples, from when the last one has begun (and `since_ms`) until the first one ends."""
     times = [sample.common_times_ms for sample in samples]
     if not all(times):

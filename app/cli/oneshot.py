@@ -8,7 +8,7 @@ from typing import Any, Protocol, TextIO
 import msgspec
 
 from app.chat.configuration import without_effect
-from app.cli.progress import StatusLine, describe, figures, say
+from app.cli.progress import ProgressLine, describe, figures, say
 from app.cli.signals import run_until_signal
 from app.cli.start_lines import start_lines
 from engine.client import Engine, leave
@@ -56,7 +56,7 @@ class TextOutput:
     ) -> None:
         self._out = out
         self._messages = messages
-        self._status = StatusLine(messages)
+        self._status = ProgressLine(messages)
         self._verbose = verbose
         self._sampling = sampling or Sampling()
         self._line_open = False

@@ -72,7 +72,7 @@ def say(messages: TextIO, *sentences: str) -> None:
     print(text, file=messages, flush=True)
 
 
-class StatusLine:
+class ProgressLine:
     """A line that overwrites itself without escape sequences. Writes nothing if `stream` is no terminal."""
 
     def __init__(self, stream: TextIO) -> None:

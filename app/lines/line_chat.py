@@ -366,13 +366,12 @@ class LineChat(View):
             if self._ready and name == "effort":
                 for sentence in without_effect(self.session.sampling, self._ready):
                     self._print(sentence)
-        for name in SETTABLE:
-            chosen = getattr(self.session if name == "max_tokens" else self.session.sampling, name)
-            self._print(f"  {name} {'none' if chosen is None else chosen}")
+        values = msgspec.structs.asdict(self.session.sampling) | {"max_tokens": self.session.max_tokens}
         if self._models:
-            for name, (field, _) in ENGINE_OPTIONS.items():
-                chosen = getattr(self._models.options, field)
-                self._print(f"  {name} {'none' if chosen is None else chosen}")
+            options = self._models.options
+            values |= {name: getattr(options, field) for name, (field, _) in ENGINE_OPTIONS.items()}
+        for name, chosen in values.items():
+            self._print(f"  {name} {'none' if chosen is None else chosen}")
 
     async def _set_up(self, name: str, text: str) -> None:
         """Goes over to an engine with another option."""

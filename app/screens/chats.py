@@ -36,12 +36,9 @@ class FoundChats(Sequence[ChatSummary]):
                 self._pages[page] = {chat.id: chat for chat in self._history.summaries(ids, self._query)}
             except HistoryError:
                 self._pages[page] = {}
-        return self._pages[page].get(chat_id) or gone(chat_id)
-
-
-def gone(chat_id: int) -> ChatSummary:
-    """In place of a chat that cannot be read, such as one that another process has deleted."""
-    return ChatSummary(chat_id, "this chat cannot be read", "", 0.0, 0, "", False)
+        # Another process may have deleted it.
+        gone = ChatSummary(chat_id, "this chat cannot be read", "", 0.0, 0, "", False)
+        return self._pages[page].get(chat_id, gone)
 
 
 class ChatsScreen(ListPage[ChatSummary, int | None]):

@@ -17,12 +17,12 @@ _ID = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
-class Begun:
+class AnswerBegun:
     """The engine has begun with the request: it is valid."""
 
 
 @dataclass(frozen=True)
-class Delta:
+class AnswerDelta:
     """What is new. `tokens` are those of the answer since the last delta, for log-probabilities."""
 
     content: str = ""
@@ -32,7 +32,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class End:
+class AnswerEnd:
     """`reasoning_n` tokens of the answer were thinking."""
 
     finish_reason: str
@@ -40,14 +40,14 @@ class End:
     reasoning_n: int
 
 
-Part = Begun | Delta | End
+Part = AnswerBegun | AnswerDelta | AnswerEnd
 Events = AsyncGenerator[Event, None]
 Parts = AsyncGenerator[tuple[int, Part], None]
 """The parts of several answers, each with the place of its answer."""
 
 
 @dataclass
-class Answer:
+class ServedAnswer:
     """Follows one answer. `stopped` was asked for by the client's stop texts."""
 
     request: Generate
@@ -59,8 +59,8 @@ class Answer:
     _reasoning_n: int = 0
 
     async def parts(self, events: Events) -> AsyncGenerator[Part, None]:
-        """`Begun`, the deltas, and `End`. Closing them early cancels the request. Raises ApiError if the engine does
-        not answer."""
+        """`AnswerBegun`, the deltas, and `AnswerEnd`. Closing them early cancels the request. Raises ApiError if the
+        engine does not answer."""
         self._stats = AnswerStats(self.request, reason="stop")
         begun, end = False, None
         async with aclosing(events):
@@ -71,13 +71,13 @@ class Answer:
                     case Prefilling():
                         if not begun:
                             begun, self._stats = True, AnswerStats(self.request, reason="stop")
-                            yield Begun()
+                            yield AnswerBegun()
                         self._stats.prompt_n, self._stats.cached_n = event.total, event.cached
                     case Thinking():
                         self._stats.count_token()
                         self._reasoning_n += 1
                         if event.text:
-                            yield Delta(reasoning=event.text)
+                            yield AnswerDelta(reasoning=event.text)
                     case Token():
                         self._stats.count_token()
                         self._tokens.append(event)
@@ -95,23 +95,23 @@ class Answer:
                 yield delta
             finished = end or self._stats.finished()
             reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
-            yield End(reason, finished, self._reasoning_n)
+            yield AnswerEnd(reason, finished, self._reasoning_n)
 
-    def _deltas(self, text: str) -> Iterable[Delta]:
+    def _deltas(self, text: str) -> Iterable[AnswerDelta]:
         parts = self.parser.feed(text) if self.parser else [text] if text else []
         return map(self._delta, parts)
 
-    def _flushed(self) -> Iterable[Delta]:
+    def _flushed(self) -> Iterable[AnswerDelta]:
         yield from map(self._delta, self.parser.flush() if self.parser else ())
         if self.request.logprobs and self._tokens:
             yield self._delta("")
 
-    def _delta(self, part: str | FunctionCall) -> Delta:
+    def _delta(self, part: str | FunctionCall) -> AnswerDelta:
         if isinstance(part, FunctionCall):
             self._called = True
-            return Delta(call=ToolCall(id=_call_id(), name=part.name, arguments=part.arguments))
+            return AnswerDelta(call=ToolCall(id=_call_id(), name=part.name, arguments=part.arguments))
         tokens, self._tokens = tuple(self._tokens), []
-        return Delta(content=part, tokens=tokens)
+        return AnswerDelta(content=part, tokens=tokens)
 
 
 def _call_id() -> str:

@@ -17,12 +17,12 @@ from starlette.types import ASGIApp
 
 from app.serve import replies
 from app.serve.access import CLIENT, Access
-from app.serve.answer import Answer, Delta, End, Parts
+from app.serve.answer import AnswerDelta, AnswerEnd, Parts, ServedAnswer
 from app.serve.bodies import Bodies, read_body
 from app.serve.errors import ApiError
 from app.serve.http import (
     ClientGoneError,
-    EventStream,
+    ServerSentEvents,
     error_response,
     json_response,
     while_connected,
@@ -116,12 +116,14 @@ class Routes:
         requests = variants(asked, body.answers)
         reply = replies.Reply(kind, service.model, service.file.tokenizer, shown)
         each = [replace(reply, index=i) for i in range(len(requests))]
-        parts = service.parts(exchange, [Answer(one, StopTexts(body.stops), parser()) for one in requests])
+        parts = service.parts(
+            exchange, [ServedAnswer(one, StopTexts(body.stops), parser()) for one in requests]
+        )
         if not body.stream:
             whole = await while_connected(request.receive, _collected(parts, each))
             exchange.close(200)
             return json_response(whole)
-        stream = EventStream(_chunks(parts, each, body.includes_usage, exchange))
+        stream = ServerSentEvents(_chunks(parts, each, body.includes_usage, exchange))
         await stream.begin(request.receive)
         return stream
 
@@ -182,13 +184,13 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 async def _collected(parts: Parts, answers: Sequence[replies.Reply]) -> replies.Json:
-    deltas: list[list[Delta]] = [[] for _ in answers]
-    ends: dict[int, End] = {}
+    deltas: list[list[AnswerDelta]] = [[] for _ in answers]
+    ends: dict[int, AnswerEnd] = {}
     async with aclosing(parts):
         async for i, part in parts:
-            if isinstance(part, Delta):
+            if isinstance(part, AnswerDelta):
                 deltas[i].append(part)
-            elif isinstance(part, End):
+            elif isinstance(part, AnswerEnd):
                 ends[i] = part
     choices = [answer.choice(deltas[i], ends[i]) for i, answer in enumerate(answers)]
     return answers[0].whole(choices, [ends[i] for i in range(len(answers))])
@@ -198,7 +200,7 @@ async def _chunks(
     parts: Parts, answers: Sequence[replies.Reply], include_usage: bool, exchange: Exchange
 ) -> AsyncGenerator[replies.Json, None]:
     """The objects of a stream, after an empty one when the engine has begun. Raises ApiError."""
-    ends = list[End]()
+    ends = list[AnswerEnd]()
     try:
         with exchange.closed_by_errors():
             async with aclosing(parts):
@@ -209,9 +211,9 @@ async def _chunks(
                         for answer in answers:
                             if first := answer.first():
                                 yield first
-                    if isinstance(part, Delta) and (chunk := answers[i].chunk(part)):
+                    if isinstance(part, AnswerDelta) and (chunk := answers[i].chunk(part)):
                         yield chunk
-                    elif isinstance(part, End):
+                    elif isinstance(part, AnswerEnd):
                         ends.append(part)
                         yield answers[i].ending(part, timed=not include_usage)
             if include_usage:

@@ -12,7 +12,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from app.serve.answer import Answer, Begun, Delta, End, Events, Part, Parts, merged
+from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd, Events, Part, Parts, ServedAnswer, merged
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
@@ -87,7 +87,7 @@ class Service:
         if self.ready is None:
             raise unavailable("Loading model")
 
-    async def parts(self, exchange: Exchange, answers: Sequence[Answer]) -> Parts:
+    async def parts(self, exchange: Exchange, answers: Sequence[ServedAnswer]) -> Parts:
         """While the model loads, they wait for it. Closing the parts early cancels the requests. Raises ApiError."""
         self.check_open()
         exchange.answers = n = len(answers)
@@ -103,10 +103,10 @@ class Service:
             streams = [answer.parts(each) for answer, each in zip(answers, events, strict=True)]
             async with aclosing(merged(streams)) as parts:
                 async for i, part in parts:
-                    if isinstance(part, Begun):
+                    if isinstance(part, AnswerBegun):
                         begun.add(i)
                         self.processing += 1
-                    elif isinstance(part, End):
+                    elif isinstance(part, AnswerEnd):
                         ended.add(i)
                         self.open -= 1
                         self.processing -= i in begun
@@ -138,9 +138,9 @@ class Exchange:
 
     def note(self, part: Part) -> None:
         match part:
-            case Delta():
+            case AnswerDelta():
                 self._first_token_s = self._first_token_s or self._seconds
-            case End():
+            case AnswerEnd():
                 self._finished.append(part.finished)
 
     @contextmanager

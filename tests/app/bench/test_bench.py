@@ -17,7 +17,7 @@ from rich.console import Console
 
 from app.bench import benchmark, regression, results, tables
 from app.bench.bench_command import run as run_command
-from app.bench.benchmark import Benchmark, Case, Sample
+from app.bench.benchmark import Benchmark, Case, TimedAnswer
 from app.bench.results import OURS, PEER, Result
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds
@@ -160,7 +160,7 @@ def test_figures(engines, model, capsys):
 )
 def test_the_time_from_token_to_token(times, intervals):
     fields = dict.fromkeys(Finished.__struct_fields__, 0) | {"reason": "stop", "type": "Finished"}
-    assert Sample(msgspec.convert(fields, Finished), times).intervals_ms() == intervals
+    assert TimedAnswer(msgspec.convert(fields, Finished), times).intervals_ms() == intervals
 
 
 def test_several_models_and_presets(engines, model, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 from app.bench import benchmark, regression, results, samples
 from app.bench.bench_command import run as run_command
 from app.bench.results import OURS, PEER
-from app.bench.samples import Sample, _shared_intervals, shared_decode
+from app.bench.samples import TimedAnswer, _shared_intervals, shared_decode
 from app.chat.settings import Settings
 from engine.errors import UsageError
 from engine.events import Failed, Finished, ModelInfo, Ready, Token
@@ -121,10 +121,10 @@ def test_the_decode_that_several_answers_share(streams, ms, rates):
 
 
 def test_times_of_engines_whose_clocks_begin_later_than_the_request():
-    sample = Sample(None, [5.0, None, 7.0], sent_s=100.0, began_s=100.02)
+    sample = TimedAnswer(None, [5.0, None, 7.0], sent_s=100.0, began_s=100.02)
     assert sample.first_token_ms == [pytest.approx(25)]
     assert sample.common_times_ms == pytest.approx([100_025, 100_027])
-    assert Sample(None, []).first_token_ms == []
+    assert TimedAnswer(None, []).first_token_ms == []
 
 
 def test_all_prompts_come_at_once_and_then_again(bench):
@@ -172,10 +172,10 @@ def test_answers_while_prompts_arrive(bench):
 
 
 def test_only_times_in_which_all_decode_count():
-    early, late = (Sample(None, times, 0.0, 0.0) for times in ([0, 10, 20, 30, 30, 40], [18, 25, 100]))
+    early, late = (TimedAnswer(None, times, 0.0, 0.0) for times in ([0, 10, 20, 30, 30, 40], [18, 25, 100]))
     assert _shared_intervals([early, late]) == [10, 5, 5, 10, 7]
     assert _shared_intervals([early, late], since_ms=26) == [5, 5, 10]
-    assert _shared_intervals([early, Sample(None, [])]) == []
+    assert _shared_intervals([early, TimedAnswer(None, [])]) == []
 
 
 def test_the_table_and_an_earlier_run(bench, tmp_path):
