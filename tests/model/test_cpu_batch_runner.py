@@ -12,6 +12,7 @@ from engine.model.model_runner import BatchRunner, Row
 from tests import generated_model
 from tests.model.lower.layers import opened
 from tests.reference import Reference, divergence
+from tests.thorough import thorough
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,12 @@ def short_vectors(monkeypatch):
 
 @pytest.mark.parametrize(
     ("architecture", "kv", "error"),  # windows; experts, sinks and windows
-    [("gemma3", "f16", 1e-5), ("gpt-oss", "f16", 1e-5), ("gemma3", "q8_0", 5e-4), ("gemma4", "f16", 1e-5)],
+    [
+        pytest.param("gemma3", "f16", 1e-5, marks=thorough),
+        ("gpt-oss", "f16", 1e-5),
+        ("gemma3", "q8_0", 5e-4),
+        ("gemma4", "f16", 1e-5),
+    ],
 )
 def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tmp_path):
     heads = {"heads": 2, "kv_heads": 1} if kv == "q8_0" else {}  # blocks need 32 elements
