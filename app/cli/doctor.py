@@ -25,7 +25,7 @@ from engine.catalog.cache import hub_folder
 from engine.devices.nvidia import gpus
 from engine.doctor import Finding, Section, State, backend_checks, fair, good, host, jetson, note, nvidia
 from engine.doctor.backend_checks import as_finding
-from engine.doctor.check_result import CheckResult
+from engine.doctor.checks import CheckResult
 from engine.errors import BackendError, UsageError
 from engine.invocation import call, own_version
 from engine.peers.llama_process import find_llama_server

@@ -28,7 +28,7 @@ from app.lines.line_input import FileLines, TerminalLines
 from app.main import main
 from app.serve.lines import Lines
 from engine.doctor import Section, bad
-from engine.doctor.check_result import CheckResult
+from engine.doctor.checks import CheckResult
 from engine.events import Failed, Loading, Message
 from tests import synthetic
 from tests.app.fake_engine import FakeEngine, reply
