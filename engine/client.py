@@ -259,10 +259,9 @@ class LocalEngine:
         kept_engines.stop(other_than=name)
         if not (taken := kept_engines.take(name)):
             return None
-        self._taken = replace(taken.kept.ready, load_ms=0.0, start=())
-        return await EngineProcess.adopt(
-            taken.kept.pid, taken.sock, taken.kept.unread, self.log_path, self._receive
-        )
+        kept, sock = taken
+        self._taken = replace(kept.ready, load_ms=0.0, start=())
+        return await EngineProcess.adopt(kept.pid, sock, kept.unread, self.log_path, self._receive)
 
     def _cancel(self, stream: _Stream) -> None:
         if stream.joined and stream.request and self._process:
