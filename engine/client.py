@@ -54,19 +54,15 @@ class Engine(Protocol):
 
     def start(self) -> AsyncIterator[Event]:
         """`Loading` and `Warming` while it starts, then `Ready` or `Failed` as the last event."""
-        ...
 
     def generate(self, request: Generate) -> AsyncIterator[Event]:
         """`Prefilling`, then `Token` and `Thinking`, then `Finished` or `Failed` as the last event."""
-        ...
 
     async def stop(self) -> None:
         """Stops the answer in progress: its stream ends with `Finished(reason="cancelled")` within 100 ms."""
-        ...
 
     async def close(self) -> None:
         """Ends the engine and its child processes. May be called twice and at any time."""
-        ...
 
 
 @runtime_checkable

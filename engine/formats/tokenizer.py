@@ -37,11 +37,9 @@ class Merge(Protocol):
     @property
     def warning(self) -> str:
         """A sentence about damaged merges, or ""."""
-        ...
 
     def __call__(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of each of the texts, in which spaces are written as the vocabulary writes them."""
-        ...
 
 
 class Tokenizer(Vocabulary):
