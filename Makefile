@@ -3,10 +3,10 @@
 # make serve   set up and answer other programs; MODEL, BACKEND and ARGS as above
 # make test    set up and run the tests; ARGS="options of pytest"
 # make soak    faults and hostile input, 100,000 times, with a table of what was lost; ARGS="engine --share 0.1"
-# make check   everything that continuous integration checks
+# make check   everything that continuous integration checks; check-thorough: with the tests that take minutes
 # make lock    requirements.lock anew, with the newest versions that pyproject.toml allows (needs uv)
 # make clean   remove what these made
-.PHONY: chat serve test soak check lock clean
+.PHONY: chat serve test soak check check-thorough lock clean
 BACKEND ?= auto
 PYTHON = .venv/bin/python
 
@@ -29,6 +29,9 @@ soak:
 
 check:
 	@.ci/run
+
+check-thorough:
+	@ORIN_THOROUGH=1 .ci/run
 
 # For every platform and Python at once. setuptools builds the package itself.
 lock:

@@ -78,12 +78,12 @@ def _discard(stream: TextIO) -> None:
 
 def _print_error(error: OrinError, *, as_json: bool = False) -> int:
     """Prints the error, as JSON on stdout or as text on stderr, and returns the exit code. Raises OSError for JSON."""
-    from app.cli.oneshot import JsonOutput, TextOutput
+    from app.cli.oneshot import TextOutput, show_as_json
     from engine.events import Failed
 
     failed = Failed.from_error(error)
     if as_json:
-        JsonOutput(sys.stdout).show(failed)
+        show_as_json(sys.stdout, failed)
         return failed.exit_code
     try:
         TextOutput(sys.stdout, sys.stderr).show(failed)
@@ -156,7 +156,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     import asyncio
 
     from app.cli.model_file import greet
-    from app.cli.oneshot import JsonOutput, TextOutput, run
+    from app.cli.oneshot import TextOutput, run, show_as_json
     from engine.events import Generate
 
     greet(args.model, configuration.engine.model_path, is_chat=False)
@@ -169,15 +169,15 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
         ignore_eos=args.ignore_eos,
     )
     as_text = TextOutput(sys.stdout, sys.stderr, verbose=args.verbose, sampling=request.sampling)
-    output = JsonOutput(sys.stdout) if args.json else as_text
+    show = partial(show_as_json, sys.stdout) if args.json else as_text.show
     if not args.compare:
-        return asyncio.run(run(_engine(args, configuration), request, output))
+        return asyncio.run(run(_engine(args, configuration), request, show))
     from app.comparison.comparison_engine import compare_with_llama_server
     from app.comparison.report import report
 
     llama_server, key = args.llama_server or settings.llama_server, options.key(args)
     comparison = compare_with_llama_server(_local_engine(configuration), llama_server, api_key=key)
-    code = asyncio.run(run(comparison, request, output))
+    code = asyncio.run(run(comparison, request, show))
     sys.stdout.write(report(comparison.view(), as_json=args.json))
     if code == 0 and comparison.view().right.problem:  # the report gives the reason
         raise BackendError("There is no comparison: llama.cpp did not answer.")
@@ -265,39 +265,26 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
 
 
 def _command(name: str, arguments: Sequence[str]) -> int:
-    settings = _settings()
     match name:
         case "bench":
-            from app.bench.bench_command import run as bench
-
-            return bench(arguments, settings)
+            from app.bench.bench_command import run
         case "board":
-            from app.bench.board_command import run as board
-
-            return board(arguments, settings)
+            from app.bench.board_command import run
         case "doctor":
-            from app.cli.doctor import run as doctor
-
-            return doctor(arguments, settings)
+            from app.cli.doctor import run
         case "serve":
-            from app.serve.serve_command import run as serve
-
-            return serve(arguments, settings)
+            from app.serve.serve_command import run
         case "stop":
-            from app.cli.stop import run as stop
-
-            return stop(arguments)
+            from app.cli.stop import run
         case "tokenize":
-            from app.cli.tokenize import run as tokenize
-
-            return tokenize(arguments, settings)
+            from app.cli.tokenize import run
         case "tune":
-            from app.cli.tune import run as tune
+            from app.cli.tune import run
+        case _:
+            from app.cli import models
 
-            return tune(arguments, settings)
-    from app.cli.models import run as models
-
-    return models(name, COMMANDS[name][1], arguments, settings)
+            run = partial(models.run, name, COMMANDS[name][1])
+    return run(arguments, _settings())
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

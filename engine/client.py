@@ -54,19 +54,15 @@ class Engine(Protocol):
 
     def start(self) -> AsyncIterator[Event]:
         """`Loading` and `Warming` while it starts, then `Ready` or `Failed` as the last event."""
-        ...
 
     def generate(self, request: Generate) -> AsyncIterator[Event]:
         """`Prefilling`, then `Token` and `Thinking`, then `Finished` or `Failed` as the last event."""
-        ...
 
     async def stop(self) -> None:
         """Stops the answer in progress: its stream ends with `Finished(reason="cancelled")` within 100 ms."""
-        ...
 
     async def close(self) -> None:
         """Ends the engine and its child processes. May be called twice and at any time."""
-        ...
 
 
 @runtime_checkable
@@ -259,10 +255,9 @@ class LocalEngine:
         kept_engines.stop(other_than=name)
         if not (taken := kept_engines.take(name)):
             return None
-        self._taken = replace(taken.kept.ready, load_ms=0.0, start=())
-        return await EngineProcess.adopt(
-            taken.kept.pid, taken.sock, taken.kept.unread, self.log_path, self._receive
-        )
+        kept, sock = taken
+        self._taken = replace(kept.ready, load_ms=0.0, start=())
+        return await EngineProcess.adopt(kept.pid, sock, kept.unread, self.log_path, self._receive)
 
     def _cancel(self, stream: _Stream) -> None:
         if stream.joined and stream.request and self._process:

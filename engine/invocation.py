@@ -11,6 +11,16 @@ from pathlib import Path
 _NAME = "orin-chat"
 
 
+def own_version() -> str:
+    """The version of this program; "checkout" if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # takes a while
+
+    try:
+        return version(_NAME)
+    except PackageNotFoundError:
+        return "checkout"
+
+
 def call(arguments: str) -> str:
     """The command line that runs this program with `arguments`: "models" → orin-chat models.
 

@@ -16,7 +16,6 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -44,20 +43,13 @@ class Kept(msgspec.Struct, frozen=True):
     unread: bytes = b""
 
 
-@dataclass(frozen=True)
-class Taken:
-    """An engine that was kept, and the client's end of its socket."""
-
-    kept: Kept
-    sock: socket.socket
-
-
 def name_of(options: EngineOptions, environment: Mapping[str, str]) -> str:
     """The name of an engine with these options; "" if its model's file cannot be looked at."""
     variables = {name: os.environ.get(name) for name in _VARIABLES} | dict(environment)
     digest = hashlib.sha256(msgspec.json.encode([options, sorted(variables.items())]))
     try:
-        for path in [Path(options.model_path).resolve(), *sorted(_sources())]:
+        sources = sorted(Path(__file__).parent.rglob("*.py"))  # of the engine
+        for path in [Path(options.model_path).resolve(), *sources]:
             state = path.stat()
             digest.update(f"{path} {state.st_size} {state.st_mtime_ns} {state.st_ino}\n".encode())
     except OSError:
@@ -70,8 +62,9 @@ def are_any() -> bool:
     return next(_paths(), None) is not None
 
 
-def take(name: str) -> Taken | None:
-    """The engine that is kept under this name, which is the caller's from now on. None if there is none."""
+def take(name: str) -> tuple[Kept, socket.socket] | None:
+    """The engine that is kept under this name, which is the caller's from now on, and the client's end of its socket.
+    None if there is none."""
     folder = _folder()
     if not folder or not name or not (connection := _connect(folder / name)):
         return None
@@ -85,7 +78,7 @@ def take(name: str) -> Taken | None:
             content = _receive(connection, int.from_bytes(length, "little"))
             if has_ended(sock):
                 raise ValueError("it has ended")
-            return Taken(msgspec.msgpack.decode(content, type=Kept), sock)
+            return msgspec.msgpack.decode(content, type=Kept), sock
         except BaseException:
             sock.close()  # so the engine ends
             raise
@@ -171,12 +164,11 @@ def _receive(connection: socket.socket, n_bytes: int) -> bytes:
     """Raises ValueError if there are more than are allowed, or fewer than announced."""
     if n_bytes > _MAX_CONTENT_BYTES:
         raise ValueError("too long")
-    content = bytearray()
-    while len(content) < n_bytes:
-        if not (received := connection.recv(n_bytes - len(content))):
-            raise ValueError("too short")
-        content += received
-    return bytes(content)
+    with connection.makefile("rb") as file:
+        content = file.read(n_bytes)
+    if len(content) < n_bytes:
+        raise ValueError("too short")
+    return content
 
 
 def _folder() -> Path | None:
@@ -190,8 +182,3 @@ def _folder() -> Path | None:
     except OSError:
         return None
     return folder if state.st_uid == os.getuid() and not state.st_mode & 0o077 else None
-
-
-def _sources() -> list[Path]:
-    """The program's source files of the engine."""
-    return list(Path(__file__).parent.rglob("*.py"))

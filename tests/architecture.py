@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,13 +27,18 @@ def modules(root: Path) -> dict[str, ast.Module]:
 
 def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
     """The modules among `known` that a module imports, wherever it does, and packages outside the project."""
-    for node in ast.walk(tree):
+    for node in _imports(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.replace(".", "/") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             package = node.module.replace(".", "/")
             for alias in node.names:
                 yield inner if (inner := f"{package}/{alias.name}") in known else package
+
+
+@functools.cache
+def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def room_of(module: str, rooms: set[str]) -> str | None:

@@ -17,6 +17,7 @@ from engine.events import EngineOptions
 from tests import environment as tests_environment
 from tests.fork_server import fork_server, forked_engines
 from tests.paths import ROOT, SHARED
+from tests.thorough import THOROUGH
 
 __all__ = ["fork_server", "forked_engines"]
 
@@ -25,7 +26,8 @@ gc.set_threshold(100_000, 10, 10)  # graphs of kernels are many objects, and no 
 os.environ["PARALLEL"] = "0"  # a process that computes for many tests has no compilers of its own
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
 
-settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about it
+# How long an example takes says nothing about it.
+settings.register_profile("any machine", deadline=None, max_examples=100 if THOROUGH else 50)
 settings.load_profile("any machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it
@@ -69,7 +71,12 @@ def pytest_collection_finish() -> None:
 
         program_cache.apply()
         slice_shapes.apply()
-    gc.freeze()  # collections of garbage leave out all modules and tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _survivors() -> None:
+    """Collections of garbage leave out all that earlier tests have left."""
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

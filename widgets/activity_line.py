@@ -1,7 +1,5 @@
 """The line above the prompt: what the engine is doing, or a notice."""
 
-from __future__ import annotations
-
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
@@ -51,9 +49,8 @@ def context_cost(status: EngineStatus) -> str:
     """What the context takes in memory: context of 40,960 tokens: 4.7 GB of KV cache. "" if that is not known."""
     if not status.cache_bytes:
         return ""
-    return (
-        f"context of {counted(status.context_length, 'token')}: {cache_text(status.cache_bytes, status.kv)}"
-    )
+    cache = cache_text(status.cache_bytes, status.kv)
+    return f"context of {counted(status.context_length, 'token')}: {cache}"
 
 
 class ActivityLine(Widget):

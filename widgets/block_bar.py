@@ -1,40 +1,24 @@
 """The pane of a KV cache in blocks: how many of them are held, kept and free."""
 
-from __future__ import annotations
-
-from textual.geometry import Size
-
 from engine.events import BlockCounts, Slots
-from widgets.pane import Line, Pane
+from widgets.pane import FittedPane, Line
 from widgets.text import longest_fitting
 
 _HELD, _KEPT, _FREE = "█", "▒", "·"
 
 
-class BlockBar(Pane[Slots]):
+class BlockBar(FittedPane[Slots]):
     """An entry for layers that keep all tokens, one for each window, and a line for recurrent states."""
 
     BORDER_TITLE = "cache blocks"
 
     def draw(self, data: Slots, width: int, height: int) -> list[Line]:
-        return lines(data, width)
+        """For each group a bar and the words for its parts."""
+        groups = [line for counts in data.blocks for line in (_bar(counts, width), _words(counts, width))]
+        return [*groups, *([_checkpoints(data, width)] if any(data.checkpoints) else [])]
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return _height(self.data)
-
-    def watch_data(self, before: Slots | None, after: Slots | None) -> None:
-        if _height(before) != _height(after):
-            self.refresh(layout=True)
-
-
-def lines(data: Slots, width: int) -> list[Line]:
-    """For each group a bar and the words for its parts."""
-    groups = [line for counts in data.blocks for line in (_bar(counts, width), _words(counts, width))]
-    return [*groups, *([_checkpoints(data, width)] if any(data.checkpoints) else [])]
-
-
-def _height(data: Slots | None) -> int:
-    return 2 * len(data.blocks) + any(data.checkpoints) if data else 0
+    def rows(self, data: Slots, width: int) -> int:
+        return 2 * len(data.blocks) + any(data.checkpoints)
 
 
 def _checkpoints(data: Slots, width: int) -> Line:

@@ -1,7 +1,5 @@
 """Two engines' answers to the same prompt, as immutable data, and their figures in words."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

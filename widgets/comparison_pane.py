@@ -1,20 +1,19 @@
 """The pane of a comparison: two engines' answers side by side, their first difference, the figures, the ratios."""
 
-from __future__ import annotations
-
 import re
 
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import Resize
+from textual.geometry import Size
+from textual.layout import DockArrangeResult
 from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from widgets.auto_scroll import AutoScroll
 from widgets.comparison_data import (
     ComparisonData,
     EngineAnswer,
@@ -131,6 +130,23 @@ class ComparisonPane(Vertical, can_focus=True):
 
     def action_post(self, message: str) -> None:
         self.post_message(getattr(self, message)())
+
+
+class AutoScroll(VerticalScroll, can_focus=False):
+    """Keeps the end of growing content in sight, unless the user has scrolled up: Textual's anchor, except that content
+    which fits begins at the top."""
+
+    follows_end = True
+    """False for content that is read from its beginning."""
+
+    def release_anchor(self) -> None:
+        if self.max_scroll_y > 0:  # the mouse wheel does nothing where everything fits
+            super().release_anchor()
+
+    def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
+        result = super().arrange(size, optimal)
+        self._anchored = self.follows_end and result.total_region.bottom > size.height
+        return result
 
 
 class AnswerText(Vertical):

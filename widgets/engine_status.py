@@ -1,10 +1,26 @@
 """The state of an engine, as the screen shows it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.events import ModelInfo, Ready
+
+NOT_READY = Ready(
+    model=ModelInfo(
+        name="",
+        architecture="",
+        quantization="",
+        parameters=0,
+        file_bytes=0,
+        trained_context=0,
+        thinks=False,
+    ),
+    backend="",
+    device_name="",
+    context_length=0,
+    load_ms=0.0,
+)
+"""What is known of an engine before it is ready."""
 NEARLY_FULL = 0.8
 """The share of a context from which on it is nearly full."""
 
@@ -26,20 +42,12 @@ class EngineStatus:
     prompt tokens while prefilling. `cached` of the kernels or products were known from an earlier run. `searching` is
     the product whose fastest kernel is searched ("": no search).
 
-    `model`, `quantization`, `backend` and `device` are "" before the engine is ready, `parameters` (weights) is 0.
-    `context_length` (tokens), `cache_bytes` (what the KV cache takes in memory) and `kv` (its format) may be known
-    while it loads. `states_bytes` is what recurrent states take with up to `checkpoints` copies (0: it has none).
-    `takes_effort`: the chat template reads how much the model should think. `tokens`, `tokens_per_s`
-    and `first_token_s` are of the reply in progress or the last one. None: not known.
-    `keep_warm_s`: how long the engine will live on after the program."""
+    `ready` is what the engine said of itself. `context_length` (tokens), `cache_bytes` (what the KV cache takes in
+    memory) and `kv` (its format) may be known while it loads. `tokens`, `tokens_per_s` and `first_token_s` are of the
+    reply in progress or the last one. None: not known."""
 
     phase: Phase = Phase.STARTING
-    model: str = ""
-    quantization: str = ""
-    backend: str = ""
-    device: str = ""
-    parameters: int = 0
-    takes_effort: bool = False
+    ready: Ready = NOT_READY
     done: int = 0
     total: int = 0
     cached: int = 0
@@ -53,9 +61,6 @@ class EngineStatus:
     context_length: int = 0
     cache_bytes: int = 0
     kv: str = ""
-    states_bytes: int = 0
-    checkpoints: int = 0
-    keep_warm_s: float = 0.0
 
     @property
     def is_nearly_full(self) -> bool:

@@ -1,8 +1,6 @@
 """A list of entries of two rows each, of which one is highlighted. Only entries in sight are drawn, so that a list of
 any length opens at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,15 +1,11 @@
 """The pane of a mixture of experts: how often each expert was chosen in the last minute, one block an expert."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from textual.geometry import Size
-
-from widgets.pane import Line, Pane
+from widgets.pane import FittedPane, Line
 from widgets.text import longest_fitting
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -25,7 +21,7 @@ class ExpertUse:
     used: int
 
 
-class ExpertStrip(Pane[ExpertUse]):
+class ExpertStrip(FittedPane[ExpertUse]):
     """A block stands for the experts of all layers that have the same number. With the whole screen, each layer has
     blocks of its own."""
 
@@ -36,12 +32,8 @@ class ExpertStrip(Pane[ExpertUse]):
         room = height - len(short) - 1
         return [*short, [("by layer", "dim")], *by_layer(data, width, room)] if room > 1 else short
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return 0 if self.data is None else len(strip(self.data, width))
-
-    def watch_data(self, before: ExpertUse | None, after: ExpertUse | None) -> None:
-        if before is None or after is None or len(before.layers[0]) != len(after.layers[0]):
-            self.refresh(layout=True)
+    def rows(self, data: ExpertUse, width: int) -> int:
+        return len(strip(data, width))
 
 
 def strip(use: ExpertUse, width: int) -> list[Line]:

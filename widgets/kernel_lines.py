@@ -90,10 +90,8 @@ def summary(profile: KernelProfile) -> list[GroupTime]:
     whole, groups = step_us(profile), []
     for name, roles in GROUPS.items():
         kernels = [kernel for kernel in profile.kernels if kernel.role in roles]
-        us = sum(k.total_us for k in kernels)
-        groups.append(
-            GroupTime(name, us, us / whole, sum(k.calls for k in kernels), sum(k.bytes for k in kernels))
-        )
+        us, calls = sum(k.total_us for k in kernels), sum(k.calls for k in kernels)
+        groups.append(GroupTime(name, us, us / whole, calls, sum(k.bytes for k in kernels)))
     gaps_us = max(0.0, profile.wall_us - kernels_us(profile))
     return [*groups, GroupTime(GAPS, gaps_us, gaps_us / whole)]
 

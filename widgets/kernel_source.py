@@ -1,7 +1,5 @@
 """The page of a kernel: its figures, tinygrad's optimizations of its loops, and its source."""
 
-from __future__ import annotations
-
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content

@@ -1,7 +1,5 @@
 """The pane of the kernels: the profile of a decode step or of a prefill chunk, with keys that sort and filter it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from textual.binding import Binding
@@ -10,6 +8,7 @@ from textual.reactive import reactive
 
 from engine.events import KernelProfile, KernelTime, Step
 from widgets.kernel_lines import GROUPS, SORTS, KernelProfiles, Sort, header, ordered, row
+from widgets.kernel_source import KernelScreen
 from widgets.pane import Line, Pane
 from widgets.text import longest_fitting, one_line
 
@@ -36,12 +35,6 @@ class KernelTable(Pane[KernelProfiles]):
     group: reactive[str] = reactive("")  # of `GROUPS`; "": all
     step: reactive[Step] = reactive("decode")
     chosen: reactive[int] = reactive(0)
-
-    @dataclass
-    class SourceRequested(Message):
-        """The user wants to see the source of a kernel."""
-
-        kernel: KernelTime
 
     @dataclass
     class ProfileRequested(Message):
@@ -96,7 +89,7 @@ class KernelTable(Pane[KernelProfiles]):
 
     def action_source(self) -> None:
         if self.chosen < len(kernels := self.kernels):
-            self.post_message(self.SourceRequested(kernels[self.chosen]))
+            self.app.push_screen(KernelScreen(kernels[self.chosen]))
 
     def action_sort(self) -> None:
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]

@@ -1,15 +1,11 @@
 """The pane of the machine: its counters, and one sentence on what slows the engine down."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from textual.geometry import Size
-
 from engine.events import Counter
-from widgets.pane import Line, Pane
+from widgets.pane import FittedPane, Line
 from widgets.plot import bar
 from widgets.text import longest_fitting, one_line
 
@@ -25,7 +21,7 @@ class MachineState:
     slowdown: str = ""
 
 
-class MachinePanel(Pane[MachineState]):
+class MachinePanel(FittedPane[MachineState]):
     """Is as high as its short lines are many. With the whole screen, it shows one counter a line."""
 
     BORDER_TITLE = "machine"
@@ -34,16 +30,8 @@ class MachinePanel(Pane[MachineState]):
         in_full = lines(data, width)
         return in_full if len(in_full) <= height else short_lines(data, width)
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return _height(self.data, width)
-
-    def watch_data(self, before: MachineState | None, after: MachineState | None) -> None:
-        if _height(before, self.size.width) != _height(after, self.size.width):
-            self.refresh(layout=True)
-
-
-def _height(state: MachineState | None, width: int) -> int:
-    return 0 if state is None else len(short_lines(state, width))
+    def rows(self, data: MachineState, width: int) -> int:
+        return len(short_lines(data, width))
 
 
 def lines(state: MachineState, width: int) -> list[Line]:
@@ -67,9 +55,8 @@ def short_lines(state: MachineState, width: int) -> list[Line]:
     if absent:
         names = ", ".join(one_line(counter.name) for counter in absent)
         reasons = ", ".join(f"{one_line(counter.name)} ({one_line(counter.absent)})" for counter in absent)
-        rows.append(
-            [(longest_fitting([f"not available: {reasons}", f"not available: {names}"], width), "dim")]
-        )
+        texts = [f"not available: {reasons}", f"not available: {names}"]
+        rows.append([(longest_fitting(texts, width), "dim")])
     return [*_slowdown(state, width), *rows]
 
 

@@ -8,8 +8,6 @@ batch. If several keys arrive at once (a fast typist, a slow line, a busy machin
 in place of `ac`.
 """
 
-from __future__ import annotations
-
 from textual.events import Key
 from textual.widget import Widget
 from textual.widgets import Input, TextArea

@@ -1,7 +1,5 @@
 """The base of the pages over the screen: a frame with a title and the keys."""
 
-from __future__ import annotations
-
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen, ScreenResultType

@@ -1,7 +1,5 @@
 """The base of the dashboard's panes, which draw lines of styled text from immutable data."""
 
-from __future__ import annotations
-
 from typing import Generic, TypeVar
 
 from rich.segment import Segment
@@ -85,6 +83,23 @@ class Pane(Widget, Generic[Data]):
         strips = [Strip([Segment(text, styles[name]) for text, name in cut(line, width)]) for line in lines]
         strips += [Strip.blank(width, base)] * (height - len(strips))
         return [strip.adjust_cell_length(width, base) for strip in strips]
+
+
+class FittedPane(Pane[Data]):
+    """Is as high as its data needs, where its height is `auto`."""
+
+    def rows(self, data: Data, width: int) -> int:
+        """How many rows `data` needs."""
+        raise NotImplementedError
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return 0 if self.data is None else self.rows(self.data, width)
+
+    def watch_data(self, before: Data | None, after: Data | None) -> None:
+        width = self.size.width
+        old, new = (0 if data is None else self.rows(data, width) for data in (before, after))
+        if old != new:
+            self.refresh(layout=True)
 
 
 def cut(line: Line, width: int) -> Line:

@@ -1,7 +1,5 @@
 """Panes above one another, of which one may have all the room."""
 
-from __future__ import annotations
-
 from textual.containers import Vertical
 from textual.widget import Widget
 

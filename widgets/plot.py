@@ -1,7 +1,5 @@
 """Braille plots, bars and the numbers beside them. A cell of braille has two columns and four rows of dots."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import floor, log10
 from typing import NamedTuple

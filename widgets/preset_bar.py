@@ -1,7 +1,5 @@
 """The bar of the preset: its speeds, and the backends and search widths that a key switches to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from textual.content import Content
@@ -10,6 +8,7 @@ from textual.widget import Widget
 
 from widgets.text import longest_fitting, one_line
 
+BACKEND_KEY, BEAM_KEY, LIST_KEY = "F6", "F7", "F8"
 _DIM = "$foreground 65%"
 
 
@@ -42,11 +41,6 @@ class PresetBar(Widget):
 
     data: reactive[PresetBarData] = reactive(PresetBarData())
 
-    def __init__(self, backend_key: str, beam_key: str, list_key: str) -> None:
-        """The labels of the keys that switch the backend, the search width, and open the list of presets."""
-        super().__init__()
-        self._backend_key, self._beam_key, self._list_key = backend_key, beam_key, list_key
-
     def render(self) -> Content:
         data, width = self.data, self.size.width
         name = Content.styled(one_line(data.name) or "no preset", "bold $text")
@@ -54,10 +48,10 @@ class PresetBar(Widget):
             [f"  {one_line(text)}" for text in data.speeds] or [""], width - name.cell_length
         )
         options = Content("   ").join(
-            (_options(self._backend_key, data.backends), _options(f"{self._beam_key} BEAM", data.beams))
+            (_options(BACKEND_KEY, data.backends), _options(f"{BEAM_KEY} BEAM", data.beams))
         )
         problem = next((f"   {b.label}: {one_line(b.problem)}" for b in data.backends if b.problem), "")
-        problems = (problem, f"   {self._list_key} says why", "") if problem else ("",)
+        problems = (problem, f"   {LIST_KEY} says why", "") if problem else ("",)
         reason = longest_fitting(problems, width - options.cell_length)
         lines = name + Content.styled(speeds, _DIM), options + Content.styled(reason, _DIM)
         return Content("\n").join(line.truncate(width, ellipsis=True) for line in lines)

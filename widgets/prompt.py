@@ -1,7 +1,5 @@
 """The box for the prompt, of several lines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum

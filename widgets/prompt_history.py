@@ -1,7 +1,5 @@
 """The earlier prompts that Up and Down bring back. Nothing that was typed is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

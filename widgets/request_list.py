@@ -1,42 +1,42 @@
 """The pane of the requests that a server has answered last. It shows nothing of what was asked and said."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from widgets.client_lines import client_name
+from engine.events import Finished, decode_rate
+from widgets.client_graph import client_name
 from widgets.pane import Line, Pane
 from widgets.plot import short_number
 from widgets.text import counted, one_line
 
 
 @dataclass(frozen=True)
-class Request:
-    """`time` is of the clock on the wall. `tokens` of the reply came at `rate` a second (0: not known). `problem` says
-    why there is no reply."""
+class Handled:
+    """A request for a completion that has ended, at `time` of the clock on the wall. `finished` is None if there was no
+    answer, or no end of it; `problem` says why. It holds nothing of what was asked and said."""
 
     time: str
     client: str
     path: str
     status: int
-    tokens: int = 0
-    rate: float = 0.0
+    finished: Finished | None = None
     problem: str = ""
 
 
-class RequestList(Pane[tuple[Request, ...]]):
+class RequestList(Pane[tuple[Handled, ...]]):
     """`data` has the last request first."""
 
     BORDER_TITLE = "last requests"
 
-    def draw(self, data: tuple[Request, ...], width: int, height: int) -> list[Line]:
+    def draw(self, data: tuple[Handled, ...], width: int, height: int) -> list[Line]:
         return [_line(request, width) for request in data[:height]] or [[("none yet", "dim")]]
 
 
-def _line(request: Request, width: int) -> Line:
+def _line(request: Handled, width: int) -> Line:
     """Narrow lines leave out the path, then the client."""
-    rate = f", {short_number(request.rate)} tok/s" if request.rate else ""
-    what = one_line(request.problem) or f"{counted(request.tokens, 'token')}{rate}"
+    what = one_line(request.problem)
+    if end := request.finished:
+        rate = decode_rate(end.predicted_n, end.predicted_ms)
+        what = f"{counted(end.predicted_n, 'token')}{f', {short_number(rate)} tok/s' if rate else ''}"
     status = (f"{request.status} ", "" if request.status == 200 else "warning")
     client, path = f"{client_name(request.client):<15} ", f"{client_name(request.path)} "
     time = f"{request.time} "

@@ -1,13 +1,9 @@
 """The first lines of a server's screen: where it listens, what it serves, and how much it has done."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 
-from textual.geometry import Size
-
-from widgets.pane import Line, Pane
+from widgets.pane import FittedPane, Line
 from widgets.text import counted, one_line
 
 
@@ -26,35 +22,26 @@ class ServerState:
     ending: str = ""
 
 
-class ServerHead(Pane[ServerState]):
+class ServerHead(FittedPane[ServerState]):
     BORDER_TITLE = "orin-chat serve"
     BORDER_SUBTITLE = "F9 one pane · Ctrl+C ends"
 
     def draw(self, data: ServerState, width: int, height: int) -> list[Line]:
-        return lines(data, width)
+        """What matters most comes first: low terminals show the first lines."""
+        figures = (
+            counted(data.requests, "request"),
+            f"{data.refused:,} refused",
+            f"{data.prompt_tokens:,} prompt tokens",
+            f"{data.reply_tokens:,} reply tokens",
+        )
+        texts = (
+            (data.ending, "warning"),
+            (data.address, "strong"),
+            *((f"⚠ {one_line(warning)}", "warning") for warning in data.warnings),
+            (" · ".join(one_line(part) for part in data.engine if part), ""),
+            (" · ".join(figures), "dim"),
+        )
+        return [[(line, style)] for text, style in texts for line in textwrap.wrap(text, max(8, width))]
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return 0 if self.data is None else len(lines(self.data, width))
-
-    def watch_data(self, before: ServerState | None, after: ServerState | None) -> None:
-        width = self.size.width
-        if before is None or after is None or len(lines(before, width)) != len(lines(after, width)):
-            self.refresh(layout=True)
-
-
-def lines(state: ServerState, width: int) -> list[Line]:
-    """What matters most comes first: low terminals show the first lines."""
-    figures = (
-        counted(state.requests, "request"),
-        f"{state.refused:,} refused",
-        f"{state.prompt_tokens:,} prompt tokens",
-        f"{state.reply_tokens:,} reply tokens",
-    )
-    texts = (
-        (state.ending, "warning"),
-        (state.address, "strong"),
-        *((f"⚠ {one_line(warning)}", "warning") for warning in state.warnings),
-        (" · ".join(one_line(part) for part in state.engine if part), ""),
-        (" · ".join(figures), "dim"),
-    )
-    return [[(line, style)] for text, style in texts for line in textwrap.wrap(text, max(8, width))]
+    def rows(self, data: ServerState, width: int) -> int:
+        return len(self.draw(data, width, 0))

@@ -1,14 +1,10 @@
 """The pane of the slots of a server's engine: what each of its conversations does, and the queue."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-from textual.geometry import Size
-
 from engine.events import Slot
-from widgets.client_lines import client_name
-from widgets.pane import Line, Pane
+from widgets.client_graph import client_name
+from widgets.pane import FittedPane, Line
 from widgets.plot import bar, short_number
 from widgets.text import counted
 
@@ -24,32 +20,25 @@ class SlotState:
     refused: int = 0
 
 
-class SlotTable(Pane[SlotState]):
+class SlotTable(FittedPane[SlotState]):
     BORDER_TITLE = "slots"
 
     def draw(self, data: SlotState, width: int, height: int) -> list[Line]:
-        return lines(data, width, height)
+        """The queue, and a row for each slot. Where there is no room for all, those at work come first, and the last
+        line says how many are left out."""
+        queue = f"{data.waiting} waiting · {data.refused} refused"
+        head: Line = [(queue, "warning" if data.waiting else "dim")]
+        rows = list(enumerate(data.slots, 1))
+        if 1 + len(rows) > height:
+            rows.sort(key=lambda row: row[1] is None)
+            rows = rows[: max(0, height - 2)]
+        numbered = ((f"{number:>{_NUMBER - 1}} ", slot) for number, slot in rows)
+        table = [[(number, "dim"), *_row(slot, width - _NUMBER)] for number, slot in numbered]
+        left = len(data.slots) - len(rows)
+        return [head, *table, *([[(f"{left} more: no room", "dim")]] if left else [])][:height]
 
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return 0 if self.data is None else 1 + len(self.data.slots)
-
-    def watch_data(self, before: SlotState | None, after: SlotState | None) -> None:
-        if before is None or after is None or len(before.slots) != len(after.slots):
-            self.refresh(layout=True)
-
-
-def lines(data: SlotState, width: int, height: int) -> list[Line]:
-    """The queue, and a row for each slot. Where there is no room for all, those at work come first, and the last line
-    says how many are left out."""
-    queue = f"{data.waiting} waiting · {data.refused} refused"
-    head: Line = [(queue, "warning" if data.waiting else "dim")]
-    rows = list(enumerate(data.slots, 1))
-    if 1 + len(rows) > height:
-        rows.sort(key=lambda row: row[1] is None)
-        rows = rows[: max(0, height - 2)]
-    table = [[(f"{number:>{_NUMBER - 1}} ", "dim"), *_row(slot, width - _NUMBER)] for number, slot in rows]
-    left = len(data.slots) - len(rows)
-    return [head, *table, *([[(f"{left} more: no room", "dim")]] if left else [])][:height]
+    def rows(self, data: SlotState, width: int) -> int:
+        return 1 + len(data.slots)
 
 
 def _row(slot: Slot | None, width: int) -> Line:

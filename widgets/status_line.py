@@ -1,17 +1,15 @@
 """The bottom line: model, quantization, backend, speed and how full the context is."""
 
-from __future__ import annotations
-
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from widgets.context_meter import context_help, context_meter
-from widgets.engine_status import EngineStatus
-from widgets.text import as_latency, one_line
+from widgets.engine_status import NEARLY_FULL, EngineStatus
+from widgets.text import as_bytes, as_latency, one_line
 from widgets.turn import WARNING
 
 MIN_METER, GOOD_METER, MAX_METER = 4, 32, 48
+MIN_BAR, MAX_BAR = 4, 16
 COMPACT_WIDTH = 56
 GAPS = 5
 """Cells between the parts: two after the model, at least one before the speed and two after it."""
@@ -34,10 +32,11 @@ class StatusLine(Widget):
     def render(self) -> Content:
         """A narrow line leaves out the device, then the time to the first token, then the end of the model's name."""
         status, width, compact = self.status, self.size.width, self.size.width < COMPACT_WIDTH
-        model = one_line(status.model) or "no model yet"
-        engine = [part for part in (one_line(status.quantization), one_line(status.backend)) if part]
-        device = [one_line(status.device)] if status.device and status.device != status.backend else []
-        warm = [f"stays warm {status.keep_warm_s / 60:.3g} min"] if status.keep_warm_s else []
+        ready, info = status.ready, status.ready.model
+        model = one_line(info.name) or "no model yet"
+        engine = [part for part in (one_line(info.quantization), one_line(ready.backend)) if part]
+        device = [one_line(ready.device_name)] if ready.device_name not in ("", ready.backend) else []
+        warm = [f"stays warm {ready.keep_warm_s / 60:.3g} min"] if ready.keep_warm_s else []
         speed = [f"{_rate(status.tokens_per_s, compact)} tok/s"]
         if self.warning:
             speed.insert(0, WARNING if compact else f"{WARNING} {self.warning}")
@@ -83,3 +82,37 @@ def _rate(tokens_per_s: float | None, compact: bool) -> str:
     if tokens_per_s is None:
         return "–"
     return f"{tokens_per_s:.0f}" if compact else f"{tokens_per_s:,.{0 if tokens_per_s >= 1000 else 1}f}"
+
+
+def context_meter(used: int | None, total: int, width: int) -> Content:
+    """The meter in at most `width` cells. `used` and `total` are in tokens; `used` None: not known yet."""
+    if total <= 0 or width < 4:
+        return Content("")
+    share = min(1.0, (used or 0) / total)
+    color = "$text-error" if share >= 0.95 else "$text-warning" if share >= NEARLY_FULL else "$foreground 60%"
+    percent = "–" if used is None else f"{share:.0%}"
+    tokens = f"{'–' if used is None else f'{used:,}'}/{total:,}"
+    warning = " full" if share >= 1 else " nearly full" if share >= NEARLY_FULL else ""
+    for text in (f"{tokens} tokens {percent}{warning}", f"{tokens} {percent}{warning}", tokens, percent):
+        if (bar := min(MAX_BAR, width - len(text) - 1)) >= MIN_BAR:
+            break
+    else:
+        return Content.styled(percent, color)
+    half_cells = max(round(share * bar * 2), 1 if used else 0)
+    filled = "━" * (half_cells // 2) + "╸" * (half_cells % 2)
+    return Content.assemble(
+        (filled, color), ("─" * (bar - len(filled)), "$foreground 30%"), (f" {text}", color)
+    )
+
+
+def context_help(status: EngineStatus) -> str:
+    """What the meter shows, and how the engine goes back in a chat."""
+    text = "Context: the tokens of this chat that the model has read and written, of those for which there is room."
+    ready = status.ready
+    if not ready.checkpoints:
+        return text
+    return (
+        f"{text}\n\nThis model reads a chat into a state, from which no token can be taken out again. The engine keeps "
+        f"up to {ready.checkpoints} checkpoints of it ({as_bytes(ready.states_bytes)}), at the ends of turns and "
+        "between them. A regenerated reply or an edited message goes on from the last checkpoint before it."
+    )

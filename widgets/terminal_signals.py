@@ -4,8 +4,6 @@ Textual's own handlers run in the middle of whatever the thread of the screen do
 hangs; and after a SIGCONT alone, two threads read the keyboard. Here signals wait for their turn between two events.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Makes text from models, files and networks harmless for the terminal, and numbers readable."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 # Characters that act on the terminal or disguise text: C0 and C1 controls (ESC starts every control sequence), and

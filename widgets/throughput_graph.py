@@ -1,7 +1,5 @@
 """The pane of the speed: decode, prefill and modelled bandwidth over the last minute, or the last five."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rich.style import Style
@@ -136,9 +134,8 @@ class ThroughputGraph(Pane[Throughput]):
         used |= time.place(self.data.marks).keys()
         current = time.width if self.chosen is None else self.chosen - time.first
         if step < 0:
-            self.chosen = time.first + max(
-                (x for x in used if x < current), default=max(0, min(current, time.width - 1))
-            )
+            nowhere = max(0, min(current, time.width - 1))
+            self.chosen = time.first + max((x for x in used if x < current), default=nowhere)
         else:
             following = min((x for x in used if x > current), default=None)
             self.chosen = None if following is None else time.first + following

@@ -1,7 +1,5 @@
 """The lines of the pane of the speed: figures, two graphs over one time axis, and what they say of a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

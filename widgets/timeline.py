@@ -156,10 +156,7 @@ class _Run:
 
     def mean(self, column: int) -> Sample:
         """Of a column; where the run was widened, of the nearest one with samples."""
-        nearest = (
-            min(self.columns, key=lambda other: abs(other - column)) if column not in self.columns else column
-        )
-        sums = self.columns[nearest]
+        sums = self.columns[min(self.columns, key=lambda other: abs(other - column))]
         return Sample(
             sums.tokens / sums.seconds,
             round(sums.bytes / sums.tokens) if sums.tokens else 0,

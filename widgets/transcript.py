@@ -5,8 +5,6 @@ come near. What is visible stays where it is on the screen meanwhile. So neither
 that of a reply costs anything while a reply streams.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +66,7 @@ class Transcript(ScrollView, can_focus=False):
         self.is_following = True  # whether the end stays in sight
         self._turns: list[TurnLines] = []
         self._tops: list[int] = []  # the first row of each turn
-        self._unfolded = False
+        self.unfolded = False  # whether thinking is shown in full
         self._is_settling = False
         self._style_version = 0
 
@@ -80,12 +78,12 @@ class Transcript(ScrollView, can_focus=False):
 
     def show(self, turns: Sequence[Turn]) -> None:
         """Replaces everything by `turns` and goes to the end."""
-        self._turns = [TurnLines(turn, i, unfolded=self._unfolded) for i, turn in enumerate(turns)]
+        self._turns = [TurnLines(turn, i, unfolded=self.unfolded) for i, turn in enumerate(turns)]
         self.to_end()
 
     def add(self, turn: Turn) -> None:
         """Adds `turn` at the end; it is visible if the end is."""
-        self._turns.append(TurnLines(turn, len(self._turns), unfolded=self._unfolded))
+        self._turns.append(TurnLines(turn, len(self._turns), unfolded=self.unfolded))
         self._settle()
 
     def cut(self, index: int) -> None:
@@ -109,14 +107,9 @@ class Transcript(ScrollView, can_focus=False):
         self._scroll(0)
         self._settle()
 
-    @property
-    def unfolded(self) -> bool:
-        """Whether thinking is shown in full."""
-        return self._unfolded
-
-    @unfolded.setter
-    def unfolded(self, unfolded: bool) -> None:
-        self._unfolded = unfolded
+    def unfold(self, unfolded: bool) -> None:
+        """Shows thinking in full, or folds it."""
+        self.unfolded = unfolded
         for lines in self._turns:
             lines.unfolded = unfolded
         self._settle()

@@ -1,29 +1,31 @@
-"""A turn of the conversation, as the transcript reads it. The application owns the turns and changes them."""
+"""A turn of the conversation. The application owns the turns and changes them; the transcript reads them."""
 
-from __future__ import annotations
+from dataclasses import dataclass
+from typing import Literal
 
-from typing import Literal, Protocol
+from engine.events import Message
 
 WARNING = "⚠"
 """The first character of a note about something that went wrong."""
 
 
-class Turn(Protocol):
-    """`content` and `thinking` are raw text, which the widgets clean. `streaming`: more text is to come. `finished`:
-    the reply is complete. `thinking_s` is how long the model thought, in seconds (None: not measured). `note` is one
-    line about the turn, "" if there is none."""
+@dataclass(eq=False)
+class Turn:
+    """`content` and `thinking` are raw text from the user or the model; the widgets clean it. `streaming`: more text is
+    to come. `finished` is False for a reply that is not complete, or was not when the program ended. `thinking_s` is
+    in seconds (None: not measured). `note` is one line about the turn (stopped, failed), which no model sees.
+    `message_id` is its row in the history (None: not saved yet)."""
+
+    role: Literal["user", "assistant"]
+    content: str = ""
+    thinking: str = ""
+    finished: bool = True
+    streaming: bool = False
+    thinking_s: float | None = None
+    note: str = ""
+    message_id: int | None = None
 
     @property
-    def role(self) -> Literal["user", "assistant"]: ...
-    @property
-    def content(self) -> str: ...
-    @property
-    def thinking(self) -> str: ...
-    @property
-    def finished(self) -> bool: ...
-    @property
-    def streaming(self) -> bool: ...
-    @property
-    def thinking_s(self) -> float | None: ...
-    @property
-    def note(self) -> str: ...
+    def message(self) -> Message:
+        """What a model is sent."""
+        return Message(role=self.role, content=self.content, thinking=self.thinking)

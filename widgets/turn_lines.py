@@ -1,7 +1,5 @@
 """The rows of one turn: the prompt or, of a reply, what was thought, the text, and a note about it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from textual.content import Content

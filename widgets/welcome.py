@@ -1,7 +1,5 @@
 """What an empty conversation shows: the model that answers, and the keys to begin with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from textual.content import Content
@@ -29,18 +27,19 @@ class Welcome(Widget):
 
     def render(self) -> Content:
         status, (width, height) = self.status, self.size
+        ready, model = status.ready, status.ready.model
         facts = (
-            f"{as_count(status.parameters)} parameters" if status.parameters else "",
-            status.quantization,
+            f"{as_count(model.parameters)} parameters" if model.parameters else "",
+            model.quantization,
             f"{status.context_length:,} tokens of context" if status.context_length else "",
         )
-        lines = [Content.styled(one_line(status.model) or "orin-chat", "bold $text-primary")]
+        lines = [Content.styled(one_line(model.name) or "orin-chat", "bold $text-primary")]
         cache = cache_text(status.cache_bytes, status.kv)
-        states = f"{as_bytes(status.states_bytes)} of states" if status.states_bytes else ""
-        for parts in (facts, (status.backend, status.device, cache, states)):
+        states = f"{as_bytes(ready.states_bytes)} of states" if ready.states_bytes else ""
+        for parts in (facts, (ready.backend, ready.device_name, cache, states)):
             if text := " · ".join(filter(None, parts)):
                 lines.append(Content.styled(one_line(text), "$foreground 60%"))
-        lines += [Content.styled(line, "$foreground 80%") for line in self.remarks.get(status.model, ())]
+        lines += [Content.styled(line, "$foreground 80%") for line in self.remarks.get(model.name, ())]
         lines.append(Content(""))
         if width >= TWO_COLUMNS_WIDTH:
             lines += [_key(*left, 7, 10) + _key(*right, 8, 17) for left, right in KEYS]

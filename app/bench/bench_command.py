@@ -1,7 +1,5 @@
 """`orin-chat bench`: which tests it runs, and where the results go."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -79,19 +77,22 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = options.Parser(
-        prog="orin-chat bench", description="Measure engines on this machine.", epilog=EPILOG
-    )
+    parser = options.Parser("bench", "Measure engines on this machine.", EPILOG)
     add = parser.add_argument_group("what is measured").add_argument
     add("--model", metavar="NAME", action="append", help="a model, as in orin-chat; again for another one")
     add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
     options.add_backend(add, "the device")
     options.add_kv(add)
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
-    add("-p", "--prompt", type=counts, metavar="N,…", help="(32,128,256,512)")
-    add("-n", "--gen", type=counts, metavar="N,…", help="tokens of generation (128)")
-    add("-d", "--depth", type=counts, metavar="N,…", help="(0,1024,4096)")
-    add("--parallel", type=counts, metavar="N,…", help="so many conversations at once (with -p 512 -n 64)")
+    add("-p", "--prompt", type=options.counts, metavar="N,…", help="(32,128,256,512)")
+    add("-n", "--gen", type=options.counts, metavar="N,…", help="tokens of generation (128)")
+    add("-d", "--depth", type=options.counts, metavar="N,…", help="(0,1024,4096)")
+    add(
+        "--parallel",
+        type=options.counts,
+        metavar="N,…",
+        help="so many conversations at once (with -p 512 -n 64)",
+    )
     add(
         "--arrivals",
         type=options.positive,
@@ -167,11 +168,9 @@ def _measure(
         transient=True,
         disable=not messages.is_terminal,
     )
-    task = progress.add_task("", total=None)
+    task, parallel = progress.add_task("", total=None), max(1, *(case.n_parallel for case in cases))
     benchmark = Benchmark(
-        replace(
-            engine_options, context_length=context, parallel=max(1, *(case.n_parallel for case in cases))
-        ),
+        replace(engine_options, context_length=context, parallel=parallel),
         cases,
         vocab_size=vocab_size,
         repetitions=args.repetitions,
@@ -259,8 +258,3 @@ def _write(measured: Sequence[Result], args: Namespace) -> None:
             args.save.write_text(results.to_json(measured), "utf-8")
         except OSError as error:
             raise UsageError(f"{args.save} cannot be written: {error.strerror}.") from None
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them. Raises ArgumentTypeError."""
-    return tuple(options.count(part.strip()) for part in text.split(","))

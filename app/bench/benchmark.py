@@ -2,24 +2,19 @@
 test has a warm-up and is repeated, and the engines take turns. A measurement uses the same engines and events as a
 chat."""
 
-from __future__ import annotations
-
-import asyncio
 import math
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 from msgspec.structs import replace
 
-from app.bench.arrivals import Interrupted, interrupted
 from app.bench.results import OURS, PEER, Result, sample_fields
-from app.bench.samples import Sample, Together, shared_decode
+from app.bench.samples import AnswerFailedError, Ids, Repetition, TimedAnswer, interrupted, together
 from app.cli.progress import describe
 from engine.client import LocalEngine, Measurable
 from engine.devices.device_name import device_name
@@ -37,6 +32,7 @@ from engine.events import (
     decode_rate,
     prefill_rate,
 )
+from engine.invocation import own_version
 from engine.measure.memory import gpu_used_bytes, resident_memory
 from engine.peers.llama_server import LlamaServer
 
@@ -82,9 +78,7 @@ class MeasuredEngine:
     device_bytes: int | None = None
     peak_resident_bytes: int | None = None
     failed: Failed | None = None
-    samples: dict[Case, list[Sample]] = field(default_factory=dict)
-    together: dict[Case, list[Together]] = field(default_factory=dict)
-    interrupted: dict[Case, list[Interrupted]] = field(default_factory=dict)
+    repetitions: dict[Case, list[Repetition]] = field(default_factory=dict)
 
     async def start(self) -> AsyncIterator[Event]:
         """Starts the engine and yields its events."""
@@ -100,21 +94,16 @@ class MeasuredEngine:
         used_after = gpu_used_bytes()
         if used_before is not None and used_after is not None:
             self.device_bytes = max(0, used_after - used_before)
-        if isinstance(self.engine, Measurable) and isinstance(
-            measured := await self.engine.measure(), Measured
-        ):
+        measured = await self.engine.measure() if isinstance(self.engine, Measurable) else None
+        if isinstance(measured, Measured):
             self.measured = measured
             if not self.ready.is_on_cpu:
                 self.device_bytes = measured.device_bytes
 
     async def answer(
-        self,
-        ids: tuple[int, ...],
-        max_tokens: int,
-        *,
-        fresh: bool,
-        on_token: Callable[[], object] = lambda: None,
-    ) -> Sample | Failed:
+        self, ids: Ids, max_tokens: int, *, fresh: bool, on_token: Callable[[], object] = lambda: None
+    ) -> TimedAnswer:
+        """Raises AnswerFailedError."""
         request = Generate(
             request_id=1,
             prompt=TokenIds(ids=ids),
@@ -134,23 +123,27 @@ class MeasuredEngine:
                         # Events come late at times; the quickest one tells when the clock began.
                         began_s = min(began_s, time.perf_counter() - event.at_ms / 1e3)
                 elif isinstance(event, Finished):
-                    return Sample(event, times_ms, sent_s, began_s)
+                    return TimedAnswer(event, times_ms, sent_s, began_s)
                 elif isinstance(event, Failed):
-                    return event
+                    raise AnswerFailedError(event)
         raise AssertionError("an engine's stream ends with Finished or Failed")
 
-    async def answer_together(
-        self, prompts: Sequence[tuple[int, ...]], max_tokens: int
-    ) -> Together | Failed | None:
-        """Answers all prompts at once, and then again. None if there was no time in which all answers decoded."""
-        rounds: list[list[Sample]] = []
-        for _ in range(2):
-            answers = await asyncio.gather(*(self.answer(ids, max_tokens, fresh=False) for ids in prompts))
-            rounds.append([answer for answer in answers if isinstance(answer, Sample)])
-            if failed := next((answer for answer in answers if isinstance(answer, Failed)), None):
-                return failed
-        decode = shared_decode([sample.common_times_ms for sample in rounds[1]])
-        return Together(rounds[0], decode) if decode else None
+    async def measure(
+        self, case: Case, prompts: Sequence[Ids], arrival: Callable[[], Ids]
+    ) -> Repetition | None:
+        """One repetition of a test. `arrival` gives the prompts that arrive. None if its answers did not decode at the
+        same time. Raises AnswerFailedError."""
+        if case.n_arrival:
+            return await interrupted(self.answer, prompts, case.max_tokens, arrival)
+        if case.n_parallel:
+            return await together(self.answer, prompts, case.max_tokens)
+        sample = await self.answer(prompts[0], case.max_tokens, fresh=not case.n_depth)
+        end = sample.end
+        if case.n_gen:
+            rate = decode_rate(end.predicted_n, end.predicted_ms)
+            return Repetition(end.predicted_ms, rate, sample.intervals_ms())
+        rate = prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+        return Repetition(end.prompt_ms, rate, first_token_ms=[end.prompt_ms])
 
 
 class Benchmark:
@@ -230,40 +223,28 @@ class Benchmark:
         if sentence not in self.left_out:
             self.left_out.append(sentence)
 
-    def _can_run(self, engine: MeasuredEngine, case: Case) -> bool:
-        return not engine.failed and engine.ready is not None and case.n_parallel <= engine.ready.parallel
-
     async def _repeat(self, case: Case, repetition: int) -> None:
         prompts = [self._prompt(case) for _ in range(max(1, case.n_parallel - bool(case.n_arrival)))]
         for engine in self.engines if repetition % 2 else self.engines[::-1]:
-            if not self._can_run(engine, case):
+            if engine.failed or not engine.ready or case.n_parallel > engine.ready.parallel:
                 continue
             number = f"{repetition} of {self.repetitions}" if repetition else "warm-up"
             self._on_step(f"{case.name}, {number}: {engine.name}", self._done)
             self._done += 1
-            measured: Sample | Together | Interrupted | Failed | None
-            if case.n_arrival:
-                arrival = lambda: self._ids(case.n_arrival)
-                measured = await interrupted(engine.answer, prompts, case.max_tokens, arrival)
-            elif case.n_parallel:
-                measured = await engine.answer_together(prompts, case.max_tokens)
-            else:
-                measured = await engine.answer(prompts[0], case.max_tokens, fresh=not case.n_depth)
-            if isinstance(measured, Failed):
-                engine.failed = measured
-            elif measured is None:
+            try:
+                measured = await engine.measure(case, prompts, lambda: self._ids(case.n_arrival))
+            except AnswerFailedError as error:
+                engine.failed = error.failed
+                continue
+            if measured is None:
                 self._leave_out(f"{case.name}: {engine.name} did not decode all of them at the same time.")
-            elif repetition and isinstance(measured, Interrupted):
-                engine.interrupted.setdefault(case, []).append(measured)
-            elif repetition and isinstance(measured, Together):
-                engine.together.setdefault(case, []).append(measured)
-            elif repetition and isinstance(measured, Sample):
-                engine.samples.setdefault(case, []).append(measured)
+            elif repetition:
+                engine.repetitions.setdefault(case, []).append(measured)
 
-    def _ids(self, n: int) -> tuple[int, ...]:
+    def _ids(self, n: int) -> Ids:
         return tuple(self._random.integers(0, self._vocab_size, n).tolist())
 
-    def _prompt(self, case: Case) -> tuple[int, ...]:
+    def _prompt(self, case: Case) -> Ids:
         """The tokens of the depth, which stay cached, and new ones for a prompt. Generation starts from the tokens of
         the depth, or from one token. Several conversations share nothing."""
         if case.n_parallel:
@@ -272,34 +253,26 @@ class Benchmark:
             return self._depths[case.n_depth] or self._ids(1)
         return (*self._depths[case.n_depth], *self._ids(case.n_prompt))
 
-    # --- results ----------------------------------------------------------------------------------------
-
     def results(self) -> list[Result]:
         """One for each case and engine that was repeated at least once."""
-        found = []
-        for case in self.cases:
-            for engine in self.engines:
-                if engine.ready and (together := engine.together.get(case)):
-                    found.append(self._result_together(engine, engine.ready, case, together))
-                if engine.ready and (pieces := engine.interrupted.get(case)):
-                    found.append(self._result_interrupted(engine, engine.ready, case, pieces))
-                if engine.ready and (samples := engine.samples.get(case)):
-                    found.append(self._result_alone(engine, engine.ready, case, samples))
-        return found
+        return [
+            self._result(engine, engine.ready, case, repetitions)
+            for case in self.cases
+            for engine in self.engines
+            if engine.ready and (repetitions := engine.repetitions.get(case))
+        ]
 
     def _result(
-        self,
-        engine: MeasuredEngine,
-        ready: Ready,
-        case: Case,
-        times_ms: Sequence[float],
-        rates: Sequence[float],
+        self, engine: MeasuredEngine, ready: Ready, case: Case, repetitions: Sequence[Repetition]
     ) -> Result:
-        """What all results have: what was measured, and `rates` in tokens/s."""
         ours = self.engines[0]
         model = ours.ready or ready
-        return Result(
-            build_commit=_build(engine),
+        p50, p90, p99 = _percentiles(each.latencies_ms for each in repetitions)
+        first_p50, _, first_p99 = _percentiles(each.first_token_ms for each in repetitions)
+        quiet_p50, _, quiet_p99 = _percentiles(each.quiet_ms for each in repetitions)
+        stream_rates = [rate for each in repetitions for rate in each.stream_rates]
+        result = Result(
+            build_commit=own_version() if engine.name == OURS else ready.device_name,
             cpu_info=device_name("CPU"),
             gpu_info="" if model.is_on_cpu else model.device_name,
             backends=model.backend,
@@ -313,98 +286,39 @@ class Benchmark:
             type_k=self.options.kv,
             type_v=self.options.kv,
             n_ctx=ready.context_length,
+            stream_ts=statistics.median(stream_rates) if stream_rates else None,
+            first_token_ms=first_p50,
+            first_token_p99_ms=first_p99 if case.n_parallel else None,
+            latency_p50_ms=p50,
+            latency_p90_ms=p90,
+            latency_p99_ms=p99,
+            latency_max_ms=max(ms for each in repetitions for ms in each.latencies_ms)
+            if case.n_arrival
+            else None,
+            quiet_p50_ms=quiet_p50,
+            quiet_p99_ms=quiet_p99,
             load_ms=engine.load_ms,
             kernels_per_token=engine.measured.kernels_per_token if engine.measured else None,
             peak_resident_bytes=engine.peak_resident_bytes,
             device_bytes=engine.device_bytes,
             copy_gbps=ours.measured.copy_gbps if ours.measured else None,
             **asdict(case),
-            **sample_fields([round(ms * 1e6) for ms in times_ms], rates),
+            **sample_fields([each.ms for each in repetitions], [each.rate for each in repetitions]),
         )
-
-    def _result_together(
-        self, engine: MeasuredEngine, ready: Ready, case: Case, samples: Sequence[Together]
-    ) -> Result:
-        decodes = [sample.decode for sample in samples]
-        fresh = [answer for sample in samples for answer in sample.fresh]
-        first_p50, _, first_p99 = _percentiles([ms for answer in fresh if (ms := answer.first_token_ms)])
-        p50, p90, p99 = _percentiles([ms for answer in fresh for ms in answer.intervals_ms])
-        return replace(
-            self._result(
-                engine,
-                ready,
-                case,
-                [decode.ms for decode in decodes],
-                [sum(decode.rates) for decode in decodes],
-            ),
-            stream_ts=statistics.median(rate for decode in decodes for rate in decode.rates),
-            first_token_ms=first_p50,
-            first_token_p99_ms=first_p99,
-            latency_p50_ms=p50,
-            latency_p90_ms=p90,
-            latency_p99_ms=p99,
-        )
-
-    def _result_interrupted(
-        self, engine: MeasuredEngine, ready: Ready, case: Case, samples: Sequence[Interrupted]
-    ) -> Result:
-        first_p50, _, first_p99 = _percentiles([ms for sample in samples for ms in sample.first_token_ms])
-        quiet_p50, _, quiet_p99 = _percentiles([ms for sample in samples for ms in sample.quiet_ms])
-        busy_ms = [ms for sample in samples for ms in sample.busy_ms]
-        p50, p90, p99 = _percentiles(busy_ms)
-        means_ms = [statistics.fmean(sample.busy_ms) for sample in samples]
-        return replace(
-            self._result(engine, ready, case, means_ms, [sample.rate for sample in samples]),
-            stream_ts=statistics.median(1e3 / ms for ms in means_ms),
-            first_token_ms=first_p50,
-            first_token_p99_ms=first_p99,
-            latency_p50_ms=p50,
-            latency_p90_ms=p90,
-            latency_p99_ms=p99,
-            latency_max_ms=max(busy_ms),
-            quiet_p50_ms=quiet_p50,
-            quiet_p99_ms=quiet_p99,
-        )
-
-    def _result_alone(
-        self, engine: MeasuredEngine, ready: Ready, case: Case, samples: Sequence[Sample]
-    ) -> Result:
-        ends = [sample.end for sample in samples]
-        if case.n_gen:
-            times_ms = [end.predicted_ms for end in ends]
-            rates = [decode_rate(end.predicted_n, end.predicted_ms) for end in ends]
-        else:
-            times_ms = [end.prompt_ms for end in ends]
-            rates = [prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms) for end in ends]
-        result = self._result(engine, ready, case, times_ms, rates)
-        if not case.n_gen:
-            return replace(result, first_token_ms=statistics.median(times_ms))
+        if case.n_parallel or not case.n_gen:
+            return result
         # Both engines read the same file, and a KV cache of 16 bits a number.
-        n_bytes = round((self.engines[0].ready or ready).bytes_per_token(case.n_depth + case.n_gen / 2))
+        n_bytes = round(model.bytes_per_token(case.n_depth + case.n_gen / 2))
         gbps = n_bytes * result.median_ts / 1e9
-        p50, p90, p99 = _percentiles([ms for sample in samples for ms in sample.intervals_ms])
-        return replace(
-            result,
-            latency_p50_ms=p50,
-            latency_p90_ms=p90,
-            latency_p99_ms=p99,
-            bytes_per_token=n_bytes,
-            gbps=gbps,
-            roofline_share=gbps / result.copy_gbps if result.copy_gbps else None,
-        )
+        share = gbps / result.copy_gbps if result.copy_gbps else None
+        return replace(result, bytes_per_token=n_bytes, gbps=gbps, roofline_share=share)
 
 
-def _percentiles(times_ms: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """The 50th, 90th and 99th."""
-    if not times_ms:
+def _percentiles(
+    repetitions: Iterable[Sequence[float]],
+) -> tuple[float | None, float | None, float | None]:
+    """The 50th, 90th and 99th of all times; None if there are none."""
+    if not (times_ms := [ms for times_ms in repetitions for ms in times_ms]):
         return None, None, None
     p50, p90, p99 = np.percentile(times_ms, (50, 90, 99)).tolist()
     return p50, p90, p99
-
-
-def _build(engine: MeasuredEngine) -> str:
-    if engine.name == OURS:
-        with suppress(PackageNotFoundError):  # a checkout that was not installed has no version
-            return version("orin-chat")
-        return "checkout"
-    return engine.ready.device_name if engine.ready else ""

@@ -1,8 +1,6 @@
 """`orin-chat board`: measures a Jetson. It runs the doctor and then models on each backend, prints tables beside the
 earlier figures, and writes a report for an issue. A run that has results is not repeated."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from app.bench import bench_command
 from app.bench.board_plan import Board, BoardModel, Lengths, load
 from app.bench.board_run import BoardRun, board_runs, hung_backends_last
 from app.bench.results import OURS, PEER, Result
@@ -80,12 +77,9 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
 def _parse(arguments: Sequence[str]) -> Any:
     parser = options.Parser(
-        prog="orin-chat board",
-        description="Measure a Jetson as it was measured before, and write a report.",
-        epilog=EPILOG,
+        "board", "Measure a Jetson as it was measured before, and write a report.", EPILOG
     )
     add, usual = parser.add_argument, Lengths()
-    counts = bench_command.counts
     add(
         "--minutes", type=options.positive, default=30, metavar="N", help="no run starts later than that (30)"
     )
@@ -94,8 +88,8 @@ def _parse(arguments: Sequence[str]) -> Any:
     add("--llama-server", metavar="PATH", help="llama.cpp's (the one on PATH, or as LLAMA_SERVER says)")
     add("--model", action="append", metavar="NAME", help="another model than the three; again for one more")
     add("--setup", action="append", metavar="NAME", help="these alone: nv-fused, cuda-jitbeam4, cpu …")
-    add("-p", "--prompt", type=counts, metavar="N,…", default=usual.prompts, help="(32,128,256,512)")
-    add("-n", "--gen", type=counts, metavar="N,…", default=usual.gen, help="(128)")
+    add("-p", "--prompt", type=options.counts, metavar="N,…", default=usual.prompts, help="(32,128,256,512)")
+    add("-n", "--gen", type=options.counts, metavar="N,…", default=usual.gen, help="(128)")
     add("-r", "--repetitions", type=options.positive, metavar="N", default=usual.repetitions, help="(2)")
     return parser.parse_args(arguments)
 

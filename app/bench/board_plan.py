@@ -1,7 +1,5 @@
 """What `orin-chat board` measures, and the earlier figures (board.toml)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 """One run of `orin-chat board`: a process of `orin-chat bench`. Its results stay in a folder. A run that has results is
 not repeated."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal

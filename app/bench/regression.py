@@ -1,7 +1,5 @@
 """Results of a benchmark beside those of an earlier run: faster, slower, or within the noise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Results of a benchmark, in llama-bench's field names, and their JSON."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,10 +97,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return " ".join(part for part in (self.engine, self.preset or self.backends, self.model) if part)
 
 
-def sample_fields(times_ns: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
+def sample_fields(times_ms: Sequence[float], rates: Sequence[float]) -> dict[str, Any]:
     """The fields of a `Result` that derive from its samples; `rates` in tokens/s."""
+    times_ns = [round(ms * 1e6) for ms in times_ms]
     return {
-        "samples_ns": list(times_ns),
+        "samples_ns": times_ns,
         "samples_ts": list(rates),
         "avg_ns": statistics.fmean(times_ns),
         "stddev_ns": statistics.stdev(times_ns) if len(times_ns) > 1 else 0.0,

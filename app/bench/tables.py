@@ -1,9 +1,9 @@
 """Results of a benchmark as tables: for a terminal, and as Markdown."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 
-from collections.abc import Iterable, Iterator, Sequence
-
+from msgspec.structs import replace
 from rich.table import Table
 from rich.text import Text
 
@@ -11,39 +11,9 @@ from app.bench.results import OURS, PEER, Result
 from widgets.text import as_bytes, as_count, one_line
 
 Row = tuple[str, ...]
-TITLES: Row = (
-    "test",
-    "engine",
-    "tok/s",
-    "median",
-    "first ms",
-    "p50/p90/p99 ms",
-    "GB/s",
-    "of memory",
-    "ratio",
-)
 WIDE_ONLY = ("median", "of memory")
 """A terminal narrower than WIDE columns does not show these. JSON and Markdown have everything."""
 WIDE = 104
-TITLES_TOGETHER: Row = (
-    "test",
-    "engine",
-    "total tok/s",
-    "each",
-    "first p50/p99 ms",
-    "between p50/p99 ms",
-    "ratio",
-)
-TITLES_ARRIVALS: Row = (
-    "test",
-    "engine",
-    "quiet p50/p99 ms",
-    "p50/p99/longest",
-    "ratio",
-    "first p50/p99",
-    "tok/s",
-)
-SETUP_TITLES: Row = ("engine", "build", "load s", "kernels/token", "bytes/token", "resident", "on device")
 WORD_COLUMNS = 2  # the first ones, aligned left
 
 
@@ -77,116 +47,83 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _tables(group: Sequence[Result], hidden: Sequence[str] = ()) -> Iterator[tuple[Row, list[Row]]]:
-    """Titles and rows of the tables for one model and setup."""
-    alone = [result for result in group if not result.n_parallel]
-    together = [result for result in group if result.n_parallel and not result.n_arrival]
-    arrivals = [result for result in group if result.n_arrival]
-    if alone:
-        yield _tests(alone, hidden)
-    if together:
-        yield _tests_together(together)
-    if arrivals:
-        yield _tests_with_arrivals(arrivals)
-    yield _engines(group)
-
-
-def _tests(results: Sequence[Result], hidden: Sequence[str] = ()) -> tuple[Row, list[Row]]:
-    """Titles and rows for the tests of one model and setup; a ratio if both engines were measured."""
-    rows = []
-    for result in results:
-        latencies = (result.latency_p50_ms, result.latency_p90_ms, result.latency_p99_ms)
-        rows.append(
-            (
-                result.test,
-                result.engine,
-                f"{number(result.avg_ts)} ± {number(result.stddev_ts)}",
-                number(result.median_ts),
-                "" if result.first_token_ms is None else f"{result.first_token_ms:.1f}",
-                "/".join(number(ms) for ms in latencies if ms is not None),
-                "" if result.gbps is None else f"{result.gbps:.1f}",
-                "" if result.roofline_share is None else f"{result.roofline_share:.0%}",
-                _ratio(result, results),
-            )
-        )
-    return _without_empty_columns(TITLES, rows, hidden)
-
-
-def _tests_together(results: Sequence[Result]) -> tuple[Row, list[Row]]:
-    """The same for tests of several conversations at once."""
-    rows = [
-        (
-            result.test,
-            result.engine,
-            f"{number(result.median_ts)} ± {number(result.stddev_ts)}",
-            "" if result.stream_ts is None else number(result.stream_ts),
-            _joined(result.first_token_ms, result.first_token_p99_ms),
-            _joined(result.latency_p50_ms, result.latency_p99_ms),
-            _ratio(result, results),
-        )
-        for result in results
-    ]
-    return _without_empty_columns(TITLES_TOGETHER, rows)
-
-
-def _tests_with_arrivals(results: Sequence[Result]) -> tuple[Row, list[Row]]:
-    """The same for tests while prompts arrive. The ratio is that of the 99th percentile to the median without
-    arrivals."""
-    rows = [
-        (
-            result.test,
-            result.engine,
-            _joined(result.quiet_p50_ms, result.quiet_p99_ms),
-            _joined(result.latency_p50_ms, result.latency_p99_ms, result.latency_max_ms),
-            f"{result.latency_p99_ms / result.quiet_p50_ms:.2f}x"
-            if result.latency_p99_ms and result.quiet_p50_ms
-            else "",
-            _joined(result.first_token_ms, result.first_token_p99_ms),
-            number(result.median_ts),
-        )
-        for result in results
-    ]
-    return _without_empty_columns(TITLES_ARRIVALS, rows)
+def _known(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
 
 
 def _joined(*times_ms: float | None) -> str:
     return "/".join(number(ms) for ms in times_ms if ms is not None)
 
 
-def _ratio(result: Result, results: Sequence[Result]) -> str:
-    """Of our rate to that of the other engine, if both were measured."""
-    peer = _same_test_of_peer(result, results) if result.engine == OURS else None
-    return f"{result.median_ts / peer.median_ts:.2f}x" if peer else ""
+def _slower(result: Result) -> str:
+    """How the 99th percentile while prompts arrive compares with the median without arrivals."""
+    quiet_ms, busy_ms = result.quiet_p50_ms, result.latency_p99_ms
+    return f"{busy_ms / quiet_ms:.2f}x" if busy_ms and quiet_ms else ""
 
 
-def _engines(results: Sequence[Result]) -> tuple[Row, list[Row]]:
-    """Titles, and a row for each engine: what holds for all of its tests."""
-    rows = []
-    for engine in dict.fromkeys(result.engine for result in results):
-        of_engine = [result for result in results if result.engine == engine]
-        first, bytes_per_token = (
-            of_engine[0],
-            next((r.bytes_per_token for r in of_engine if r.bytes_per_token), None),
-        )
-        rows.append(
-            (
-                first.engine,
-                first.build_commit,
-                "" if first.load_ms is None else f"{first.load_ms / 1e3:.2f}",
-                "" if first.kernels_per_token is None else f"{first.kernels_per_token:,}",
-                as_bytes(bytes_per_token) if bytes_per_token else "",
-                "" if first.peak_resident_bytes is None else as_bytes(first.peak_resident_bytes),
-                as_bytes(first.device_bytes) if first.device_bytes else "",
-            )
-        )
-    return _without_empty_columns(SETUP_TITLES, rows)
+Columns = Mapping[str, Callable[[Result], str]]
+"""The cells of a row by title."""
+_TEST: Columns = {"test": lambda r: r.test, "engine": lambda r: r.engine}
+_ALONE: Columns = {
+    "tok/s": lambda r: f"{number(r.avg_ts)} ± {number(r.stddev_ts)}",
+    "median": lambda r: number(r.median_ts),
+    "first ms": lambda r: _known(r.first_token_ms, "{:.1f}"),
+    "p50/p90/p99 ms": lambda r: _joined(r.latency_p50_ms, r.latency_p90_ms, r.latency_p99_ms),
+    "GB/s": lambda r: _known(r.gbps, "{:.1f}"),
+    "of memory": lambda r: _known(r.roofline_share, "{:.0%}"),
+}
+_TOGETHER: Columns = {
+    "total tok/s": lambda r: f"{number(r.median_ts)} ± {number(r.stddev_ts)}",
+    "each": lambda r: "" if r.stream_ts is None else number(r.stream_ts),
+    "first p50/p99 ms": lambda r: _joined(r.first_token_ms, r.first_token_p99_ms),
+    "between p50/p99 ms": lambda r: _joined(r.latency_p50_ms, r.latency_p99_ms),
+}
+_ARRIVALS: Columns = {
+    "quiet p50/p99 ms": lambda r: _joined(r.quiet_p50_ms, r.quiet_p99_ms),
+    "p50/p99/longest": lambda r: _joined(r.latency_p50_ms, r.latency_p99_ms, r.latency_max_ms),
+    "ratio": _slower,
+    "first p50/p99": lambda r: _joined(r.first_token_ms, r.first_token_p99_ms),
+    "tok/s": lambda r: number(r.median_ts),
+}
+_ENGINE: Columns = {
+    "engine": lambda r: r.engine,
+    "build": lambda r: r.build_commit,
+    "load s": lambda r: "" if r.load_ms is None else f"{r.load_ms / 1e3:.2f}",
+    "kernels/token": lambda r: _known(r.kernels_per_token, "{:,}"),
+    "bytes/token": lambda r: as_bytes(r.bytes_per_token) if r.bytes_per_token else "",
+    "resident": lambda r: "" if r.peak_resident_bytes is None else as_bytes(r.peak_resident_bytes),
+    "on device": lambda r: as_bytes(r.device_bytes) if r.device_bytes else "",
+}
 
 
-def _without_empty_columns(
-    titles: Row, rows: Sequence[Row], hidden: Sequence[str] = ()
-) -> tuple[Row, list[Row]]:
-    shown = [i for i, title in enumerate(titles) if title not in hidden and any(row[i] for row in rows)]
-    return tuple(titles[i] for i in shown), [tuple(row[i] for i in shown) for row in rows]
+def _tables(group: Sequence[Result], hidden: Sequence[str] = ()) -> Iterator[tuple[Row, list[Row]]]:
+    """Titles and rows of the tables for one model and setup, without empty columns."""
+    peers = {result.test: result for result in reversed(group) if result.engine == PEER and result.median_ts}
+
+    def ratio(result: Result) -> str:
+        """Of our rate to that of the other engine, if both were measured."""
+        peer = peers.get(result.test) if result.engine == OURS else None
+        return f"{result.median_ts / peer.median_ts:.2f}x" if peer else ""
+
+    alone = [result for result in group if not result.n_parallel]
+    together = [result for result in group if result.n_parallel and not result.n_arrival]
+    arrivals = [result for result in group if result.n_arrival]
+    engines = {result.engine: result for result in reversed(group)}  # the first of each
+    bytes_per_token = {r.engine: r.bytes_per_token for r in reversed(group) if r.bytes_per_token}
+    of_engines = [
+        replace(engines[engine], bytes_per_token=bytes_per_token.get(engine))
+        for engine in dict.fromkeys(result.engine for result in group)
+    ]
+    for columns, results in (
+        ({**_TEST, **_ALONE, "ratio": ratio}, alone),
+        ({**_TEST, **_TOGETHER, "ratio": ratio}, together),
+        ({**_TEST, **_ARRIVALS}, arrivals),
+        (_ENGINE, of_engines),
+    ):
+        rows = [[cell(result) for cell in columns.values()] for result in results]
+        kept = [title not in hidden and any(cells) for title, *cells in zip(columns, *rows, strict=True)]
+        if results:
+            yield tuple(compress(columns, kept)), [tuple(compress(row, kept)) for row in rows]
 
 
 def _heading(result: Result) -> str:
@@ -206,10 +143,6 @@ def _groups(results: Iterable[Result]) -> list[list[Result]]:
     for result in results:
         by_setup.setdefault((result.model_filename, result.preset, result.backends), []).append(result)
     return list(by_setup.values())
-
-
-def _same_test_of_peer(result: Result, results: Sequence[Result]) -> Result | None:
-    return next((r for r in results if r.engine == PEER and r.test == result.test and r.median_ts), None)
 
 
 def _escaped(text: str) -> str:

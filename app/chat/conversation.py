@@ -1,17 +1,16 @@
 """One conversation: its turns in memory, and their copy in the history."""
 
-from __future__ import annotations
-
 import contextlib
 from itertools import zip_longest
 
-from app.chat.history import UNTITLED, History, HistoryError
+from app.chat.history import UNTITLED, History
+from app.chat.history_database import HistoryError
 from app.chat.summary import Summarized, newest
-from app.chat.turn import Turn
 from engine.errors import UsageError
 from engine.events import Message
 from engine.invocation import call
 from widgets.text import counted
+from widgets.turn import Turn
 
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"
 UNANSWERED = "interrupted before there was a reply · Ctrl+G answers it"
@@ -66,9 +65,8 @@ class Conversation:
                 self.system = self._stored_system = message.content
                 continue
             assert message.role != "tool"  # no chat has tools
-            turn = Turn(
-                message.role, message.content, message.thinking, stored.finished, message_id=stored.id
-            )
+            role, finished = message.role, stored.finished
+            turn = Turn(role, message.content, message.thinking, finished, message_id=stored.id)
             if not stored.finished:
                 turn.note = INTERRUPTED if turn.role == "assistant" else UNANSWERED
             self.turns.append(turn)
@@ -84,9 +82,8 @@ class Conversation:
 
     def prompt_before(self, index: int | None = None) -> int | None:
         """The index of the last turn of the user, or of the last one before `index`; None if there is none."""
-        return next(
-            (i for i in reversed(range(len(self.turns))[:index]) if self.turns[i].role == "user"), None
-        )
+        indices = reversed(range(len(self.turns))[:index])
+        return next((i for i in indices if self.turns[i].role == "user"), None)
 
     @property
     def title(self) -> str:
@@ -144,9 +141,6 @@ class Conversation:
             if index:
                 self.turns[index - 1].note = note
         self.start = start
-
-    def add(self, turn: Turn) -> None:
-        self.turns.append(turn)
 
     def cut(self, index: int) -> list[Turn]:
         """Removes the turns from `index` on and returns them. The history has them until another turn is saved in their

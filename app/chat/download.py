@@ -1,7 +1,5 @@
 """Downloads a model while the chat goes on, and says how far it is."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Writes a conversation as a Markdown document."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -13,10 +11,6 @@ from pathlib import Path
 from engine.errors import OrinError
 from engine.events import Message
 from widgets.text import clean, one_line
-
-
-class ExportError(OrinError):
-    """The document could not be written."""
 
 
 def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
@@ -47,7 +41,7 @@ def write_new(path: Path, text: str) -> None:
 def write_new_file(title: str, text: str) -> Path:
     """Writes a new file, named after `title`, with a number if there is one, and returns its path. It is in the
     current folder or, if nothing can be written there, in the home folder or in one for temporary files. Raises
-    ExportError."""
+    OrinError."""
     name = "-".join(re.findall(r"\w+", one_line(title).lower()))[:50].strip("-") or "chat"
     problem = ""
     for find in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir()), lambda: Path("/dev/shm")):
@@ -55,10 +49,9 @@ def write_new_file(title: str, text: str) -> Path:
             return _write_numbered(find(), name, text)
         except (OSError, RuntimeError) as error:  # a RuntimeError without a home folder
             reason = getattr(error, "strerror", None) or error
-            problem = (
-                problem or f"{getattr(error, 'filename', None) or f'{name}.md'} cannot be written: {reason}."
-            )
-    raise ExportError(problem, "Start orin-chat in a folder where you may write, and export again.")
+            path = getattr(error, "filename", None) or f"{name}.md"
+            problem = problem or f"{path} cannot be written: {reason}."
+    raise OrinError(problem, "Start orin-chat in a folder where you may write, and export again.")
 
 
 def _write_numbered(folder: Path, name: str, text: str) -> Path:

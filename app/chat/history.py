@@ -22,17 +22,12 @@ from engine.events import Message
 from engine.model import prefix_folder
 
 TITLE_CHARS = 60
-EXCERPT_CHARS, EXCERPT_BEFORE = (
-    200,
-    40,
-)  # of a message, and at most how many before a word that was searched for
+EXCERPT_CHARS, EXCERPT_BEFORE = 200, 40  # of a message, and before a word that was searched for, at most
 UNTITLED = "Untitled"
 _WITHOUT_SPACES = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
 """Thai, Lao, Burmese, Khmer, Chinese and Japanese."""
-
-__all__ = ["ChatSummary", "History", "HistoryError", "StoredMessage"]
 
 
 class StoredMessage(msgspec.Struct, frozen=True):
@@ -204,10 +199,8 @@ class History(HistoryDatabase):
 
     def prompts(self, limit: int = 200) -> list[str]:
         """The last prompts of all chats, oldest first, each once."""
-        sql = (
-            "SELECT content FROM messages WHERE role = 'user' GROUP BY content ORDER BY max(id) DESC LIMIT ?"
-        )
-        return [content for (content,) in reversed(self._run(sql, limit))]
+        of_user = "SELECT content FROM messages WHERE role = 'user' GROUP BY content"
+        return [text for (text,) in reversed(self._run(f"{of_user} ORDER BY max(id) DESC LIMIT ?", limit))]
 
     def save_draft(self, text: str) -> None:
         """Saves the prompt that this process has not sent; "" deletes it."""

@@ -3,8 +3,6 @@
 Several processes may use the file at once, with a write-ahead log, short transactions and a busy timeout.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3

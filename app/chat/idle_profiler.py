@@ -1,14 +1,12 @@
 """Has the engine measure itself while it is idle: its copy bandwidth, then its kernels."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from engine.client import Engine, Measurable
-from engine.events import Event, Failed, Step
+from engine.events import Event, Failed, Finished, Ready, Step
 
 IDLE_S = 0.7
 """How long the engine must be idle before it measures itself."""
@@ -38,12 +36,11 @@ class IdleProfiler:
         self._task: asyncio.Task[None] | None = None
         self._idle_since: float | None = None
 
-    def engine_ready(self) -> None:
-        self._needs_bandwidth, self._steps = True, ["decode"]
-
-    def reply_finished(self) -> None:
-        """A decode step takes longer now, since the context is longer."""
-        self._steps = ["decode", *(step for step in self._steps if step != "decode")]
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Ready):
+            self._needs_bandwidth, self._steps = True, ["decode"]
+        elif isinstance(event, Finished):  # a decode step takes longer now, since the context is longer
+            self._steps = ["decode", *(step for step in self._steps if step != "decode")]
 
     def request(self, step: Step) -> None:
         self._steps.append(step)

@@ -1,7 +1,5 @@
 """Lists models: the files on this machine, and the names that can be downloaded."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """When a conversation is written to the history: soon after it has grown, and again after a failure."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

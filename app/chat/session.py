@@ -1,28 +1,25 @@
 """A conversation with an engine: it sends prompts, collects replies and saves both. A `View` shows it: the full screen,
 or the line mode."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from app.chat.configuration import without_effect
 from app.chat.conversation import Conversation
-from app.chat.history import History, HistoryError
+from app.chat.history import History
+from app.chat.history_database import HistoryError
 from app.chat.saver import Saver
-from app.chat.search_summary import SearchSummary
 from app.chat.status import StatusObserver
 from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
-from app.chat.turn import Turn
 from app.chat.view import View
 from engine.client import Engine, leave
 from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import counted, one_line
-from widgets.turn import WARNING
+from widgets.turn import WARNING, Turn
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""
@@ -39,11 +36,10 @@ class Candidate:
     engine: Engine
     name: str
     status: StatusObserver
-    search: SearchSummary = field(default_factory=SearchSummary)
 
     @property
     def welcome(self) -> str:
-        return ", ".join(filter(None, [f"{self.name} answers now", self.search.text]))
+        return ", ".join(filter(None, [f"{self.name} answers now", self.status.search.text]))
 
 
 class ChatOptions(TypedDict, total=False):
@@ -84,7 +80,6 @@ class Session:
         self.status = StatusObserver(clock)
         self.queued = ""
         self.reply: Turn | None = None  # the one that grows, from its first text on
-        self.search = SearchSummary()  # of the start of the engine in use
         self.candidate: Candidate | None = None  # the engine that the session switches to when it is ready
         self.other_model = ""  # a sentence on how to choose one, for the user whose model does not load
         self.ways_on = ""  # a sentence on how to make room in a context that is nearly full
@@ -170,8 +165,10 @@ class Session:
             await self.view.changed(turns[-1])
 
     async def go_on(self) -> None:
-        """Continues the last reply where it ended."""
+        """Continues the last reply where it ended. A prompt without a reply is answered."""
         reply = self.conversation.turns[-1]
+        if reply.role == "user":
+            return await self.regenerate()
         reply.note, reply.finished, reply.streaming = "", False, True
         self._ask(reply=reply)
         await self.view.changed(reply)
@@ -192,9 +189,7 @@ class Session:
         self.view.notice(
             f"{counted(count, 'turn')} left out: the model reads what follows, the chat keeps all"
         )
-        if was_full and conversation.turns[-1].role == "user":
-            await self.regenerate()
-        elif was_full:
+        if was_full:
             await self.go_on()
 
     async def summarize(self) -> None:
@@ -214,7 +209,7 @@ class Session:
         conversation = self.conversation
         conversation.system, conversation.summarized = before.system, summarized
         turn = Turn("user", summarized.request(status.context_length), finished=False)
-        conversation.add(turn)
+        conversation.turns.append(turn)
         self.save()
         self.queued = waiting
         self.view.queue_changed()
@@ -258,7 +253,7 @@ class Session:
         self._saver.now()
 
     def _write(self) -> bool:
-        self.conversation.save(self.status.snapshot().model)
+        self.conversation.save(self.status.snapshot().ready.model.name)
         self.view.problem_changed(self.history.problem or self.conversation.problem)
         return self.conversation.problem is None
 
@@ -266,12 +261,10 @@ class Session:
 
     async def _start(self) -> None:
         engine, failure = self.engine, None
-        self.search = SearchSummary()
         async for event in _events(engine.start()):
             if self.engine is not engine:
                 return  # the session has switched to another one
             self.status.observe(event)
-            self.search.observe(event)
             self.watch(event)
             if isinstance(event, Failed):
                 failure = event
@@ -305,10 +298,9 @@ class Session:
         self._is_starting = self.is_full = False
         old_status, self.status = self.status.snapshot(), candidate.status
         # In another model's tokens, the conversation has another length.
-        same_model = old_status.model == self.status.snapshot().model
+        same_model = old_status.ready.model.name == self.status.snapshot().ready.model.name
         used = old_status.context_used if same_model else None
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
-        self.search = candidate.search
         adopted()
         self.watch(end)
         self.view.notice(". ".join([candidate.welcome, *self._remarks(end)]), warning=bool(end.warnings))
@@ -321,7 +313,6 @@ class Session:
     async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
         async for event in _events(candidate.engine.start()):
             candidate.status.observe(event)
-            candidate.search.observe(event)
             if isinstance(event, Ready | Failed):
                 return event
         return Failed(kind="internal", message="Its start ended without an event that says how.")
@@ -345,7 +336,7 @@ class Session:
     async def _send(self, text: str) -> None:
         turn = Turn("user", text, finished=False)  # until a reply begins, or its request ends
         self.view.notice("")
-        self.conversation.add(turn)
+        self.conversation.turns.append(turn)
         self.save()
         self._ask()
         await self.view.added(turn)
@@ -387,7 +378,7 @@ class Session:
         if reply is None:
             self.conversation.turns[-1].finished = True
             reply = self.reply = Turn("assistant", finished=False, streaming=True)
-            self.conversation.add(reply)
+            self.conversation.turns.append(reply)
             await self.view.added(reply)
         now = self.clock()
         if isinstance(token, Thinking):
@@ -411,7 +402,7 @@ class Session:
             turn.finished = isinstance(end, Finished)
             turn.note = self._note(end)
         elif replaced is not None:
-            self.conversation.add(replaced)
+            self.conversation.turns.append(replaced)
             await self.view.added(replaced)
             reason, *_ = self._reason(end) or (EMPTY,)
             self.view.notice(f"{reason}; the earlier reply stays", warning=True)

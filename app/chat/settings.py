@@ -1,7 +1,5 @@
 """The user's settings (settings.toml, which is only read), and what one run stores for the next (last model, theme)."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Says in one sentence why an engine decodes more slowly than it did at its best."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from engine.events import Counter

@@ -100,24 +100,20 @@ def recording_engine(
     `LocalEngine`."""
     from engine.client import LocalEngine
 
-    engine = LocalEngine(options, keep_warm_s=keep_warm_s)
-    engine.on_event = _UseRecorder(Path(options.model_path), is_ready)
-    return engine
+    engine, model, backend = LocalEngine(options, keep_warm_s=keep_warm_s), Path(options.model_path), ""
 
-
-class _UseRecorder:
-    def __init__(self, model: Path, is_ready: Callable[[], None]) -> None:
-        self._model, self._is_ready = model, is_ready
-        self._backend = ""
-
-    def __call__(self, event: Event) -> None:
+    def record(event: Event) -> None:
+        nonlocal backend
         if isinstance(event, Ready):
-            self._backend = event.backend
-            record_use(self._model)
-            self._is_ready()
+            backend = event.backend
+            record_use(model)
+            is_ready()
         elif isinstance(event, Finished):
             speed = decode_rate(event.predicted_n, event.predicted_ms)
-            record_use(self._model, self._backend, event.predicted_n, speed)
+            record_use(model, backend, event.predicted_n, speed)
+
+    engine.on_event = record
+    return engine
 
 
 def _mean_and_deviation(values: list[float]) -> str:

@@ -1,10 +1,9 @@
 """Turns an engine's events into its status for the screen. It needs no screen and no engine, only a clock."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 
 from engine.events import (
     Event,
@@ -24,11 +23,44 @@ _MIN_S, _MIN_DONE = 0.5, 4
 """The time and the progress (in kernels, tokens, bytes) that an estimate of the time left needs."""
 
 
+class SearchSummary:
+    """Collects the last `Search` of each product from an engine's events."""
+
+    def __init__(self) -> None:
+        self._searches: dict[str, Search] = {}
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Warming) and event.search is not None:
+            self._searches[event.search.what] = event.search
+
+    @property
+    def has_searched(self) -> bool:
+        """Whether anything was searched that was not known from an earlier start."""
+        return any(not search.found for search in self._searches.values())
+
+    @property
+    def text(self) -> str:
+        """The result in a few words; "" if nothing was searched. The products of a decode step are searched one
+        after the other, each in a step that has the ones before, so their gains multiply."""
+        if not self._searches:
+            return ""
+        searches = [search for search in self._searches.values() if not search.found]
+        if not searches:
+            return "its search was known from an earlier start"
+        gain = prod(search.before_us / search.after_us for search in searches if search.after_us) - 1
+        return (
+            f"its search made a step {gain:.0%} faster"
+            if gain >= 0.005
+            else "its search found nothing faster"
+        )
+
+
 class StatusObserver:
-    """Folds events into an `EngineStatus`. `clock` gives seconds, from any origin."""
+    """Folds events into an `EngineStatus`, and into a summary of the search. `clock` gives seconds, from any origin."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.search = SearchSummary()
         self._status = EngineStatus(context_used=0)
         self._since = clock()  # the beginning of the phase, or of the request
         self._done_at_start = 0
@@ -83,35 +115,18 @@ class StatusObserver:
         self._status = replace(self._status, context_used=None)
 
     def observe(self, event: Event) -> None:
+        self.search.observe(event)
         match event:
             case Loading(done_bytes=done, total_bytes=total):
                 self._progress(Phase.LOADING, done, total)
-                self._status = replace(
-                    self._status,
-                    context_length=event.context_length,
-                    cache_bytes=event.cache_bytes,
-                    kv=event.kv,
-                )
+                self._set_context(event)
             case Warming(search=search):
                 self._progress(Phase.WARMING, event.done, event.total)
                 self._search(search, event.cached)
-            case Ready(model=model):
+            case Ready():
                 self._enter(Phase.READY)
-                self._status = replace(
-                    self._status,
-                    model=model.name,
-                    quantization=model.quantization,
-                    parameters=model.parameters,
-                    takes_effort=model.takes_effort,
-                    backend=event.backend,
-                    device=event.device_name,
-                    context_length=event.context_length,
-                    cache_bytes=event.cache_bytes,
-                    kv=event.kv,
-                    states_bytes=event.states_bytes,
-                    checkpoints=event.checkpoints,
-                    keep_warm_s=event.keep_warm_s,
-                )
+                self._status = replace(self._status, ready=event)
+                self._set_context(event)
             case Prefilling(done=done, total=total, cached=cached):
                 self._progress(Phase.PREFILLING, done, total, start=cached)
                 self._status = replace(self._status, context_used=done)
@@ -127,9 +142,12 @@ class StatusObserver:
                     context_used=event.context_used,
                 )
             case Failed(request_id=request_id):  # keeps the speed until then
-                self._status = replace(
-                    self.snapshot(), phase=Phase.GONE if request_id is None else Phase.READY
-                )
+                phase = Phase.GONE if request_id is None else Phase.READY
+                self._status = replace(self.snapshot(), phase=phase)
+
+    def _set_context(self, event: Loading | Ready) -> None:
+        length, cache_bytes = event.context_length, event.cache_bytes
+        self._status = replace(self._status, context_length=length, cache_bytes=cache_bytes, kv=event.kv)
 
     def _token(self, token: Token) -> None:
         status = self._status
@@ -138,9 +156,7 @@ class StatusObserver:
             self._first_token_s = self._last_token_s
             start_s = self._since if token.at_ms is None else 0.0
             status = replace(status, first_token_s=self._last_token_s - start_s)
-        if (
-            status.context_used is not None and status.tokens
-        ):  # the token before this one is in the KV cache now
+        if status.context_used is not None and status.tokens:  # the token before it is in the KV cache now
             status = replace(status, context_used=status.context_used + 1)
         phase = Phase.STOPPING if status.phase is Phase.STOPPING else Phase.GENERATING
         self._status = replace(status, phase=phase, tokens=status.tokens + 1)

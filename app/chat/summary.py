@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from engine.events import Message
 from widgets.text import counted, one_line
+from widgets.turn import Turn
 
 TOKENS_SHARE = 1 / 4
 """Of a context, for the summary."""
@@ -20,14 +20,7 @@ _WORDS_A_TOKEN = 1 / 2
 _SHORTEST_CHARS = 400  # of a message that is cut
 
 
-class _Text(Protocol):
-    @property
-    def role(self) -> str: ...
-    @property
-    def content(self) -> str: ...
-
-
-def newest(turns: Sequence[_Text], share: float) -> int:
+def newest(turns: Sequence[Turn | Message], share: float) -> int:
     """The index of the first prompt from which on `turns` hold at most a `share` of their text, or else of the last
     prompt. Tokens are not known here: text stands for them. 0 if there is no prompt."""
     sizes = [len(turn.content) for turn in turns]

@@ -1,16 +1,12 @@
 """What a session tells those who show it."""
 
-from __future__ import annotations
-
-from typing import Protocol
-
-from app.chat.history import HistoryError
-from app.chat.turn import Turn
+from app.chat.history_database import HistoryError
+from widgets.turn import Turn
 
 
-class View(Protocol):
+class View:
     """Shows a session. It is not told when `Session.reply` grows or `Session.status` changes: it reads them when it
-    draws."""
+    draws. What a view does not override, it does not show."""
 
     async def added(self, turn: Turn) -> None:
         """`turn` has become the last turn of the conversation."""

@@ -1,7 +1,5 @@
 """`orin-chat doctor`: what this machine has for the engine, what it lacks, and what to do about that."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -10,7 +8,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,9 @@ from engine.catalog.cache import hub_folder
 from engine.devices.nvidia import gpus
 from engine.doctor import Finding, Section, State, backend_checks, fair, good, host, jetson, note, nvidia
 from engine.doctor.backend_checks import as_finding
-from engine.doctor.check_result import CheckResult
+from engine.doctor.checks import CheckResult
 from engine.errors import BackendError, UsageError
-from engine.invocation import call
+from engine.invocation import call, own_version
 from engine.peers.llama_process import find_llama_server
 from widgets.text import as_bytes, clean, one_line
 
@@ -103,11 +100,8 @@ def _show_start(model: str, settings: Settings, out: Console) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> Any:
-    parser = options.Parser(
-        prog="orin-chat doctor",
-        description="What this machine has for the engine, and what to do about what it lacks.",
-        epilog="exit codes: 0 a chat is possible, 1 no backend works",
-    )
+    description = "What this machine has for the engine, and what to do about what it lacks."
+    parser = options.Parser("doctor", description, "exit codes: 0 a chat is possible, 1 no backend works")
     help = "also write it to FILE (JSON if it ends so), to be attached to an issue; it holds nothing private"
     start_help = "also start an engine with MODEL (default: the usual one), and show where the time goes"
     parser.add_argument("--start", nargs="?", const="", metavar="MODEL", help=start_help)
@@ -119,16 +113,16 @@ def examine_and_show(settings: Settings, out: Console) -> Report:
     """Examines this machine and prints each section when it is complete."""
     status = out.status("")
 
-    def on_section(section: Section) -> None:
-        status.stop()
-        show(section, out)
-
-    def on_trial(backend: str) -> None:
-        status.update(f"trying {backend}")
-        status.start()
+    def show_part(part: Section | str) -> None:
+        if isinstance(part, str):
+            status.update(f"trying {part}")
+            status.start()
+        else:
+            status.stop()
+            show(part, out)
 
     try:
-        return examine(settings, on_section=on_section, on_trial=on_trial)
+        return examine(settings, on_part=show_part)
     finally:
         status.stop()
 
@@ -138,18 +132,17 @@ def examine(
     root: Path = Path("/"),
     *,
     check: Check = backend_checks.run_check,
-    on_section: Callable[[Section], None] = lambda section: None,
-    on_trial: Callable[[str], None] = lambda backend: None,
+    on_part: Callable[[Section | str], None] = lambda _: None,
 ) -> Report:
-    """Examines the machine whose files lie under `root`. `on_section` gets each section, `on_trial` the name of each
-    backend before it is tried."""
+    """Examines the machine whose files lie under `root`. `on_part` gets each section, and the name of each backend
+    before it is tried."""
     on_a_jetson = jetson.is_found(root)
     sections: list[Section] = []
 
     def add(title: str, findings: list[Finding]) -> None:
         if findings:
             sections.append(Section(title=title, findings=findings))
-            on_section(sections[-1])
+            on_part(sections[-1])
 
     add("Machine", host.examine(root))
     drivers = on_a_jetson and root == Path("/") and not backends.unusable_because("NV")
@@ -161,24 +154,17 @@ def examine(
         if (reason := backend_checks.why_skipped(backend, names, jetson=on_a_jetson)) is not None:
             findings.append(reason)
             continue
-        on_trial(backend)
+        on_part(backend)
         tried.append(check(backend))
         findings.append(as_finding(tried[-1]))
     add("Backends", findings)
     return Report(
-        orin_chat=_version(),
+        orin_chat=own_version(),
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         sections=sections,
         trials=tried,
         variables={name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
     )
-
-
-def _version() -> str:
-    try:
-        return version("orin-chat")
-    except PackageNotFoundError:
-        return "checkout"
 
 
 # --- the environment of the engine -----------------------------------------------------------------------
@@ -192,7 +178,8 @@ def _environment(settings: Settings) -> Iterator[Finding]:
     cache = platformdirs.user_cache_path("orin-chat", appauthor=False)
     for topic, folder in (("models", hub_folder()), ("cache", cache)):
         yield note(topic, f"{as_bytes(_size(folder))} in {folder}")
-    free = shutil.disk_usage(_existing(cache)).free
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     space = f"{as_bytes(free)} free where the caches are"
     yield (
         good("disk", space)
@@ -211,10 +198,6 @@ def _size(folder: Path) -> int:
         if path.is_file() and not path.is_symlink():
             total += path.stat().st_size
     return total
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _terminal() -> Finding:

@@ -1,14 +1,12 @@
 """Downloads a model by name, with progress on a line or as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
 from app.chat.download import progress_text
-from app.cli.progress import StatusLine, say
+from app.cli.progress import ProgressLine, say
 from engine.catalog import cache
 from engine.catalog.downloads import download
 from engine.catalog.files import quantization_of
@@ -53,7 +51,7 @@ def fetch(
 ) -> Path:
     """Downloads a file and shows the progress on a line of `messages`, or as lines of JSON. Raises what `download`
     does, but UsageError soon after `cancelled` returns true."""
-    line, has_arrived = StatusLine(messages), False
+    line, has_arrived = ProgressLine(messages), False
 
     def report(progress: Progress) -> None:
         nonlocal has_arrived

@@ -1,8 +1,6 @@
 """The model file that a command works on: the one on the command line, else in settings.toml, else the last one used,
 else the built-in one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`orin-chat models`, `pull`, `rm` and `show`: lists, downloads, deletes and describes models."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
@@ -37,7 +35,7 @@ KEY_CHARS, VALUE_CHARS = 44, 200
 
 def run(command: str, meaning: str, arguments: Sequence[str], settings: Settings) -> int:
     """Runs models, pull, rm or show; `meaning` describes it in its help. Returns the exit code. Raises OrinError."""
-    parser = options.Parser(prog=f"orin-chat {command}", description=f"{meaning.capitalize()}.")
+    parser = options.Parser(command, f"{meaning.capitalize()}.")
     if command != "models":
         names = "qwen3:0.6b, hf.co/user/repository:Q4_K_M, an address, a file, or a name of your own"
         parser.add_argument("model", metavar="NAME", help=names)
@@ -109,9 +107,8 @@ def pull(args: Namespace, aliases: Mapping[str, str]) -> None:
     if args.json:
         write_json(sys.stdout, {"event": "finished", **_as_json(entry)})
         return
-    print(
-        one_line(f"{entry.name} is {path.name} ({entry.quantization}, {as_bytes(entry.size_bytes)}): {path}")
-    )
+    facts = f"{entry.quantization}, {as_bytes(entry.size_bytes)}"
+    print(one_line(f"{entry.name} is {path.name} ({facts}): {path}"))
     if entry.problem:
         print(one_line(entry.problem), file=sys.stderr)
 

@@ -1,7 +1,5 @@
 """One prompt, one answer. As text, standard output gets the reply alone; as JSON, it gets every event."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +8,7 @@ from typing import Any, Protocol, TextIO
 import msgspec
 
 from app.chat.configuration import without_effect
-from app.cli.progress import StatusLine, describe, figures, say
+from app.cli.progress import ProgressLine, describe, figures, say
 from app.cli.signals import run_until_signal
 from app.cli.start_lines import start_lines
 from engine.client import Engine, leave
@@ -26,19 +24,15 @@ class Writer(Protocol):
     def flush(self) -> object: ...
 
 
-class Output(Protocol):
-    def show(self, event: Event) -> None: ...
-
-
-async def run(engine: Engine, request: Generate, output: Output) -> int:
+async def run(engine: Engine, request: Generate, show: Callable[[Event], None]) -> int:
     """Starts `engine`, shows the events of its start and of its answer, closes it, and returns the exit code.
 
-    SIGINT and SIGTERM stop the answer. Raises OSError if `output` cannot be written."""
+    SIGINT and SIGTERM stop the answer. Raises what `show` raises."""
     signals = signal.SIGINT, signal.SIGTERM
     try:
-        if code := await run_until_signal(follow(engine.start(), output.show), *signals):
+        if code := await run_until_signal(follow(engine.start(), show), *signals):
             return code
-        answer = follow(engine.generate(request), output.show)
+        answer = follow(engine.generate(request), show)
         return await run_until_signal(answer, *signals, stop=engine.stop)
     finally:
         await leave(engine)
@@ -62,7 +56,7 @@ class TextOutput:
     ) -> None:
         self._out = out
         self._messages = messages
-        self._status = StatusLine(messages)
+        self._status = ProgressLine(messages)
         self._verbose = verbose
         self._sampling = sampling or Sampling()
         self._line_open = False
@@ -109,21 +103,16 @@ class TextOutput:
         self._line_open = not text.endswith("\n")
 
 
-class JsonOutput:
-    """Writes each event as a JSON object on a line; log-probabilities only if they were asked for."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-
-    def show(self, event: Event) -> None:
-        fields = {"event": type(event).__name__.lower()} | _without_tags(msgspec.to_builtins(event))
-        fields.pop("request_id", None)
-        fields.pop("at_ms", None)
-        if fields.get("logprob", ...) is None:
-            del fields["logprob"], fields["top"]
-        # All ASCII and no control characters: a terminal must not obey text of a model. json does not escape DEL.
-        self._out.write(json.dumps(fields).replace("\x7f", "\\u007f") + "\n")
-        self._out.flush()
+def show_as_json(out: TextIO, event: Event) -> None:
+    """Writes an event as a JSON object on a line; log-probabilities only if they were asked for."""
+    fields = {"event": type(event).__name__.lower()} | _without_tags(msgspec.to_builtins(event))
+    fields.pop("request_id", None)
+    fields.pop("at_ms", None)
+    if fields.get("logprob", ...) is None:
+        del fields["logprob"], fields["top"]
+    # All ASCII and no control characters: a terminal must not obey text of a model. json does not escape DEL.
+    out.write(json.dumps(fields).replace("\x7f", "\\u007f") + "\n")
+    out.flush()
 
 
 def _without_tags(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from engine.errors import UsageError
 from engine.formats.kv_format import NAMES as KV_FORMATS
-from engine.invocation import call
+from engine.invocation import call, own_version
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -40,18 +40,26 @@ exit codes:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations that raises UsageError instead of ending the program."""
+    """An ArgumentParser without abbreviations that raises UsageError instead of ending the program. `command` is "" for
+    the chat, "bench" for orin-chat bench."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    def __init__(self, command: str = "", description: str = "", epilog: str = "", **options: Any) -> None:
+        self._command = command
+        super().__init__(
+            prog=f"orin-chat {command}".strip(),
+            description=description,
+            epilog=epilog or None,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Raises OSError; ArgumentParser's own hides it."""
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        command = self.prog.partition(" ")[2]  # "" for the chat, "bench" for orin-chat bench
-        hint = f"{call(f'{command} --help'.strip())} lists the args."
+        hint = f"{call(f'{self._command} --help'.strip())} lists the args."
         raise UsageError(f"{message[0].upper()}{message[1:]}.", hint)
 
 
@@ -60,6 +68,9 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     listed in the help. Raises UsageError."""
     parser = _parser(commands)
     args = parser.parse_args(arguments)
+    if args.version:
+        print("orin-chat", own_version())
+        parser.exit()
     if len(args.prompt) > 1:
         if args.prompt[0] in commands and "--" not in arguments:
             parser.error(f"the command comes first: {call(args.prompt[0])} ...")
@@ -73,14 +84,13 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
 def _parser(commands: dict[str, str]) -> Parser:
     listed = "\n".join(f"  {name:<16} {meaning}" for name, meaning in commands.items())
     parser = Parser(
-        prog="orin-chat",
         usage="orin-chat [OPTION...] [PROMPT]\n       orin-chat COMMAND ...",
         description="Chat with a GGUF model in the terminal, and see what the machine does.",
         epilog=EPILOG.format(commands=listed),
     )
     add = parser.add_argument
     add("prompt", nargs="*", metavar="PROMPT", help="answer this and end; without it, open the chat")
-    add("--version", action=_Version, help="show the version and exit")
+    add("--version", action="store_true", help="show the version and exit")
     add("--verbose", action="store_true", help="show on standard error what the engine did")
 
     add = parser.add_argument_group("model").add_argument
@@ -110,7 +120,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--json", action="store_true", help="write each event as one line of JSON")
     add("--logprobs", type=positive, metavar="N", help="with --json: log-probabilities, and the N highest")
     add("--raw", action="store_true", help="the prompt as it is, without the model's chat template")
-    add("--prompt-ids", type=_token_ids, metavar="1,2,3", help="token ids instead of a prompt")
+    add("--prompt-ids", type=counts, metavar="1,2,3", help="token ids instead of a prompt")
     add("--ignore-eos", action="store_true", help="go on past the end of the reply")
     return parser
 
@@ -330,18 +340,6 @@ def context(text: str) -> int | Literal["max"]:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, or max, not {text!r}") from None
 
 
-def _token_ids(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them. Raises ArgumentTypeError."""
     return tuple(count(part.strip()) for part in text.split(","))
-
-
-class _Version(argparse.Action):
-    """Imports what looks the version up only if --version is given."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **options)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from importlib.metadata import version
-
-        print("orin-chat", version("orin-chat"))
-        parser.exit()

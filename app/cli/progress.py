@@ -1,7 +1,5 @@
 """What an engine does, in words, and a line of a terminal that shows it; for modes without a full screen."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from typing import TextIO
@@ -74,7 +72,7 @@ def say(messages: TextIO, *sentences: str) -> None:
     print(text, file=messages, flush=True)
 
 
-class StatusLine:
+class ProgressLine:
     """A line that overwrites itself without escape sequences. Writes nothing if `stream` is no terminal."""
 
     def __init__(self, stream: TextIO) -> None:

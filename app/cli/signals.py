@@ -1,7 +1,5 @@
 """Ends a command's work on a signal."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine

@@ -1,8 +1,6 @@
 """A temporary folder that stands in for the user's cache and state where these cannot be written: a home folder that is
 read-only, full or not there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

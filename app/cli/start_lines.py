@@ -1,7 +1,5 @@
 """Where the time of a start goes, in lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from engine.client import Engine
@@ -31,17 +29,14 @@ def start_lines(spans: Sequence[Span], with_program: bool = True) -> list[str]:
     return [*lines, f"{'ready':{width}} {total_ms / 1e3:6.2f} s"]
 
 
-async def show_start(engine: Engine, write: Callable[[str], object]) -> bool:
-    """Starts an engine, writes where the time went, and ends it. Whether it started."""
-    started = False
+async def show_start(engine: Engine, write: Callable[[str], object]) -> None:
+    """Starts an engine, writes where the time went, and ends it."""
     try:
         async for event in engine.start():
             if isinstance(event, Ready):
-                started = True
                 for line in start_lines(event.start, with_program=False):
                     write(line)
             elif isinstance(event, Failed):
                 write(one_line(f"{event.message} {event.hint}"))
     finally:
         await engine.close()
-    return started

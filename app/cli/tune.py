@@ -55,9 +55,7 @@ def run(
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = options.Parser(
-        prog="orin-chat tune", description="Make a model faster on this GPU.", epilog=EPILOG
-    )
+    parser = options.Parser("tune", "Make a model faster on this GPU.", EPILOG)
     add = parser.add_argument
     add("--model", metavar="NAME", help="a model, as in orin-chat (the last one)")
     options.add_backend(add, "the device")

@@ -1,7 +1,5 @@
 """How far two streams of tokens are the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engine.events import Token

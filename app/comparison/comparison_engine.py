@@ -3,6 +3,8 @@
 Its stream is the answer of our engine, so that a chat goes on as it does without a comparison. The answer of the
 other engine, the figures of both and the token at which they part are in `ComparisonEngine.view()`.
 
+Importing this imports neither an HTTP client nor a tokenizer, which an engine without a comparison does not need.
+
 Both do the same work: they get the same token ids, sample greedily and compute the whole prompt, whatever they have
 cached of it. They share the memory's bandwidth, so they answer in turn, and each goes first every second time. With
 `together`, they answer at the same time.
@@ -14,7 +16,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -23,6 +25,7 @@ from app.comparison.common_prefix import CommonPrefix
 from app.comparison.side import Side
 from engine.client import Engine, LocalEngine
 from engine.errors import OrinError
+from engine.event_stream import AnswerStats
 from engine.events import (
     Chat,
     Counter,
@@ -40,30 +43,21 @@ from engine.events import (
     Token,
     TokenIds,
 )
-from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder, think_splitter
-from engine.formats.template import Prompt
 from engine.formats.thinking import split_thinking
 from engine.measure.cpu_counters import CpuCounters
 from engine.measure.memory import gpu_used_bytes
-from engine.peers.llama_server import LlamaServer
 from widgets.comparison_data import ComparisonData, Difference
+
+if TYPE_CHECKING:
+    from engine.formats.template import Prompt
+    from engine.peers.llama_server import LlamaServer
 
 GREEDY = Sampling(temperature=0)
 CANDIDATES = 20
 """Where the answers part, each engine gives the probabilities of this many tokens."""
 
 
-class PeerEngine(Engine, Protocol):
-    """An engine to compare with."""
-
-    @property
-    def pid(self) -> int | None:
-        """Its process, if it runs on this machine."""
-        ...
-
-
-Encode = Callable[[Chat | RawText | TokenIds, Effort | None, int | None], Prompt]
+Encode = Callable[[Chat | RawText | TokenIds, Effort | None, int | None], "Prompt"]
 
 
 def compare_with_llama_server(
@@ -71,6 +65,10 @@ def compare_with_llama_server(
 ) -> ComparisonEngine:
     """`ours` and llama.cpp on the same file, context and kind of device. `llama_server` is the path of the program
     ("": the one that is found), or the address of a server that runs and takes `api_key`."""
+
+    from engine.formats.gguf import GGUF
+    from engine.formats.prompt import PromptEncoder
+    from engine.peers.llama_server import LlamaServer
 
     def make_peer(ready: Ready) -> LlamaServer:
         options = replace(ours.options, backend=ready.backend, context_length=ready.context_length)
@@ -86,15 +84,16 @@ def compare_with_llama_server(
 
 
 class ComparisonEngine:
-    """An `Engine`, and an `EnginePair`. `make_peer` makes the other engine when ours is ready. `make_encoder` returns
-    the function that turns prompts into token ids; it is called in a thread. Both may raise OrinError."""
+    """An `Engine`. `together`: from the next prompt on, both answer at once. `make_peer` makes the other engine when
+    ours is ready. `make_encoder` returns the function that turns prompts into token ids; it is called in a thread. Both
+    may raise OrinError."""
 
     name = "orin-chat"
 
     def __init__(
         self,
         ours: LocalEngine,
-        make_peer: Callable[[Ready], PeerEngine],
+        make_peer: Callable[[Ready], LlamaServer],
         make_encoder: Callable[[], Encode],
         *,
         together: bool = False,
@@ -103,7 +102,7 @@ class ComparisonEngine:
         self.ours = ours
         self.together = together
         self._make_peer = make_peer
-        self._peer: PeerEngine | None = None
+        self._peer: LlamaServer | None = None
         self._peer_start: asyncio.Task[None] | None = None
         self._make_encoder = make_encoder
         self._encode: Encode | None = None
@@ -114,7 +113,8 @@ class ComparisonEngine:
         self._asked_together = together
         self._is_complete = False
         self._peer_first = False
-        self._read_counters = read_counters or _cpu_counters()
+        cpu = CpuCounters()  # other counters take long (a Jetson's power mode), and an answer would wait
+        self._read_counters = read_counters or (lambda: tuple(cpu.read()))
         self._remark = ""
         self._stopped = asyncio.Event()
 
@@ -130,6 +130,8 @@ class ComparisonEngine:
 
     async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
         """The answer of our engine. Its last event comes when both answers have ended."""
+        from engine.formats.prompt import think_splitter
+
         self._stopped.clear()
         if not self._left.ready:
             async for event in self.start():
@@ -165,7 +167,8 @@ class ComparisonEngine:
                 await self._follow_peer(work)
             end: Finished | Failed = _stopped_before(request)
             if not self._stopped.is_set():
-                async with aclosing(self._our_answer(work, request, prompt)) as events:
+                ours = self._left.follow(self.ours.generate(work))
+                async with aclosing(split_thinking(ours, think_splitter(request.prompt, prompt))) as events:
                     async for event in events:
                         if isinstance(event, Finished | Failed):
                             end = event
@@ -287,28 +290,10 @@ class ComparisonEngine:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
 
-    async def _our_answer(
-        self, work: Generate, request: Generate, prompt: Prompt
-    ) -> AsyncGenerator[Event, None]:
-        """Our engine's answer to token ids. If they stand for a chat, its thinking is separated from its text."""
-        splitter = think_splitter(request.prompt, prompt)
-        async with aclosing(split_thinking(self._observed(work), splitter)) as events:
-            async for event in events:
-                yield event
-
-    async def _observed(self, work: Generate) -> AsyncGenerator[Event, None]:
-        self._left.begin()
-        async with aclosing(self.ours.generate(work)) as events:
-            async for event in events:
-                self._left.observe(event)
-                yield event
-
     async def _follow_peer(self, work: Generate) -> None:
-        if self._stopped.is_set() or not self._peer or not self._right.ready:
-            return
-        self._right.begin()
-        async for event in self._peer.generate(work):
-            self._right.observe(event)
+        if not self._stopped.is_set() and self._peer and self._right.ready:
+            async for _ in self._right.follow(self._peer.generate(work)):
+                pass
 
     async def _compare_candidates(self, prompt: Sequence[int]) -> None:
         """Where the answers part, asks each engine how probable both tokens are."""
@@ -345,12 +330,6 @@ class ComparisonEngine:
         return self._encode(request.prompt, request.sampling.effort, most)
 
 
-def _cpu_counters() -> Callable[[], tuple[Counter, ...]]:
-    """Reads the CPU's counters alone. Others take long (a Jetson's power mode), and an answer would wait."""
-    cpu = CpuCounters()
-    return lambda: tuple(cpu.read())
-
-
 def _ignore(event: Event) -> None:
     pass
 
@@ -366,14 +345,9 @@ async def _probabilities(engine: Engine, question: Generate) -> dict[int, float]
 
 def _stopped_before(request: Generate) -> Finished:
     """The end of an answer that was stopped before it began."""
-    return Finished(
-        request_id=request.request_id,
-        reason="cancelled",
-        prompt_n=0,
-        cached_n=0,
-        prompt_ms=0.0,
-        predicted_n=0,
-        predicted_ms=0.0,
-        load_ms=0.0,
-        seed=0,
-    )
+    return AnswerStats(request, prompt_ms=0.0, predicted_ms=0.0).finished("cancelled")
+
+
+def answered_together(engine: Engine) -> bool:
+    """Whether the last answer of `engine` shared the machine with another engine. Its speed says little then."""
+    return isinstance(engine, ComparisonEngine) and engine.view().together

@@ -1,7 +1,5 @@
 """A comparison as text, for a terminal or a file."""
 
-from __future__ import annotations
-
 import json
 
 from msgspec import to_builtins

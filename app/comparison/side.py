@@ -1,6 +1,7 @@
 """One engine of a comparison and its answer, folded from its events."""
 
-from __future__ import annotations
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from app.cli.progress import describe
 from engine.events import (
@@ -57,9 +58,13 @@ class Side:
         """Its turn comes when `other` is ready."""
         self._state = f"waits for {other}"
 
-    def begin(self) -> None:
-        """The engine gets the prompt."""
+    async def follow(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """`events`, the engine's answer, as they are observed."""
         self._state, self._is_busy = "reading the prompt", True
+        async with aclosing(events):
+            async for event in events:
+                self.observe(event)
+                yield event
 
     def skip(self) -> None:
         """The user stopped the answers. If this one had not begun, it never will."""

@@ -3,15 +3,13 @@
 The method `do_NAME` of `LineChat` is the command /NAME. Its docstring is its line in /help.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import threading
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TextIO, Unpack
+from typing import Annotated, Any, TextIO, Unpack
 
 import msgspec
 from msgspec.structs import replace
@@ -19,13 +17,15 @@ from msgspec.structs import replace
 from app.chat.configuration import without_effect
 from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_new
-from app.chat.history import History, HistoryError
+from app.chat.history import History
+from app.chat.history_database import HistoryError
 from app.chat.session import ChatOptions, Session, is_about_model
 from app.chat.settings import check_sampling
-from app.chat.turn import Turn
+from app.chat.view import View
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
 from app.cli.signals import run_until_signal
+from app.lines.line_input import FileLines, TerminalLines
 from app.lines.other_models import OtherModels
 from app.lines.word_wrap import WordWrap
 from engine.client import Engine
@@ -44,16 +44,6 @@ ENGINE_OPTIONS = {"context": ("context_length", ContextLength), "kv": ("kv", KVF
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class LineReader(Protocol):
-    is_terminal: bool
-    """Whether a user types the lines."""
-
-    async def read(self, draft: str) -> str:
-        """The next message or command; a terminal lets the user edit it, starting from `draft`. Raises EOFError at the
-        end of the input, and KeyboardInterrupt if the user presses Ctrl-C."""
-        ...
-
-
 def commands() -> dict[str, str]:
     """The help of each command, by name."""
     methods = {name: method for name, method in vars(LineChat).items() if name.startswith("do_")}
@@ -65,14 +55,15 @@ def completions() -> dict[str, Sequence[str]]:
     return dict.fromkeys(commands(), ()) | {"set": (*SETTABLE, *ENGINE_OPTIONS), "think": ("on", "off")}
 
 
-class LineChat:
-    """The `View` of a session on a terminal without a full screen, or in a file. It obeys the user's lines."""
+class LineChat(View):
+    """A session on a terminal without a full screen, or in a file. It obeys the user's lines. Printed lines stay, and
+    `_observe` prints what arrives."""
 
     def __init__(
         self,
         engine: Engine,
         history: History,
-        lines: LineReader,
+        lines: TerminalLines | FileLines,
         out: TextIO,
         messages: TextIO,
         *,
@@ -125,9 +116,8 @@ class LineChat:
                 return 0
             except KeyboardInterrupt:
                 self._print("Ctrl-D or /quit ends the chat.")
-                await asyncio.sleep(
-                    0.01
-                )  # the loop, which a blocking read has held, forgets it: no reply is to stop
+                # The loop, which a blocking read has held, forgets the key: no reply is to stop.
+                await asyncio.sleep(0.01)
             except OrinError as error:
                 self._output.say(error.message, error.hint)
 
@@ -187,18 +177,6 @@ class LineChat:
     async def opened(self) -> None:
         for turn in self.session.conversation.turns:
             self._print(f"> {turn.content}" if turn.role == "user" else turn.content)
-
-    async def added(self, turn: Turn) -> None:
-        """Nothing to show: the user typed it, or `_observe` prints its tokens."""
-
-    async def changed(self, turn: Turn) -> None:
-        """Nothing to show: `_observe` prints how a reply ends."""
-
-    async def cut(self, index: int) -> None:
-        """Nothing to show: printed lines stay."""
-
-    def queue_changed(self) -> None:
-        """Nothing to show: each message waits for the reply before it."""
 
     def give_back(self, text: str) -> None:
         self._draft = text
@@ -278,10 +256,7 @@ class LineChat:
                 raise UsageError("There is no chat to go on with yet.")
             await self._open(chats[0].id)
             return
-        if turns[-1].role == "user":
-            await self.session.regenerate()
-        else:
-            await self.session.go_on()
+        await self.session.go_on()
         await self._finish_reply()
 
     async def do_regenerate(self, _: str) -> None:
@@ -391,13 +366,12 @@ class LineChat:
             if self._ready and name == "effort":
                 for sentence in without_effect(self.session.sampling, self._ready):
                     self._print(sentence)
-        for name in SETTABLE:
-            chosen = getattr(self.session if name == "max_tokens" else self.session.sampling, name)
-            self._print(f"  {name} {'none' if chosen is None else chosen}")
+        values = msgspec.structs.asdict(self.session.sampling) | {"max_tokens": self.session.max_tokens}
         if self._models:
-            for name, (field, _) in ENGINE_OPTIONS.items():
-                chosen = getattr(self._models.options, field)
-                self._print(f"  {name} {'none' if chosen is None else chosen}")
+            options = self._models.options
+            values |= {name: getattr(options, field) for name, (field, _) in ENGINE_OPTIONS.items()}
+        for name, chosen in values.items():
+            self._print(f"  {name} {'none' if chosen is None else chosen}")
 
     async def _set_up(self, name: str, text: str) -> None:
         """Goes over to an engine with another option."""

@@ -1,7 +1,5 @@
 """Where the line mode reads: an editable prompt on a terminal, or the lines of a file or pipe."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TextIO
@@ -47,6 +45,8 @@ class TerminalLines:
             )
 
     async def read(self, draft: str) -> str:
+        """The next message or command, which the user edits starting from `draft`. Raises EOFError at the end of the
+        input, and KeyboardInterrupt if the user presses Ctrl-C."""
         draft = editable(draft)
         if draft and is_dumb_terminal():  # which cannot show a text to edit
             print(draft)
@@ -69,6 +69,7 @@ class FileLines:
         self._echo = echo
 
     async def read(self, draft: str) -> str:
+        """Raises EOFError at the end."""
         line = self._source.readline()
         if not line:
             raise EOFError

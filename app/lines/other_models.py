@@ -1,7 +1,5 @@
 """The models and options that a chat in the line mode can go over to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

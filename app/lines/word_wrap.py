@@ -1,7 +1,5 @@
 """Breaks lines between words for a terminal, which would break them within words."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The actions of the chat, in one table that makes the keys, the command palette and the help."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

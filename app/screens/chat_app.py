@@ -1,7 +1,5 @@
 """The full-screen chat: its layout and what its keys do."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable
@@ -16,8 +14,9 @@ from textual.screen import ModalScreen, Screen
 from textual.theme import ThemeProvider
 from textual.widget import Widget
 
-from app.chat.export import ExportError, to_markdown, write_new_file
-from app.chat.history import History, HistoryError
+from app.chat.export import to_markdown, write_new_file
+from app.chat.history import History
+from app.chat.history_database import HistoryError
 from app.chat.session import ChatOptions, Session
 from app.screens import garbage
 from app.screens.actions import ACTIONS, key_label
@@ -34,6 +33,7 @@ from app.screens.help import HelpScreen
 from app.screens.palette import Palette
 from app.screens.system_prompt import Instructions, SystemScreen
 from engine.client import Engine
+from engine.errors import OrinError
 from engine.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
@@ -189,9 +189,7 @@ class ChatApp(ContextActions, EngineActions):
     def _tick(self) -> None:
         if not self._pacer.is_due():
             return
-        self.call_after_refresh(
-            self._focus_visible
-        )  # until then a widget that has just been shown has no size
+        self.call_after_refresh(self._focus_visible)  # a widget that has just been shown has no size
         self.report_download()
         # A frame draws one of the two, since a key waits until the frame is drawn.
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
@@ -208,10 +206,8 @@ class ChatApp(ContextActions, EngineActions):
         focused, was_visible = self.page.focused, self._is_prompt_visible
         self._is_prompt_visible = bool(self.prompt.size)
         if focused is None or not focused.size or self._is_prompt_visible > was_visible:
-            visible = (
-                widget for widget in (self.prompt, self.dashboard.table, self.dashboard.graph) if widget.size
-            )
-            self.page.set_focus(next(visible, None))
+            widgets = self.prompt, self.dashboard.table, self.dashboard.graph
+            self.page.set_focus(next((widget for widget in widgets if widget.size), None))
 
     async def on_event(self, event: Event) -> None:
         if isinstance(event, Key):
@@ -269,14 +265,12 @@ class ChatApp(ContextActions, EngineActions):
             await self.session.open(chat_id)
         elif not turns:
             self.notice("There is no reply to go on with yet")
-        elif turns[-1].role == "user":
-            await self.action_regenerate()
         elif not self.column.refuse_while_busy():
             self.notice("")
             await self.session.go_on()
 
     def action_toggle_thinking(self) -> None:
-        self.transcript.unfolded = not self.transcript.unfolded
+        self.transcript.unfold(not self.transcript.unfolded)
         self.notice(f"Thinking is {'shown in full' if self.transcript.unfolded else 'folded to one line'}")
 
     # --- chats ------------------------------------------------------------------------------------------
@@ -299,7 +293,7 @@ class ChatApp(ContextActions, EngineActions):
     async def action_system(self) -> None:
         session = self.session
         now = Instructions(session.conversation.system, session.sampling.effort)
-        takes_effort = session.status.snapshot().takes_effort
+        takes_effort = session.status.snapshot().ready.model.takes_effort
         new = await self.push_screen_wait(SystemScreen(now, takes_effort=takes_effort))
         if new is not None and new.effort != now.effort:
             self.set_effort(new.effort)
@@ -314,11 +308,11 @@ class ChatApp(ContextActions, EngineActions):
         if not conversation.turns:
             self.notice("There is nothing to export yet")
             return
-        title, model = conversation.title, self.session.status.snapshot().model
+        title, model = conversation.title, self.session.status.snapshot().ready.model.name
         document = to_markdown(title, model, conversation.all_messages())
         try:
             self.notice(f"Exported to {write_new_file(title, document)}")
-        except (ExportError, OSError) as error:
+        except (OrinError, OSError) as error:
             self.notice(str(error), warning=True)
 
     # --- the dashboard ----------------------------------------------------------------------------------

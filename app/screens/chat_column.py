@@ -1,7 +1,5 @@
 """The column of the conversation, from the transcript to the prompt: shows a session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from textual import on
@@ -11,10 +9,10 @@ from textual.content import Content
 from textual.events import Resize
 from textual.widgets import Static
 
-from app.chat.history import HistoryError
+from app.chat.history_database import HistoryError
 from app.chat.session import Session
-from app.chat.turn import Turn
-from app.comparison.engine_pair import EnginePair
+from app.chat.view import View
+from app.comparison.comparison_engine import ComparisonEngine
 from app.screens import garbage
 from widgets.activity_line import ActivityLine, status_text
 from widgets.comparison_pane import ComparisonPane
@@ -23,6 +21,7 @@ from widgets.prompt import Prompt
 from widgets.status_line import StatusLine, tiny_status
 from widgets.text import longest_fitting, one_line
 from widgets.transcript import Transcript
+from widgets.turn import Turn
 from widgets.welcome import Welcome
 
 PLACEHOLDERS = (
@@ -43,8 +42,8 @@ NOTICE_S = 5.0
 _BOX, _BORDER = 8, 6  # cells of the prompt's box that a text in it or in its border cannot use
 
 
-class ChatColumn(Vertical):
-    """The `View` of the session that `attach` sets. `draw` shows what has grown since the last frame. The `status_line`
+class ChatColumn(View, Vertical):
+    """Shows the session that `attach` sets. `draw` shows what has grown since the last frame. The `status_line`
     belongs at the foot of the screen, so the application composes it."""
 
     DEFAULT_CSS = """
@@ -104,7 +103,7 @@ class ChatColumn(Vertical):
 
     async def opened(self) -> None:
         self.end_editing()
-        if isinstance(pair := self.session.engine, EnginePair):
+        if isinstance(pair := self.session.engine, ComparisonEngine):
             pair.forget()
         self.transcript.show(self.session.conversation.turns)
         garbage.forget_survivors()  # the turns of another chat
@@ -144,7 +143,7 @@ class ChatColumn(Vertical):
     def show_status(self) -> None:
         session, status = self.session, self.session.status.snapshot()
         self.activity.status = self.welcome.status = self.status_line.status = status
-        pair = session.engine if isinstance(session.engine, EnginePair) else None
+        pair = session.engine if isinstance(session.engine, ComparisonEngine) else None
         self.set_class(not session.conversation.turns, "-empty")
         self.set_class(pair is not None, "-comparing")
         if pair is not None:

@@ -1,7 +1,5 @@
 """The page of past chats: search, open, rename, delete."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -10,7 +8,8 @@ from typing import Any
 from textual.binding import Binding
 from textual.content import Content
 
-from app.chat.history import ChatSummary, History, HistoryError
+from app.chat.history import ChatSummary, History
+from app.chat.history_database import HistoryError
 from app.screens.list_page import ListPage
 from widgets.text import counted, one_line
 
@@ -37,12 +36,9 @@ class FoundChats(Sequence[ChatSummary]):
                 self._pages[page] = {chat.id: chat for chat in self._history.summaries(ids, self._query)}
             except HistoryError:
                 self._pages[page] = {}
-        return self._pages[page].get(chat_id) or gone(chat_id)
-
-
-def gone(chat_id: int) -> ChatSummary:
-    """In place of a chat that cannot be read, such as one that another process has deleted."""
-    return ChatSummary(chat_id, "this chat cannot be read", "", 0.0, 0, "", False)
+        # Another process may have deleted it.
+        gone = ChatSummary(chat_id, "this chat cannot be read", "", 0.0, 0, "", False)
+        return self._pages[page].get(chat_id, gone)
 
 
 class ChatsScreen(ListPage[ChatSummary, int | None]):
@@ -104,27 +100,17 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
 
     def action_rename(self) -> None:
         if (chat := self.highlighted) is not None:
+            rename = lambda title: self.attempt(lambda: self.history.rename(chat.id, one_line(title)))
             question = "New title: Enter renames, Esc leaves it; an empty one brings back the first prompt"
-            self.ask_text(question, one_line(chat.title), lambda title: self._rename(chat, title))
-
-    def _rename(self, chat: ChatSummary, title: str) -> None:
-        try:
-            self.history.rename(chat.id, one_line(title))
-        except HistoryError as error:
-            self.say(str(error))
-        self.show_entries()
+            self.ask_text(question, one_line(chat.title), rename)
 
     def delete(self, chat: ChatSummary) -> None:
         question = f"Delete it for good? y deletes, any other key keeps it: “{one_line(chat.title)}”"
         self.ask(question, lambda: self._delete(chat))
 
     def _delete(self, chat: ChatSummary) -> None:
-        try:
-            self.history.delete(chat.id)
+        if self.attempt(lambda: self.history.delete(chat.id)):
             self.deleted.add(chat.id)
-        except HistoryError as error:
-            self.say(str(error))
-        self.show_entries()
 
 
 def time_label(seconds: float, now: float) -> str:

@@ -1,8 +1,6 @@
 """Copies text by tmux. A program reaches the terminal's clipboard by OSC 52, also over SSH, but tmux does not pass that
 on by default. It passes on what its own command gets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

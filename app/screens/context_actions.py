@@ -1,7 +1,5 @@
 """How a chat goes on when the context is full, and the page that offers it."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from textual import on, work
@@ -61,14 +59,8 @@ class FullContextScreen(Page[str | None]):
             yield Static(
                 f"The model reads at most a context{tokens}. This chat has no more room in it.", markup=False
             )
-            yield OptionList(
-                *(
-                    Option(
-                        Content.assemble((way.title, "bold"), "\n", (way.help, "$foreground 65%")), way.name
-                    )
-                    for way in WAYS
-                )
-            )
+            styled = (Content.assemble((w.title, "bold"), "\n", (w.help, "$foreground 65%")) for w in WAYS)
+            yield OptionList(*(Option(text, way.name) for text, way in zip(styled, WAYS, strict=True)))
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
@@ -87,9 +79,8 @@ class ContextActions(App[None]):
     @work(group="full", exclusive=True)
     async def offer_ways_on(self) -> None:
         """Asks how to go on in a full context, and does so."""
-        if name := await self.push_screen_wait(
-            FullContextScreen(self.session.status.snapshot().context_length)
-        ):
+        length = self.session.status.snapshot().context_length
+        if name := await self.push_screen_wait(FullContextScreen(length)):
             await self.run_action(name)
 
     async def action_summarize(self) -> None:

@@ -1,7 +1,5 @@
 """The dashboard: the panes beside the chat, and the figures that they show."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -14,13 +12,12 @@ from textual.events import Resize
 from app.chat.idle_profiler import IdleProfiler
 from app.chat.session import Session
 from app.chat.slowdown import is_quiet
-from app.comparison.engine_pair import answered_together
+from app.comparison.comparison_engine import answered_together
 from app.screens.engine_setup import EngineSetup
 from app.screens.performance import PerformanceObserver
 from engine.events import MIN_TOKENS, Counter, Event, Finished, Ready, decode_rate, shown_prefill_rate
 from engine.measure.counters import Counters
 from widgets.expert_strip import ExpertStrip
-from widgets.kernel_source import KernelScreen
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState
 from widgets.pane_stack import PaneStack
@@ -56,7 +53,7 @@ class Dashboard(PaneStack):
         self.session, self.setup = session, setup
         self.performance = PerformanceObserver(session.clock)
         self.profiler = IdleProfiler(lambda: session.engine, self._is_idle, self.performance)
-        self.preset_bar, self.graph = PresetBar("F6", "F7", "F8"), ThroughputGraph()
+        self.preset_bar, self.graph = PresetBar(), ThroughputGraph()
         self.table, self.experts, self.machine = KernelTable(), ExpertStrip(classes="-absent"), MachinePanel()
         self.panes = (self.graph, self.table, self.experts, self.machine)
         self._read_counters = read_counters or Counters().read
@@ -83,21 +80,19 @@ class Dashboard(PaneStack):
     def observe(self, event: Event) -> None:
         is_first = self.performance.ready is None
         self.performance.observe(event)
+        self.profiler.observe(event)
         if isinstance(event, Ready):
-            self.profiler.engine_ready()
             self.experts.set_class(not event.experts, "-absent")
             if self.setup is not None:
                 self.setup.engine_ready(event.backend)
                 self.show_preset()
-            if self.session.search.has_searched:
-                self.performance.mark("S", "search", f"ended: {self.session.search.text}")
+            if (search := self.session.status.search).has_searched:
+                self.performance.mark("S", "search", f"ended: {search.text}")
             if not is_first:
                 preset = self.setup.name if self.setup is not None else ""
-                self.performance.mark(
-                    "E", "engine", ", ".join(filter(None, [preset or event.backend, event.model.name]))
-                )
+                text = ", ".join(filter(None, [preset or event.backend, event.model.name]))
+                self.performance.mark("E", "engine", text)
         elif isinstance(event, Finished):
-            self.profiler.reply_finished()
             self._record_speed(event)
 
     def _record_speed(self, end: Finished) -> None:
@@ -124,10 +119,6 @@ class Dashboard(PaneStack):
     def _profile_requested(self, message: KernelTable.ProfileRequested) -> None:
         self.profiler.request(message.step)
 
-    @on(KernelTable.SourceRequested)
-    def _source_requested(self, message: KernelTable.SourceRequested) -> None:
-        self.app.push_screen(KernelScreen(message.kernel))
-
     def _is_idle(self) -> bool:
         session = self.session
         return session.status.is_ready and not session.is_busy and session.candidate is None
@@ -145,9 +136,8 @@ class Dashboard(PaneStack):
             return False
         self._drawn_at = now
         if self.is_visible:
-            self.profiler.measure_if_idle(
-                with_kernels=not self.table.is_paused, is_quiet=is_quiet(self._counters)
-            )
+            with_kernels = not self.table.is_paused
+            self.profiler.measure_if_idle(with_kernels=with_kernels, is_quiet=is_quiet(self._counters))
         if not self.is_visible or self._drawn_changes == self.performance.changes:
             return False
         self._drawn_changes = self.performance.changes

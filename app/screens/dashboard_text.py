@@ -1,13 +1,11 @@
 """Prints the dashboard once as text: starts an engine, lets it answer, measures it, and prints what the panes show."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import textwrap
 from typing import TextIO
 
-from app.cli.progress import StatusLine, describe, figures, say
+from app.cli.progress import ProgressLine, describe, figures, say
 from app.screens.performance import PerformanceObserver
 from engine.client import Engine, Measurable
 from engine.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
@@ -26,7 +24,7 @@ TOKENS = 64
 
 async def run(engine: Engine, out: TextIO, messages: TextIO) -> int:
     """Prints the dashboard to `out`, progress and errors to `messages`. Closes the engine; returns the exit code."""
-    performance, status, counters = PerformanceObserver(), StatusLine(messages), Counters()
+    performance, status, counters = PerformanceObserver(), ProgressLine(messages), Counters()
     request = Generate(
         request_id=1,
         prompt=RawText(text=PROMPT),

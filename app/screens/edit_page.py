@@ -1,7 +1,5 @@
 """The base of the pages on which a text is edited. No single key loses an edit."""
 
-from __future__ import annotations
-
 from typing import Generic, TypeVar
 
 from textual.binding import Binding

@@ -14,7 +14,7 @@ from textual.app import App
 
 from app.chat.session import Session
 from app.chat.settings import remember_model
-from app.comparison.engine_pair import EnginePair
+from app.comparison.comparison_engine import ComparisonEngine
 from app.screens.chat_column import ChatColumn
 from app.screens.dashboard import Dashboard
 from app.screens.engine_setup import EngineSetup
@@ -151,7 +151,7 @@ class EngineActions(App[None]):
 
     @property
     def is_comparing(self) -> bool:
-        return isinstance(self.session.engine, EnginePair)
+        return isinstance(self.session.engine, ComparisonEngine)
 
     def toggle_comparison(self) -> None:
         """Begins or ends the comparison with llama.cpp."""
@@ -160,10 +160,10 @@ class EngineActions(App[None]):
             return
         if session.candidate is not None:
             notice(f"Esc gives up {session.candidate.name} first")
-        elif isinstance(engine, EnginePair):
+        elif isinstance(engine, ComparisonEngine):
             session.engine = engine.ours
             notice("llama.cpp is closed; orin-chat goes on")
-            self.run_worker(_release(engine))
+            self.run_worker(engine.release())
         elif self.setup is None:
             notice("Only an engine of orin-chat's own can be compared with llama.cpp")
         else:
@@ -174,7 +174,7 @@ class EngineActions(App[None]):
 
     def toggle_together(self) -> None:
         """Lets the engines of a comparison answer at the same time, or again in turn."""
-        if isinstance(pair := self.session.engine, EnginePair):
+        if isinstance(pair := self.session.engine, ComparisonEngine):
             pair.together = not pair.together
             order = "together" if pair.together else "in turn"
             self.column.notice(f"From the next prompt on they answer {order}")
@@ -182,13 +182,9 @@ class EngineActions(App[None]):
     def _compared_as_now(self, setup: EngineSetup, engine: Engine) -> Engine:
         """`engine`, in a comparison if the one in use is in one."""
         pair = self.session.engine
-        return setup.compare(engine, together=pair.together) if isinstance(pair, EnginePair) else engine
+        return setup.compare(engine, together=pair.together) if isinstance(pair, ComparisonEngine) else engine
 
 
 async def _start(comparison: Engine) -> None:
     async for _ in comparison.start():
         pass
-
-
-async def _release(pair: EnginePair) -> None:
-    await pair.release()

@@ -1,42 +1,23 @@
 """The configuration of the engine in use, and the presets, backends and models that it can be replaced by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
 from app.chat.configuration import configure, with_other_model
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds, record_run, recording_engine
+from app.comparison.comparison_engine import ComparisonEngine, compare_with_llama_server
 from engine.backends import BACKENDS, unusable_because
 from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
 from engine.events import EngineOptions, Sampling
-from presets.loader import Preset, PresetFile, find_preset, preset_files
+from presets.loader import Preset, find_preset, preset_files
 from widgets.preset_bar import BarOption, PresetBarData
 
-if TYPE_CHECKING:
-    from app.comparison.comparison_engine import ComparisonEngine
-
 ORDER = ("NV", "CUDA", "CPU")
-
-
-@dataclass(frozen=True)
-class PresetListing:
-    """A preset in the list. `problem` says why it does not work here, "" if it does. `speeds` are its last speeds."""
-
-    entry: PresetFile
-    is_active: bool
-    problem: str
-    speeds: str
-
-    @property
-    def title(self) -> str:
-        return self.entry.preset.title if self.entry.preset else ""
 
 
 class EngineSetup:
@@ -78,12 +59,10 @@ class EngineSetup:
     def with_preset(self, name: str) -> tuple[Engine, EngineOptions, Sampling]:
         """An engine for the same model under a preset, its options, and the sampling. Raises UsageError."""
         preset = find_preset(name)
-        if problem := self._problem(preset):
+        if problem := self.problem(preset):
             raise UsageError(f"{name} does not work here: {problem}.")
-        model_path = self.options.model_path
-        options, sampling, _ = configure(
-            model_path, self._settings, preset, self.command_line, chosen_in_chat=True
-        )
+        path, given = self.options.model_path, self.command_line
+        options, sampling, _ = configure(path, self._settings, preset, given, chosen_in_chat=True)
         return self._make(options), options, sampling
 
     def with_model(self, path: Path, trained_context: int = 0) -> tuple[Engine, EngineOptions]:
@@ -98,8 +77,6 @@ class EngineSetup:
 
     def compare(self, ours: Engine, *, together: bool = False) -> ComparisonEngine:
         """`ours` (an engine of `make`) and llama.cpp as one engine."""
-        from app.comparison.comparison_engine import compare_with_llama_server  # imports an HTTP client
-
         assert isinstance(ours, LocalEngine)
         return compare_with_llama_server(ours, self._llama_server, api_key=self._api_key, together=together)
 
@@ -125,26 +102,13 @@ class EngineSetup:
 
     # --- presets ----------------------------------------------------------------------------------------
 
-    def listings(self) -> list[PresetListing]:
-        speeds = preset_speeds(self.model_path)
-        return [
-            PresetListing(
-                entry,
-                entry.name == self.name,
-                entry.problem or self._problem(entry.preset),
-                str(speeds.get(entry.name, "")),
-            )
-            for entry in preset_files().values()
-        ]
-
     def bar(self) -> PresetBarData:
         widths = {preset.search_width for preset in self._presets_of(self._backend).values()} | {self._width}
         speeds = preset_speeds(self.model_path).get(self.name) if self.name else None
+        backends = (BarOption(name, name == self._backend, self._problems.get(name, "")) for name in ORDER)
         return PresetBarData(
             name=self.name,
-            backends=tuple(
-                BarOption(name, name == self._backend, self._problems.get(name, "")) for name in ORDER
-            ),
+            backends=tuple(backends),
             beams=tuple(BarOption(str(width), width == self._width) for width in sorted(widths)),
             speeds=speeds.summaries if speeds else (),
         )
@@ -183,5 +147,6 @@ class EngineSetup:
         presets = ((entry.name, entry.preset) for entry in preset_files().values())
         return {name: preset for name, preset in presets if preset and preset.backend == backend}
 
-    def _problem(self, preset: Preset | None) -> str:
+    def problem(self, preset: Preset | None) -> str:
+        """Why a preset does not work here; "" if it does."""
         return self._problems.get(preset.backend, "") if preset else ""

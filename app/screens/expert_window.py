@@ -1,7 +1,5 @@
 """How often each expert of a model was chosen in the last minute."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from engine.events import ExpertChoices
@@ -18,9 +16,7 @@ class ExpertWindow:
         self._use = ExpertUse(((0,) * experts,), used)
 
     def add(self, event: ExpertChoices, now_s: float) -> None:
-        if len(self._use.layers) != len(
-            event.layers
-        ):  # before the first event, the number of layers is not known
+        if len(self._use.layers) != len(event.layers):  # how many there are, the first event tells
             self._use = ExpertUse(tuple((0,) * len(counts) for counts in event.layers), self._use.used)
         self._events.append((now_s, event))
         self._count(event, 1)

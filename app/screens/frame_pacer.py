@@ -1,7 +1,5 @@
 """Decides when the next frame is drawn, so that keys do not wait for drawing."""
 
-from __future__ import annotations
-
 import os
 import time
 

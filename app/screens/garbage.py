@@ -4,8 +4,6 @@ Python's full collections visit every object, at any time. With a reply of 50,00
 0.7 s, and a key that is pressed meanwhile waits. So they are postponed until nothing happens.
 """
 
-from __future__ import annotations
-
 import gc
 
 _THRESHOLDS = gc.get_threshold()

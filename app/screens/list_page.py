@@ -1,7 +1,5 @@
 """The base of the pages that list entries under a search field: past chats, models, presets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
@@ -12,6 +10,7 @@ from textual.content import Content
 from textual.screen import ScreenResultType
 from textual.widgets import Input, Static
 
+from engine.errors import OrinError
 from widgets.entry_list import EntryList
 from widgets.ordered_input import OrderedInput
 from widgets.page import Frame, Page
@@ -52,10 +51,8 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         self.field = OrderedInput(placeholder=self.PLACEHOLDER, select_on_focus=False)
         self.list = EntryList()
         self.question = Static(id="question", classes="line", markup=False)
-        self._on_yes: Callable[[], None] | None = None  # while a yes or no is awaited
-        self._on_text: Callable[[str], None] | None = (
-            None  # while the field holds a text to edit, not a search
-        )
+        self._on_yes: Callable[[], object] | None = None  # while a yes or no is awaited
+        self._on_text: Callable[[str], object] | None = None  # while the field holds a text to edit
 
     def compose(self) -> ComposeResult:
         with Frame(self.FRAME_TITLE, *self.KEYS):
@@ -166,13 +163,24 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     def say(self, text: str) -> None:
         show_line(self.question, text)
 
-    def ask(self, question: str, on_yes: Callable[[], None]) -> None:
+    def attempt(self, change: Callable[[], object]) -> bool:
+        """Makes a change and lists the entries again. Returns whether it was made; else says why not."""
+        try:
+            change()
+        except OrinError as error:
+            self.say(str(error))
+            return False
+        finally:
+            self.show_entries()
+        return True
+
+    def ask(self, question: str, on_yes: Callable[[], object]) -> None:
         """Takes the next key as the answer: y is yes, any other key is no."""
         self._on_yes = on_yes
         self.field.disabled = True  # else the answer would be typed into it
         self.say(question)
 
-    def ask_text(self, question: str, text: str, on_text: Callable[[str], None]) -> None:
+    def ask_text(self, question: str, text: str, on_text: Callable[[str], object]) -> None:
         """Puts `text` into the field to be edited. Enter answers with it, Esc gives up."""
         self._on_text = on_text
         self.field.value = text

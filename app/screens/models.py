@@ -1,7 +1,5 @@
 """The page of models: search, choose, download, delete."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The palette of commands, for terminals of any size."""
 
-from __future__ import annotations
-
 from textual.binding import Binding
 from textual.command import CommandPalette
 

@@ -1,7 +1,5 @@
 """Turns an engine's events into the figures of the dashboard. It needs no screen and no engine, only a clock."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -53,9 +51,7 @@ class PerformanceObserver:
         self.last_end: Finished | None = None
         self._samples: deque[Sample] = deque()
         self._marks: deque[Mark] = deque()
-        self._rates: deque[float] = deque(
-            maxlen=MAX_RATES
-        )  # decode samples of the engine in use, in tokens/s
+        self._rates: deque[float] = deque(maxlen=MAX_RATES)  # decode samples of the engine, in tokens/s
         self._current: deque[float] = deque(maxlen=_CURRENT_SAMPLES)  # the last ones, of one answer
         self._best: tuple[float, int] | None = None  # the best current speed, and the bytes a token read then
         self._best_gbps: dict[str, float] = {}  # the highest bandwidth measured, by device
@@ -63,15 +59,9 @@ class PerformanceObserver:
         self._position = self._cached = 0  # tokens in the context; tokens of the prompt from earlier turns
         self._tokens, self._since_s = 0, 0.0  # of the decode sample in progress
         self._in_decode = self._has_decode_sample = False  # of this answer
-        self._prompt: tuple[int, float] | None = (
-            None  # prompt tokens at the last prefill sample, and its time
-        )
+        self._prompt: tuple[int, float] | None = None  # its tokens at the last prefill sample, and its time
         self._has_prompt_sample = False
         self._experts: ExpertWindow | None = None
-
-    @property
-    def copy_gbps(self) -> float | None:
-        return self.kernels.copy_gbps
 
     def observe(self, event: Event) -> None:
         match event:
@@ -132,7 +122,7 @@ class PerformanceObserver:
         rates, current = self._rates, self.current
         self._forget()
         now = Sample(current or 0.0, self.bytes_per_token)
-        roofline = now.roofline(self.copy_gbps)
+        roofline = now.roofline(self.kernels.copy_gbps)
         share = current / roofline if current and roofline else None
         return Throughput(
             samples=tuple(self._samples),
@@ -143,7 +133,7 @@ class PerformanceObserver:
             best=max(rates, default=None),
             prefill=self._prefill,
             gbps=now.gbps if current else None,
-            copy_gbps=self.copy_gbps,
+            copy_gbps=self.kernels.copy_gbps,
             measured="reading" if self._is_on_cpu else "copy",
             share=share,
             is_cached=share is not None and share > 1 and now.bytes_per_token <= CACHEABLE_BYTES,
@@ -170,7 +160,7 @@ class PerformanceObserver:
     def _engine_ready(self, ready: Ready) -> None:
         self.ready, self.last_end, self._prefill, self._best = ready, None, None, None
         # The bandwidth of the engine before is the limit of its samples, and not of the next one's.
-        limit = self.copy_gbps or 0.0
+        limit = self.kernels.copy_gbps or 0.0
         self._samples = deque(
             replace(s, copy_gbps=limit) if s.copy_gbps is None else s for s in self._samples
         )

@@ -1,7 +1,5 @@
 """The page on which a preset is edited as text."""
 
-from __future__ import annotations
-
 from textual.app import ComposeResult
 from textual.widgets import Input, TextArea
 

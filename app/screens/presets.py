@@ -1,21 +1,17 @@
 """The page of presets: the speeds measured under each, and why some do not work here; choose, edit, delete."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from textual.binding import Binding
 from textual.content import Content
 
-from app.screens.engine_setup import EngineSetup, PresetListing
+from app.chat.speed_history import preset_speeds
+from app.screens.engine_setup import EngineSetup
 from app.screens.list_page import ListPage
 from app.screens.preset_editor import PresetEditor
-from engine.errors import UsageError
-from presets.loader import delete
+from presets.loader import PresetFile, delete, preset_files
 from widgets.text import clean, one_line
 
 
-class PresetsScreen(ListPage[PresetListing, str | None]):
+class PresetsScreen(ListPage[PresetFile, str | None]):
     """Dismissed with the name of the preset to switch to, or None."""
 
     FRAME_TITLE = "Presets"
@@ -33,54 +29,48 @@ class PresetsScreen(ListPage[PresetListing, str | None]):
         super().__init__()
         self.setup = setup
 
-    def find(self, text: str) -> list[PresetListing]:
-        words = text.lower().split()
-        titles = ((f"{preset.entry.name} {preset.title}".lower(), preset) for preset in self.setup.listings())
+    def find(self, text: str) -> list[PresetFile]:
+        self.speeds, words = preset_speeds(self.setup.model_path), text.lower().split()
+        titles = ((f"{preset.name} {_title(preset)}".lower(), preset) for preset in preset_files().values())
         return [preset for title, preset in titles if all(word in title for word in words)]
 
-    def line(self, preset: PresetListing) -> Content:
+    def line(self, preset: PresetFile) -> Content:
         """The name and the title; below, the speeds or why it does not work."""
-        owner = "" if preset.entry.built_in else "  your own"
-        speeds = f"not available: {preset.problem}" if preset.problem else preset.speeds or "not measured yet"
+        problem, measured = preset.problem or self.setup.problem(preset.preset), self.speeds.get(preset.name)
+        owner = "" if preset.built_in else "  your own"
+        speeds = f"not available: {problem}" if problem else str(measured or "") or "not measured yet"
         return Content.assemble(
-            "▸ " if preset.is_active else "  ",
-            (one_line(preset.entry.name), "$foreground 65% strike" if preset.problem else "bold"),
-            (f"  {one_line(preset.title)}{owner}", f"$foreground {65 if preset.problem else 80}%"),
+            "▸ " if self.is_in_use(preset) else "  ",
+            (one_line(preset.name), "$foreground 65% strike" if problem else "bold"),
+            (f"  {one_line(_title(preset))}{owner}", f"$foreground {65 if problem else 80}%"),
             "\n",
             (f"    {one_line(speeds)}", "$foreground 65%"),
         )
 
-    def key(self, preset: PresetListing) -> str:
-        return preset.entry.name
+    def key(self, preset: PresetFile) -> str:
+        return preset.name
 
-    def is_in_use(self, preset: PresetListing) -> bool:
-        return preset.is_active
+    def is_in_use(self, preset: PresetFile) -> bool:
+        return preset.name == self.setup.name
 
-    def choose(self, preset: PresetListing) -> None:
-        self.dismiss(preset.entry.name)
+    def choose(self, preset: PresetFile) -> None:
+        self.dismiss(preset.name)
 
     def action_edit(self) -> None:
         if (preset := self.highlighted) is not None:
-            editor = PresetEditor(preset.entry.name, _text(preset.entry.path))
-            self.app.push_screen(editor, self.show_entries)
+            try:
+                text = clean(preset.path.read_text("utf-8", errors="replace"))
+            except OSError:
+                text = ""
+            self.app.push_screen(PresetEditor(preset.name, text), self.show_entries)
 
-    def delete(self, preset: PresetListing) -> None:
-        if preset.entry.built_in:
-            self.say(f"{preset.entry.name} comes with orin-chat; presets of your own can be deleted.")
+    def delete(self, preset: PresetFile) -> None:
+        if preset.built_in:
+            self.say(f"{preset.name} comes with orin-chat; presets of your own can be deleted.")
         else:
-            question = f"Delete your own {preset.entry.name} for good? y deletes, any other key keeps it"
-            self.ask(question, lambda: self._delete(preset))
-
-    def _delete(self, preset: PresetListing) -> None:
-        try:
-            delete(preset.entry.name)
-        except UsageError as error:
-            self.say(str(error))
-        self.show_entries()
+            question = f"Delete your own {preset.name} for good? y deletes, any other key keeps it"
+            self.ask(question, lambda: self.attempt(lambda: delete(preset.name)))
 
 
-def _text(path: Path) -> str:
-    try:
-        return clean(path.read_text("utf-8", errors="replace"))
-    except OSError:
-        return ""
+def _title(preset: PresetFile) -> str:
+    return preset.preset.title if preset.preset else ""

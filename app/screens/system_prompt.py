@@ -1,7 +1,5 @@
 """The page for the system prompt, which the model gets before the conversation, and for how much the model thinks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, get_args
 
 from textual.app import ComposeResult

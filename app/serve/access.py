@@ -5,8 +5,6 @@ made to point to 127.0.0.1 (DNS rebinding) sends its own name as Host; a page of
 key, both are harmless, because the page does not have it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

@@ -1,16 +1,15 @@
 """Turns what the engine and the server do into the figures of the server's screen. Nothing that is asked or said stays
 here: only counts, times and names of clients."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from app.cli.progress import describe
-from app.serve.service import Handled, ServedEngine, Service
+from app.serve.answer import Events
+from app.serve.service import Service
 from engine.events import (
     Event,
     Failed,
@@ -24,9 +23,9 @@ from engine.events import (
     Token,
     decode_rate,
 )
-from widgets.client_lines import BIN_S, RATE_S, WINDOW_S, Bin, ClientThroughput
+from widgets.client_graph import BIN_S, RATE_S, WINDOW_S, Bin, ClientThroughput
 from widgets.kernel_lines import KernelProfiles
-from widgets.request_list import Request
+from widgets.request_list import Handled
 from widgets.server_head import ServerState
 from widgets.slot_table import SlotState
 
@@ -58,8 +57,8 @@ class _Reply:
 
 
 class Activity:
-    """`observe` takes the engine's own events, `handled` the requests that have ended, and `watched` is the engine to
-    answer them with. `changes` grows with each change of a figure, so that nothing is drawn twice."""
+    """`observe` takes the engine's own events, `handled` the requests that have ended, and `follow` the events of each
+    answer. `changes` grows with each change of a figure, so that nothing is drawn twice."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.address, self._clock = address, clock
@@ -70,7 +69,7 @@ class Activity:
         self._start = "starting"
         self._slots: Slots | None = None
         self._replies: dict[int, _Reply] = {}
-        self._requests: deque[Request] = deque(maxlen=MAX_REQUESTS)
+        self._requests: deque[Handled] = deque(maxlen=MAX_REQUESTS)
         self._bins: dict[int, Counter[str]] = {}  # reply tokens by client
         self._prompt_bins: Counter[int] = Counter()
 
@@ -102,26 +101,10 @@ class Activity:
         self.changes += 1
 
     def handled(self, request: Handled) -> None:
-        end = request.finished
-        self._requests.appendleft(
-            Request(
-                time.strftime("%H:%M:%S"),
-                request.client,
-                request.path,
-                request.status,
-                end.predicted_n if end else 0,
-                decode_rate(end.predicted_n, end.predicted_ms) if end else 0.0,
-                "" if end else request.error or "the client has gone",
-            )
-        )
+        self._requests.appendleft(request)
         self.changes += 1
 
-    def watched(self, engine: ServedEngine) -> ServedEngine:
-        return _Watched(engine, self)
-
-    async def follow(
-        self, request: Generate, events: AsyncGenerator[Event, None]
-    ) -> AsyncGenerator[Event, None]:
+    async def follow(self, request: Generate, events: Events) -> Events:
         """`events`, the answer to `request`, counted."""
         key = id(events)
         try:
@@ -179,7 +162,7 @@ class Activity:
         """What says how the blocks of the KV cache are used; None if it has none."""
         return self._slots if self._slots and self._slots.blocks else None
 
-    def requests(self) -> tuple[Request, ...]:
+    def requests(self) -> tuple[Handled, ...]:
         return tuple(self._requests)
 
     def head(self, service: Service, ending: str = "") -> ServerState:
@@ -214,15 +197,3 @@ class Activity:
 
 def _used(slots: tuple[Slot | None, ...]) -> int:
     return sum(slot is not None for slot in slots)
-
-
-class _Watched:
-    def __init__(self, engine: ServedEngine, activity: Activity) -> None:
-        self._engine, self._activity = engine, activity
-
-    @property
-    def pid(self) -> int | None:
-        return self._engine.pid
-
-    def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
-        return self._activity.follow(request, self._engine.generate(request))

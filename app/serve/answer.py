@@ -1,11 +1,9 @@
 """An answer as a client sees it, made from the events of the engine: text, thinking, calls of tools, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import string
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -19,12 +17,12 @@ _ID = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
-class Begun:
+class AnswerBegun:
     """The engine has begun with the request: it is valid."""
 
 
 @dataclass(frozen=True)
-class Delta:
+class AnswerDelta:
     """What is new. `tokens` are those of the answer since the last delta, for log-probabilities."""
 
     content: str = ""
@@ -34,7 +32,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class End:
+class AnswerEnd:
     """`reasoning_n` tokens of the answer were thinking."""
 
     finish_reason: str
@@ -42,11 +40,14 @@ class End:
     reasoning_n: int
 
 
-Part = Begun | Delta | End
+Part = AnswerBegun | AnswerDelta | AnswerEnd
+Events = AsyncGenerator[Event, None]
+Parts = AsyncGenerator[tuple[int, Part], None]
+"""The parts of several answers, each with the place of its answer."""
 
 
 @dataclass
-class Answer:
+class ServedAnswer:
     """Follows one answer. `stopped` was asked for by the client's stop texts."""
 
     request: Generate
@@ -57,59 +58,60 @@ class Answer:
     _called: bool = False
     _reasoning_n: int = 0
 
-    async def parts(self, events: AsyncIterator[Event]) -> AsyncGenerator[Part, None]:
-        """`Begun`, the deltas, and `End`. Raises ApiError if the engine does not answer."""
+    async def parts(self, events: Events) -> AsyncGenerator[Part, None]:
+        """`AnswerBegun`, the deltas, and `AnswerEnd`. Closing them early cancels the request. Raises ApiError if the
+        engine does not answer."""
         self._stats = AnswerStats(self.request, reason="stop")
         begun, end = False, None
-        async for event in events:
-            match event:
-                case Failed():
-                    raise of_failure(event)
-                case Prefilling():
-                    if not begun:
-                        begun, self._stats = True, AnswerStats(self.request, reason="stop")
-                        yield Begun()
-                    self._stats.prompt_n, self._stats.cached_n = event.total, event.cached
-                case Thinking():
-                    self._stats.count_token()
-                    self._reasoning_n += 1
-                    if event.text:
-                        yield Delta(reasoning=event.text)
-                case Token():
-                    self._stats.count_token()
-                    self._tokens.append(event)
-                    for delta in self._deltas(self.stop.feed(event.text)):
-                        yield delta
-                    if self.stop.found:
-                        break
-                case Finished(reason="cancelled"):
-                    raise unavailable("The server is stopping.")
-                case Finished():
-                    end = event
-                    for delta in self._deltas(self.stop.flush()):
-                        yield delta
-        for delta in self._flushed():
-            yield delta
-        finished = end or self._stats.finished()
-        reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
-        yield End(reason, finished, self._reasoning_n)
+        async with aclosing(events):
+            async for event in events:
+                match event:
+                    case Failed():
+                        raise of_failure(event)
+                    case Prefilling():
+                        if not begun:
+                            begun, self._stats = True, AnswerStats(self.request, reason="stop")
+                            yield AnswerBegun()
+                        self._stats.prompt_n, self._stats.cached_n = event.total, event.cached
+                    case Thinking():
+                        self._stats.count_token()
+                        self._reasoning_n += 1
+                        if event.text:
+                            yield AnswerDelta(reasoning=event.text)
+                    case Token():
+                        self._stats.count_token()
+                        self._tokens.append(event)
+                        for delta in self._deltas(self.stop.feed(event.text)):
+                            yield delta
+                        if self.stop.found:
+                            break
+                    case Finished(reason="cancelled"):
+                        raise unavailable("The server is stopping.")
+                    case Finished():
+                        end = event
+                        for delta in self._deltas(self.stop.flush()):
+                            yield delta
+            for delta in self._flushed():
+                yield delta
+            finished = end or self._stats.finished()
+            reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
+            yield AnswerEnd(reason, finished, self._reasoning_n)
 
-    def _deltas(self, text: str) -> Iterable[Delta]:
-        return (
-            map(self._delta, self.parser.feed(text)) if self.parser else [self._delta(text)] if text else []
-        )
+    def _deltas(self, text: str) -> Iterable[AnswerDelta]:
+        parts = self.parser.feed(text) if self.parser else [text] if text else []
+        return map(self._delta, parts)
 
-    def _flushed(self) -> Iterable[Delta]:
+    def _flushed(self) -> Iterable[AnswerDelta]:
         yield from map(self._delta, self.parser.flush() if self.parser else ())
         if self.request.logprobs and self._tokens:
             yield self._delta("")
 
-    def _delta(self, part: str | FunctionCall) -> Delta:
+    def _delta(self, part: str | FunctionCall) -> AnswerDelta:
         if isinstance(part, FunctionCall):
             self._called = True
-            return Delta(call=ToolCall(id=_call_id(), name=part.name, arguments=part.arguments))
+            return AnswerDelta(call=ToolCall(id=_call_id(), name=part.name, arguments=part.arguments))
         tokens, self._tokens = tuple(self._tokens), []
-        return Delta(content=part, tokens=tokens)
+        return AnswerDelta(content=part, tokens=tokens)
 
 
 def _call_id() -> str:
@@ -117,15 +119,8 @@ def _call_id() -> str:
     return "".join(secrets.choice(_ID) for _ in range(9))
 
 
-async def answer_parts(answer: Answer, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Part, None]:
-    """The parts of `answer`. Closing them early cancels the request."""
-    async with aclosing(events), aclosing(answer.parts(events)) as parts:
-        async for part in parts:
-            yield part
-
-
-async def merged(streams: Sequence[AsyncGenerator[Part, None]]) -> AsyncGenerator[tuple[int, Part], None]:
-    """The parts of several answers as they come, each with the place of its answer. Closing them early cancels all; so
+async def merged(streams: Sequence[AsyncGenerator[Part, None]]) -> Parts:
+    """The parts as they come. Closing them early cancels all; so
     does an error of one."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as parts:

@@ -1,11 +1,9 @@
 """The bodies of requests: how long one may be, how long it may take to arrive, and how many are held at once."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.serve.errors import ApiError, unavailable
@@ -63,17 +61,15 @@ async def read_body(request: Request) -> bytearray:
         raise too_long
     try:
         async with asyncio.timeout(BODY_S):
-            while True:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
+            async for part in request.stream():
+                body += part
                 if len(body) > MAX_BODY_BYTES:
                     raise too_long
-                if not message.get("more_body"):
-                    return body
+    except ClientDisconnect:
+        raise ClientGoneError from None
     except TimeoutError:
         raise ApiError(408, "The request did not arrive in time.") from None
+    return body
 
 
 def _stated_bytes(request: Request) -> int:

@@ -1,7 +1,5 @@
 """Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}} with a status that fits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HTTP: JSON, server-sent events, and clients that go away."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
@@ -49,7 +47,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class ServerSentEvents(Response):
     """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), with a comment now and then.
     When the client goes, `events` is closed."""
 

@@ -1,13 +1,11 @@
 """What the server prints: where it listens, and a line for each request that has ended. Never a prompt or an answer."""
 
-from __future__ import annotations
-
 import sys
-import time
 
-from app.cli.progress import StatusLine, describe, figures, say
-from app.serve.service import Handled
-from engine.events import Event, Failed, Ready
+from app.cli.oneshot import TextOutput
+from app.cli.progress import describe, figures
+from engine.events import Event, Ready
+from widgets.request_list import Handled
 from widgets.text import one_line
 
 
@@ -15,24 +13,16 @@ class Lines:
     """Writes requests to standard output, and all else to standard error."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
-        self._status = StatusLine(sys.stderr)
+        self._address, self._output = address, TextOutput(sys.stdout, sys.stderr)
 
     def show(self, event: Event) -> None:
         """Takes an event of the engine's start."""
-        if not isinstance(event, Ready | Failed):
-            self._status.show(describe(event))
-            return
-        self._status.clear()
-        if isinstance(event, Failed):
-            say(sys.stderr, event.message, event.hint)
-            return
-        for warning in event.warnings:
-            say(sys.stderr, warning)
-        say(sys.stderr, describe(event))
-        say(sys.stderr, f"listening on {self._address}")
+        self._output.show(event)
+        if isinstance(event, Ready):
+            self._output.say(describe(event))
+            self._output.say(f"listening on {self._address}")
 
     def handled(self, request: Handled) -> None:
-        how = figures(request.finished) if request.finished else request.error or "the client has gone"
-        line = f"{time.strftime('%H:%M:%S')} {request.client} {request.path} {request.status}: {how}"
+        how = figures(request.finished) if request.finished else request.problem
+        line = f"{request.time} {request.client} {request.path} {request.status}: {how}"
         print(one_line(line), flush=True)

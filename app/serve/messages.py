@@ -1,7 +1,5 @@
 """Conversations in OpenAI's form, as the engine takes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

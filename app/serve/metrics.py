@@ -1,7 +1,5 @@
 """The server's counters, in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
@@ -111,7 +109,5 @@ class Metrics:
 def _samples(histogram: Histogram) -> list[tuple[str, float]]:
     bounds = [*map(str, _SECONDS), "+Inf"]
     sums = [sum(histogram.counts[: i + 1]) for i in range(len(bounds))]
-    buckets: list[tuple[str, float]] = [
-        (f'_bucket{{le="{bound}"}}', n) for bound, n in zip(bounds, sums, strict=True)
-    ]
+    buckets = ((f'_bucket{{le="{bound}"}}', n) for bound, n in zip(bounds, sums, strict=True))
     return [*buckets, ("_sum", histogram.total), ("_count", histogram.count)]

@@ -3,8 +3,6 @@
 The schemas of bodies are those of the types in `app/serve/requests` and `app/serve/messages`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

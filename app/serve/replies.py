@@ -1,14 +1,12 @@
 """What clients get: the JSON of OpenAI's protocol, with llama-server's timings and models."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from app.serve.answer import Delta, End
+from app.serve.answer import AnswerDelta, AnswerEnd
 from engine.events import Finished, Ready, Token, ToolCall, decode_rate, prefill_rate
 from engine.formats.tokenizer import Tokenizer
 
@@ -36,11 +34,12 @@ class Reply:
     def first(self) -> Json | None:
         return self._chunk({"role": "assistant", "content": ""}) if self.kind == "chat" else None
 
-    def chunk(self, delta: Delta) -> Json | None:
+    def chunk(self, delta: AnswerDelta) -> Json | None:
         """None if there is nothing to say."""
         logprobs = self._logprobs(delta.tokens)
         if self.kind == "text":
-            return self._text_chunk(delta.content, logprobs) if delta.content or logprobs else None
+            text = {"text": delta.content}
+            return self._chunk(text, logprobs=logprobs) if delta.content or logprobs else None
         new: Json = {}
         if delta.content or logprobs:
             new["content"] = delta.content
@@ -51,19 +50,18 @@ class Reply:
             self._calls += 1
         return self._chunk(new, logprobs=logprobs) if new else None
 
-    def ending(self, end: End, timed: bool) -> Json:
+    def ending(self, end: AnswerEnd, timed: bool) -> Json:
         """The last chunk, with timings if it is `timed`."""
-        reason = end.finish_reason
-        last = self._chunk({}, reason) if self.kind == "chat" else self._text_chunk("", None, reason)
+        last = self._chunk({} if self.kind == "chat" else {"text": ""}, end.finish_reason)
         return last | {"timings": timings(end.finished)} if timed else last
 
-    def usage(self, ends: Sequence[End]) -> Json:
+    def usage(self, ends: Sequence[AnswerEnd]) -> Json:
         """The chunk after all answers, for clients that ask for it. As llama-server has it, timings come with it."""
         return self._head("chunk") | {"choices": []} | _figures(ends)
 
     # --- as a whole ---
 
-    def choice(self, deltas: Sequence[Delta], end: End) -> Json:
+    def choice(self, deltas: Sequence[AnswerDelta], end: AnswerEnd) -> Json:
         content = "".join(delta.content for delta in deltas)
         logprobs = self._logprobs([token for delta in deltas for token in delta.tokens])
         choice: Json = {"index": self.index, "finish_reason": end.finish_reason, "logprobs": logprobs}
@@ -79,7 +77,7 @@ class Reply:
             choice["message"] = message
         return choice
 
-    def whole(self, choices: Sequence[Json], ends: Sequence[End]) -> Json:
+    def whole(self, choices: Sequence[Json], ends: Sequence[AnswerEnd]) -> Json:
         return self._head("") | {"choices": choices} | _figures(ends)
 
     # --- parts ---
@@ -90,12 +88,10 @@ class Reply:
             kind, id = "chat.completion.chunk" if part else "chat.completion", f"chat{id}"
         return {"id": id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, delta: Json, finish_reason: str | None = None, logprobs: Json | None = None) -> Json:
-        choice = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head("chunk") | {"choices": [choice]}
-
-    def _text_chunk(self, text: str, logprobs: Json | None, finish_reason: str | None = None) -> Json:
-        choice = {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, new: Json, finish_reason: str | None = None, logprobs: Json | None = None) -> Json:
+        """`new`: the delta of a chat, or the text and its field."""
+        part = {"delta": new} if self.kind == "chat" else new
+        choice = {"index": self.index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head("chunk") | {"choices": [choice]}
 
     def _logprobs(self, tokens: Iterable[Token]) -> Json | None:
@@ -125,13 +121,13 @@ class Reply:
         return self.tokenizer.piece(id).decode("utf-8", "replace")
 
 
-def _figures(ends: Sequence[End]) -> Json:
+def _figures(ends: Sequence[AnswerEnd]) -> Json:
     """The usage of all answers together. Timings are those of one."""
     timed = {"timings": timings(ends[0].finished)} if len(ends) == 1 else {}
     return {"usage": usage(ends)} | timed
 
 
-def usage(ends: Sequence[End]) -> Json:
+def usage(ends: Sequence[AnswerEnd]) -> Json:
     """The prompt of several answers counts once."""
     prompt = ends[0].finished
     predicted = sum(end.finished.predicted_n for end in ends)

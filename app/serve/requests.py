@@ -4,8 +4,6 @@ https://platform.openai.com/docs/api-reference/chat/create, and llama.cpp's tool
 fields are ignored. null is the same as a field that is absent.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import chain

@@ -1,7 +1,5 @@
 """The paths of the server, as a Starlette application."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import traceback
@@ -19,12 +17,12 @@ from starlette.types import ASGIApp
 
 from app.serve import replies
 from app.serve.access import CLIENT, Access
-from app.serve.answer import Answer, Delta, End, Part
+from app.serve.answer import AnswerDelta, AnswerEnd, Parts, ServedAnswer
 from app.serve.bodies import Bodies, read_body
 from app.serve.errors import ApiError
 from app.serve.http import (
     ClientGoneError,
-    EventStream,
+    ServerSentEvents,
     error_response,
     json_response,
     while_connected,
@@ -90,21 +88,10 @@ class Routes:
 
     async def _complete(self, request: Request, kind: Literal["chat", "text"]) -> Response:
         exchange = Exchange(self._service, request.scope[CLIENT], request.url.path)
-        try:
-            return await self._completed(request, kind, exchange)
-        except ApiError as error:
-            exchange.close(error.status, error.kind)
-            raise
-        except ClientGoneError:
-            exchange.close(CLIENT_GONE)
-            raise
-        except Exception:
-            exchange.close(500, "server_error")
-            raise
+        with exchange.closed_by_errors():
+            return await self._answer(request, kind, exchange)
 
-    async def _completed(
-        self, request: Request, kind: Literal["chat", "text"], exchange: Exchange
-    ) -> Response:
+    async def _answer(self, request: Request, kind: Literal["chat", "text"], exchange: Exchange) -> Response:
         service = self._service
         data = await read_body(request)
         service.check_open()
@@ -129,12 +116,14 @@ class Routes:
         requests = variants(asked, body.answers)
         reply = replies.Reply(kind, service.model, service.file.tokenizer, shown)
         each = [replace(reply, index=i) for i in range(len(requests))]
-        parts = service.parts(exchange, [Answer(one, StopTexts(body.stops), parser()) for one in requests])
+        parts = service.parts(
+            exchange, [ServedAnswer(one, StopTexts(body.stops), parser()) for one in requests]
+        )
         if not body.stream:
             whole = await while_connected(request.receive, _collected(parts, each))
             exchange.close(200)
             return json_response(whole)
-        stream = EventStream(_chunks(parts, each, body.includes_usage, exchange))
+        stream = ServerSentEvents(_chunks(parts, each, body.includes_usage, exchange))
         await stream.begin(request.receive)
         return stream
 
@@ -194,51 +183,41 @@ def _piece(piece: bytes) -> str | list[int]:
         return [*piece]
 
 
-async def _collected(
-    parts: AsyncGenerator[tuple[int, Part], None], answers: Sequence[replies.Reply]
-) -> replies.Json:
-    deltas: list[list[Delta]] = [[] for _ in answers]
-    ends: dict[int, End] = {}
+async def _collected(parts: Parts, answers: Sequence[replies.Reply]) -> replies.Json:
+    deltas: list[list[AnswerDelta]] = [[] for _ in answers]
+    ends: dict[int, AnswerEnd] = {}
     async with aclosing(parts):
         async for i, part in parts:
-            if isinstance(part, Delta):
+            if isinstance(part, AnswerDelta):
                 deltas[i].append(part)
-            elif isinstance(part, End):
+            elif isinstance(part, AnswerEnd):
                 ends[i] = part
     choices = [answer.choice(deltas[i], ends[i]) for i, answer in enumerate(answers)]
     return answers[0].whole(choices, [ends[i] for i in range(len(answers))])
 
 
 async def _chunks(
-    parts: AsyncGenerator[tuple[int, Part], None],
-    answers: Sequence[replies.Reply],
-    include_usage: bool,
-    exchange: Exchange,
+    parts: Parts, answers: Sequence[replies.Reply], include_usage: bool, exchange: Exchange
 ) -> AsyncGenerator[replies.Json, None]:
     """The objects of a stream, after an empty one when the engine has begun. Raises ApiError."""
-    has_begun, ends = False, list[End]()
+    ends = list[AnswerEnd]()
     try:
-        async with aclosing(parts):
-            async for i, part in parts:
-                if not has_begun:
-                    has_begun = True
-                    yield {}
-                    for answer in answers:
-                        if first := answer.first():
-                            yield first
-                if isinstance(part, Delta) and (chunk := answers[i].chunk(part)):
-                    yield chunk
-                elif isinstance(part, End):
-                    ends.append(part)
-                    yield answers[i].ending(part, timed=not include_usage)
-        if include_usage:
-            yield answers[0].usage(ends)
-    except ApiError as failure:
-        exchange.close(200 if has_begun else failure.status, failure.kind)
-        raise
-    except Exception:
-        exchange.close(500, "server_error")
-        raise
+        with exchange.closed_by_errors():
+            async with aclosing(parts):
+                async for i, part in parts:
+                    if not exchange.is_streamed:
+                        exchange.is_streamed = True
+                        yield {}
+                        for answer in answers:
+                            if first := answer.first():
+                                yield first
+                    if isinstance(part, AnswerDelta) and (chunk := answers[i].chunk(part)):
+                        yield chunk
+                    elif isinstance(part, AnswerEnd):
+                        ends.append(part)
+                        yield answers[i].ending(part, timed=not include_usage)
+            if include_usage:
+                yield answers[0].usage(ends)
     finally:
         exchange.close(200)
 

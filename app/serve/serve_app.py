@@ -1,7 +1,5 @@
 """The server's screen: what its engine does, for whom, and how fast. It runs in the event loop of the server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -27,11 +25,10 @@ from app.serve.activity import Activity
 from app.serve.server import DRAIN_S, Server
 from app.serve.service import Service
 from engine.client import Engine, LocalEngine
-from engine.events import Counter, Event, Finished, Ready
+from engine.events import Counter, Event
 from engine.measure.counters import Counters
 from widgets.block_bar import BlockBar
 from widgets.client_graph import ClientGraph
-from widgets.kernel_source import KernelScreen
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState
 from widgets.pane_stack import PaneStack, next_pane
@@ -148,10 +145,7 @@ class ServeApp(App[None]):
         """Takes the engine's own events."""
         self.activity.observe(event)
         self.service.observe(event)
-        if isinstance(event, Ready):
-            self.profiler.engine_ready()
-        elif isinstance(event, Finished):
-            self.profiler.reply_finished()
+        self.profiler.observe(event)
 
     def _is_idle(self) -> bool:
         service = self.service
@@ -160,10 +154,6 @@ class ServeApp(App[None]):
     @on(KernelTable.ProfileRequested)
     def _profile_requested(self, message: KernelTable.ProfileRequested) -> None:
         self.profiler.request(message.step)
-
-    @on(KernelTable.SourceRequested)
-    def _source_requested(self, message: KernelTable.SourceRequested) -> None:
-        self.push_screen(KernelScreen(message.kernel))
 
     # --- drawing ----------------------------------------------------------------------------------------
 
@@ -227,7 +217,7 @@ async def serve_on_screen(
     activity = Activity(address)
     app = ServeApp(service, engine, activity)
     engine.on_event, service.on_handled = app.observe, activity.handled
-    service.engine = activity.watched(engine)
+    service.watch = activity.follow
     code = await run_beside(app, Server(service, engine, http, sock, activity.observe).run())
     sys.stderr.write("".join(app.printed))
     if activity.failed and service.ready is None:

@@ -1,7 +1,5 @@
 """`orin-chat serve`: the model answers other programs, with OpenAI's protocol over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -47,11 +45,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    parser = options.Parser(
-        prog="orin-chat serve",
-        description="Answer other programs, with OpenAI's protocol over HTTP.",
-        epilog=EPILOG,
-    )
+    parser = options.Parser("serve", "Answer other programs, with OpenAI's protocol over HTTP.", EPILOG)
     parser.set_defaults(engine=None)
     options.add_engine(parser.add_argument_group("model").add_argument)
     add = parser.add_argument_group("server").add_argument

@@ -1,7 +1,5 @@
 """Runs the server: the socket, the start of the engine beside it, and an orderly end."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import logging

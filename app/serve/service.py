@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from msgspec.structs import replace
 
-from app.serve.answer import Answer, Begun, Delta, End, Part, answer_parts, merged
+from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd, Events, Part, Parts, ServedAnswer, merged
 from app.serve.errors import ApiError, unavailable
+from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
+from engine.client import LocalEngine
 from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Slots
 from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import ToolForm, tool_form
+from widgets.request_list import Handled
 
 CLIENT_GONE = 499  # nginx's status of a request whose client did not wait
 MAX_RETRY_S = 60
-
-
-class ServedEngine(Protocol):
-    """What the server needs of an engine: answers to several requests at the same time."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def generate(self, request: Generate) -> AsyncGenerator[Event, None]: ...
 
 
 @dataclass(frozen=True)
@@ -47,25 +41,13 @@ class ModelFile:
             return cls(Tokenizer(file), tool_form(file.get("tokenizer.chat_template", str, "")))
 
 
-@dataclass(frozen=True)
-class Handled:
-    """A request for a completion has ended. `finished` is None if there was no answer, or no end of it; `error` is the
-    type of the error then. It holds nothing of what was asked and said."""
-
-    client: str
-    path: str
-    status: int
-    seconds: float
-    finished: Finished | None = None
-    error: str = ""
-
-
 @dataclass
 class Service:
     """`sampling` and `think` hold where a request does not say otherwise. Requests beyond `parallel` wait,
-    `max_waiting` of them at most. `on_handled` may be set to a function; it gets every `Handled`."""
+    `max_waiting` of them at most. `on_handled` gets every request that has ended, and `watch` the events of every
+    answer, which it passes on."""
 
-    engine: ServedEngine
+    engine: LocalEngine
     model: str
     file: ModelFile
     sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
@@ -75,6 +57,7 @@ class Service:
     ready: Ready | None = None
     stopping: bool = False
     on_handled: Callable[[Handled], object] = lambda _: None
+    watch: Callable[[Generate, Events], Events] = lambda _, events: events
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     slots: Slots | None = None
@@ -104,11 +87,8 @@ class Service:
         if self.ready is None:
             raise unavailable("Loading model")
 
-    async def parts(
-        self, exchange: Exchange, answers: Sequence[Answer]
-    ) -> AsyncGenerator[tuple[int, Part], None]:
-        """The parts of answers, each with the place of its answer. While the model loads, they wait for it. Closing the
-        parts early cancels the requests. Raises ApiError."""
+    async def parts(self, exchange: Exchange, answers: Sequence[ServedAnswer]) -> Parts:
+        """While the model loads, they wait for it. Closing the parts early cancels the requests. Raises ApiError."""
         self.check_open()
         exchange.answers = n = len(answers)
         if self.open + n > self.parallel + self.max_waiting:
@@ -118,16 +98,15 @@ class Service:
         begun, ended = set[int](), set[int]()
         self.open += n
         try:
-            streams = [
-                answer_parts(one, self.engine.generate(replace(one.request, client=exchange.client)))
-                for one in answers
-            ]
+            requests = [replace(answer.request, client=exchange.client) for answer in answers]
+            events = [self.watch(request, self.engine.generate(request)) for request in requests]
+            streams = [answer.parts(each) for answer, each in zip(answers, events, strict=True)]
             async with aclosing(merged(streams)) as parts:
                 async for i, part in parts:
-                    if isinstance(part, Begun):
+                    if isinstance(part, AnswerBegun):
                         begun.add(i)
                         self.processing += 1
-                    elif isinstance(part, End):
+                    elif isinstance(part, AnswerEnd):
                         ended.add(i)
                         self.open -= 1
                         self.processing -= i in begun
@@ -145,23 +124,39 @@ class Service:
 
 @dataclass
 class Exchange:
-    """A request for a completion, from its arrival to its end."""
+    """A request for a completion, from its arrival to its end. `is_streamed`: the answer is being sent."""
 
     service: Service
     client: str
     path: str
     _started: float = field(default_factory=time.perf_counter)
     answers: int = 1
+    is_streamed: bool = False
     _first_token_s: float = 0.0
     _finished: list[Finished] = field(default_factory=list)
     _closed: bool = False
 
     def note(self, part: Part) -> None:
         match part:
-            case Delta():
+            case AnswerDelta():
                 self._first_token_s = self._first_token_s or self._seconds
-            case End():
+            case AnswerEnd():
                 self._finished.append(part.finished)
+
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """Closes it if the code within raises."""
+        try:
+            yield
+        except ApiError as error:
+            self.close(200 if self.is_streamed else error.status, error.kind)
+            raise
+        except ClientGoneError:
+            self.close(CLIENT_GONE)
+            raise
+        except Exception:
+            self.close(500, "server_error")
+            raise
 
     def close(self, status: int, error: str = "") -> None:
         """Counts the request and reports it, once."""
@@ -175,7 +170,9 @@ class Exchange:
         for finished in ended:
             metrics.answered(finished, self._first_token_s or self._seconds, self._seconds)
         together = replace(ended[0], predicted_n=sum(end.predicted_n for end in ended)) if ended else None
-        self.service.on_handled(Handled(self.client, self.path, status, self._seconds, together, error))
+        problem = "" if together else error or "the client has gone"
+        at = time.strftime("%H:%M:%S")
+        self.service.on_handled(Handled(at, self.client, self.path, status, together, problem))
 
     @property
     def _seconds(self) -> float:

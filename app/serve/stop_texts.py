@@ -1,7 +1,5 @@
 """Finds the texts at which an answer is to stop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -97,8 +97,8 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     write ministral-3:3b.
     """
     text = text.strip()
-    path = _path(text)
-    if path is not None and _may_exist(path):
+    path, exists = _path(text)
+    if path is not None and exists:
         return path.absolute()
     if (source := _parse_url(text)) is not None:
         return source
@@ -123,22 +123,16 @@ def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:
     return next((model.name for model in known_models() if model.source == source), str(source))
 
 
-def _path(text: str) -> Path | None:
-    """`text` as a path; None if no file system can have it (empty, too long, a null byte)."""
+def _path(text: str) -> tuple[Path | None, bool]:
+    """`text` as a path, None if no file system can have it (empty, too long, a null byte); and whether a file exists
+    there, or may exist in a folder that cannot be read."""
     try:
         path = Path(text).expanduser()
-        _may_exist(path)
-    except (OSError, ValueError, RuntimeError):
-        return None
-    return path if text else None
-
-
-def _may_exist(path: Path) -> bool:
-    """Whether a file exists, or may exist in a folder that cannot be read."""
-    try:
-        return path.exists()
+        return (path, path.exists()) if text else (None, False)
     except PermissionError:
-        return True
+        return path, True
+    except (OSError, ValueError, RuntimeError):
+        return None, False
 
 
 def _parse_url(text: str) -> HubModel | WebFile | None:

@@ -1,7 +1,7 @@
 """Examines a machine: what the engine needs, what is missing, and how to get it. The result is a list of findings.
 
 `host`, `jetson` and `nvidia` only read files below a `root`; tests pass a folder that looks like a machine.
-`backend_checks` opens devices, in child processes: `quick_check`, `stress_check` and `driver_check`.
+`backend_checks` opens devices, in child processes that run `checks`.
 """
 
 from __future__ import annotations

@@ -13,45 +13,39 @@ from engine.backends import unusable_because
 from engine.child_process import how_it_ended, module_command, module_environment, signal_group
 from engine.devices.nvidia import why_not_nv
 from engine.doctor import Finding, bad, good, note
-from engine.doctor.check_result import CheckResult
+from engine.doctor.checks import CheckResult
 from engine.invocation import call
 
 TIMEOUT_S = 120.0
-_QUICK, _DRIVER, _STRESS = (
-    module_command(f"engine.doctor.{name}") for name in ("quick_check", "driver_check", "stress_check")
-)
 _KILL_AFTER_S = 15.0  # by then the endless stress check is launching kernels
 
 
 def run_check(
-    backend: str, *, timeout_s: float = TIMEOUT_S, command: Sequence[str] = tuple(_QUICK)
+    backend: str, check: str = "quick", *, timeout_s: float = TIMEOUT_S, command: Sequence[str] = ()
 ) -> CheckResult:
-    """Runs a check (the quick one) of "CPU", "CUDA" or "NV". A crash and a hang are results too."""
+    """Runs a check of "CPU", "CUDA" or "NV". A crash and a hang are results too. `command`: another program."""
+
+    def failed(text: str, advice: str) -> CheckResult:
+        return CheckResult(backend=backend, ok=False, text=text, advice=advice)
+
     try:
-        process = _start([*command, backend])
+        process = _start(command or _command(check, backend))
     except OSError as error:
         text = f"its process cannot be started: {error.strerror}"
-        return _failed(backend, text, "Free some memory, or install orin-chat again.")
+        return failed(text, "Free some memory, or install orin-chat again.")
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         text = f"no answer within {timeout_s:.0f} s"
-        return _failed(backend, text, "See what its driver says in the kernel's log: sudo dmesg")
+        return failed(text, "See what its driver says in the kernel's log: sudo dmesg")
     finally:
         _kill(process)
     with contextlib.suppress(msgspec.MsgspecError, IndexError):
         return msgspec.json.decode(out.splitlines()[-1], type=CheckResult)
     last_line = err.decode(errors="replace").strip().splitlines()[-1:]
-    text = ": ".join(
-        [f"its process ended with {how_it_ended(process.returncode)}", *(s[:200] for s in last_line)]
-    )
-    return _failed(
-        backend, text, f"This is not expected: please send the report of {call('doctor --report FILE')}."
-    )
-
-
-def _failed(backend: str, text: str, advice: str) -> CheckResult:
-    return CheckResult(backend=backend, ok=False, text=text, advice=advice)
+    ended = f"its process ended with {how_it_ended(process.returncode)}"
+    advice = f"This is not expected: please send the report of {call('doctor --report FILE')}."
+    return failed(": ".join([ended, *(line[:200] for line in last_line)]), advice)
 
 
 def as_finding(result: CheckResult) -> Finding:
@@ -62,14 +56,14 @@ def as_finding(result: CheckResult) -> Finding:
 
 def driver_check() -> Finding:
     """Whether a Jetson's drivers have the interface that NV was written for."""
-    return as_finding(run_check("nvgpu", command=_DRIVER))
+    return as_finding(run_check("nvgpu", "driver"))
 
 
 def stress_check(backend: str) -> list[Finding]:
     """Many dependent kernels, many GiB of buffers, and a process that is killed while it computes. None of it can be
     shown by a simulated driver."""
-    stressed = as_finding(run_check(backend, command=_STRESS))
-    process = _start([*_STRESS, backend, "endless"])
+    stressed = as_finding(run_check(backend, "stress"))
+    process = _start(_command("endless", backend))
     try:
         process.communicate(timeout=_KILL_AFTER_S)
     except subprocess.TimeoutExpired:
@@ -82,6 +76,10 @@ def stress_check(backend: str) -> list[Finding]:
         return [stressed, good(backend, "works at once after a process was killed while it computed")]
     text = f"does not work after a process was killed while it computed: {afterwards.text}"
     return [stressed, bad(backend, text, afterwards.advice)]
+
+
+def _command(check: str, backend: str) -> list[str]:
+    return module_command("engine.doctor.checks", check, backend)
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,12 +22,13 @@ SMALL_MODEL_BYTES = 2e9  # what a small model and its context need
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
+    cores = re.findall(r"^cpu\d+ ", read_text(root / "proc/stat"), re.MULTILINE)
     return [
         note("system", _system(root)),
-        note("processor", f"{device_name('CPU')}, {_cores(root)} cores"),
+        note("processor", f"{device_name('CPU')}, {len(cores)} cores"),
         _memory(root),
         _tinygrad(),
-        *_compiler(),
+        _compiler(),
     ]
 
 
@@ -37,10 +37,6 @@ def _system(root: Path) -> str:
     kernel = read_text(root / "proc/sys/kernel/osrelease") or platform.release()
     name = release[1] if release else platform.system()
     return f"{name}, kernel {kernel}, {platform.machine()}, Python {platform.python_version()}"
-
-
-def _cores(root: Path) -> int:
-    return len(re.findall(r"^cpu\d+ ", read_text(root / "proc/stat"), re.MULTILINE))
 
 
 def _memory(root: Path) -> Finding:
@@ -66,17 +62,15 @@ def _tinygrad() -> Finding:
     return bad("tinygrad", f"{installed} is installed, {TINYGRAD} is needed", advice)
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler() -> Finding:
     try:
         problem = unusable_because("CPU")
     except BackendError as error:
-        yield bad("clang", error.message.rstrip("."), error.hint)
-        return
+        return bad("clang", error.message.rstrip("."), error.hint)
     if problem:
         advice = f"Install clang from your system's packages, or run: {pip_install('ziglang')}"
-        yield bad("clang", problem, advice)
-    else:
-        yield good("clang", "installed")
+        return bad("clang", problem, advice)
+    return good("clang", "installed")
 
 
 def kernel_log(lines: int = 40) -> list[str]:

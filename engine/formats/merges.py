@@ -29,17 +29,8 @@ class Merges:
         self.merger = self._sentencepiece(gguf, ids) if vocabulary.sentencepiece else self._bpe(gguf, ids)
 
     def __call__(self, words: Sequence[str]) -> list[list[int]]:
-        return [
-            [
-                part
-                for id in self.merger.encode(text, add_special_tokens=False).ids
-                for part in self._parts(id)
-            ]
-            for text in words
-        ]
-
-    def _parts(self, id: int) -> Sequence[int]:
-        return self._spelled.get(id, (id,))
+        merged = (self.merger.encode(text, add_special_tokens=False).ids for text in words)
+        return [[part for id in ids for part in self._spelled.get(id, (id,))] for ids in merged]
 
     def _bpe(self, gguf: GGUF, ids: dict[str, int]) -> Merger:
         v, merge_lines = self._vocabulary, gguf.get("tokenizer.ggml.merges", StringArray)

@@ -1,14 +1,19 @@
 """Merges words in a process of its own, which is made ready while this one loads a model.
 
 To build the library's object takes about half a second for a vocabulary of 150,000 tokens, and keeps all other Python
-code of the process waiting meanwhile: also the code that opens a GPU. So this module imports little, and the library
-only if the process fails.
+code of the process waiting meanwhile: also the code that opens a GPU. So this module imports the library only in that
+process, or if it fails.
+
+`python -m engine.formats.merging MODEL` reads and writes lines of JSON. The first is the `Merges.warning`; then each
+line of words is answered by one of their token ids. It ends when nobody writes to it any more.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,7 +38,7 @@ class MergingProcess:
         self._process: subprocess.Popen[str] | None = None
         with suppress(OSError):  # no memory for a process
             self._process = subprocess.Popen(
-                module_command("engine.formats.merging_process", str(Path(model).absolute())),
+                module_command("engine.formats.merging", str(Path(model).absolute())),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 encoding="ascii",
@@ -67,12 +72,7 @@ class MergingProcess:
 
     def _in_this_process(self, words: Sequence[str]) -> list[list[int]]:
         if self._own is None:
-            from engine.formats.gguf import GGUF
-            from engine.formats.merges import Merges
-            from engine.formats.vocabulary import Vocabulary
-
-            with GGUF(self._model) as file:
-                self._own = Merges(file, Vocabulary(file))
+            self._own = _merges(self._model)
             self._warning = self._own.warning
         return self._own(words)
 
@@ -87,3 +87,24 @@ class MergingProcess:
         if self._process is None or self._process.stdout is None:
             raise OSError
         return json.loads(self._process.stdout.readline())
+
+
+def _merges(model: str | Path) -> Merges:
+    from engine.formats.gguf import GGUF
+    from engine.formats.merges import Merges
+    from engine.formats.vocabulary import Vocabulary
+
+    with GGUF(model) as file:
+        return Merges(file, Vocabulary(file))
+
+
+def main() -> None:
+    gc.disable()  # what is made stays alive
+    merges = _merges(sys.argv[1])
+    print(json.dumps(merges.warning), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(merges(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

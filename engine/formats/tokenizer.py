@@ -37,11 +37,9 @@ class Merge(Protocol):
     @property
     def warning(self) -> str:
         """A sentence about damaged merges, or ""."""
-        ...
 
     def __call__(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of each of the texts, in which spaces are written as the vocabulary writes them."""
-        ...
 
 
 class Tokenizer(Vocabulary):
@@ -52,7 +50,7 @@ class Tokenizer(Vocabulary):
         super().__init__(gguf)
         special = self.special_tokens
         self._text_tokens = {
-            self._spaced(text): id
+            text if self.writes_spaces else text.replace(SPACE, " "): id
             for text, id in special.items()
             if self.types[id] == USER_DEFINED and (not text.startswith(_BRACKETS) or _HTML.fullmatch(text))
         }
@@ -69,9 +67,6 @@ class Tokenizer(Vocabulary):
         self.merge = merge
         self._remembered: dict[str, list[int]] = {}  # those that were used last are the last
         self._remembering, self._characters = Lock(), 0
-
-    def _spaced(self, text: str) -> str:
-        return text if self.writes_spaces else text.replace(SPACE, " ")
 
     # --- text to ids -------------------------------------------------------------------------------------
 

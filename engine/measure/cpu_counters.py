@@ -33,9 +33,16 @@ class CpuCounters:
         else:
             yield Counter(name="CPU load", absent="not yet known" if any(now) else "there is no /proc/stat")
         yield self._clock()
-        yield self._memory()
+        memory = meminfo(self._root)
+        if {"MemTotal", "MemAvailable"} <= memory.keys():
+            used, total = memory["MemTotal"] - memory["MemAvailable"], memory["MemTotal"]
+            yield Counter(name="memory", value=used / 1e9, unit="GB", maximum=total / 1e9)
+        else:
+            yield Counter(name="memory", absent="there is no /proc/meminfo")
         if not is_jetson(self._root):
-            yield self._temperature()
+            zones = thermal_zones(self._root) or hardware_monitors(self._root)
+            absent = Counter(name="temperature", absent="there are no sensors (a virtual machine?)")
+            yield hottest(zones) if zones else absent
 
     def _read_ticks(self) -> tuple[int, int]:
         """(busy, all) clock ticks of all CPUs since the start (proc_stat(5): user nice system idle iowait irq …)."""
@@ -59,16 +66,3 @@ class CpuCounters:
             return Counter(name="CPU clock", absent="this machine does not tell")
         mean_mhz = sum(current_mhz) / len(current_mhz)
         return Counter(name="CPU clock", value=mean_mhz, unit="MHz", maximum=max(max_mhz, default=None))
-
-    def _memory(self) -> Counter:
-        memory = meminfo(self._root)
-        if not {"MemTotal", "MemAvailable"} <= memory.keys():
-            return Counter(name="memory", absent="there is no /proc/meminfo")
-        total, free = memory["MemTotal"], memory["MemAvailable"]
-        return Counter(name="memory", value=(total - free) / 1e9, unit="GB", maximum=total / 1e9)
-
-    def _temperature(self) -> Counter:
-        zones = thermal_zones(self._root) or hardware_monitors(self._root)
-        if not zones:
-            return Counter(name="temperature", absent="there are no sensors (a virtual machine?)")
-        return hottest(zones)

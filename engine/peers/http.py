@@ -196,11 +196,14 @@ _CONTEXT_WORDS = ("maximum context length", "context size", "context window")
 def error_of(response: httpx.Response | None, body: bytes, name: str) -> OrinError:
     """The error that the server `name` reports. `response` None: it came in the middle of a stream."""
     detail = _detail(body)
-    status = response.status_code if response is not None else _status(detail)
+    code = detail.get("code")
+    status = code if isinstance(code, int) and 400 <= code < 600 else None
+    if response is not None:
+        status = response.status_code
     reason = one_line(str(detail.get("message") or "")).rstrip(".")
     because = f": {reason}" if reason else ""
-    codes = (detail.get("type"), detail.get("code"))
-    if any(code in _CONTEXT_CODES for code in codes) or any(word in reason for word in _CONTEXT_WORDS):
+    codes = (detail.get("type"), code)
+    if any(each in _CONTEXT_CODES for each in codes) or any(word in reason for word in _CONTEXT_WORDS):
         n_prompt, n_context = detail.get("n_prompt_tokens"), detail.get("n_ctx")
         numbers = (
             f"the prompt has {n_prompt} tokens and the context holds {n_context}" if n_prompt else reason
@@ -239,11 +242,6 @@ def _detail(body: bytes) -> Json:
     if isinstance(error, dict):
         return error
     return {"message": error if isinstance(error, str) else ""}
-
-
-def _status(detail: Json) -> int | None:
-    code = detail.get("code")
-    return code if isinstance(code, int) and 400 <= code < 600 else None
 
 
 def _phrase(status: int) -> str:

@@ -27,9 +27,8 @@ from app.lines.line_chat import LineChat, completions
 from app.lines.line_input import FileLines, TerminalLines
 from app.main import main
 from app.serve.lines import Lines
-from app.serve.service import Handled
 from engine.doctor import Section, bad
-from engine.doctor.check_result import CheckResult
+from engine.doctor.checks import CheckResult
 from engine.events import Failed, Loading, Message
 from tests import synthetic
 from tests.app.fake_engine import FakeEngine, reply
@@ -37,6 +36,7 @@ from tests.app.hostile_text import ATTACK, HOSTILE_READY, NAME, SEQUENCES, TYPED
 from tests.app.terminal import Terminal, shown
 from tests.generated_model import write
 from widgets.comparison_data import ComparisonData, Difference, EngineAnswer
+from widgets.request_list import Handled
 
 FAILED = Failed(kind="model", message=ATTACK, hint=ATTACK)
 
@@ -150,8 +150,8 @@ def the_server(home, capfd):
     lines = Lines(ATTACK)
     for event in (Loading(done_bytes=1, total_bytes=2), HOSTILE_READY, FAILED):
         lines.show(event)
-    lines.handled(Handled(ATTACK, ATTACK, 200, 1.0, reply("")[-1]))
-    lines.handled(Handled(ATTACK, ATTACK, 500, 1.0, error=ATTACK))
+    lines.handled(Handled("", ATTACK, ATTACK, 200, reply("")[-1]))
+    lines.handled(Handled("", ATTACK, ATTACK, 500, problem=ATTACK))
     return "".join(capfd.readouterr())
 
 

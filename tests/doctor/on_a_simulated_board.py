@@ -14,17 +14,17 @@ from engine.events import EngineOptions
 prepare(EngineOptions(model_path="", backend="NV"))
 
 import engine.measure.bandwidth as bandwidth  # noqa: E402  (the device is chosen before tinygrad is imported)
-from engine.doctor import quick_check, stress_check  # noqa: E402
+from engine.doctor import checks  # noqa: E402
 from tests.driver.simulate import simulated  # noqa: E402
 
 
 def main() -> None:
     bandwidth.DEVICE_BYTES, bandwidth.ROUNDS, bandwidth.COPIES = 1 << 16, 1, 1
-    quick_check._SIZE, quick_check._LAUNCHES, quick_check._ROUNDS = 64, 4, 8
-    stress_check._KERNELS, stress_check._IN_GRAPH = 20, 4
-    stress_check._BUFFER_BYTES, stress_check._GPU_BYTES = 1 << 16, 1 << 18
+    checks._SIZE, checks._LAUNCHES, checks._ROUNDS = 64, 4, 8
+    checks._KERNELS, checks._IN_GRAPH = 20, 4
+    checks._BUFFER_BYTES, checks._GPU_BYTES = 1 << 16, 1 << 18
     with simulated():
-        for run in (quick_check.run, stress_check.run):
+        for run in (checks.quick, checks.stress):
             print(msgspec.json.encode(run("NV")).decode(), flush=True)
         sys.stdout.flush()
         os._exit(0)  # the board outlives the device, as a real one does

@@ -15,7 +15,7 @@ from app.chat.settings import Settings
 from app.cli import doctor
 from engine.doctor import Section, backend_checks, bad, good, jetson
 from engine.doctor.backend_checks import run_check
-from engine.doctor.check_result import CheckResult
+from engine.doctor.checks import CheckResult
 from engine.errors import UsageError
 from tests.doctor import machines
 from tests.paths import ROOT
@@ -264,11 +264,11 @@ def test_the_command(tmp_path):
 
 
 def test_drivers_that_speak_our_language():
-    from engine.doctor import driver_check
+    from engine.doctor import checks
     from tests.driver.simulate import simulated
 
     with simulated() as kernel:
-        result = driver_check.run("nvgpu")
+        result = checks.driver("nvgpu")
         assert kernel.leaks() == []
     assert (
         result.ok
@@ -280,8 +280,7 @@ def test_drivers_that_speak_our_language():
 def test_drivers_that_speak_another(monkeypatch, capsys):
     import errno
 
-    from engine.doctor import driver_check
-    from engine.doctor.check_result import write_result
+    from engine.doctor import checks
     from engine.tegra import driver
     from tests.driver.simulate import simulated
 
@@ -291,7 +290,7 @@ def test_drivers_that_speak_another(monkeypatch, capsys):
             raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
 
         monkeypatch.setattr(driver.system, "ioctl", refused)
-        write_result("nvgpu", driver_check.run)
+        checks.write_result("nvgpu", checks.driver)
         assert kernel.leaks() == []
     said = json.loads(capsys.readouterr().out)
     assert not said["ok"] and "ENOTTY" in said["text"] and "another version" in said["advice"]

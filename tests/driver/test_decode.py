@@ -12,6 +12,7 @@ from engine.tegra import abi
 from tests import generated_model
 from tests.paths import ROOT
 from tests.reference import Reference
+from tests.thorough import thorough
 
 # Enough tokens for tensor cores.
 PROMPT = (5, 17, 300, 42, 9, 11, 200, 33, 7, 8, 100, 101, 102, 44, 45, 46, 300, 301)
@@ -35,7 +36,7 @@ def wanted(model):
     return tokens[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("kernels", ["fused", "graph"])
+@pytest.mark.parametrize("kernels", ["fused", pytest.param("graph", marks=thorough)])
 def test_the_same_tokens_as_in_float32(model, wanted, kernels):
     command = [sys.executable, "-m", "tests.driver.decode", "NV", kernels, model, N_TOKENS, *PROMPT]
     environment = os.environ | {"DEV": "NV", "PYTHONPATH": str(ROOT)}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from app.chat.settings import Settings
 from app.cli import stop
 from engine import kept_engines
 from engine.client import LocalEngine, leave
@@ -58,9 +59,9 @@ async def test_the_next_run_finds_the_engine_loaded_and_it_answers(warm, capsys)
     assert token_ids(events) == [0, 1, 2, 3, 4] and isinstance(events[-1], Finished)
     assert second.pid == pid and ready.keep_warm_s == 60
     await leave(second)
-    assert stop.run([]) == 0
+    assert stop.run([], Settings()) == 0
     await gone(pid)
-    assert stop.run([]) == 0
+    assert stop.run([], Settings()) == 0
     assert capsys.readouterr().out == "ended 1 engine\nno engine is kept warm\n"
 
 

@@ -2,7 +2,6 @@
 CPUs and its tensor graphs. `python -m tools.measure oracle_check` runs all that are here in part."""
 
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from engine.model.graph_runner import GraphRunner
 from engine.model.weights import Weights
 from tests import oracles
 from tests.reference import Reference, divergence, log_softmax
+from tests.thorough import THOROUGH
 
 # Exact answers, of float32 weights. Keys and values of float16, and rounded activations, make the differences.
 DIFFERENCE, ROUNDED_DIFFERENCE = 1e-4, 8e-3
@@ -23,7 +23,7 @@ ON_CPU = ("tiny-gemma3-F32", "tiny-phi3-Q4_K_M", "tiny-qwen35moe-Q4_K_M")
 OF_REFERENCE = [
     name
     for name in oracles.NAMES
-    if os.environ.get("ORIN_THOROUGH") or name.endswith("-F32") or name in ON_CPU
+    if THOROUGH or name.endswith("-F32") or name in ON_CPU
     or name in ("tiny-llama-yarn-Q8_0", "tiny-gpt-oss-MXFP4", "tiny-gemma4-moe-Q8_0")
 ]  # fmt: skip
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
+from msgspec.structs import replace
 from textual.app import App, ComposeResult
 
+from tests.app.fake_engine import READY
 from widgets.activity_line import ActivityLine, status_text
-from widgets.context_meter import context_meter
 from widgets.engine_status import EngineStatus, Phase
-from widgets.status_line import StatusLine
+from widgets.status_line import StatusLine, context_meter
 
 STATUS = EngineStatus(
     phase=Phase.READY,
-    model="Qwen2.5 Coder 1.5B Instruct",
-    quantization="Q4_K",
-    backend="CUDA",
-    device="NVIDIA H200",
+    ready=replace(READY, model=replace(READY.model, name="Qwen2.5 Coder 1.5B Instruct", quantization="Q4_K")),
     tokens_per_s=1234.56,
     first_token_s=0.2143,
     context_used=1234,
@@ -53,7 +51,11 @@ async def test_the_status_line_has_what_must_be_seen_at_every_width():
     async with app.run_test(size=(120, 5)) as pilot:
         line = app.query_one(StatusLine)
         line.warning = "not saved"
-        for status in (STATUS, replace(STATUS, tokens_per_s=None, context_used=None), EngineStatus()):
+        for status in (
+            STATUS,
+            dataclasses.replace(STATUS, tokens_per_s=None, context_used=None),
+            EngineStatus(),
+        ):
             line.status = status
             for width in range(40, 130, 7):
                 await pilot.resize_terminal(width, 5)
@@ -63,17 +65,18 @@ async def test_the_status_line_has_what_must_be_seen_at_every_width():
                 assert len(shown) <= line.size.width
                 assert "tok/s" in shown
                 assert "⚠" in shown
-                if status.model:
+                if status.ready.model.name:
                     assert all(fact in shown for fact in ("Q", "Q4_K", "CUDA"))
                 if width >= 61:
                     assert "not saved" in shown
-                    assert "Qwen" in shown or not status.model
+                    assert "Qwen" in shown or not status.ready.model.name
                 if status.context_used:
                     assert "%" in shown or "1,234/32,768" in shown
         line.warning = ""
         line.status = STATUS
         assert "checkpoints" not in str(line.tooltip)
-        line.status = replace(STATUS, checkpoints=8, states_bytes=450_000_000)
+        with_states = replace(STATUS.ready, checkpoints=8, states_bytes=450_000_000)
+        line.status = dataclasses.replace(STATUS, ready=with_states)
         assert "up to 8 checkpoints of it (450 MB)" in str(line.tooltip)
         await pilot.resize_terminal(120, 5)
         await pilot.pause()
@@ -83,7 +86,7 @@ async def test_the_status_line_has_what_must_be_seen_at_every_width():
 
 
 def test_what_an_engine_does_in_words():
-    say = lambda phase, **changes: status_text(replace(STATUS, phase=phase, **changes))
+    say = lambda phase, **changes: status_text(dataclasses.replace(STATUS, phase=phase, **changes))
     assert say(Phase.LOADING, done=5 * 10**8, total=10**9, seconds_left=3.4) == (
         "loading · 500 MB of 1.00 GB · 50% · 3.4 s left"
     )

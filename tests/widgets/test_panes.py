@@ -558,7 +558,7 @@ def test_a_low_graph_has_the_room_of_what_is_said_of_the_memory():
 
 class BarApp(App[None]):
     def compose(self):
-        yield PresetBar("F6", "F7", "F8")
+        yield PresetBar()
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 import pytest
 
 from engine.events import BlockCounts, Slot, Slots
-from widgets import block_bar, client_lines, request_list, server_head, slot_table
-from widgets.client_lines import Bin, ClientThroughput, client_name
-from widgets.request_list import Request, RequestList
-from widgets.server_head import ServerState
-from widgets.slot_table import SlotState
+from tests.app.fake_engine import reply
+from widgets import request_list
+from widgets.block_bar import BlockBar
+from widgets.client_graph import Bin, ClientGraph, ClientThroughput, client_name
+from widgets.request_list import Handled, RequestList
+from widgets.server_head import ServerHead, ServerState
+from widgets.slot_table import SlotState, SlotTable
 
 BINS = tuple(Bin(number, (("10.0.0.1", 30), ("10.0.0.2", 10))) for number in range(100, 110))
 TWO = ClientThroughput(BINS, last=109, prefill=1200.0)
@@ -24,7 +26,7 @@ def texts(lines):
 
 
 def test_throughput_is_stacked_by_client():
-    head, *graph, axis, legend = texts(client_lines.lines(TWO, 65, 12))
+    head, *graph, axis, legend = texts(ClientGraph().draw(TWO, 65, 12))
     assert head == "80 tok/s  prefill 1.2k tok/s"
     assert legend == "█ 10.0.0.1 60 tok/s  ░ 10.0.0.2 20 tok/s"
     assert axis.startswith("-60 s ─") and axis.endswith(" now") and len(axis) == 65
@@ -35,7 +37,7 @@ def test_throughput_is_stacked_by_client():
 
 def test_more_clients_than_patterns_are_others():
     tokens = tuple((f"10.0.0.{i}", 2) for i in range(9))
-    *_, legend = texts(client_lines.lines(ClientThroughput((Bin(9, tokens),), last=9), 200, 12))
+    *_, legend = texts(ClientGraph().draw(ClientThroughput((Bin(9, tokens),), last=9), 200, 12))
     assert "╳ others 4.0 tok/s" in legend and "10.0.0.4 1.0" in legend and "10.0.0.5" not in legend
 
 
@@ -46,7 +48,7 @@ def test_names_from_the_network_are_harmless():
         and client_name("") == "unknown"
     )
     assert client_name("a" * 99) == "a" * 23 + "…"
-    drawn = slot_table.lines(SlotState((Slot(
+    drawn = SlotTable().draw(SlotState((Slot(
         request_id=1, client="\x1b]0;x\x07", phase="decode", prompt_done=1, prompt_n=1, predicted_n=1, rate=1.0
     ),)), 60, 9)  # fmt: skip
     assert not any(ord(c) < 32 for text in texts(drawn) for c in text)
@@ -54,27 +56,28 @@ def test_names_from_the_network_are_harmless():
 
 def test_slots_and_queue():
     state = SlotState((PREFILL, None, DECODE), waiting=2, refused=1)
-    assert texts(slot_table.lines(state, 70, 9)) == [
+    assert texts(SlotTable().draw(state, 70, 9)) == [
         "2 waiting · 1 refused",
         " 1 10.0.0.1        prefill  25% ██▌        50 of 200 tokens",
         " 2 idle",
         " 3 10.0.0.2        decode   43 tok/s 12 tokens after 96",
     ]
-    low = texts(slot_table.lines(state, 70, 3))
+    low = texts(SlotTable().draw(state, 70, 3))
     assert low[1].startswith(" 1 10.0.0.1") and low[2] == "2 more: no room"
 
 
 def test_blocks_in_words_and_a_bar():
     counts = BlockCounts(free=50, held=25, cached=25)
-    bar, words = texts(block_bar.lines(Slots(slots=(), waiting=0, blocks=(counts,)), 40))
+    bar, words = texts(BlockBar().draw(Slots(slots=(), waiting=0, blocks=(counts,)), 40, 9))
     assert bar == "█" * 10 + "▒" * 10 + "·" * 20 and words == "█ 25 held · ▒ 25 kept · · 50 free"
     recurrent = Slots(slots=(), waiting=0, blocks=(counts,), checkpoints=(5, 16))
-    assert texts(block_bar.lines(recurrent, 40))[2:] == ["5 of 16 checkpoints of states"]
+    assert texts(BlockBar().draw(recurrent, 40, 9))[2:] == ["5 of 16 checkpoints of states"]
 
 
 def test_requests():
-    done = Request("12:00:01", "10.0.0.1", "/v1/chat/completions", 200, 12, 43.0)
-    refused = Request("12:00:00", "10.0.0.1", "/v1/chat/completions", 429, problem="rate_limit_error")
+    end = reply("", predicted_n=12, predicted_ms=11 / 43 * 1e3)[-1]
+    done = Handled("12:00:01", "10.0.0.1", "/v1/chat/completions", 200, end)
+    refused = Handled("12:00:00", "10.0.0.1", "/v1/chat/completions", 429, problem="rate_limit_error")
     assert texts(RequestList().draw((done, refused), 90, 1)) == [
         "12:00:01 10.0.0.1        /v1/chat/completions 200 12 tokens, 43 tok/s"
     ]
@@ -85,7 +88,7 @@ def test_the_head_says_how_the_server_ends_first():
     state = ServerState(
         "http://127.0.0.1:8080/v1", ("tiny", "Q6_K"), 1, 0, 96, 1200, ending="The server ends."
     )
-    assert texts(server_head.lines(state, 80)) == [
+    assert texts(ServerHead().draw(state, 80, 9)) == [
         "The server ends.",
         "http://127.0.0.1:8080/v1",
         "tiny · Q6_K",
@@ -95,7 +98,7 @@ def test_the_head_says_how_the_server_ends_first():
 
 @pytest.mark.parametrize(("width", "height"), [(16, 2), (1, 1), (30, 5)])
 def test_small_panes(width, height):
-    assert len(client_lines.lines(TWO, width, height)) <= height
-    assert len(slot_table.lines(SlotState((PREFILL, DECODE)), width, height)) <= height
+    assert len(ClientGraph().draw(TWO, width, height)) <= height
+    assert len(SlotTable().draw(SlotState((PREFILL, DECODE)), width, height)) <= height
     empty = BlockCounts(free=0, held=0, cached=0)
-    assert block_bar.lines(Slots(slots=(), waiting=0, blocks=(empty,), checkpoints=(0, 9)), width)
+    assert BlockBar().draw(Slots(slots=(), waiting=0, blocks=(empty,), checkpoints=(0, 9)), width, height)

@@ -7,9 +7,9 @@ import contextlib
 import pytest
 from textual.app import App, ComposeResult
 
-from app.chat.turn import Turn
 from tests.waiting import until
 from widgets.transcript import Transcript
+from widgets.turn import Turn
 from widgets.turn_lines import TurnLines
 
 

@@ -20,6 +20,7 @@ from textual.pilot import Pilot
 from app.chat.history import History
 from app.chat.speed_history import recording_engine
 from app.screens.chat_app import ChatApp
+from presets.loader import preset_files
 from tools.measure.driven_chat import DrivenChat, chat_with, keep_apart
 from widgets.text import as_bytes
 
@@ -87,7 +88,7 @@ class Recording(DrivenChat):
         """By the list of presets; a prompt that is sent meanwhile is answered by the engine of before."""
         app = self.app
         assert app.setup is not None
-        listings = [listing.entry.name for listing in app.setup.listings()]
+        listings = list(preset_files())
         await self.press("f8", "home", *["down"] * listings.index(preset), pause_s=0.2)
         self.picture(f"{preset}-chosen")
         before = app.session.engine

@@ -1,21 +1,22 @@
 """Blocks of Markdown and their lines. A block keeps its lines until the width changes; a growing one adds to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from markdown_it.tree import SyntaxTreeNode
 from textual.content import Content
+from textual.highlight import HighlightTheme, highlight
 
 from widgets.markdown import table
-from widgets.markdown.code import code_lines
 from widgets.markdown.inline import styled
 from widgets.markdown.lines import Line, filled, indented, wrapped
 
 BULLETS = ("• ", "◦ ", "▪ ", "‣ ")
 TASKS = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}
 _CODE = "$text on $surface"
+HIGHLIGHT_LIMIT_CHARS = 20_000
+"""Longer code stays plain: highlighting takes 2 ms a kilobyte, on the thread that draws."""
 _QUOTE_BAR = Content.styled("▌ ", ".quote")
 
 
@@ -75,8 +76,8 @@ class CodeBlock:
 class TableBlock:
     """A table that may still grow: `add` brings rows that are complete, `pending` are those after them."""
 
-    def __init__(self, header: table.Row, aligns: Sequence[str], *, follows: bool = False) -> None:
-        self.follows = follows
+    def __init__(self, header: table.Row, aligns: Sequence[str]) -> None:
+        self.follows = False
         self.pending: list[table.Row] = []
         self._header, self._aligns = header, aligns
         self._rows: list[table.Row] = []
@@ -115,12 +116,9 @@ class TableBlock:
 
 def table_parts(node: SyntaxTreeNode) -> tuple[table.Row, list[str], list[table.Row]]:
     """The header, the columns' alignments and the rows of a table."""
-    rows: list[table.Row] = [
-        [_inline(cell) for cell in row.children] for part in node.children for row in part.children
-    ]
-    aligns = [
-        str(cell.attrs.get("style", "")).rpartition(":")[2] for cell in node.children[0].children[0].children
-    ]
+    cells = [row.children for part in node.children for row in part.children]
+    rows: list[table.Row] = [[_inline(cell) for cell in row] for row in cells]
+    aligns = [str(cell.attrs.get("style", "")).rpartition(":")[2] for cell in cells[0]]
     return rows[0], aligns, rows[1:]
 
 
@@ -139,13 +137,12 @@ def _laid_out(node: SyntaxTreeNode, width: int, depth: int = 0) -> list[Line]:
         case "paragraph":
             return wrapped(_inline(node), width)
         case "heading":
-            return wrapped(
-                _inline(node).stylize_before(".heading1" if node.tag == "h1" else ".heading"), width
-            )
+            style = ".heading1" if node.tag == "h1" else ".heading"
+            return wrapped(_inline(node).stylize_before(style), width)
         case "hr":
             return [Line(Content.styled("─" * width, "$foreground 20%"), width)]
         case "fence" | "code_block":
-            return _node_code(node, width)
+            return _code_rows(code_lines(node.content.removesuffix("\n"), node.info), width)
         case "blockquote":
             return indented(_stacked(node.children, width - 2, depth), _QUOTE_BAR, _QUOTE_BAR)
         case "bullet_list" | "ordered_list":
@@ -185,10 +182,6 @@ def _item(node: SyntaxTreeNode, symbol: str, width: int, depth: int) -> list[Lin
     return indented(rows, Content.styled(symbol, ".bullet"), " " * len(symbol))
 
 
-def _node_code(node: SyntaxTreeNode, width: int) -> list[Line]:
-    return _code_rows(code_lines(node.content.removesuffix("\n"), node.info), width)
-
-
 def _code_rows(lines: Iterable[Content], width: int) -> list[Line]:
     rows = [row for line in lines for row in wrapped(line, width - 2)]
     return filled(rows, width, _CODE)
@@ -203,3 +196,23 @@ def _widest(first: Sequence[int], second: Sequence[int]) -> list[int]:
         max(first[i] if i < len(first) else 0, second[i] if i < len(second) else 0)
         for i in range(max(len(first), len(second)))
     ]
+
+
+class CodeTheme(HighlightTheme):
+    """Textual's, without its underlines: in a terminal those are links."""
+
+    STYLES = {kind: style.replace(" underline", "") for kind, style in HighlightTheme.STYLES.items()}
+
+
+def code_lines(code: str, info: str) -> list[Content]:
+    """The lines of a complete block of code, highlighted as `info`, the words after its opening mark, says."""
+    if len(code) > HIGHLIGHT_LIMIT_CHARS:
+        return [Content(line) for line in code.split("\n")]
+    return _highlighted(code, (info.split() or ["text"])[0])
+
+
+@lru_cache(maxsize=64)
+def _highlighted(code: str, language: str) -> list[Content]:
+    content = highlight(code, language=language, theme=CodeTheme)
+    lines = content.split("\n", allow_blank=True)
+    return lines[: len(code.split("\n"))]

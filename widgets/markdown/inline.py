@@ -1,7 +1,5 @@
 """Inline Markdown as styled text. Styles are component classes (`.strong`) of the widget that draws it."""
 
-from __future__ import annotations
-
 import re
 
 from markdown_it.token import Token

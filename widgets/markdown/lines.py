@@ -1,7 +1,5 @@
 """Lines of laid out text, which know how they are copied."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """How Markdown is read: CommonMark with tables and strikethrough, as terminals can show it."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from markdown_it import MarkdownIt

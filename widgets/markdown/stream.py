@@ -5,8 +5,6 @@ long is cut: its finished lines, rows or items are laid out once, and parsing go
 first line, a table's header) and what comes after. So the cost of a token does not grow with the length of a reply.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

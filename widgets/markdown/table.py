@@ -1,7 +1,5 @@
 """Tables in lines. Where columns would be too narrow to read, each row is a list of its fields."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -55,9 +53,7 @@ def row_lines(row: Row, widths: Sequence[int], aligns: Sequence[str], style: str
     bar = Content.styled("│", _GRID)
     lines = []
     for parts in zip_longest(*cells):
-        texts = [
-            part if part is not None else Content(" " * w) for part, w in zip(parts, widths, strict=True)
-        ]
+        texts = [part or Content(" " * w) for part, w in zip(parts, widths, strict=True)]
         body = Content(" ") + (Content(" ") + bar + Content(" ")).join(texts) + Content(" ")
         lines.append(Line(bar + (body.stylize_before(style) if style else body) + bar, 2))
     return lines

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from app.bench import benchmark, regression, results, tables
 from app.bench.bench_command import run as run_command
-from app.bench.benchmark import Benchmark, Case, Sample
+from app.bench.benchmark import Benchmark, Case, TimedAnswer
 from app.bench.results import OURS, PEER, Result
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds
@@ -160,7 +160,7 @@ def test_figures(engines, model, capsys):
 )
 def test_the_time_from_token_to_token(times, intervals):
     fields = dict.fromkeys(Finished.__struct_fields__, 0) | {"reason": "stop", "type": "Finished"}
-    assert Sample(msgspec.convert(fields, Finished), times).intervals_ms == intervals
+    assert TimedAnswer(msgspec.convert(fields, Finished), times).intervals_ms() == intervals
 
 
 def test_several_models_and_presets(engines, model, tmp_path, capsys):
@@ -230,7 +230,7 @@ RESULT = Result(
     latency_p90_ms=17.9,
     latency_p99_ms=21.03,
     peak_resident_bytes=1_300_000_000,
-    **results.sample_fields([2_238_000_000, 2_240_000_000, 2_242_000_000], [57.2, 57.1, 57.3]),
+    **results.sample_fields([2238, 2240, 2242], [57.2, 57.1, 57.3]),
 )
 PEERS = replace(RESULT, engine=PEER, build_commit="b1-0c1e570", median_ts=52.0, kernels_per_token=None)
 
@@ -303,7 +303,7 @@ def test_the_file_that_is_saved(engines, model, tmp_path, capsys):
 
 
 def samples(*rates):
-    return replace(RESULT, **results.sample_fields([10**9] * len(rates), rates))
+    return replace(RESULT, **results.sample_fields([1000] * len(rates), rates))
 
 
 @pytest.mark.parametrize(

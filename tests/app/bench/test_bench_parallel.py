@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from app.bench import benchmark, regression, results
-from app.bench.arrivals import _shared_intervals
+from app.bench import benchmark, regression, results, samples
 from app.bench.bench_command import run as run_command
 from app.bench.results import OURS, PEER
-from app.bench.samples import Sample, shared_decode
+from app.bench.samples import TimedAnswer, _shared_intervals, shared_decode
 from app.chat.settings import Settings
 from engine.errors import UsageError
 from engine.events import Failed, Finished, ModelInfo, Ready, Token
@@ -122,10 +121,10 @@ def test_the_decode_that_several_answers_share(streams, ms, rates):
 
 
 def test_times_of_engines_whose_clocks_begin_later_than_the_request():
-    sample = Sample(None, [5.0, None, 7.0], sent_s=100.0, began_s=100.02)
-    assert sample.first_token_ms == pytest.approx(25)
+    sample = TimedAnswer(None, [5.0, None, 7.0], sent_s=100.0, began_s=100.02)
+    assert sample.first_token_ms == [pytest.approx(25)]
     assert sample.common_times_ms == pytest.approx([100_025, 100_027])
-    assert Sample(None, []).first_token_ms is None
+    assert TimedAnswer(None, []).first_token_ms == []
 
 
 def test_all_prompts_come_at_once_and_then_again(bench):
@@ -173,10 +172,10 @@ def test_answers_while_prompts_arrive(bench):
 
 
 def test_only_times_in_which_all_decode_count():
-    early, late = (Sample(None, times, 0.0, 0.0) for times in ([0, 10, 20, 30, 30, 40], [18, 25, 100]))
+    early, late = (TimedAnswer(None, times, 0.0, 0.0) for times in ([0, 10, 20, 30, 30, 40], [18, 25, 100]))
     assert _shared_intervals([early, late]) == [10, 5, 5, 10, 7]
     assert _shared_intervals([early, late], since_ms=26) == [5, 5, 10]
-    assert _shared_intervals([early, Sample(None, [])]) == []
+    assert _shared_intervals([early, TimedAnswer(None, [])]) == []
 
 
 def test_the_table_and_an_earlier_run(bench, tmp_path):
@@ -205,7 +204,7 @@ def test_an_engine_that_answers_fewer_says_so(bench):
 
 
 def test_an_engine_that_does_not_decode_at_the_same_time(bench, monkeypatch):
-    monkeypatch.setattr(benchmark, "shared_decode", lambda streams: None)
+    monkeypatch.setattr(samples, "shared_decode", lambda streams: None)
     code, out, err, _ = bench("--parallel", "2", "-p", "8", "-n", "2", "-r", "2")
     assert (code, out) == (0, "")
     assert err.count("2 x tg2 @ d8: orin-chat did not decode all of them at the same time.") == 1

@@ -13,7 +13,7 @@ from app.chat.settings import Settings
 from app.cli import doctor
 from engine.doctor import Section, backend_checks, good
 from engine.doctor.backend_checks import stress_check
-from engine.doctor.check_result import CheckResult
+from engine.doctor.checks import CheckResult
 from engine.errors import UsageError
 from presets.loader import parse
 from tests import generated_model
@@ -219,13 +219,13 @@ def test_the_stress_check_of_the_cpu(monkeypatch):
 
 
 def test_the_stress_check_sees_lost_kernels(monkeypatch):
-    from engine.doctor import stress_check as child
+    from engine.doctor import checks as child
 
     monkeypatch.setattr(child, "install", lambda dev: None)
     monkeypatch.setattr(child, "prepare", lambda options: "CPU")
     monkeypatch.setattr(child, "lost_kernels", lambda n: 2)
-    result = child.run("CPU")
+    result = child.stress("CPU")
     assert not result.ok and "2 of 10,000" in result.text
     monkeypatch.setattr(child, "lost_kernels", lambda n: 0)
     monkeypatch.setattr(child, "hold_buffers", lambda n_bytes, each: (each * 3, 1))
-    assert not child.run("CPU").ok
+    assert not child.stress("CPU").ok

@@ -2,15 +2,15 @@
 
 from app.chat.conversation import Conversation
 from app.chat.history import History
-from app.chat.turn import Turn
+from widgets.turn import Turn
 
 
 def test_a_past_chat_that_was_only_read_keeps_its_place_in_the_list():
     history = History(":memory:")
     for name in ("first", "second"):
         conversation = Conversation(history)
-        conversation.add(Turn("user", name))
-        conversation.add(Turn("assistant", "Yes."))
+        conversation.turns.append(Turn("user", name))
+        conversation.turns.append(Turn("assistant", "Yes."))
         conversation.save("model")
     first, second = 1, 2
     assert [chat.id for chat in history.chats()] == [second, first]
@@ -27,8 +27,8 @@ def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_
     history = History(":memory:")
     conversation = Conversation(history, "Be brief.")
     for text in ("a", "b", "c"):
-        conversation.add(Turn("user", text))
-        conversation.add(Turn("assistant", text.upper()))
+        conversation.turns.append(Turn("user", text))
+        conversation.turns.append(Turn("assistant", text.upper()))
     conversation.save("model")
     assert conversation.leave_out() == 4 and conversation.leave_out() == 0
     conversation.save("model")
@@ -40,11 +40,11 @@ def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_
         assert chat.turns[3].note == "the model reads from here on: 4 turns before it are left out"
     assert len(opened.all_messages()) == 7, "an export has all"
     opened.cut(4)
-    opened.add(Turn("user", "d"))
+    opened.turns.append(Turn("user", "d"))
     opened.save("model")
     assert [m.content for m in opened.messages()] == ["Be brief.", "d"], "the last prompt was edited"
     opened.cut(2)  # a prompt that is left out is edited: little is left, so the model reads all again
-    opened.add(Turn("user", "e"))
+    opened.turns.append(Turn("user", "e"))
     opened.save("model")
     for chat in (opened, Conversation(history, chat_id=conversation.chat_id)):
         assert [m.content for m in chat.messages()] == ["Be brief.", "a", "A", "e"]
@@ -55,15 +55,15 @@ def test_after_a_full_disk_earlier_turns_are_saved_too():
     history = History(":memory:")
     conversation = Conversation(history)
     prompt, answer = Turn("user", "a", finished=False), Turn("assistant", "", finished=False)
-    conversation.add(prompt)
-    conversation.add(answer)
+    conversation.turns.append(prompt)
+    conversation.turns.append(answer)
     conversation.save("model")
     pages = history._db.execute("PRAGMA page_count").fetchone()[0]
     history._db.execute(f"PRAGMA max_page_count = {pages}")
     prompt.finished, answer.content, answer.finished = True, "A" * 100_000, True
     conversation.save("model")
     for turn in (Turn("user", "b"), Turn("assistant", "B")):
-        conversation.add(turn)
+        conversation.turns.append(turn)
         conversation.save("model")
         assert conversation.problem
     history._db.execute("PRAGMA max_page_count = 1000000")

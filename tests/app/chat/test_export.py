@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.chat.export import ExportError, write_new_file
+from app.chat.export import write_new_file
+from engine.errors import OrinError
 
 
 @contextlib.contextmanager
@@ -35,7 +36,7 @@ def test_a_chat_is_written_under_its_title_and_never_over_another():
 
 
 def test_half_a_file_is_not_left_on_a_full_disk(tmp_path):
-    with full_disk(), pytest.raises(ExportError, match="cannot be written"):
+    with full_disk(), pytest.raises(OrinError, match="cannot be written"):
         write_new_file("Why?", "more than four bytes")
     assert not list(tmp_path.iterdir())
 

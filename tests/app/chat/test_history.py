@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.chat.history import History, HistoryError
-from app.chat.history_database import MIGRATIONS
+from app.chat.history import History
+from app.chat.history_database import MIGRATIONS, HistoryError
 from engine.events import Message
 
 

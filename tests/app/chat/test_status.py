@@ -57,7 +57,8 @@ def test_what_the_context_costs_is_said_while_the_model_loads():
 def test_the_memory_of_states_is_what_the_engine_says():
     status = StatusObserver(Clock())
     status.observe(replace(READY, state_bytes=100, states_bytes=1_000, checkpoints=8))  # two states, on a GPU
-    assert (status.snapshot().states_bytes, status.snapshot().checkpoints) == (1_000, 8)
+    ready = status.snapshot().ready
+    assert (ready.states_bytes, ready.checkpoints) == (1_000, 8)
 
 
 def test_no_time_is_left_where_all_is_done_but_the_end():

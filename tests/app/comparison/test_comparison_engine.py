@@ -7,8 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from app.comparison.common_prefix import CommonPrefix
-from app.comparison.comparison_engine import ComparisonEngine, compare_with_llama_server
-from app.comparison.engine_pair import answered_together
+from app.comparison.comparison_engine import ComparisonEngine, answered_together, compare_with_llama_server
 from app.comparison.report import report
 from engine.errors import TemplateError
 from engine.events import (

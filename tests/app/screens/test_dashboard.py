@@ -63,7 +63,7 @@ async def test_an_idle_engine_is_measured_once_and_after_each_reply():
     async with dashboard(engine) as (app, pilot, _):
         await until(lambda: engine.profiles == ["decode"])
         await sees(pilot, "143 kernels · sum 8,190 · wall 10,000 µs")
-        assert app.dashboard.performance.copy_gbps == 120
+        assert app.dashboard.performance.kernels.copy_gbps == 120
         await asyncio.sleep(0.3)
         assert engine.profiles == ["decode"], "not again and again"
         app.prompt.insert("Hi")
@@ -99,12 +99,12 @@ async def test_a_bandwidth_measured_beside_other_programs_is_measured_again_when
     async with dashboard(engine) as (app, _, _):
         panes = app.dashboard
         panes._read_counters = lambda: (Counter(name="other load", value=load, unit="%"),)
-        await until(lambda: panes.performance.copy_gbps == 30)
+        await until(lambda: panes.performance.kernels.copy_gbps == 30)
         await until(lambda: panes.machine.data.counters[0].value == 80)
         await asyncio.sleep(0.2)
         assert measured == [30], "not while they work"
         load = 3.0
-        await until(lambda: panes.performance.copy_gbps == 52)
+        await until(lambda: panes.performance.kernels.copy_gbps == 52)
         await asyncio.sleep(0.2)
         assert measured == [30, 52], "once"
 
@@ -265,7 +265,7 @@ async def test_no_edit_of_a_preset_is_lost_by_one_key(own_presets):
         assert "Of last week" in mine.read_text()
         await pilot.press("ctrl+s")
         await sees(pilot, "mine  Mine  your own")
-        assert mine.read_text() == text and app.screen.highlighted.entry.name == "mine"
+        assert mine.read_text() == text and app.screen.highlighted.name == "mine"
         await pilot.press("f2")
         await sees(pilot, "Ctrl+S saves · Esc closes")
         app.screen.query_one("TextArea").text = "nonsense"
@@ -292,7 +292,7 @@ async def test_a_preset_of_ones_own_is_deleted_after_a_question(own_presets):
         await sees(pilot, "Ctrl+S saves · Esc closes")
         await pilot.press("escape")
         await sees(pilot, "safe  Mine  your own")
-        assert app.screen.highlighted.entry.name == "safe", "where it was"
+        assert app.screen.highlighted.name == "safe", "where it was"
         await pilot.press("delete")
         await sees(pilot, "Delete your own safe for good? y deletes, any other key keeps it")
         await pilot.press("delete")  # is an answer

@@ -11,7 +11,7 @@ from app.chat.history import History
 from app.screens.models import ModelsScreen
 from app.serve.activity import Activity
 from app.serve.serve_app import ServeApp
-from app.serve.service import Handled, Service
+from app.serve.service import Service
 from engine.events import Counter, Failed, Message, Slot, Slots
 from tests.app.driver import Driver, chat
 from tests.app.fake_engine import STARTED, FakeEngine, reply
@@ -20,6 +20,7 @@ from tests.app.terminal import Terminal, shown
 from tests.generated_model import write
 from tests.waiting import until
 from widgets.entry_list import EntryList
+from widgets.request_list import Handled
 
 
 def past_chat(history: History) -> int:
@@ -122,8 +123,8 @@ async def test_the_screen_of_the_server():
         for event in (HOSTILE_READY, slots, Failed(kind="model", message=ATTACK, hint=ATTACK)):
             app.observe(event)
         for handled in (
-            Handled(ATTACK, ATTACK, 200, 1.0, reply("")[-1]),
-            Handled(ATTACK, ATTACK, 500, 1.0, error=ATTACK),
+            Handled("", ATTACK, ATTACK, 200, reply("")[-1]),
+            Handled("", ATTACK, ATTACK, 500, problem=ATTACK),
         ):
             activity.handled(handled)
         app.draw()

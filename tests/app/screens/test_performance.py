@@ -83,13 +83,13 @@ def test_a_small_model_faster_than_the_memory_is_in_a_cache(performance, weights
 def test_the_best_bandwidth_of_a_device_counts(performance):
     for gbps in (30.0, 120.0, 55.0):
         performance.observe(replace(MEASURED, copy_gbps=gbps))
-    assert performance.copy_gbps == 120, "other programs only make it less"
+    assert performance.kernels.copy_gbps == 120, "other programs only make it less"
     performance.observe(replace(READY, backend="CPU", device_name="a CPU"))
     performance.observe(replace(MEASURED, copy_gbps=50.0))
-    assert performance.copy_gbps == 50, "of this device"
+    assert performance.kernels.copy_gbps == 50, "of this device"
     performance.observe(READY)
     performance.observe(MEASURED)
-    assert performance.copy_gbps == 120, "of the earlier engine on the same device"
+    assert performance.kernels.copy_gbps == 120, "of the earlier engine on the same device"
 
 
 def test_an_engine_that_tells_no_bytes_has_no_roofline(clock):
@@ -176,7 +176,7 @@ def test_another_engine_begins_anew_on_the_same_time_axis(performance, clock):
     assert [s.tokens_per_s for s in view.samples] == pytest.approx([100] * 3)
     performance.observe(replace(MEASURED, copy_gbps=400.0))
     decode(performance, 100, 100.0)
-    limits = [s.limit_gbps(performance.copy_gbps) for s in performance.throughput().samples]
+    limits = [s.limit_gbps(performance.kernels.copy_gbps) for s in performance.throughput().samples]
     assert limits[0] == 100 and limits[-1] == 400, "each has the limit of its own engine"
 
 

@@ -392,7 +392,7 @@ async def test_a_failure_in_the_middle_of_a_stream(served):
     died = Failed(kind="backend", message="The engine died.")
     client, service = served(FakeEngine([*reply("")[:2], *tokens("Well"), died]))
     *_, last = await events(client, CHAT, HELLO)
-    assert last["error"]["message"] == "The engine died." and service.handled[0].error == "server_error"
+    assert last["error"]["message"] == "The engine died." and service.handled[0].problem == "server_error"
 
 
 async def test_requests_wait_up_to_a_limit(served):
@@ -443,7 +443,7 @@ async def test_a_failure_of_one_of_several_answers_ends_all(served, stream):
     client, service = served(FakeEngine([*reply("one")[:-1], None], [died]))
     response = await client.post(CHAT, json={**HELLO, "n": 2, "stream": stream})
     assert "The engine died." in response.text
-    assert service.open == service.processing == 0 and service.handled[0].error == "server_error"
+    assert service.open == service.processing == 0 and service.handled[0].problem == "server_error"
 
 
 async def test_a_proxy_sees_that_a_silent_stream_lives(served, monkeypatch):
@@ -457,7 +457,7 @@ async def test_a_proxy_sees_that_a_silent_stream_lives(served, monkeypatch):
     first, *_, failed, done, _ = response.text.split("\n\n")
     assert response.status_code == 200 and first == ": still here" and done == "data: [DONE]"
     assert json.loads(failed.removeprefix("data: "))["error"]["code"] == "context_length_exceeded"
-    assert service.open == 0 and service.handled[0].error
+    assert service.open == 0 and service.handled[0].problem
 
 
 async def test_a_bias_reaches_the_engine(served):
@@ -505,7 +505,7 @@ async def test_a_client_that_goes_cancels_its_request(served, stream, before):
     gone.set()
     await asyncio.wait_for(call, 5)
     assert closed.is_set() and service.open == service.processing == 0
-    assert [handled.status for handled in service.handled] == [499]
+    assert [(h.status, h.problem) for h in service.handled] == [(499, "the client has gone")]
 
 
 async def test_while_it_loads_and_when_it_stops(served):

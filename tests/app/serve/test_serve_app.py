@@ -12,13 +12,13 @@ from app.serve import serve_app, serve_command
 from app.serve.activity import Activity
 from app.serve.routes import application
 from app.serve.serve_app import ServeApp, run_beside
-from app.serve.service import Handled, Service
+from app.serve.service import Service
 from engine.events import BlockCounts, Ready, Slot, Slots
 from tests.app.fake_engine import READY, MeasuredEngine, reply
 from tests.app.scenes import COUNTERS, drawn, settled
 from tests.app.serve.conftest import HELLO
 from tests.waiting import until
-from widgets.request_list import Request
+from widgets.request_list import Handled
 
 SLOTS = Slots(
     slots=(
@@ -35,8 +35,8 @@ def served(model_file, *replies, **fields):
     """(the screen, its engine, a client) with a clock that stands still."""
     engine = MeasuredEngine(*replies)
     activity = Activity("http://127.0.0.1:8080/v1", engine.clock)
-    service = Service(activity.watched(engine), model="tiny", file=model_file, **fields)
-    service.on_handled = activity.handled
+    service = Service(engine, model="tiny", file=model_file, **fields)
+    service.on_handled, service.watch = activity.handled, activity.follow
     app = ServeApp(service, engine, activity, stop=lambda: app.exit(), read_counters=lambda: COUNTERS)
     engine.on_event = app.observe
     transport = httpx.ASGITransport(application(service))
@@ -63,7 +63,8 @@ def busy(model_file):
     app.activity._bins.update(
         {number: {"10.0.0.8": 20 + number % 7, "10.0.0.7": number % 5 * 3} for number in range(1890, 2000)}
     )
-    app.activity._requests.appendleft(Request("12:00:00", "10.0.0.8", "/v1/chat/completions", 200, 12, 43.2))
+    end = reply("", predicted_n=12, predicted_ms=11 / 43.2 * 1e3)[-1]
+    app.activity.handled(Handled("12:00:00", "10.0.0.8", "/v1/chat/completions", 200, end))
     return app
 
 
@@ -158,10 +159,3 @@ def test_when_there_is_a_screen(monkeypatch, terminals, term, screen):
         stream.isatty = lambda i=i: i < terminals
         monkeypatch.setattr(sys, name, stream)
     assert serve_command._has_screen() is screen
-
-
-def test_a_client_that_has_gone(model_file):
-    app, *_ = served(model_file)
-    app.activity.handled(Handled("10.0.0.9", "/v1/completions", 499, 1.0))
-    [request] = app.activity.requests()
-    assert (request.status, request.tokens, request.problem) == (499, 0, "the client has gone")

@@ -32,7 +32,9 @@ from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
 from engine.kernels.cpu.weight_repacking import repack
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
+from tests.thorough import thorough
 
+# Products are run by default, the rest by `make check-thorough`: x86 and Arm differ in what clang makes of a source.
 unicorn = pytest.importorskip("unicorn", reason="the emulator unicorn is not installed")
 LANES, PARTS, TILE = 8, 2, 4
 
@@ -117,6 +119,7 @@ def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
     assert on_arm(pool, kernel, [memory.zeros(tile * rows, dtypes.float32)], ins) < 1e-6
 
 
+@thorough
 @pytest.mark.parametrize("tile", [1, TILE])
 def test_experts(pool: ThreadPool, tile: int) -> None:
     """Choice, groups, products and sum, of three experts."""
@@ -158,6 +161,7 @@ def test_experts(pool: ThreadPool, tile: int) -> None:
     assert on_arm(pool, add_experts(used, True, LANES, tile), [out], ins) < 1e-6
 
 
+@thorough
 @pytest.mark.parametrize("tile", [1, TILE])
 @pytest.mark.parametrize("kind", ["", "silu", "gelu", "swiglu_oai", "sigmoid", "normed"])
 def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
@@ -174,6 +178,7 @@ def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     )  # a rounding, of 16 bits
 
 
+@thorough
 @pytest.mark.parametrize("tile", [1, TILE])
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
@@ -210,6 +215,7 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
     assert on_arm(pool, attention(heads, pool.count, tile), [out], ins) < 1e-5
 
 
+@thorough
 @pytest.mark.parametrize("tile", [1, TILE])
 def test_delta_nets(pool: ThreadPool, tile: int) -> None:
     net, tokens = DeltaNet(2, 4, 32, 4, 1e-6, LANES), 1 if tile == 1 else 6

@@ -22,6 +22,10 @@ CONTEXT = 96
 SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 1}
 
 
+def check_rows() -> None:
+    hold(architecture="qwen3", **SMALL)
+
+
 def check_rows_with_windows_and_norms_after() -> None:
     keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
     hold(architecture="gemma3", keys=keys, **SMALL | {"layers": 2})

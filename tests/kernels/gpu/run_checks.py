@@ -1,10 +1,11 @@
 """Runs checks of GPU kernels and prints a line for each, in JSON: {"check": name, "error": traceback or "", "seconds":
 its time}.
 
-    DEV=... python -m tests.kernels.gpu.run_checks MODULE.CHECK...
+    DEV=... PARALLEL=0 python -m tests.kernels.gpu.run_checks MODULE.CHECK...
 
-DEV=TEGRA+NV is compiled C on the simulated board, with the warps of a block in both orders. DEV=PYTHON::sm_90 is
-tinygrad's emulator, which needs no compiler.
+DEV=TEGRA+NV is compiled C on the simulated board, the last warp of a block ahead of the others; with ORIN_THOROUGH, the
+first one too. DEV=PYTHON::sm_90 is tinygrad's emulator, which needs no compiler. Of each kernel that is compiled,
+vector loads and stores are proven to be aligned.
 
 One process runs them all: they share the kernels that pack matrices. It is none of pytest's, since a process has one
 default device.
@@ -19,12 +20,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from tinygrad import Device
+from tinygrad import Device, UOp, codegen
 
-from engine.fixes import slice_shapes
-
-MODELS = ("check_batches", "check_layers", "check_model")
+from engine.fixes import program_cache, slice_shapes
+from tests.kernels.gpu.alignment import prove_uops
+from tests.thorough import THOROUGH
 
 
 @contextlib.contextmanager
@@ -44,13 +46,24 @@ def simulated_board() -> Iterator[None]:
         assert not fault and not kernel.leaks()
 
 
-def orders_of_warps(of_models: bool) -> Iterator[None]:
-    """Once with the first warp of a block ahead of the others, once with the last. Whole models, whose kernels other
-    checks have run alone, run with the last one only, unless ORIN_THOROUGH is set."""
+def orders_of_warps() -> Iterator[None]:
+    """Once with the last warp of a block ahead of the others; with ORIN_THOROUGH, once more with the first."""
     from tests.driver import program
 
-    for program.backwards in (True,) if of_models and not os.environ.get("ORIN_THOROUGH") else (False, True):
+    for program.backwards in (True, False) if THOROUGH else (True,):
         yield
+
+
+def prove_alignment() -> None:
+    """From now on, a kernel whose vector accesses are not known to be aligned raises AssertionError."""
+    stock = codegen.do_to_program
+
+    def proven(*arguments: Any) -> UOp:
+        program = stock(*arguments)
+        prove_uops(program)
+        return program
+
+    codegen.do_to_program = proven
 
 
 def run(check: Callable[[], None], is_on_board: bool) -> str:
@@ -58,8 +71,7 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
     from tests.kernels.gpu.buffers import begin
 
     try:
-        of_models = check.__module__.rpartition(".")[2] in MODELS
-        for _ in orders_of_warps(of_models) if is_on_board else [None]:
+        for _ in orders_of_warps() if is_on_board else [None]:
             begin()
             check()
     except Exception:
@@ -70,6 +82,8 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
 def main(*names: str) -> None:
     gc.disable()  # a fifth of the time that kernels take to compile
     slice_shapes.apply()
+    program_cache.apply()
+    prove_alignment()
     is_on_board = os.environ["DEV"].endswith("NV")
     with simulated_board() if is_on_board else contextlib.nullcontext():
         for name in names:

@@ -2,12 +2,14 @@
 
 The simulated board (tests/driver) runs them as compiled C, block by block and warp by warp, each warp as far ahead of
 the others as barriers allow; every load and store is checked. Where there is no compiler for it, tinygrad's emulator
-runs them.
+runs them. `alignment` proves of each kernel that its vector loads and stores are aligned.
 """
 
+import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from tests.driver.compiler import compiler
 from tests.paths import ROOT
+from tests.thorough import THOROUGH, thorough
 
 CHECKS = {
     name: file.stem
@@ -24,34 +27,42 @@ CHECKS = {
 }
 """The functions to run, and their modules."""
 
-THOROUGH = {  # which take a minute each: other checks run the same kernels, in fewer steps of fewer models
+LONG = {  # which take a minute each: other checks run the same kernels, in fewer steps of fewer models
     "check_chunks_leave_the_same_state",
     "check_head_sizes",
+    "check_profile_of_experts",
     "check_rows_side_by_side",
     "check_rows_with_delta_nets_and_gated_attention",
     "check_rows_with_embeddings_and_shared_caches",
+    "check_rows_with_experts_sinks_and_biases",
     "check_rows_with_windows_and_norms_after",
 }
-SELECTED = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(not os.environ.get("ORIN_THOROUGH"), reason="ORIN_THOROUGH is not set")
-    )
-    if name in THOROUGH
-    else name
-    for name in CHECKS
-]
+SELECTED = [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]
+
+
+def kept_kernels() -> Path:
+    """The folder in which compiled kernels stay for the next run. Its name follows from what compiles, loads and proves
+    them; `engine.disk_cache` tells kernels, and versions of tinygrad, apart."""
+    version = subprocess.run([compiler() or "true", "--version"], capture_output=True).stdout
+    digest = hashlib.sha256(version)
+    for file in [*sorted(ROOT.glob("tests/driver/*.[ph]*")), Path(__file__).with_name("alignment.py")]:
+        digest.update(file.read_bytes())
+    folder = ROOT / "build/test-kernels" / digest.hexdigest()
+    for other in set(folder.parent.glob("*")) - {folder}:
+        shutil.rmtree(other, ignore_errors=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     """The error of each check that was selected, "" for one that passes."""
     items = [item for item in request.session.items if item.path == request.path]
-    runs = [item for item in items if not any(m.args[0] for m in item.iter_markers("skipif"))]
-    selected = [item.callspec.params["check"] for item in runs]
+    selected = [item.callspec.params["check"] for item in items]
     device = "TEGRA+NV" if compiler() else "PYTHON::sm_90"
-    checks = [f"{CHECKS[name]}.{name}" for name in selected]
+    checks = [f"{CHECKS[name]}.{name}" for name in selected if THOROUGH or name not in LONG]
     command = [sys.executable, "-m", "tests.kernels.gpu.run_checks", *checks]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"DEV": device}, capture_output=True, text=True)
+    env = os.environ | {"DEV": device, "PARALLEL": "0", "XDG_CACHE_HOME": str(kept_kernels())}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr[-3000:]
     return {result["check"]: result["error"] for result in results}
