@@ -15,7 +15,7 @@ from engine.events import Sampling, Step
 from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
-from engine.kernels.cpu.step_state import PLACES, TILES, TOKENS
+from engine.kernels.cpu.step_state import TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
@@ -68,7 +68,7 @@ class CPURunner:
         layers = ((heads.kv, heads.dim, heads.window) for heads, _ in self._cache.layers)
         self.export_layout = export_layout(layers, states.layout)
         self._state, self._tokens = memory.view(model.state), memory.view(model.tokens)
-        self._places = self._state[PLACES:].reshape(-1, 2)
+        self._places = memory.view(model.places).reshape(-1, 2)
         tiles = [1 << i for i in range(model.tile_of(parallel).bit_length())]
         rows = {tile: tile for tile in tiles} | {tiles[-1]: model.max_rows(parallel)}
         self.row_counts = tuple(rows.values())

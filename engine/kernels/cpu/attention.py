@@ -33,7 +33,7 @@ def task_shape(heads: Heads, threads: int, tile: int, rows: int = 0) -> tuple[in
     as many tokens as keep the registers busy."""
     shared_by = heads.query // heads.kv
     task_heads = shared_by
-    while tile == 1 and task_heads > 1 and heads.query // task_heads * max(rows, 1) < threads:
+    while tile == 1 and task_heads > 1 and heads.query // task_heads < threads:
         task_heads = max(d for d in range(1, task_heads) if shared_by % d == 0)
     tokens = 1
     while not rows and tokens < tile and 2 * tokens * task_heads <= _MAX_SUMS and tile % (2 * tokens) == 0:
@@ -72,8 +72,9 @@ def mask(lanes: int) -> NDArray[np.float32]:
 @functools.cache
 def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the layer's cache
-    (`Heads.cached`); the tables of the sequences, int32 (sequences, heads.table); the state; the queries of
-    `engine.kernels.cpu.rope.rotate`; `mask`; the sinks, float32 (query,), if there are any."""
+    (`Heads.cached`); the tables of the sequences, int32 (sequences, heads.table); the state, unless there are `rows`;
+    the tokens' places; the queries of `engine.kernels.cpu.rope.rotate`; `mask`; the sinks, float32 (query,), if there
+    are any."""
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile, rows)
     n = task_heads * tokens
@@ -88,13 +89,14 @@ def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
         out, scores, keys, values, *rest = buffers
         key_scales, value_scales = (rest.pop(0) if h.is_quantized else None for _ in range(2))
-        tables, state, queries, score_mask, *sinks = rest
+        tables, state = rest.pop(0), None if rows else rest.pop(0)
+        places, queries, score_mask, *sinks = rest
         assert len(sinks) == h.sinks
         k = KernelBuilder(lanes)
         k.scratch(scores)
         row: Index = part // (h.query // task_heads) if rows else 0
-        start, sequence = position_of(k, state, row), sequence_of(k, state, row)
-        step_tokens = 1 if rows else n_tokens(k, state, tile)
+        start, sequence = position_of(k, places, row), sequence_of(k, places, row)
+        step_tokens = n_tokens(k, state, tile)
         # A loop's length must not depend on an outer loop, so all tasks read the keys up to the last token's.
         end = start + step_tokens
         all_blocks = (end + (lanes - 1)) // lanes

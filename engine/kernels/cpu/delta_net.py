@@ -72,24 +72,25 @@ class DeltaNet:
 def convolve(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
     """The convolution, SiLU, and the norms of queries and keys; queries are multiplied by size ** -0.5. beta becomes
     sigmoid(beta), and alpha exp(decay * softplus(alpha + bias)). Buffers: queries, keys and values, float32 (tokens,
-    channels), and beta and alpha, float32 (tokens, 2, gates), both changed in place; the layer's inputs; the state; the
-    weights of the convolution, float32 (taps, channels); decay and bias, float32 (gates,) each."""
+    channels), and beta and alpha, float32 (tokens, 2, gates), both changed in place; the layer's inputs; the state if
+    tile is more than 1; the tokens' places; the weights of the convolution, float32 (taps, channels); decay and bias,
+    float32 (gates,) each."""
     size, lanes, before = net.size, net.lanes, net.taps - 1
     vectors = size // lanes
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        x, gates, inputs, step_state, weights, decay, bias = buffers
+        x, gates, inputs, *step_state, places, weights, decay, bias = buffers
         k = KernelBuilder(lanes)
         for buffer in (x, gates, inputs):
             k.scratch(buffer)
-        tokens: Index = k.index(step_state, TOKENS) if tile > 1 else 1
+        tokens: Index = k.index(step_state[0], TOKENS) if step_state else 1
         runs, run_tokens = (tokens, 1) if rows else (1, tokens)
         first, count = even_share(2 * net.keys + net.values, part, parts)
         window = k.registers(net.taps * size)  # a ring of the last inputs of a head
         activated, squares = k.registers(size), k.registers(lanes)
         with k.loop(count) as i, k.loop(runs) as run:
             head = first + i
-            kept = sequence_of(k, step_state, run) * net.inputs_size + head * size
+            kept = sequence_of(k, places, run) * net.inputs_size + head * size
             with k.loop(before) as tap, k.loop(vectors) as j:
                 v = k.vector(inputs, kept + tap * net.channels + j * lanes)
                 k.store(window, tap * size + j * lanes, v)
@@ -131,23 +132,24 @@ def convolve(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
 @functools.cache
 def delta_net(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
     """For each token S *= decay; S += k (beta * (v - S^T k))^T; out = norm(S^T q) * weight, of each value head.
-    Buffers: out, float32 (tokens, values * size); the layer's states; the state; what `convolve` has made of queries,
-    keys and values, and of beta and alpha; the weight of the norm, float32 (size,)."""
+    Buffers: out, float32 (tokens, values * size); the layer's states; the state if tile is more than 1; the tokens'
+    places; what `convolve` has made of queries, keys and values, and of beta and alpha; the weight of the norm, float32
+    (size,)."""
     size, lanes, width = net.size, net.lanes, net.width
     vectors, blocks = width // lanes, size // width
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        out, states, step_state, x, gates, weight = buffers
+        out, states, *step_state, places, x, gates, weight = buffers
         k = KernelBuilder(lanes)
         for buffer in (out, states):
             k.scratch(buffer)
-        tokens: Index = k.index(step_state, TOKENS) if tile > 1 else 1
+        tokens: Index = k.index(step_state[0], TOKENS) if step_state else 1
         runs, run_tokens = (tokens, 1) if rows else (1, tokens)
         first, count = even_share(net.values, part, parts)
         new, factor = k.registers(width), k.registers(1)
         with k.loop(count) as i, k.loop(runs) as run:
             head = first + i
-            sequence = sequence_of(k, step_state, run)
+            sequence = sequence_of(k, places, run)
             with k.loop(blocks) as block, k.loop(run_tokens) as t:
                 token = run + t
                 state = ((sequence * net.values + head) * blocks + block) * (size * width)

@@ -96,10 +96,10 @@ class Heads:
 def rotate(heads: Heads, tile: int) -> Kernel:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
     (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`) and the tables of the sequences,
-    int32 (sequences, heads.table), if it stores something; the state; the products' rows, float32 (tokens, heads.rows):
-    queries, keys, values; cos and sin of the angles, float32 (positions, dim / 2) each; of the queries' norm and of the
-    keys' the weights, float32 (dim,) or of all heads, if there is one; the temperatures, float32 (positions,), if there
-    are any."""
+    int32 (sequences, heads.table), if it stores something; the state if tile is more than 1; the tokens' places; the
+    products' rows, float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions,
+    dim / 2) each; of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one;
+    the temperatures, float32 (positions,), if there are any."""
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
@@ -108,7 +108,8 @@ def rotate(heads: Heads, tile: int) -> Kernel:
         keys, values = (rest.pop(0) for _ in range(2)) if h.stored != "nothing" else (queries, queries)
         scales = [rest.pop(0) for _ in range(2)] if h.is_quantized and h.stored != "nothing" else []
         tables = rest.pop(0) if h.stored != "nothing" else None
-        state, rows, cos, sin, *rest = rest
+        state = rest.pop(0) if tile > 1 else None
+        places, rows, cos, sin, *rest = rest
         query_norm, key_norm = (rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm))
         k = KernelBuilder(h.lanes)
 
@@ -178,7 +179,7 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                         k.store(values, h.value_index(head, slot, j * n), v.cast(h.dtype))
 
         with k.loop(n_tokens(k, state, tile)) as t:
-            position = position_of(k, state, t)
+            position = position_of(k, places, t)
             scale: float | UOp = h.scale
             if h.temperature:
                 scale = k.load(rest[0], position) * h.scale
@@ -195,7 +196,7 @@ def rotate(heads: Heads, tile: int) -> Kernel:
                     k.store(queries, to, a * scale)
                     k.store(queries, to + half, b * scale)
             if tables is not None:
-                store(t, position, h.slot(k, tables, sequence_of(k, state, t), position))
+                store(t, position, h.slot(k, tables, sequence_of(k, places, t), position))
         return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel

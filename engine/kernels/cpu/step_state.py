@@ -1,4 +1,5 @@
-"""What changes between two runs of the same kernels: int32 numbers in memory, the step's state."""
+"""What changes between two runs of the same kernels, in memory: the step's state, int32 (SIZE,), and the places of its
+tokens, int32 (tokens, 2): the position of each, and the number of its sequence."""
 
 from __future__ import annotations
 
@@ -9,12 +10,7 @@ from engine.kernels.cpu.kernel_builder import Index, KernelBuilder
 # Indices of the state.
 TILES = 0  # the number of tiles of tokens in the step
 TOKENS = 1  # the number of tokens in the step, without those that fill its last tile
-PLACES = 2  # of each token its position, and the number of its sequence
-
-
-def state_size(tokens: int) -> int:
-    """The numbers of a state, for steps of up to so many tokens."""
-    return PLACES + 2 * tokens
+SIZE = 2
 
 
 def n_tokens(k: KernelBuilder, state: UOp | None, tile: int) -> Index:
@@ -22,9 +18,9 @@ def n_tokens(k: KernelBuilder, state: UOp | None, tile: int) -> Index:
     return 1 if tile == 1 or state is None else k.index(state, TILES) * tile
 
 
-def position_of(k: KernelBuilder, state: UOp, token: Index) -> UOp:
-    return k.index(state, token * 2 + PLACES)
+def position_of(k: KernelBuilder, places: UOp, token: Index) -> UOp:
+    return k.index(places, token * 2)
 
 
-def sequence_of(k: KernelBuilder, state: UOp, token: Index) -> UOp:
-    return k.index(state, token * 2 + (PLACES + 1))
+def sequence_of(k: KernelBuilder, places: UOp, token: Index) -> UOp:
+    return k.index(places, token * 2 + 1)

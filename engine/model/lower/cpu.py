@@ -13,7 +13,7 @@ from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.attention import mask
 from engine.kernels.cpu.product import MAX_TILES
-from engine.kernels.cpu.step_state import state_size
+from engine.kernels.cpu.step_state import SIZE
 from engine.kernels.cpu.thread_pool import ThreadPool
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
@@ -33,9 +33,9 @@ from engine.model.weights import Weights
 
 
 class CPUModel:
-    """A model's weights and KV cache for `parallel` sequences, and the buffers of its steps. A step reads `state` (see
-    `step_state`) and `tokens`, int32 (max_chunk,), and decode writes `logits`, float32 (rows, vocab or a little more),
-    of as many rows as there are sequences."""
+    """A model's weights and KV cache for `parallel` sequences, and the buffers of its steps. A step reads `state` and
+    `places` (see `step_state`) and `tokens`, int32 (max_chunk,), and decode writes `logits`, float32 (rows, vocab or a
+    little more), of as many rows as there are sequences."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class CPUModel:
         """`kv`: the format of the cache. Raises ModelFileError."""
         spec = self.spec = weights.spec
         self.pool, self.lanes, self.max_chunk = pool, lanes, MAX_TILES * lanes
-        self.state = memory.zeros(state_size(self.max_chunk), dtypes.int32)
-        self.tokens = memory.zeros(self.max_chunk, dtypes.int32)
+        sizes = SIZE, 2 * self.max_chunk, self.max_chunk
+        self.state, self.places, self.tokens = (memory.zeros(n, dtypes.int32) for n in sizes)
         self.cache = CPUCache(spec, context, self.max_chunk, lanes, parallel, kv)
         self.states = CPUStates(parallel)
         loader = CPUWeights(weights, pool, lanes, keep_packed)
@@ -101,11 +101,12 @@ class CPUModel:
 
     def uses(self) -> BufferUses:
         """The uses of the weights, the cache and the scratch buffers."""
-        uses, length = BufferUses(), self.cache.positions
+        uses, length, sequences = BufferUses(), self.cache.positions, self.states.parallel + 1
         uses.add(BufferUse("output head"), self.head.stream)
         uses.add(BufferUse("embedding", "token", self.spec.vocab), self.embedding.stream)
         uses.add(BufferUse("attention", "token", length), *(t for tables in self.ropes for t in tables))
         uses.add(BufferUse("attention", "token", length), *self.temperatures)
+        uses.add(BufferUse("attention", "token", self.max_chunk), self.places)
         uses.add(BufferUse("norm"), self.output_norm)
         # A kernel touches only as much of these two as its product, or the context, is long.
         uses.add(BufferUse("norm", "token", self.zeros.numel()), self.zeros)
@@ -121,6 +122,8 @@ class CPUModel:
                     )
                     cache = BufferUse("attention", "context", a.heads.length, a.heads.window)
                     uses.add(cache, *a.cached)
+                    table = BufferUse("attention", "context", length * sequences, a.heads.window)
+                    uses.add(table, self.cache.tables(a.heads))
                     uses.add(BufferUse("attention output"), a.o.stream)
                     uses.add(BufferUse("attention"), *a.sinks)
                     uses.add(BufferUse("norm"), a.o_bias, *a.norms)

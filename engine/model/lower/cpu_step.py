@@ -203,7 +203,9 @@ class _Step:
             self._multiply(out, matrix, inputs, added=added, concurrent=i > 0)
         cached = [*a.cached, model.cache.tables(heads)] if heads.stored != "nothing" else []
         tables = [*model.ropes[a.rope], *a.norms, *model.temperatures]
-        self._sequence.add(rotate(heads, self._tile), queries, *cached, model.state, rows, *tables)
+        self._sequence.add(
+            rotate(heads, self._tile), queries, *cached, *self._state, model.places, rows, *tables
+        )
         return queries
 
     def _attend(self, a: Attention, x: Tensor, norm: Tensor | None) -> tuple[Matrix, dict[str, Tensor]]:
@@ -215,7 +217,9 @@ class _Step:
         rows_n = self._n_rows
         scores = model.scratch("scores", tile, scratch_size(heads, threads, tile, rows_n), dtypes.float32)
         kernel, parts = attention(heads, threads, tile, rows_n), n_parts(heads, threads, tile, rows_n)
-        reads = *a.cached, model.cache.tables(heads), model.state, queries, model.mask, *a.sinks
+        state = [] if rows_n else self._state
+        of_step = model.cache.tables(heads), *state, model.places
+        reads = *a.cached, *of_step, queries, model.mask, *a.sinks
         self._sequence.add(kernel, attended, scores, *reads, parts=parts)
         if gates is not None:
             return a.o, self._quantize(gates, [a.o], gate=("sigmoid", attended))
@@ -235,10 +239,10 @@ class _Step:
         self._multiply(rows, r.qkv, inputs)
         for products, matrix in (gate, r.gate), (gates, r.beta), (gates, r.alpha):
             self._multiply(products, matrix, inputs, concurrent=True)
-        state = self._model.state
-        self._sequence.add(convolve(net, tile, by_row), rows, gates, r.inputs, state, *r.tables)
+        of_step = *self._state, self._model.places
+        self._sequence.add(convolve(net, tile, by_row), rows, gates, r.inputs, *of_step, *r.tables)
         self._sequence.add(
-            delta_net(net, tile, by_row), out, r.states, state, rows, gates, r.norm, parts=net.values
+            delta_net(net, tile, by_row), out, r.states, *of_step, rows, gates, r.norm, parts=net.values
         )
         return r.out, self._quantize(gate, [r.out], gate=("silu", out))
 

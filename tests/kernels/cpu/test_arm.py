@@ -15,7 +15,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.activations import Quantization, buffer_names, quantize_activations
-from engine.kernels.cpu.attention import attention, mask, scratch_size
+from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
 from engine.kernels.cpu.delta_net import DeltaNet, convolve, delta_net
 from engine.kernels.cpu.experts import (
     add_experts,
@@ -198,21 +198,19 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
     if kind == "window":
         heads = replace(heads, temperature=True, window=11, wide_norms=True, sinks=True)
     first = 13 if kind == "full" else 61
-    state = ints(1, tile, *(n for t in range(tile) for n in (first + t, 1)))
+    state, places = [ints(1)] if tile > 1 else [], ints(*(n for t in range(tile) for n in (first + t, 1)))
     blocks, rows = ints(*[0] * 5, 3, 1, 0, 4, 2), random(tile * heads.rows)
     keys, values = (random(heads.cache_size, dtypes.float16) for _ in range(2))
     tables = [random(70 * 16), random(70 * 16 + 1), random(128), random(64)]
     queries = memory.zeros(tile * 128, dtypes.float32)
     kernel = rotate(heads, tile)
-    ins = [blocks, state, rows, *tables, *([random(70)] if heads.temperature else [])]
+    ins = [blocks, *state, places, rows, *tables, *([random(70)] if heads.temperature else [])]
     assert on_arm(pool, kernel, [queries, keys, values], ins) < 1e-5
-    out, scores = (
-        memory.zeros(tile * 128, dtypes.float32),
-        memory.zeros(scratch_size(heads, pool.count, tile), dtypes.float32),
-    )
-    ins = [scores, keys, values, blocks, state, queries, memory.array(mask(LANES), dtypes.float32)]
+    of_step = heads, pool.count, tile, int(tile == 1)
+    out, scores = (memory.zeros(n, dtypes.float32) for n in (tile * 128, scratch_size(*of_step)))
+    ins = [scores, keys, values, blocks, *state, places, queries, memory.array(mask(LANES), dtypes.float32)]
     ins += [random(4)] if heads.sinks else []
-    assert on_arm(pool, attention(heads, pool.count, tile), [out], ins) < 1e-5
+    assert on_arm(pool, attention(*of_step), [out], ins, n_parts(*of_step)) < 1e-5
 
 
 @thorough
@@ -220,10 +218,10 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
 def test_delta_nets(pool: ThreadPool, tile: int) -> None:
     net, tokens = DeltaNet(2, 4, 32, 4, 1e-6, LANES), 1 if tile == 1 else 6
     x, gates = random(tokens * net.channels), random(tokens * 2 * net.gates)
-    state = ints(2, tokens, *[5, 0] * tokens)
+    of_step = [*([ints(2, tokens)] if tile > 1 else []), ints(*[5, 0] * tokens)]
     decay = memory.array(-np.arange(LANES), dtypes.float32)
     tables = [random(net.taps * net.channels), decay, random(LANES)]
     kernel, inputs = convolve(net, tile), random(net.inputs_size)
-    assert on_arm(pool, kernel, [x, gates, inputs], [state, *tables]) < 1e-5
+    assert on_arm(pool, kernel, [x, gates, inputs], [*of_step, *tables]) < 1e-5
     out, states = memory.zeros(tokens * 128, dtypes.float32), random(net.state_size)
-    assert on_arm(pool, delta_net(net, tile), [out, states], [state, x, gates, random(32)]) < 1e-5
+    assert on_arm(pool, delta_net(net, tile), [out, states], [*of_step, x, gates, random(32)]) < 1e-5

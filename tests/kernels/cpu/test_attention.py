@@ -13,7 +13,7 @@ from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
 from engine.kernels.cpu.kernel_sequence import CompiledSequence, KernelSequence
 from engine.kernels.cpu.product import MAX_TILES
 from engine.kernels.cpu.rope import Heads, rotate
-from engine.kernels.cpu.step_state import PLACES, TILES, state_size
+from engine.kernels.cpu.step_state import SIZE, TILES
 from engine.kernels.cpu.thread_pool import ThreadPool
 from tests.kernels.cpu.test_product import LANES, ints
 
@@ -29,9 +29,10 @@ class Layer:
         rng, block, tokens = np.random.default_rng(1), 2 * heads.lanes, MAX_TILES * heads.lanes
         table, kept = -(-positions // block), -(-(heads.window + tokens) // block) + 2
         blocks = rng.permutation(min(table, kept) if heads.window else table)
-        h = self.heads = replace(heads, length=len(blocks) * block, block=block, table=table)
-        # Nothing but the tokens of sequence 1 lies in a block. A window's blocks are taken again, one after the other.
-        of_tokens = [0] * table, np.resize(blocks, table)
+        h = self.heads = replace(heads, length=(len(blocks) + 1) * block, block=block, table=table)
+        # The tokens are those of sequence 1; those that fill a tile, of sequence 0. Blocks behind a window are taken
+        # again, one after the other.
+        of_tokens = [len(blocks)] * table, np.resize(blocks, table)
         self.rows = rng.standard_normal((positions, h.query + 2 * h.kv, h.dim)).astype(np.float32)
         angles = rng.uniform(0, 6, (positions, h.dim // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -41,7 +42,8 @@ class Layer:
         ]
         self.sinks = rng.uniform(-2, 4, h.query).astype(np.float32)
         self.temperatures = rng.uniform(0.5, 2, positions).astype(np.float32)
-        self._state, self._blocks = ints(*[0] * state_size(tokens)), ints(*np.concatenate(of_tokens))
+        self._state, self._places = (memory.zeros(n, dtypes.int32) for n in (SIZE, 2 * tokens))
+        self._blocks = ints(*np.concatenate(of_tokens))
         self._rows, self._queries, self._out = (
             memory.zeros(tokens * n, dtypes.float32) for n in (h.rows, h.query * h.dim, h.query * h.dim)
         )
@@ -54,12 +56,14 @@ class Layer:
         self._steps = {tile: self._step(pool, tile) for tile in (1, h.lanes)}
 
     def _step(self, pool: ThreadPool, tile: int) -> CompiledSequence:
-        h, cached = self.heads, [*self._cached, self._blocks, self._state]
-        scores = memory.zeros(scratch_size(h, pool.count, tile), dtypes.float32)
+        h, rows, state = self.heads, int(tile == 1), [self._state] if tile > 1 else []
+        cached = [*self._cached, self._blocks, *state, self._places]
+        scores = memory.zeros(scratch_size(h, pool.count, tile, rows), dtypes.float32)
         step = KernelSequence(pool)
         step.add(rotate(h, tile), self._queries, *cached, self._rows, *self._tables)
         reads = scores, *cached, self._queries, self._mask, *self._sinks
-        step.add(attention(h, pool.count, tile), self._out, *reads, parts=n_parts(h, pool.count, tile))
+        kernel, parts = attention(h, pool.count, tile, rows), n_parts(h, pool.count, tile, rows)
+        step.add(kernel, self._out, *reads, parts=parts)
         return step.compile()
 
     def run(self, position: int, tokens: int) -> np.ndarray:
@@ -69,8 +73,9 @@ class Layer:
         rows[:] = 7.0  # a step's last tile is filled up with anything
         rows[: tokens * h.rows] = self.rows[position : position + tokens].reshape(-1)
         state = memory.view(self._state)
-        state[TILES], places = -(-tokens // tile), state[PLACES:].reshape(-1, 2)
-        places[:, 0], places[:, 1] = range(position, position + len(places)), 1
+        state[TILES], places = -(-tokens // tile), memory.view(self._places).reshape(-1, 2)
+        places[:tokens, 0], places[:tokens, 1] = range(position, position + tokens), 1
+        places[tokens:] = 0
         self._steps[tile]()
         return memory.view(self._out).reshape(-1, h.query, h.dim)[:tokens]
 

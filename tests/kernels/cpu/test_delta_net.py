@@ -9,7 +9,7 @@ from tinygrad import dtypes
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.delta_net import DeltaNet, convolve, delta_net
 from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.step_state import PLACES, TOKENS, state_size
+from engine.kernels.cpu.step_state import SIZE, TOKENS
 from engine.kernels.cpu.thread_pool import ThreadPool
 
 Array = np.ndarray
@@ -74,13 +74,14 @@ class Runner:
                 n * net.inputs_size,
             )
         )
-        self.step_state = memory.zeros(state_size(MOST), dtypes.int32)
+        self.step_state, self.places = (memory.zeros(n, dtypes.int32) for n in (SIZE, 2 * MOST))
         self.steps = {}
         for tile, rows in tiles:
             step = KernelSequence(pool)
-            read = self.step_state, taps, decay, bias
+            of_step = [*([self.step_state] if tile > 1 else []), self.places]
+            read = *of_step, taps, decay, bias
             step.add(convolve(net, tile, rows), self.x, self.gates, inputs, *read, parts=3)
-            read = self.step_state, self.x, self.gates, norm
+            read = *of_step, self.x, self.gates, norm
             step.add(delta_net(net, tile, rows), self.out, self.states, *read, parts=3)
             self.steps[tile, rows] = step.compile()
 
@@ -92,8 +93,8 @@ class Runner:
             x.reshape(-1),
             gates.reshape(-1),
         )
-        state = memory.view(self.step_state)
-        state[TOKENS], state[PLACES:].reshape(-1, 2)[:n, 1] = n, sequences
+        memory.view(self.step_state)[TOKENS] = n
+        memory.view(self.places).reshape(-1, 2)[:n, 1] = sequences
         self.steps[tile, rows]()
         return memory.view(self.out).reshape(MOST, -1)[:n].copy()
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, TinyJit
 
 from engine.kernels.cpu import memory
-from engine.kernels.cpu.step_state import PLACES, TILES, TOKENS
+from engine.kernels.cpu.step_state import TILES, TOKENS
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower.cpu import CPUModel
 from engine.model.lower.cpu_step import step_kernels
@@ -51,9 +51,8 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
 
     def run(tokens: list[int], at: int) -> Sublayers:
         memory.view(model.tokens)[: len(tokens)] = tokens
-        state = memory.view(model.state)
-        state[[TILES, TOKENS]] = -(-len(tokens) // tile), len(tokens)
-        places = state[PLACES:].reshape(-1, 2)
+        memory.view(model.state)[[TILES, TOKENS]] = -(-len(tokens) // tile), len(tokens)
+        places = memory.view(model.places).reshape(-1, 2)
         places[:] = 0, 1  # what fills a tile is of no sequence
         places[: len(tokens), 0], places[: len(tokens), 1] = range(at, at + len(tokens)), 0
         done, got = 0, Sublayers([], [])
