@@ -9,6 +9,7 @@ import ctypes
 
 _LIBRARY = "libcuda.so.1"
 _NAME_BYTES = 256
+_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 
 def library() -> ctypes.CDLL | None:
@@ -47,6 +48,18 @@ def memory_bytes() -> int:
     if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return 0
     return 0 if cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device) else total.value
+
+
+def compute_capability() -> tuple[int, int]:
+    """That of the first GPU, as (8, 7); (0, 0) if there is none."""
+    cuda, device, part = library(), ctypes.c_int(), ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return 0, 0
+    parts = [
+        0 if cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, device) else part.value
+        for attribute in _CAPABILITY
+    ]
+    return parts[0], parts[1]
 
 
 def free_bytes() -> int:

@@ -16,7 +16,7 @@ from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 from engine.model.checkpoints import checkpoint_slots
 from engine.model.kv_blocks import BLOCK, blocks_of_one
-from engine.model.lower.coverage import lacking_part, lacks_format_because
+from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
 from engine.model.mixes import Attend, Weight
 from engine.model.spec import ModelSpec
 
@@ -63,7 +63,7 @@ def runs_as_graph(spec: ModelSpec, device: str, kernels: KernelPath) -> bool:
     """Whether a model runs as tensor graphs on tinygrad's device."""
     if kernels != "auto":
         return kernels == "graph"
-    return device.split(":")[0] not in ("CPU", "CUDA", "NV") or bool(lacking_part(spec, device))
+    return device.split(":")[0] not in ("CPU", "CUDA", "NV") or bool(runs_as_graph_because(spec, device))
 
 
 @dataclass(frozen=True)

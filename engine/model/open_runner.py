@@ -45,11 +45,8 @@ def open_runner(
 
         return CPURunner(weights, context_length, parallel, keep_packed, kv)
     if device in ("CUDA", "NV"):
-        from engine.kernels.gpu.device import has_tensor_cores
         from engine.model.fused.runner import FusedRunner
 
-        if kv.is_quantized and not has_tensor_cores():
-            raise UsageError(f"A {kv.value} KV cache needs a GPU with tensor cores.", "Choose f16.")
         return FusedRunner(weights, context_length, parallel, kv, is_early)
     raise UsageError(
         f"There are no fused kernels for {device}.", 'Choose a preset with kernels = "graph" or "auto".'

@@ -6,7 +6,7 @@ import pytest
 from engine.model.graph_runner import GraphRunner
 from engine.model.kv_blocks import KVBlocks
 from engine.model.model_runner import Slot
-from tests.model.lone_sequence import LoneSequence
+from tests.model.stepping import Stepper
 from tests.model.lower.layers import opened, written
 from tests.reference import Reference, divergence
 
@@ -17,7 +17,7 @@ TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()
 def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = written(name, tmp_path)
     wanted = Reference(path).logits(TOKENS[:40])
-    runner = LoneSequence(GraphRunner(opened(path), 64))
+    runner = Stepper(GraphRunner(opened(path), 64))
     runner.prefill(TOKENS[:32], 0)  # a whole chunk and a padded one
     runner.prefill(TOKENS[32:36], 32)
     for position in range(36, 40):  # looked at, captured, replayed twice

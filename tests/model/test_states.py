@@ -14,7 +14,7 @@ from engine.model.kv_blocks import KVBlocks
 from engine.model.memory_need import memory_need
 from engine.model.model_runner import Slot
 from tests import generated_model
-from tests.model.lone_sequence import LoneSequence
+from tests.model.stepping import Stepper
 from tests.model.lower.layers import opened
 from tests.reference import Reference, divergence
 
@@ -31,7 +31,7 @@ def path(tmp_path_factory):
 def runner(path, request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile
-        return LoneSequence(request.param(opened(path), 128))
+        return Stepper(request.param(opened(path), 128))
 
 
 def run(runner, chunks):

@@ -19,7 +19,7 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.gpu import quantized_cache
 from engine.kernels.gpu.half_words import halves, word_of
 from engine.kernels.gpu.kv_cache import TILE, Heads, Pages
-from engine.kernels.gpu.uops import F16, load, load_run, shift_right, store
+from engine.kernels.gpu.uops import F16, load, load_run, store
 
 
 def words_of(heads: Heads, tile: UOp, chunk: UOp | int, t: UOp, g: UOp) -> UOp:
@@ -85,12 +85,3 @@ def eight_values(heads: Heads, cache: Sequence[UOp], tile: UOp, chunk: UOp, t: U
         return quantized_cache.eight_values(heads, cache, tile, chunk, t, g)
     words = load_run(cache[1], words_of(heads, tile, chunk, t, g), 4)
     return [x for two in zip(*map(halves, words), strict=True) for x in two]
-
-
-def four_values(
-    heads: Heads, cache: Sequence[UOp], kv: UOp, first: UOp, d: UOp, valid: UOp, pages: Pages | None
-) -> list[UOp]:
-    """Dimension d of the values of four tokens, the first a multiple of four, as `load_halves`."""
-    tile = heads.tile(kv, first // TILE, pages=pages)
-    index = words_of(heads, tile, d // 16, first % TILE // 4, d % 16 // 2)
-    return [halves(shift_right(word, d % 2 * 16))[0] for word in load_run(cache[1], index, 4, valid)]

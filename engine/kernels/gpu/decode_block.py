@@ -1,12 +1,14 @@
-"""The parts that both kernels of decode attention share: what a block works on, the new token's rotated queries and
-key, and the result."""
+"""What a block of decode attention works on, the new token's rotated queries and key, and the result; and how the
+results of several blocks are combined."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from tinygrad import UOp
 
+from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.cache_tiles import store_quad
 from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, TILE, Heads, Pages
@@ -17,10 +19,12 @@ from engine.kernels.gpu.uops import (
     LOG2_E,
     chain,
     f32,
+    finish,
     inverse_rms,
     load,
     load_index,
     load_run,
+    maximum,
     rotated,
     shared,
     sigmoid,
@@ -32,10 +36,9 @@ from engine.kernels.gpu.weight_layout import UNIT, permuted
 
 class DecodeBlock:
     """A block of decode attention: `group` query heads from `first_head` on, which share the key head `kv`, and `count`
-    cached tokens from `start` on, one of `splits` equal parts of the tokens before `position`, or of those of them in
-    the window, from a multiple of sixteen on (`sees`). If parts are `interleaved`, `start` and `count` are of all parts
-    together. The blocks of the first part also handle the new token, unless the cache is another layer's: then it is
-    among the cached ones.
+    cached tokens from `start` on: those before `position`, or those of them in the window, from a multiple of sixteen
+    on (`sees`), of which a block takes one of `splits` parts. The blocks of the first part also handle the new token,
+    unless the cache is another layer's: then it is among the cached ones.
 
     Buffers: the outputs; the cached keys and values (`Heads.cache_planes`); the new token's rows of queries, keys and
     values, float32 (`Heads.rows`,), with gates before them if heads are gated; cos and sin of its angles, float32
@@ -57,13 +60,13 @@ class DecodeBlock:
     2).
 
     The outputs with one split: the result, float32, permuted and prescaled for the next product. With several, for
-    `engine.kernels.gpu.decode_attention.combine`: the weighted sums of values, float32 (splits, query * dim), and for
+    `combine`: the weighted sums of values, float32 (splits, query * dim), and for
     each split and query head the largest score and the sum of weights, float32 (splits, query, 2).
     """
 
     def __init__(
         self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Sequence[UOp],
-        sinks: bool = False, wide: bool = False, tokens: int = 0, interleaved: bool = False,
+        sinks: bool = False, wide: bool = False, tokens: int = 0,
     ) -> None:  # fmt: skip
         n_outs = 1 if splits == 1 else 2
         n_cache = n_outs + len(heads.cache_planes)
@@ -108,10 +111,6 @@ class DecodeBlock:
         if heads.window:
             self.start = self.first_seen // TILE * TILE
             self.count = (stop - self.start).maximum(0)
-        if splits > 1 and not interleaved:
-            each = (self.count + splits * TILE - 1) // (splits * TILE) * TILE
-            self.start = self.start + self.part * each if heads.window else self.part * each
-            self.count = (stop - self.start).maximum(0).minimum(each)
         self.is_first_part = self.part.eq(0)
         is_first_of_kv = (self.number % blocks_of_kv).eq(0)
         self.stores_token = self.is_first_part & is_first_of_kv
@@ -130,7 +129,7 @@ class DecodeBlock:
         return lambda pair: (load(buffers[0], pair), load(buffers[0], pair + half))
 
     def sees(self, token: UOp) -> UOp:
-        """Whether the new token sees a token of the part."""
+        """Whether the new token sees a cached token, counted from `start`."""
         within = token < self.count
         return within & (self.start + token >= self.first_seen) if self.heads.window else within
 
@@ -266,7 +265,7 @@ class DecodeBlock:
         )
         return sums, [store(sums, self.thread, chain(a * b for a, b in pairs), has_sum)]
 
-    def gate(self, element: UOp, valid: UOp | None = None) -> UOp:
+    def gate(self, element: UOp, valid: UOp | None) -> UOp:
         """What an element of the result (query * dim) is multiplied by, if heads are gated."""
         return sigmoid(load(self.rows, self._first_gate + element, valid))
 
@@ -277,32 +276,60 @@ class DecodeBlock:
         is_first: UOp,
         sums: tuple[UOp, UOp, UOp],
         prescale: UOp | None,
-        valid: UOp | None = None,
-        sink: UOp | None = None,
-        gate: UOp | None = None,
+        sink: UOp | None,
+        gate: UOp | None,
     ) -> list[UOp]:
         """Stores an element of (query * dim), which belongs to head `first_head + head`; `is_first`: whether it is the
         head's first. `sums`: the weighted sum of values, the sum of weights, and the largest score. `prescale`: the
-        output's, if there is one split. `sink`, `gate`: the head's and the element's, if they are loaded already."""
+        output's, if there is one split. `sink`, `gate`: the head's and the element's, if there are such."""
         values, weights, top = sums
         n = self.heads.query * self.heads.dim
-        if self.sinks is not None:
-            sink = load(self.sinks, self.first_head + head, valid) if sink is None else sink
-            sink = sink * f32(LOG2_E)
-            weights = weights + (sink - top).exp2()  # if infinite, the result is zero
-        if self.is_whole and self.heads.gated:
-            values = values * (self.gate(element, valid) if gate is None else gate)
+        if sink is not None:
+            weights = weights + (sink * f32(LOG2_E) - top).exp2()  # if infinite, the result is zero
+        if gate is not None:
+            values = values * gate
         if self.is_whole and self.tokens:
             result = as_half(values / weights)
-            return [store(self.outs[0], column_index(self.token, element, n), result, valid)]
+            return [store(self.outs[0], column_index(self.token, element, n), result)]
         if prescale is not None:
             result = values / weights * load(prescale, element % UNIT)
-            return [store(self.outs[0], permuted(element, n), result, valid)]
+            return [store(self.outs[0], permuted(element, n), result)]
         part = self.part * self.tokens + self.token if self.tokens else self.part
         index = (part * self.heads.query + self.first_head + head) * 2
-        is_one = is_first if valid is None else valid & is_first
         return [
-            store(self.outs[0], part * n + element, values, valid),
-            store(self.outs[1], index, top, is_one),
-            store(self.outs[1], index + 1, weights, is_one),
+            store(self.outs[0], part * n + element, values),
+            store(self.outs[1], index, top, is_first),
+            store(self.outs[1], index + 1, weights, is_first),
         ]
+
+
+@functools.cache
+def combine(heads: Heads, splits: int, sinks: bool = False, tokens: int = 0) -> Kernel:
+    """Combines the splits of decode attention. Buffers: the output, float32, permuted and prescaled; the weighted sums;
+    the largest scores and sums of weights (see `DecodeBlock`); the output's prescale, float32 (UNIT,), if the step is
+    not of several `tokens`; with `sinks`, these, float32 (query,); of gated heads, the rows of the QKV product."""
+    n, several = heads.query * heads.dim, max(tokens, 1)
+
+    def kernel(out: UOp, sums: UOp, tops: UOp, *rest: UOp) -> UOp:
+        sink = rest if tokens else rest[1:]  # and the rows
+        d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
+        token = UOp.special(tokens, "gidx1") if tokens else UOp.const(0)
+        top = [load(tops, ((s * several + token) * heads.query + head) * 2) for s in range(splits)]
+        weight = [load(tops, ((s * several + token) * heads.query + head) * 2 + 1) for s in range(splits)]
+        largest = maximum(top)
+        factor = [(t - largest).exp2() for t in top]
+        element = head * heads.dim + d
+        total = tree([load(sums, (s * several + token) * n + element) * f for s, f in enumerate(factor)])
+        weights = tree([w * f for w, f in zip(weight, factor, strict=True)])
+        if sinks:
+            weights = weights + (load(sink[0], head) * f32(LOG2_E) - largest).exp2()
+        value = total / weights
+        if heads.gated:
+            value = value * sigmoid(load(rest[-1], token * heads.rows + element))
+        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * sinks}"
+        if tokens:
+            return finish(f"{name}_{tokens}", [store(out, column_index(token, element, n), as_half(value))])
+        stores = [store(out, permuted(element, n), value * load(rest[0], element % UNIT))]
+        return finish(name, stores)
+
+    return kernel

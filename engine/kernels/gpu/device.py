@@ -17,20 +17,15 @@ def capability() -> str:
     return str(Device[Device.DEFAULT].renderer.target.arch)
 
 
-def has_tensor_cores() -> bool:
-    """Whether the GPU has the tensor core instructions of the kernels (compute capability 8.0)."""
-    return int(capability()[3:]) >= 80
-
-
 def launches_early() -> bool:
     """Whether a kernel can be launched before the one before has ended (`engine.fixes.early_launch`)."""
     return Device.DEFAULT.split(":")[0] == "CUDA" and int(capability()[3:]) >= 90
 
 
 def shared_limit() -> int:
-    """The most bytes of shared memory of a block: what every GPU with tensor cores has, where tinygrad can ask for more
-    than 48 KB (`engine.fixes.dynamic_shared`)."""
-    return (99 if Device.DEFAULT.split(":")[0] == "CUDA" and has_tensor_cores() else 48) << 10
+    """The most bytes of shared memory of a block: what every GPU with these kernels has, where tinygrad can ask for
+    more than 48 KB (`engine.fixes.dynamic_shared`)."""
+    return (99 if Device.DEFAULT.split(":")[0] == "CUDA" else 48) << 10
 
 
 @functools.cache

@@ -173,9 +173,7 @@ def flash_attention(
         lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
         thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
         warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
-        block = DecodeBlock(
-            h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens, interleaved=True
-        )
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
 
@@ -323,9 +321,7 @@ def flash_attention(
         scale = None if block.prescale is None else prescale
         sink_of_head = None if block.sinks is None else load(own_sinks.after(ready, all_stores), head)
         gate = load(gates.after(ready, all_stores), e) if is_gated else None
-        results = block.store_result(
-            element, head, is_first_element, sums_of_head, scale, sink=sink_of_head, gate=gate
-        )
+        results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink_of_head, gate)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
         name += f"_{tokens}" * (tokens > 0)

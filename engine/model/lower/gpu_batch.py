@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from engine.kernels.gpu.decode_attention import combine
+from engine.kernels.gpu.decode_block import combine
 from engine.kernels.gpu.delta_decode import delta_decode
 from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros, overwrite

@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
-from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
+from engine.kernels.gpu.decode_block import combine
 from engine.kernels.gpu.delta_decode import delta_decode, parts_of
 from engine.kernels.gpu.delta_net import HeadNorm
-from engine.kernels.gpu.device import has_tensor_cores, multiprocessors
+from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros, part_of
 from engine.kernels.gpu.embedding import embed
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
@@ -90,7 +90,6 @@ class DecodeKernels:
     def __init__(self, model: GPUModel, prescales: Prescales, context: int) -> None:
         spec = model.spec
         self._model, self._prescales, self._context = model, prescales, context
-        self.uses_tensor_cores = has_tensor_cores() and all(a.head_dim % 16 == 0 for a in spec.attention)
         self.state = device_zeros(2 if model.attention[0].tables is None else 3, dtypes.int32)
         self.logits = device_zeros(spec.vocab)
         self._h = device_zeros(spec.dim)
@@ -210,16 +209,14 @@ class DecodeKernels:
         attended = self._buffer("attended", permuted_size(heads.query * heads.dim))
         bias = given(a.bias)
         epilogue = STORE_BIASED if bias else STORE
-        flash = isinstance(split, FlashSplit)
-        name = "qkv_starts_next" if isinstance(split, FlashSplit) and split.begins_early else "qkv"
+        name = "qkv_starts_next" if split.begins_early else "qkv"
         self._multiply(step, a.qkv, stream, norm, epilogue, [qkv], bias, name)
         norms = given(a.norms)
         prescale = self._prescales.of(a.o.single_matrix.layout)
         ins = [*a.cache, qkv, self._angles[a.rope], *given(a.tables), self.state]
         ins += [*norms, *self._model.temperatures]
         sinks = given(a.sinks)
-        options = {"sinks": bool(sinks), "wide": a.wide}
-        kernel = flash_attention(heads, split, **options) if flash else attention(heads, split, **options)
+        kernel = flash_attention(heads, split, bool(sinks), a.wide)
         if split.splits == 1:
             step.add(kernel, attended, *ins, *sinks, prescale)
         else:
@@ -421,10 +418,9 @@ class DecodeKernels:
         """What the stream is multiplied by for each input."""
         return [self._prescales.norm_weight(i.norm, i.bits) for i in inputs]
 
-    def _split(self, heads: Heads, limit: int) -> Split | FlashSplit:
+    def _split(self, heads: Heads, limit: int) -> FlashSplit:
         """How attention over up to `limit` tokens is split into thread blocks."""
-        choose = flash_split if self.uses_tensor_cores else split_for
-        return choose(heads, limit, _SHORT, multiprocessors())
+        return flash_split(heads, limit, _SHORT, multiprocessors())
 
     def _buffer(self, name: str, n: int) -> Tensor:
         """Scratch memory that all layers share, float32 (n,)."""

@@ -6,7 +6,7 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.kernels.gpu.decode_attention import Split, attention, combine, split_for
+from engine.kernels.gpu.decode_block import combine
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
 from engine.kernels.gpu.matmul import fragment_index, fragments_size
@@ -113,12 +113,11 @@ def decode_attention(position, split, h, sinks=False, wide=False):
     all_rows = buffer(np.concatenate([gates, rows]))
     ins = [*cache.buffers, all_rows, buffer(angles), state, *norm, *temperature]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
-    attend = flash_attention if isinstance(split, FlashSplit) else attention
     if split.splits == 1:
-        run(attend(h, split, sinks, wide), out, *ins, *sink, ones)
+        run(flash_attention(h, split, sinks, wide), out, *ins, *sink, ones)
     else:
         sums, tops = zeros(split.splits * h.query * h.dim), zeros(split.splits * h.query * 2)
-        run(attend(h, split, sinks, wide), sums, tops, *ins)
+        run(flash_attention(h, split, sinks, wide), sums, tops, *ins)
         run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink, *[all_rows] * h.gated)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
     if h.stored == "nothing":
@@ -128,21 +127,9 @@ def decode_attention(position, split, h, sinks=False, wide=False):
     close(stored_key[0], kept(h, k), 1e-2 if h.kv_format.is_quantized else 1e-3)
 
 
-def check_one_block_a_head() -> None:
-    """One block a head: nothing cached, less than a tile, several tiles."""
-    for position in (0, 5, 70):
-        decode_attention(position, Split(128, 1, 1, 64, 2, 4), heads_of())
-    decode_attention(9, Split(128, 1, 1, 64, 2, 4), heads_of(norm_eps=1e-6))
-
-
-def check_several_blocks_a_head() -> None:
-    """Several blocks a head, some of them without tokens, two heads to a block; more values ahead than weights."""
-    for position in (3, 130):
-        decode_attention(position, Split(256, 3, 2, 64, 2, 4), heads_of(norm_eps=1e-6))
-
-
-def check_tensor_cores() -> None:
-    """As above: one round and several, blocks that share heads or the values' dimensions, parts without tokens."""
+def check_decode_attention() -> None:
+    """Nothing cached, one round and several, blocks that share heads or the values' dimensions, parts without
+    tokens."""
     decode_attention(0, FlashSplit(64, 1, 2, 2, 2), heads_of())
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32, norm_eps=1e-6))
     decode_attention(100, FlashSplit(128, 1, 2, 2, 1), heads_of())
@@ -154,9 +141,7 @@ def check_head_sizes() -> None:
     """Heads that are larger, or no power of two: of one token and of a prompt, in the division that a model gets."""
     odd, large = heads_of(80, 3, 1, 1e-6), heads_of(256, 2, 1, 1e-6, window=40, ring=96)
     decode_attention(130, flash_split(odd, 256, 256, 2), odd)
-    decode_attention(130, split_for(heads_of(96), 256, 32, 2), heads_of(96))
-    for split in (flash_split(large, 256, 32, 2), split_for(large, 256, 32, 2)):
-        decode_attention(130, split, large)
+    decode_attention(130, flash_split(large, 256, 32, 2), large)
     # warps that share the dimensions: one round, several
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2, 2), heads_of(64, norm_eps=1e-6))
     decode_attention(130, FlashSplit(256, 2, 1, 1, 1, 1, 2), heads_of(32))
@@ -179,10 +164,8 @@ def check_windows() -> None:
     large = heads_of(window=101, ring=128, scale=0.3)
     for position in (0, 5, 19, 20, 47, 48, 49, 130):
         decode_attention(position, FlashSplit(22, 1, 2, 2, 2), small)
-        decode_attention(position, Split(22, 1, 1, 64, 2, 4), small)
     for position in (3, 101, 127, 128, 230, 231, 400):
         decode_attention(position, FlashSplit(103, 3, 1, 2, 1), large)
-        decode_attention(position, Split(103, 3, 2, 64, 2, 4), large)
 
 
 def check_sinks() -> None:
@@ -190,10 +173,8 @@ def check_sinks() -> None:
     windowed = heads_of(window=20, ring=48, temperature=True)
     for position in (0, 50):
         decode_attention(position, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32), sinks=True)
-        decode_attention(position, Split(128, 1, 2, 64, 2, 4), heads_of(), sinks=True)
     decode_attention(49, FlashSplit(22, 1, 2, 2, 2), windowed, sinks=True)
-    for split in (FlashSplit(128, 3, 2, 2, 1), Split(256, 3, 2, 64, 2, 4)):
-        decode_attention(70, split, heads_of(norm_eps=1e-6), sinks=True)
+    decode_attention(70, FlashSplit(128, 3, 2, 2, 1), heads_of(norm_eps=1e-6), sinks=True)
 
 
 def check_what_is_stored() -> None:
@@ -210,23 +191,21 @@ def check_what_is_stored() -> None:
         limit = h.cached(128)
         for position in (0, 49):
             decode_attention(position, FlashSplit(limit, 1, 2, 2, 1, h.dim // 16), h)
-            decode_attention(position, Split(limit, 2, 2, 64, 2, 4), h)
         attended_prompt(PromptTiling(1, 2, 1, 1), 21, 30, h)
 
 
 def check_norms_over_all_heads() -> None:
     """Norms of queries and of keys over all heads: as many heads of keys as of queries, and fewer."""
     alike = heads_of(80, 3, 3, 1e-6)
-    for split in (FlashSplit(64, 1, 2, 2, 2), Split(128, 1, 1, 64, 2, 4), FlashSplit(128, 3, 2, 2, 1)):
+    for split in (FlashSplit(64, 1, 2, 2, 2), FlashSplit(128, 3, 2, 2, 1)):
         decode_attention(50, split, heads_of(norm_eps=1e-6), wide=True)
-    for split in (flash_split(alike, 256, 256, 2), split_for(alike, 256, 32, 2)):
-        decode_attention(50, split, alike, wide=True)
+    decode_attention(50, flash_split(alike, 256, 256, 2), alike, wide=True)
 
 
 def check_gated_heads() -> None:
-    """Results times the sigmoid of gates: one block a head and several, with and without tensor cores, prompts."""
+    """Results times the sigmoid of gates: one block a head and several, prompts."""
     small, large = heads_of(norm_eps=1e-6, gated=True), heads_of(32, norm_eps=1e-6, gated=True)
-    for split in (FlashSplit(64, 1, 2, 2, 2), FlashSplit(128, 3, 2, 2, 1), Split(128, 1, 1, 64, 2, 4)):
+    for split in (FlashSplit(64, 1, 2, 2, 2), FlashSplit(128, 3, 2, 2, 1)):
         decode_attention(50, split, small)
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), large)
     attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, small)

@@ -6,7 +6,6 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
-from engine.kernels.gpu.decode_attention import attention, split_for
 from engine.kernels.gpu.delta_net import HeadNorm
 from engine.kernels.gpu.device_memory import part_of
 from engine.kernels.gpu.embedding import embed, embed_prompt
@@ -408,7 +407,6 @@ def check_any_shape_has_a_schedule() -> None:
             split = flash_split(heads, limit, 256, sms)
             assert split.shared_bytes(dim) < 46 << 10 and heads.shared_by % split.group == 0, (heads, split)
             flash_attention(heads, split)
-            attention(heads, split_for(heads, limit, 256, sms))
             pooled = replace(heads, ring=0, block=32, pool=4)
             for rows in (4, 32):
                 split = rows_split(pooled, limit, rows, sms)

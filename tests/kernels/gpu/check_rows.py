@@ -4,7 +4,7 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.kernels.gpu.decode_attention import Split, attention, combine
+from engine.kernels.gpu.decode_block import combine
 from engine.kernels.gpu.few_columns import column_index, columns_size
 from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, copy_block
@@ -90,7 +90,7 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
     ins = [*pool.buffers, buffer(rows), buffer(cos), buffer(sin), buffer(pool.tables), state]
     ins += [*norm, *temperature]
     out = zeros(columns_size(tokens, n), dtypes.float16)
-    kernel = (flash_attention if isinstance(split, FlashSplit) else attention)(h, split, sinks, wide, tokens)
+    kernel = flash_attention(h, split, sinks, wide, tokens)
     if split.splits == 1:
         run(kernel, out, *ins, *sink_buffer)
     else:
@@ -118,14 +118,7 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
 
 
 def check_rows_of_several_sequences() -> None:
-    """Without tensor cores: sequences of any lengths and order, a row without a token; a window; norms and sinks."""
-    decode(Split(128, 1, 1, 64, 2, 4), pooled(norm_eps=1e-6), (70, 0, 33), (2, -1, 0, 1))
-    decode(Split(256, 3, 2, 64, 2, 4), pooled(), (130, 5), (1, 0), sinks=True)
-    decode(Split(256, 2, 2, 64, 2, 4), pooled(window=40, temperature=True), (130, 5), (0, 1))
-
-
-def check_rows_on_tensor_cores() -> None:
-    """The same on tensor cores."""
+    """Sequences of any lengths and order, a row without a token; a window; norms and sinks."""
     decode(FlashSplit(64, 1, 2, 2, 2, 2), pooled(32, norm_eps=1e-6), (50, 0, 33), (2, -1, 0, 1), sinks=True)
     decode(FlashSplit(256, 3, 2, 2, 1), pooled(norm_eps=1e-6), (130, 5), (1, 0), wide=True)
     decode(FlashSplit(256, 2, 2, 2, 1), pooled(window=40, temperature=True), (130, 5), (0, 1))

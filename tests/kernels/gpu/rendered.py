@@ -27,7 +27,7 @@ from engine.fixes import dynamic_shared, slice_shapes
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu import few_columns as few
 from engine.kernels.gpu.chosen_experts import ChosenExperts
-from engine.kernels.gpu.decode_attention import attention, combine, split_for
+from engine.kernels.gpu.decode_block import combine
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.layer_embeddings import layer_embeddings, stride
@@ -114,16 +114,14 @@ def render_window() -> None:
     cache, queries = list(h.cache_planes), (tokens * size, H)
     table, ints, factors = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (CONTEXT, F)
     ins = *cache, (rows, F), (h.dim, F), ints, factors
-    for attend, split in (
-        (flash_attention, flash_split(h, CONTEXT, 64, 16)), (attention, split_for(h, CONTEXT, 64, 16))
-    ):  # fmt: skip
-        render(attend(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *ins)
-        normed, weights = replace(h, norm_eps=1e-6), ((h.query + h.kv) * h.dim, F)
-        short, out = replace(split, limit=64, splits=1), (permuted_size(size), F)
-        kernel = attend(normed, short, True, True)
-        render(kernel, out, *cache, (rows, F), (h.dim, F), ints, weights, factors, (h.query, F), (UNIT, F))
-        parts = (split.splits * size, F), (split.splits * h.query * 2, F)
-        render(combine(h, split.splits, True), out, *parts, (UNIT, F), (h.query, F))
+    split = flash_split(h, CONTEXT, 64, 16)
+    render(flash_attention(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *ins)
+    normed, weights = replace(h, norm_eps=1e-6), ((h.query + h.kv) * h.dim, F)
+    short, out = replace(split, limit=64, splits=1), (permuted_size(size), F)
+    kernel = flash_attention(normed, short, True, True)
+    render(kernel, out, *cache, (rows, F), (h.dim, F), ints, weights, factors, (h.query, F), (UNIT, F))
+    parts = (split.splits * size, F), (split.splits * h.query * 2, F)
+    render(combine(h, split.splits, True), out, *parts, (UNIT, F), (h.query, F))
     rotate = rotate_prompt(h, tokens, (1,), (rows,), False)
     render(rotate, queries, *cache, (tokens * rows, F), table, table, ints, factors)
     cut = prompt_tiling(h, tokens, 16)
@@ -152,15 +150,13 @@ def render_rows_in_blocks() -> None:
     cache, x = list(h.cache_planes), (few.columns_size(tokens, size), H)
     angles, tables = [(CONTEXT * h.dim // 2, F)] * 2, (8 * h.table_size, dtypes.int32)
     ins = *cache, (tokens * rows, F), *angles, tables, (4 * tokens, dtypes.int32), (2 * h.dim, F)
-    for attend, split in (
-        (flash_attention, flash_split(h, CONTEXT, 64, 16)), (attention, split_for(h, CONTEXT, 64, 16))
-    ):  # fmt: skip
-        parts = (split.splits * tokens * size, F), (split.splits * tokens * h.query * 2, F)
-        render(attend(h, split, tokens=tokens), *parts, *ins)
-        render(combine(h, split.splits, tokens=tokens), x, *parts)
-        render(attend(h, replace(split, limit=64, splits=1), tokens=tokens), x, *ins)
-        alone = *cache, (rows, F), (h.dim, F), tables, (3, dtypes.int32), (2 * h.dim, F)
-        render(attend(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *alone)
+    split = flash_split(h, CONTEXT, 64, 16)
+    parts = (split.splits * tokens * size, F), (split.splits * tokens * h.query * 2, F)
+    render(flash_attention(h, split, tokens=tokens), *parts, *ins)
+    render(combine(h, split.splits, tokens=tokens), x, *parts)
+    render(flash_attention(h, replace(split, limit=64, splits=1), tokens=tokens), x, *ins)
+    alone = *cache, (rows, F), (h.dim, F), tables, (3, dtypes.int32), (2 * h.dim, F)
+    render(flash_attention(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *alone)
     rotate, prompt = rotate_prompt(h, 64, (1,), (rows,), False), (3, dtypes.int32)
     render(rotate, (64 * size, H), *cache, (64 * rows, F), *angles, tables, prompt, (2 * h.dim, F))
     attend = attend_prompt(h, 64, replace(prompt_tiling(h, 64, 16), splits=1))
