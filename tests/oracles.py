@@ -21,6 +21,7 @@ from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
 from engine.model.model_runner import ModelRunner
 from engine.model.weights import Weights
+from tests.model.stepping import Stepper
 from tests.reference import Reference, log_softmax
 
 VOCABULARY = {  # tokens that each model has
@@ -129,17 +130,18 @@ def of_runner(open_runner: Callable[[Weights, int], ModelRunner], path: Path, pr
     """Runs the prompt in chunks up to each of its positions, and decodes there."""
     with GGUF(path) as file:
         runner = open_runner(Weights(file, read_spec(file), lambda _: None), prompt.context)
+        stepper = Stepper(runner)
         rows, at, best = [], 0, 0
         for position in prompt.positions:
             while at < position:
                 chunk = prompt.tokens[at : min(at + runner.max_chunk, position)]
-                runner.prefill(chunk, at)
+                stepper.prefill(chunk, at)
                 at += len(chunk)
-            best = runner.decode(prompt.tokens[position], position)
-            rows.append(np.array(runner.logits()))
+            best = stepper.decode(prompt.tokens[position], position)
+            rows.append(np.array(stepper.logits()))
             at = position + 1
         assert at == len(prompt.tokens), "the last position is the prompt's end"
-        greedy = [best, *(runner.decode(token, at + i) for i, token in enumerate(prompt.greedy[:-1]))]
+        greedy = [best, *(stepper.decode(token, at + i) for i, token in enumerate(prompt.greedy[:-1]))]
     return Answers(np.stack(rows), greedy)
 
 

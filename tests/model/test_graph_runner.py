@@ -6,8 +6,8 @@ import pytest
 from engine.model.graph_runner import GraphRunner
 from engine.model.kv_blocks import KVBlocks
 from engine.model.model_runner import Slot
-from tests.model.stepping import Stepper
 from tests.model.lower.layers import opened, written
+from tests.model.stepping import Stepper
 from tests.reference import Reference, divergence
 
 TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()

@@ -12,6 +12,7 @@ from engine.model.cpu_runner import CPURunner
 from engine.model.graph_runner import GraphRunner
 from engine.model.weights import Weights
 from tests import oracles
+from tests.model.stepping import Stepper
 from tests.reference import Reference, divergence, log_softmax
 from tests.thorough import THOROUGH
 
@@ -73,7 +74,7 @@ def oracle(request, shared, tmp_path_factory):
 
 def agree(runner, oracle, prompt):
     """The runner's logits after the prompt are llama.cpp's, and so are the greedy tokens of a float model."""
-    tokens = oracle("tokens", prompt).tolist()
+    runner, tokens = Stepper(runner), oracle("tokens", prompt).tolist()
     runner.prefill(tokens[:-1], 0)
     greedy = [runner.decode(tokens[-1], len(tokens) - 1)]
     logits = np.array(runner.logits())

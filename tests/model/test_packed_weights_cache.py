@@ -16,6 +16,7 @@ from engine.model.lower import cpu_weights
 from engine.model.packed_weights_cache import PackedReader
 from engine.model.weights import Weights
 from tests import generated_model
+from tests.model.stepping import Stepper
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +94,9 @@ def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
     def logits() -> np.ndarray:
         with GGUF(model) as file:
             runner = CPURunner(Weights(file, read_spec(file), lambda _: None), 64, keep_packed=True)
-            runner.decode(5, 0)
-            return np.array(runner.logits())
+            stepper = Stepper(runner)
+            stepper.decode(5, 0)
+            return np.array(stepper.logits())
 
     first = logits()
     assert cache.cached_files(model)

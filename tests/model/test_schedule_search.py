@@ -1,5 +1,6 @@
 """The search for schedules, with fake runners whose best schedule the test knows."""
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -178,10 +179,9 @@ def test_candidates_fit_and_those_like_the_first_come_first(rows, cols, experts)
 
 
 class Searchable:
-    """The runner protocol; only `search` is called."""
+    """A runner, of which only `search` is called."""
 
-    max_chunk, chunk_sizes, decode_depths, precompiled, max_rewind = 64, (64,), (0,), False, None
-    prefill = decode = logits = replay = expert_choices = lambda *_: None
+    search_tokens = 4
 
     def __init__(self):
         self.asked = []
@@ -202,7 +202,8 @@ class Searchable:
     ],
 )
 def test_a_preset_s_width_steers_it(options, wanted):
-    model, told = SimpleNamespace(_runner=Searchable()), []
+    blocks = SimpleNamespace(room=lambda tokens: contextlib.nullcontext(tokens == Searchable.search_tokens))
+    model, told = SimpleNamespace(_runner=Searchable(), scheduler=SimpleNamespace(blocks=blocks)), []
     with kernels_reported(lambda done, total: told.append(Warming(done=done, total=total))):
         TextModel._search(model, EngineOptions(model_path="", **options), told.append)
     assert model._runner.asked == wanted
