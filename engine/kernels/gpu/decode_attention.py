@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.cache_tiles import four_values, load_halves
-from engine.kernels.gpu.decode_block import DecodeBlock
+from engine.kernels.gpu.decode_block import DecodeBlock, block_buffers
 from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.kv_cache import TILE, Heads
 from engine.kernels.gpu.matmul import as_half
@@ -48,6 +47,7 @@ from engine.kernels.gpu.uops import (
     zeroed_registers,
 )
 from engine.kernels.gpu.weight_layout import UNIT, permuted
+from engine.kernels.kernel import Kernel
 
 _MIN_PART = 64  # tokens of a part of a window
 _MAX_SCORES_BYTES = 36 << 10  # of a block's shared memory
@@ -105,9 +105,9 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
         and dim % 8 == 0
     )
 
-    def kernel(*buffers: UOp) -> UOp:
+    def kernel(**buffers: UOp | list[UOp]) -> UOp:
         thread = UOp.special(n_threads, "lidx0")
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, wide, tokens)
         kv, start, count, is_first = block.kv, block.start, block.count, block.is_first_part
 
         # the first loads from the cache
@@ -246,7 +246,7 @@ def attention(heads: Heads, split: Split, sinks: bool = False, wide: bool = Fals
         name = f"attention_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
         return finish(name + f"_{tokens}" * (tokens > 0), results)
 
-    return kernel
+    return Kernel(kernel, *block_buffers(h, split.splits, sinks, tokens))
 
 
 def _dot(a: Sequence[UOp], b: Sequence[UOp]) -> UOp:
@@ -262,14 +262,15 @@ def _pick(values: Sequence[UOp], index: UOp) -> UOp:
 
 
 @functools.cache
-def combine(heads: Heads, splits: int, sinks: bool = False, tokens: int = 0) -> Kernel:
-    """Combines the splits of decode attention. Buffers: the output, float32, permuted and prescaled; the weighted sums;
-    the largest scores and sums of weights (see `DecodeBlock`); the output's prescale, float32 (UNIT,), if the step is
-    not of several `tokens`; with `sinks`, these, float32 (query,); of gated heads, the rows of the QKV product."""
+def combine(heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0) -> Kernel:
+    """Combines the splits of decode attention. Buffers: out, float32, permuted and prescaled; sums and tops (see
+    `DecodeBlock`); prescale, the output's, float32 (UNIT,), if the step is not of several `tokens`; sinks, float32
+    (query,), if there are any; of gated heads, rows, those of the QKV product."""
     n, several = heads.query * heads.dim, max(tokens, 1)
 
-    def kernel(out: UOp, sums: UOp, tops: UOp, *rest: UOp) -> UOp:
-        sink = rest if tokens else rest[1:]  # and the rows
+    def kernel(
+        out: UOp, sums: UOp, tops: UOp, prescale: UOp | None, sinks: UOp | None, rows: UOp | None
+    ) -> UOp:
         d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
         token = UOp.special(tokens, "gidx1") if tokens else UOp.const(0)
         top = [load(tops, ((s * several + token) * heads.query + head) * 2) for s in range(splits)]
@@ -279,15 +280,16 @@ def combine(heads: Heads, splits: int, sinks: bool = False, tokens: int = 0) -> 
         element = head * heads.dim + d
         total = tree([load(sums, (s * several + token) * n + element) * f for s, f in enumerate(factor)])
         weights = tree([w * f for w, f in zip(weight, factor, strict=True)])
-        if sinks:
-            weights = weights + (load(sink[0], head) * f32(LOG2_E) - largest).exp2()
+        if sinks is not None:
+            weights = weights + (load(sinks, head) * f32(LOG2_E) - largest).exp2()
         value = total / weights
-        if heads.gated:
-            value = value * sigmoid(load(rest[-1], token * heads.rows + element))
-        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * sinks}"
-        if tokens:
+        if rows is not None:
+            value = value * sigmoid(load(rows, token * heads.rows + element))
+        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}"
+        if prescale is None:
             return finish(f"{name}_{tokens}", [store(out, column_index(token, element, n), as_half(value))])
-        stores = [store(out, permuted(element, n), value * load(rest[0], element % UNIT))]
+        stores = [store(out, permuted(element, n), value * load(prescale, element % UNIT))]
         return finish(name, stores)
 
-    return kernel
+    inputs = "sums", "tops", not tokens and "prescale", has_sinks and "sinks", heads.gated and "rows"
+    return Kernel(kernel, ("out",), inputs)
