@@ -3,52 +3,74 @@
 tinygrad declares shared memory in a kernel, where CUDA allows 48 KB, though the blocks of every GPU with tensor cores
 that we know may have 99 KB and more ("Dynamic Shared Memory" and "Compute Capabilities" in the CUDA C++ Programming
 Guide). The launch can give a block more: tinygrad's runtime can, but nothing tells it how much. With this fix a kernel
-whose name ends in `_smN` gets N bytes at its launch, and its arrays are parts of them.
+with the hint `shared_bytes` (`engine.kernels.launch_hints`) gets so many at its launch, and its arrays are parts of
+them.
 """
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from typing import Any
 
+from tinygrad.device import TinyELF
+from tinygrad.dtype import AddrSpace
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.ops_cuda import CUDAProgram
+from tinygrad.uop.ops import Ops, UOp
 
 from engine.fixes import once
+from engine.kernels.launch_hints import hints_of, info_of
 
-_SIZES = {"half": 2, "float": 4}
-_NAME = re.compile(r"_sm(\d+)$")
+_ALIGNMENT = 16  # bytes
 
-_stock_render, _stock_init = CUDARenderer.render_kernel, CUDAProgram.__init__
+_stock_render, _stock_buffer = CUDARenderer.render, CUDARenderer.render_buffer
+_stock_elf, _stock_init = UOp.to_elf, CUDAProgram.__init__
 
 
 @once("Shared memory beyond 48 KB")
 def apply() -> None:
     """Changes tinygrad in this process."""
     global _stock_render
-    _stock_render = CUDARenderer.render_kernel  # another fix may have changed it since the import
-    CUDARenderer.render_kernel, CUDAProgram.__init__ = _render, _init
+    _stock_render = CUDARenderer.render  # another fix may have changed it since the import
+    CUDARenderer.render, CUDARenderer.render_buffer = _render, _render_buffer
+    UOp.to_elf, CUDAProgram.__init__ = _to_elf, _init
 
 
-def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -> str:
-    source: str = _stock_render(self, function_name, *args, **kwargs)
-    asked, used = _NAME.search(function_name), 0
-    if asked is None:
-        return source
+def _render(self: Any, uops: list[UOp]) -> str:
+    asked, used = hints_of(uops[-1]).shared_bytes, 0
+    places: dict[UOp, int] = {}
+    for array in (u for u in uops if asked and u.op is Ops.BUFFER and u.addrspace is AddrSpace.LOCAL):
+        places[array] = used
+        used += -(-array.max_numel() * array.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    assert used <= asked, f"{info_of(uops[-1]).name} has {used} bytes of shared memory"
+    self.shared_places = places
+    return str(_stock_render(self, uops))
 
-    def part(array: re.Match[str]) -> str:
-        nonlocal used
-        kind, name, first = array[1], array[2], used
-        used += -(-_SIZES[kind] * int(array[3]) // 16) * 16
-        return f"{kind}* {name} = ({kind}*)(shared_bytes + {first});"
 
-    source = re.sub(r"__shared__ __align__\(16\) (\w+) (\w+)\[(\d+)\];", part, source)
-    assert used <= int(asked[1]), f"{function_name} has {used} bytes of shared memory"
-    declared = "  extern __shared__ __align__(16) char shared_bytes[];\n"
-    return re.sub(r"(__global__ [^{]*\{\n)", lambda opening: opening[1] + declared, source, count=1)
+def _render_buffer(self: Any, array: UOp) -> str:
+    """The declaration of an array. The first one declares all of the launch's shared memory."""
+    place = self.shared_places.get(array)
+    if place is None:
+        return str(_stock_buffer(self, array))
+    kind = self.render_dtype(array.dtype)
+    declared = f"{kind}* {self[array]} = ({kind}*)(shared_bytes + {place});"
+    return (
+        declared if place else f"extern __shared__ __align__({_ALIGNMENT}) char shared_bytes[];\n{declared}"
+    )
+
+
+@dataclass
+class _Object(TinyELF):  # type: ignore[misc]
+    """A compiled program, and the shared memory of its launch."""
+
+    shared_bytes: int = 0
+
+
+def _to_elf(self: UOp) -> TinyELF:
+    return _Object(**vars(_stock_elf(self)), shared_bytes=hints_of(self).shared_bytes)
 
 
 def _init(self: CUDAProgram, dev: Any, obj: Any, *args: Any, **options: Any) -> None:
-    if asked := _NAME.search(obj.name):
-        options["smem"] = int(asked[1])
+    if isinstance(obj, _Object) and obj.shared_bytes:
+        options["smem"] = obj.shared_bytes
     _stock_init(self, dev, obj, *args, **options)

@@ -6,16 +6,18 @@ previous one itself (CUDA C++ Programming Guide, "Programmatic Dependent Launch 
 griddepcontrol). With this fix every kernel begins with that wait, and a graph edge between two such kernels launches
 the second as blocks of the first end. Decode on an H200 is 4 to 8 % faster.
 
-Weights do not depend on the previous kernel. A kernel whose name ends in `_wN` reads weights, which no kernel of a
-graph writes, from its buffer N on. It loads the first of them before it waits, and lets the next kernel start before
-its threads first meet. That pays if blocks have so few registers that those of the next kernel fit beside them: a step
-of eight layers of Llama 3.2 3B (Q6_K) and the head takes 398 microseconds in place of 428 with such schedules. With
-others it can take longer.
+A kernel can say more in its hints (`engine.kernels.launch_hints`). Weights do not depend on the kernel before, which no
+kernel of a graph writes: a product that waits only for its other buffers (`waits_for`) loads the first of its weights
+before. It lets the next kernel start before its threads first meet (`releases`). That pays if blocks have so few
+registers that those of the next kernel fit beside them: a step of eight layers of Llama 3.2 3B (Q6_K) and the head
+takes 398 microseconds in place of 428 with such schedules. With others it can take longer.
 
-Nor does the KV cache. The kernel before computes only buffer N of a kernel whose name ends in `_rN`; what it loads
-before it accesses that buffer is older, so it waits only there. The kernel before has `_starts_next_` in its name, and
-lets it start as soon as its own predecessor has ended. Decode of Qwen3 0.6B at 4k to 32k is 2 to 3 % faster. If all
-kernels do so, a step takes 6 % longer.
+Nor does the KV cache. Of what attention reads, the kernel before computes only the new token's rows, so attention waits
+only for them. The kernel before lets it start as soon as its own predecessor has ended. Decode of Qwen3 0.6B at 4k to
+32k is 2 to 3 % faster. If all kernels do so, a step takes 6 % longer.
+
+The wait and the start of the next kernel are operations of the program (Ops.CUSTOM in its LINEAR). They are put there
+when tinygrad has put the others in order, so nothing can move an access across them.
 
 The order stays strict. A kernel does nothing else until its predecessor has ended, and that one waited for its own
 predecessor, so one edge replaces the many of a chain. A kernel that depends on several independent kernels keeps its
@@ -27,75 +29,76 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import tinygrad.codegen as codegen
 import tinygrad.runtime.autogen.cuda as cuda
+from tinygrad.renderer import Renderer
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cuda import check
 from tinygrad.runtime.support.c import init_c_var
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from engine.devices import cuda_driver
 from engine.fixes import once
+from engine.kernels.launch_hints import HintedInfo, info_of
 
-_WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory");'
-_LAUNCH = 'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");'
-_BARRIER = "__syncthreads();"
+WAIT = UOp(Ops.CUSTOM, arg='asm volatile("griddepcontrol.wait;" ::: "memory");')
+RELEASE = UOp(Ops.CUSTOM, arg='asm volatile("griddepcontrol.launch_dependents;" ::: "memory");')
 _MIN_CAPABILITY = 90  # the first compute capability, times ten, that has griddepcontrol
 
-_stock_render = CUDARenderer.render_kernel
 _stock_init, _stock_node = CUDAGraph.__init__, CUDAGraph.new_node
 
 
 @once("The early launch of kernels")
 def apply() -> None:
     """Changes tinygrad in this process."""
-    global _stock_render
-    _stock_render = CUDARenderer.render_kernel  # another fix may have changed it since the import
-    CUDARenderer.render_kernel = _render
+    linearize = (UPat(Ops.PROGRAM, src=(UPat(Ops.SINK, name="sink"),), name="prg"), _linearize)
+    codegen.pm_to_program = PatternMatcher([linearize]) + codegen.pm_to_program
     CUDAGraph.__init__, CUDAGraph.new_node = _init, _node
 
 
-def _render(self: CUDARenderer, function_name: str, *args: Any, **kwargs: Any) -> str:
-    source: str = _stock_render(self, function_name, *args, **kwargs)
-    arch = re.match(r"sm_(\d+)", self.target.arch)
-    if arch is None or int(arch[1]) < _MIN_CAPABILITY:
-        return source
-    before, opening, body = re.split(r"(__global__ [^{]*\{\n)", source, maxsplit=1)
-    late = f"  {_WAIT}\n{body}"
-    if weights := re.search(r"_w(\d+)(_mb\d+)?$", function_name):
-        late = waiting_late(body, range(int(weights[1])))
-    elif result := re.search(r"_r(\d+)(_mb\d+)?$", function_name):
-        late = waiting_late(body, [int(result[1])], lets_start=False)
-    elif "_starts_next_" in function_name:
-        late = f"  {_WAIT}\n  {_LAUNCH}\n{body}"
-    return before + opening + late
+def _linearize(ctx: Renderer, prg: UOp, sink: UOp) -> UOp:
+    program: UOp = codegen.do_linearize(ctx, prg, sink)
+    arch = re.match(r"sm_(\d+)", ctx.target.arch)
+    if not isinstance(ctx, CUDARenderer) or arch is None or int(arch[1]) < _MIN_CAPABILITY:
+        return program
+    sink, linear = program.src
+    return program.replace(src=(sink, linear.replace(src=tuple(with_waits(linear.src, info_of(sink))))))
 
 
-def waiting_late(body: str, results: Collection[int], lets_start: bool = True) -> str:
-    """The lines of a kernel that waits before its first access to a buffer whose number is in `results`, and if it
-    `lets_start` the next kernel, does so before its first barrier. If that access is in a loop, there is another wait
-    after the loop, which may have no steps. Every wait but the first returns at once. No wait depends on a
-    condition."""
-    lines: list[str] = []
-    loops, waits, surely, launches, condition = False, False, False, False, 0
-    for line in body.splitlines(keepends=True):
-        if line.startswith("  for (") or (loops and line == "  }\n"):
-            loops, waits = not loops, surely
-        if not waits and any(int(number) in results for number in re.findall(r"\bdata(\d+)_", line)):
-            lines.insert(condition or len(lines), f"  {_WAIT}\n")
-            waits, surely = True, not loops
-        if lets_start and not launches and line.strip() == _BARRIER:
-            lines.append(f"  {_LAUNCH}\n")
-            launches = True
-        lines.append(line)
-        if line.lstrip().startswith("if ("):
-            condition = condition or len(lines) - 1
-        elif line.strip() == "}":
-            condition = 0
-    return "".join(lines)
+def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
+    """The operations of a kernel in their order, with those that its hints ask for: the wait for the kernel before, and
+    the release of the next one."""
+    hints = info.hints
+    if not hints.waits_for:
+        return [WAIT, *[RELEASE] * (hints.releases == "after its wait"), *uops]
+    awaited, result, depth = info.slots(hints.waits_for), list[UOp](), 0
+    waits, surely = False, False  # whether there was a wait at this place, and one that is in no loop
+    for uop in uops:
+        if uop.op is Ops.RANGE or uop.op is Ops.END:
+            if not depth or (depth == 1 and uop.op is Ops.END):
+                waits = surely  # a loop may have no steps
+            depth += 1 if uop.op is Ops.RANGE else -1
+        if not waits and _slot(uop) in awaited:
+            place = len(result) - (uop.op is Ops.STORE and result[-1].op is Ops.IF)  # on no condition
+            releases = hints.releases == "after its wait" and RELEASE not in result
+            result[place:place] = [WAIT, RELEASE] if releases else [WAIT]
+            waits, surely = True, not depth
+        if hints.releases == "before its first barrier" and uop.op is Ops.BARRIER and RELEASE not in result:
+            result.append(RELEASE)
+        result.append(uop)
+    return result
+
+
+def _slot(uop: UOp) -> int | None:
+    """The slot of the buffer that an operation loads from or stores to."""
+    if uop.op not in (Ops.LOAD, Ops.STORE):
+        return None
+    buffer = uop.src[0].buf_uop
+    return int(buffer.arg.slot) if buffer.op is Ops.PARAM else None
 
 
 def _node(self: CUDAGraph, bufs: Any, write: Any) -> Any:
@@ -169,9 +172,8 @@ def _adder() -> Any:
 
 
 def _waits(program: UOp) -> bool:
-    """Whether a kernel begins with the wait."""
-    source = next((part.arg for part in program.src if part.op is Ops.SOURCE), "")
-    return program.op is Ops.PROGRAM and _WAIT in source
+    """Whether a program waits for the kernel before."""
+    return program.op is Ops.PROGRAM and WAIT in program.src[1].src
 
 
 def _address(node: Any) -> int | None:

@@ -4,7 +4,8 @@ tinygrad turns tensors into code in Python, which takes seconds for each model a
 only the compiler's output. Its two in-memory tables of programs and schedules are keyed by content, so with this fix
 `engine.disk_cache` backs them, and a model's second start compiles nothing.
 
-Of a program only the parts that a launch and a profile need are stored: names, sizes, parameters, source and binary.
+Of a program only the parts that a launch and a profile need are stored: names, sizes, parameters, hints, the operations
+of `engine.fixes.early_launch`, source and binary.
 """
 
 from __future__ import annotations
@@ -77,5 +78,9 @@ def _without_graphs(program: UOp) -> UOp:
     if program.arg.local_size is None:
         return program
     sink, linear, source, binary = program.src
-    parameters = tuple(u for u in linear.src if u.op is Ops.PARAM and u.addrspace != AddrSpace.ALU)
-    return program.replace(src=(sink.replace(src=()), linear.replace(src=parameters), source, binary))
+    kept = tuple(u for u in linear.src if u.op is Ops.CUSTOM or _is_buffer(u))
+    return program.replace(src=(sink.replace(src=()), linear.replace(src=kept), source, binary))
+
+
+def _is_buffer(u: UOp) -> bool:
+    return u.op is Ops.PARAM and u.addrspace != AddrSpace.ALU

@@ -39,7 +39,7 @@ def _kernel_copy_gbps(device: str) -> float:
     target = Tensor.empty(size, dtype=dtypes.float32, device=device).contiguous().realize()
     sequence = KernelSequence()
     for _ in range(COPIES):
-        sequence.add(copy_kernel(size), target, source)
+        sequence.add(copy_kernel(size), target=target, source=source)
     copies = sequence.capture()
 
     def copy() -> None:

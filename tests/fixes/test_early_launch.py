@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pickle
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad import dtypes
+from tinygrad.uop.ops import Ops, ProgramInfo, UOp
 
-from engine.fixes import early_launch
+from engine.fixes import early_launch, program_cache
+from engine.fixes.early_launch import RELEASE, WAIT
+from engine.kernels.launch_hints import HintedInfo, LaunchHints, hints_of
 from tests.paths import ROOT
 
 CHAIN = [[], [0], [0, 1], [1, 2]]
@@ -37,18 +41,30 @@ def test_the_last_dependency_comes_after_all_others(before):
 
 RENDER = """
 import sys
-import tinygrad.renderer.cstyle as cstyle
+from tinygrad import UOp, dtypes
+from tinygrad.codegen import do_to_program
 from tinygrad.helpers import Target
+from tinygrad.renderer.cstyle import CUDARenderer
+from tinygrad.runtime.support import compiler_cuda
 from engine.fixes import early_launch, launch_bounds
-stock = 'struct a {\\n}; extern "C" __global__ void __launch_bounds__(64) k(int* a) {\\n  *a = 1;\\n}'
-cstyle.CStyleLanguage.render_kernel = lambda *a, **k: stock
+from engine.kernels.gpu.uops import f32, finish, load, store
+from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import LaunchHints
+def init(self, *args, **options):
+    self.compile_options, self.cachekey = [], "key"
+compiler_cuda.NVRTCCompiler.__init__ = init
 for fix in sys.argv[1:]:
     {"early": early_launch, "bounds": launch_bounds}[fix].apply()
-class Renderer(cstyle.CUDARenderer):
-    def __init__(self, arch): self.target = Target.parse(f"NV::{arch}")
-for arch in ("sm_87", "sm_90", "sm_100a"):
-    print(repr(Renderer(arch).render_kernel("k_mb5", [], [], [])))
-print(Renderer("sm_90").render_kernel("k_starts_next_1", [], [], []).count("launch_dependents"))
+def source(arch, **hints):
+    renderer = CUDARenderer(Target.parse(f"CUDA::{arch}"))
+    renderer.compiler.compile_cached = lambda source: b""
+    i = UOp.special(64, "lidx0")
+    function = lambda out: finish("k", [store(out, i, load(out, i) + f32(1))])
+    kernel = Kernel(function, ("out",), (), LaunchHints(5, **hints))
+    return do_to_program(kernel.graph(UOp.placeholder((64,), dtypes.float32, slot=0)), renderer).src[2].arg
+for arch in ("sm_87", "sm_90", "sm_100"):
+    print(repr(source(arch)))
+print(source("sm_90", releases="after its wait").count("launch_dependents"))
 """
 
 
@@ -56,12 +72,11 @@ print(Renderer("sm_90").render_kernel("k_starts_next_1", [], [], []).count("laun
 def test_kernels_wait_where_the_chip_can_launch_them_early(fixes):
     run = [sys.executable, "-c", RENDER, *fixes]
     done = subprocess.run(run, env={**os.environ}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
     *sources, launches = done.stdout.splitlines()
-    assert len(sources) == 3, done.stderr[-2000:]
+    assert len(sources) == 3
     assert int(launches) == ("early" in fixes)
-    opening = r"k(int* a) {\n  asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n  *a = 1;\n}".replace(
-        '\\"', '"'
-    )
+    opening = r"""k(float* data0_64) {\n  asm volatile("griddepcontrol.wait;" ::: "memory");\n"""
     waits = [opening in source for source in sources]
     assert waits == ([False, True, True] if "early" in fixes else [False] * 3)
     assert all(("__launch_bounds__(64, 5)" in source) == ("bounds" in fixes) for source in sources)
@@ -100,8 +115,8 @@ class Driver:
 def graph_of(monkeypatch, before, waits, refuses=False):
     driver = Driver(before, refuses)
     nodes = [ctypes.c_void_p(i + 1) for i in range(len(before))]
-    sources = ["{ " + early_launch._WAIT * waits[i] + "}" for i in range(len(before))]
-    programs = [UOp(Ops.PROGRAM, src=(UOp(Ops.SINK), UOp(Ops.SOURCE, arg=source))) for source in sources]
+    linears = [UOp(Ops.LINEAR, src=(WAIT,) * waits[i]) for i in range(len(before))]
+    programs = [UOp(Ops.PROGRAM, src=(UOp(Ops.SINK), linear)) for linear in linears]
 
     def stock_init(graph):
         graph.edges = [([nodes[k] for k in earlier], nodes[i]) for i, earlier in enumerate(before)]
@@ -136,41 +151,81 @@ def test_a_driver_that_refuses_gets_ordinary_edges(monkeypatch):
     assert driver.edges == {(0, 1): "full", (1, 2): "full", (2, 3): "full"}
 
 
-BODY = """  int alu0 = 3;
-  for (int Ridx0 = 0; Ridx0 < alu0; Ridx0++) {
-    uint val0 = (*(data12_8+Ridx0));
-    float val1 = (*(data1_8+Ridx0));
-    *(buf0+0) = val0*val1;
-  }
-  *(buf1+alu0) = (*(buf0+0));
-  __syncthreads();
-  if (alu0) {
-    *(data0_8+0) = (*(buf1+0));
-  }
-  float val2 = (*(data2_8+0));
-  __syncthreads();
-}
-"""
+def operations(*first_slots):
+    """Those of a kernel, in their order: loads of buffers, a loop that loads weights (slot 3) and an input (slot 1), a
+    barrier, a store to slot 0 under a condition, a load of slot 2."""
+    index = lambda slot: UOp.placeholder((8,), dtypes.float32, slot=slot).index(UOp.const(0))
+    loads = [index(slot).load() for slot in first_slots]
+    loop = UOp.range(3, 0)
+    weights, x = index(3).load(), index(1).load()
+    barrier = UOp(Ops.BARRIER)
+    condition = UOp(Ops.IF, src=(UOp.const(True),))
+    stored = index(0).store(x)
+    later = index(2).load()
+    end, fi = weights.end(loop), UOp(Ops.ENDIF, src=(condition,))
+    return [
+        *loads,
+        loop,
+        weights,
+        x,
+        end,
+        barrier,
+        condition,
+        stored,
+        fi,
+        later,
+        UOp(Ops.BARRIER, src=(later,)),
+    ]
+
+
+def info(*waits_for, releases="at its end"):
+    return HintedInfo(buffers=("out", "x", "rows", "weights"), hints=LaunchHints(0, 0, waits_for, releases))
+
+
+def added(uops, info):
+    """What stands before what, of the operations that were added."""
+    done = early_launch.with_waits(uops, info)
+    assert [uop for uop in done if uop not in (WAIT, RELEASE)] == uops
+    following = [*done[1:], None]
+    return [(uop, following[i]) for i, uop in enumerate(done) if uop in (WAIT, RELEASE)]
 
 
 def test_a_kernel_loads_weights_before_it_waits_and_lets_the_next_start_before_its_first_barrier():
-    lines = early_launch.waiting_late(BODY, range(12)).splitlines()
-    added = [(i, line.strip()) for i, line in enumerate(lines) if "griddepcontrol" in line]
-    wait, launch = early_launch._WAIT, early_launch._LAUNCH
-    assert [(lines[i + 1].strip(), line) for i, line in added] == [
-        ("float val1 = (*(data1_8+Ridx0));", wait),
-        ("__syncthreads();", launch),
-        ("if (alu0) {", wait),
-    ]
-    assert "\n".join(line for line in lines if "griddepcontrol" not in line) + "\n" == BODY
+    uops = operations()
+    _loop, _weights, x, _end, barrier, condition, *_ = uops
+    got = added(uops, info("out", "x", "rows", releases="before its first barrier"))
+    assert got == [(WAIT, x), (RELEASE, barrier), (WAIT, condition)]
 
 
 def test_a_loop_after_a_wait_needs_no_other():
-    lines = early_launch.waiting_late("  float val9 = (*(data3_8+0));\n" + BODY, range(12)).splitlines()
-    assert [i for i, line in enumerate(lines) if early_launch._WAIT in line] == [0]
+    uops = operations(2)
+    assert added(uops, info("out", "x", "rows")) == [(WAIT, uops[0])]
 
 
 def test_a_kernel_that_reads_an_older_cache_waits_for_the_result_of_the_kernel_before():
-    lines = early_launch.waiting_late(BODY, [2], lets_start=False).splitlines()
-    added = [i for i, line in enumerate(lines) if "griddepcontrol" in line]
-    assert [lines[i + 1].strip() for i in added] == ["float val2 = (*(data2_8+0));"]
+    uops = operations()
+    assert added(uops, info("rows")) == [(WAIT, uops[8])]
+
+
+def test_a_kernel_that_says_nothing_waits_first():
+    uops = operations()
+    assert added(uops, HintedInfo()) == [(WAIT, uops[0])]
+    assert added(uops, info(releases="after its wait")) == [(WAIT, RELEASE), (RELEASE, uops[0])]
+
+
+def test_a_program_on_disk_still_says_that_it_waits():
+    parts = UOp(Ops.SINK, arg=info("rows")), UOp(Ops.LINEAR, src=(WAIT, UOp.special(4, "lidx0")))
+    program = UOp(Ops.PROGRAM, src=(*parts, UOp(Ops.SOURCE, arg=""), UOp(Ops.BINARY, arg=b"")))
+    stored = program_cache._without_graphs(program.replace(arg=ProgramInfo(local_size=(4, 1, 1))))
+    assert len(stored.src[1].src) == 1
+    stored = pickle.loads(pickle.dumps(stored))
+    assert early_launch._waits(stored) and hints_of(stored) == info("rows").hints
+
+
+def test_kernels_that_wait_late_wait_before_they_touch_what_they_wait_for():
+    """In the CUDA of every kind of kernel that does: products with a schedule that is early, and attention."""
+    env = {**os.environ, "DEV": "NULL:NVCC:sm_90", "NULL_ALLOW_COPYOUT": "1"}
+    run = [sys.executable, "-m", "tests.kernels.gpu.late_waits"]
+    done = subprocess.run(run, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 8

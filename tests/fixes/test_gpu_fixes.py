@@ -24,25 +24,46 @@ def python(code, **env):
     return done.stdout
 
 
-RENDER = """
-import tinygrad.renderer.cstyle as cstyle
+KERNELS = """
+import sys
+from tinygrad import UOp, dtypes
+from tinygrad.codegen import to_program
+from tinygrad.helpers import Target
+from tinygrad.renderer.cstyle import CUDARenderer
+from tinygrad.runtime.support import compiler_cuda
+from engine.kernels.gpu.uops import after_store, finish, load, shared, store
+from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import LaunchHints
+def init(self, *args, **options):
+    self.compile_options, self.cachekey = [], "key"
+compiler_cuda.NVRTCCompiler.__init__ = init
+renderer = CUDARenderer(Target.parse("CUDA::sm_90"))
+renderer.compiler.compile_cached = lambda source: b""
+def program(name, **hints):
+    def function(out, x):
+        i = UOp.special(64, "lidx0")
+        halves = after_store(shared(20000, 0, dtypes.float16), i, load(x, i).cast(dtypes.float16))
+        floats = after_store(shared(9, 1), i % 9, load(halves, 63 - i).cast(dtypes.float32))
+        return finish(name, [store(out, i, load(floats, i % 9))])
+    buffers = [UOp.placeholder((64,), dtypes.float32, slot=k) for k in (0, 1)]
+    return to_program(Kernel(function, ("out",), ("x",), LaunchHints(**hints)).graph(*buffers), renderer)
+"""
+
+BOUNDS = """
+def bounds(name, **hints):
+    print(program(name, **hints).src[2].arg.split("__launch_bounds__(")[1].split(")")[0])
+bounds("stock", min_blocks=5)
 from engine.fixes import launch_bounds
-cstyle.CStyleLanguage.render_kernel = lambda *a, **k: "__launch_bounds__(64) kernel"
-class Renderer(cstyle.CUDARenderer):
-    def __init__(self): pass
-print(Renderer().render_kernel("t_mb5", [], [], []))
 launch_bounds.apply()
 launch_bounds.apply()
-for name in ("t_mb5", "t_mb", "t"):
-    print(Renderer().render_kernel(name, [], [], []))
+bounds("asked", min_blocks=5)
+bounds("renamed", min_blocks=5)
+bounds("not_asked_mb5")
 """
 
 
-def test_a_name_asks_for_blocks_per_multiprocessor():
-    stock, asked, *others = (line.split(")")[0] for line in python(RENDER).splitlines() if "bounds" in line)
-    assert stock == "__launch_bounds__(64"
-    assert asked == "__launch_bounds__(64, 5"
-    assert others == ["__launch_bounds__(64"] * 2
+def test_a_kernel_asks_for_blocks_per_multiprocessor_whatever_its_name():
+    assert python(KERNELS + BOUNDS).splitlines() == ["64", "64, 5", "64, 5", "64"]
 
 
 FLOATS = """
@@ -84,28 +105,22 @@ def test_a_maximum_and_a_power_of_two_take_one_instruction():
 
 
 SHARED = """
-import sys
-import tinygrad.renderer.cstyle as cstyle, tinygrad.runtime.ops_cuda as cuda
-declared = "__shared__ __align__(16) half buf0[20000];\\n __shared__ __align__(16) float buf1[9];\\n}"
-cstyle.CStyleLanguage.render_kernel = lambda *a, **k: "__global__ void t(half* a) {\\n" + declared
+import tinygrad.runtime.ops_cuda as cuda
 cuda.CUDAProgram.__init__ = lambda self, dev, obj, smem=0: print(smem)
-class Renderer(cstyle.CUDARenderer):
-    def __init__(self): pass
-class Object: pass
-if sys.argv[1:] == ["with"]:
+if "with" in sys.argv:
     from engine.fixes import dynamic_shared
     dynamic_shared.apply()
-for Object.name in ("t", "t_sm65536"):
-    cuda.CUDAProgram(None, Object)
-    source = Renderer().render_kernel(Object.name, [], [], [])
+for made in (program("t"), program("asked", shared_bytes=65536)):
+    cuda.CUDAProgram(None, made.to_elf())
+    source = made.src[2].arg
     print(source.count("__shared__ __align__(16) half"), source.count("extern __shared__"))
     print(source.count("float* buf1 = (float*)(shared_bytes + 40000);"))
 """
 
 
-def test_a_name_asks_for_shared_memory():
-    assert python(SHARED).split() == ["0", "1", "0", "0", "0", "1", "0", "0"]
-    asked = python("import sys; sys.argv.append('with')\n" + SHARED).split()
+def test_a_kernel_asks_for_shared_memory():
+    assert python(KERNELS + SHARED).split() == ["0", "1", "0", "0"] * 2
+    asked = python("import sys; sys.argv.append('with')\n" + KERNELS + SHARED).split()
     assert asked == ["0", "1", "0", "0", "65536", "0", "1", "1"]
 
 

@@ -38,7 +38,7 @@ from engine.measure import bandwidth
 source = Tensor(np.arange(2 * BLOCK_FLOATS, dtype=np.float32)).realize()
 target = Tensor(np.zeros(2 * BLOCK_FLOATS, np.float32)).realize()
 sequence = KernelSequence()
-sequence.add(copy_kernel(2 * BLOCK_FLOATS), target, source)
+sequence.add(copy_kernel(2 * BLOCK_FLOATS), target=target, source=source)
 sequence.capture()()
 assert (target.numpy() == source.numpy()).all()
 bandwidth.DEVICE_BYTES, bandwidth.COPIES, bandwidth.ROUNDS = 4 * BLOCK_FLOATS, 1, 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,9 @@ from tools.measure.engine_process import numbers, set_up
 if TYPE_CHECKING:
     from tinygrad import Tensor
 
-    from engine.kernels.compilation import Kernel
     from engine.kernels.gpu.few_columns import FewTiles
     from engine.kernels.gpu.kernel_sequence import KernelSequence
+    from engine.kernels.kernel import Kernel
 
 CACHED_BYTES, ROUNDS, CALLS = 192 << 20, 5, 16  # more bytes than caches hold; of a timing
 
@@ -90,13 +90,13 @@ class Timing:
             for _ in range(copies)
         ]
 
-    def sequence(self, kernel: Kernel, *buffers: Tensor) -> KernelSequence:
+    def sequence(self, kernel: Kernel, out: Tensor, x: Sequence[Tensor] | Tensor) -> KernelSequence:
         """Calls of a kernel, each with the next copy."""
         from engine.kernels.gpu.kernel_sequence import KernelSequence
 
         sequence = KernelSequence()
         for i in range(-(-CALLS // len(self.copies)) * len(self.copies)):
-            sequence.add(kernel, *buffers, *self.copies[i % len(self.copies)])
+            sequence.add(kernel, out=out, x=x, planes=self.copies[i % len(self.copies)])
         return sequence
 
     def microseconds(self, sequence: KernelSequence) -> float:
@@ -117,14 +117,15 @@ class Timing:
     def one(self) -> KernelSequence:
         """Decode's product."""
         from engine.kernels.gpu.device_memory import device_zeros
-        from engine.kernels.gpu.matvec import STORE, StackedMatrices, matvec
+        from engine.kernels.gpu.epilogues import STORE
+        from engine.kernels.gpu.matvec import StackedMatrices, matvec
         from engine.kernels.gpu.schedules import best_schedule
         from engine.kernels.gpu.weight_layout import permuted_size
 
         stack = StackedMatrices.single(self.layout, self.shape.rows, self.shape.cols)
         kernel = matvec(stack, best_schedule(stack), STORE, "one")
-        vectors = device_zeros(self.shape.rows), device_zeros(permuted_size(self.shape.cols))
-        return self.sequence(kernel, *vectors)
+        x = device_zeros(permuted_size(self.shape.cols))
+        return self.sequence(kernel, device_zeros(self.shape.rows), [x])
 
     def few(self, tokens: int, tiles: FewTiles) -> KernelSequence:
         """The product of `tokens` tokens."""

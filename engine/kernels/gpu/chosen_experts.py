@@ -29,43 +29,46 @@ class ChosenExperts:
 
 
 class ExpertRows:
-    """The rows of the chosen experts' matrices in a kernel. `results`: the experts' numbers and probabilities, to read
-    or to write; other `buffers` are taken from that list. `rows`: of an expert. `thread` is the number of the current
-    one in its block of `n_threads`."""
+    """The rows of the chosen experts' matrices in a kernel, whose buffers are those of
+    `engine.kernels.gpu.matvec.matvec`. `rows`: of an expert. `thread` is the number of the current one in its block of
+    `n_threads`."""
 
     def __init__(
         self,
         chosen: ChosenExperts,
-        results: list[UOp],
-        buffers: list[UOp],
         rows: int,
         thread: UOp,
         n_threads: int,
+        experts: UOp,
+        probabilities: UOp,
+        counts: UOp | None,
+        router: UOp | None,
+        scales: UOp | None,
+        biases: UOp | None,
     ) -> None:
-        self._chosen, self._rows, self._results, self._thread = chosen, rows, results, thread
-        self._ids, self._weights = results[:2]
+        self._chosen, self._rows, self._thread = chosen, rows, thread
+        self._results, self._counts = (experts, probabilities), counts
+        self._ids, self._weights = experts, probabilities
+        self._scales, self._biases = scales, biases
         self.slot = self.choice = None
         if not chosen.added:
             self.slot = UOp.special(chosen.used, "gidx1")
-            self.choice = ExpertChoice.of(
-                buffers.pop(0), UOp.const(0), chosen.used, chosen.n, thread, n_threads
-            )
+            assert router is not None
+            self.choice = ExpertChoice.of(router, UOp.const(0), chosen.used, chosen.n, thread, n_threads)
             self._ids = self.choice.ids
-        self._scales = buffers.pop(0) if chosen.scaled else None
-        self._biases = buffers.pop(0) if chosen.bias else None
 
     def stores(self, block: UOp, total: UOp) -> list[UOp]:
         """The stores of the choice, by the first block. `total`: that of all `ExpertChoice.powers`."""
-        assert self.choice and self.slot is not None
+        assert self.choice and self.slot is not None and self._counts is not None
         used, i = self._chosen.used, self._thread
         is_first = block.eq(0) & self.slot.eq(0)
         slot, ok = i.minimum(used - 1), (i < used) & is_first
         probability = self.choice.probability(slot, total, self._chosen.least_sum)
         if self._scales is not None:
             probability = probability * load(self._scales, load_index(self.choice.ids, slot, self._chosen.n))
-        ids, probabilities, counts = self._results
+        ids, probabilities = self._results
         stores = [store(ids, i, load(self.choice.ids, slot), ok), store(probabilities, i, probability, ok)]
-        return [*stores, *self.choice.counted(counts, is_first)]
+        return [*stores, *self.choice.counted(self._counts, is_first)]
 
     def _first_row(self, slot: UOp | int) -> UOp:
         """The first row of the expert of a slot."""

@@ -6,8 +6,8 @@ import functools
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import finish, load, store
+from engine.kernels.kernel import Kernel
 
 _THREADS = 256
 _LOAD_FLOATS = 4  # 16 bytes, the widest load of a thread
@@ -31,4 +31,4 @@ def copy_kernel(size: int) -> Kernel:
         stores = [store(target, index, value) for index, value in zip(indices, values, strict=True)]
         return finish("copy", stores, n_bytes=2 * 4 * size)
 
-    return kernel
+    return Kernel(kernel, ("target",), ("source",))

@@ -4,11 +4,11 @@ results of several blocks are combined."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.cache_tiles import store_quad
 from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, TILE, Heads, Pages
@@ -32,6 +32,31 @@ from engine.kernels.gpu.uops import (
     tree,
 )
 from engine.kernels.gpu.weight_layout import UNIT, permuted
+from engine.kernels.kernel import Kernel, Name
+
+
+def block_buffers(
+    heads: Heads, splits: int, sinks: bool, tokens: int
+) -> tuple[tuple[Name, ...], tuple[Name, ...]]:
+    """The names of the outputs and of the inputs of a kernel with a `DecodeBlock`."""
+    is_whole = splits == 1
+    return (
+        is_whole and "out",
+        not is_whole and "sums",
+        not is_whole and "tops",
+        ("cache", len(heads.cache_planes)),
+    ), (
+        "rows",
+        not tokens and "angles",
+        tokens > 0 and "cos",
+        tokens > 0 and "sin",
+        heads.pool > 0 and "tables",
+        "state",
+        heads.norm_eps is not None and "norms",
+        heads.temperature and "temperature",
+        sinks and is_whole and "sinks",
+        is_whole and not tokens and "prescale",
+    )
 
 
 class DecodeBlock:
@@ -40,50 +65,43 @@ class DecodeBlock:
     on (`sees`), of which a block takes one of `splits` parts. The blocks of the first part also handle the new token,
     unless the cache is another layer's: then it is among the cached ones.
 
-    Buffers: the outputs; the cached keys and values (`Heads.cache_planes`); the new token's rows of queries, keys and
-    values, float32 (`Heads.rows`,), with gates before them if heads are gated; cos and sin of its angles, float32
-    (dim,); the state, int32 (2,): token and position; the weights of the queries' and the keys' norm, float32 (2, dim),
-    if there are norms, or if they are `wide`, over all heads together, float32 (query + kv, dim); the factors of
-    queries by position, float32 (context,), if there is a temperature; with one split, the sinks, float32 (query,), if
-    there are `sinks`, and the output's prescale, float32 (UNIT,).
+    Buffers: cache, the cached keys and values (`Heads.cache_planes`); rows, the new token's queries, keys and values,
+    float32 (`Heads.rows`,), with gates before them if heads are gated; angles, cos and sin of its angles, float32
+    (dim,); state, int32 (2,): token and position; norms, the weights of the queries' and the keys' norm, float32 (2,
+    dim), if there are norms, or if they are `wide`, over all heads together, float32 (query + kv, dim); temperature,
+    the factors of queries by position, float32 (context,), if there are any; with one split, sinks, float32 (query,),
+    if there are any, and prescale, the output's, float32 (UNIT,).
 
     A sink is a score of each query head that is not scaled and weighs no value.
 
-    With a pool, the tables of blocks, int32 (sequences, `Heads.table_size`), come before the state, which is int32
-    (3,): token, position and sequence.
+    With a pool also tables, those of blocks, int32 (sequences, `Heads.table_size`). The state is int32 (3,): token,
+    position and sequence.
 
     With `tokens`, a step of so many sequences, whose cache is a pool. The rows are of all tokens, one after the other;
-    in place of the angles are the tables of cos and of sin, float32 (context, dim / 2). The state is int32 (4, tokens):
+    in place of the angles are cos and sin, their tables, float32 (context, dim / 2). The state is int32 (4, tokens):
     tokens, positions, sequences, and whether there is a token, else it is not stored. Outputs have the results of all
     tokens: with one split, the activations of the next product, float16 (`engine.kernels.gpu.few_columns`), and no
     prescale; with several, sums (splits, tokens, query * dim), and scores and sums of weights (splits, tokens, query,
     2).
 
-    The outputs with one split: the result, float32, permuted and prescaled for the next product. With several, for
-    `combine`: the weighted sums of values, float32 (splits, query * dim), and for
-    each split and query head the largest score and the sum of weights, float32 (splits, query, 2).
+    The output with one split: out, float32, permuted and prescaled for the next product. With several, for `combine`:
+    sums, the weighted sums of values, float32 (splits, query * dim), and tops, for each split and query head the
+    largest score and the sum of weights, float32 (splits, query, 2).
     """
 
     def __init__(
-        self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Sequence[UOp],
-        sinks: bool = False, wide: bool = False, tokens: int = 0,
+        self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Mapping[str, Any],
+        wide: bool = False, tokens: int = 0,
     ) -> None:  # fmt: skip
-        n_outs = 1 if splits == 1 else 2
-        n_cache = n_outs + len(heads.cache_planes)
-        self.outs, self.cache, (self.rows, *rest) = (
-            buffers[:n_outs],
-            buffers[n_outs:n_cache],
-            buffers[n_cache:],
-        )
-        self.tokens, self.is_whole = tokens, splits == 1
-        angles = [rest.pop(0) for _ in range(2 if tokens else 1)]
-        table = rest.pop(0) if heads.pool else None
-        state = rest.pop(0)
-        self.norms = rest.pop(0) if heads.norm_eps is not None else None
-        temperature = rest.pop(0) if heads.temperature else None
-        self.sinks = rest.pop(0) if sinks and splits == 1 else None
-        self._wide = wide
-        self.prescale = rest[0] if splits == 1 and not tokens else None
+        self.outs: list[UOp] = [buffers[name] for name in ("out", "sums", "tops") if name in buffers]
+        self.cache: list[UOp] = buffers["cache"]
+        self.rows: UOp = buffers["rows"]
+        self.tokens, self.is_whole, self._wide = tokens, splits == 1, wide
+        angles: list[UOp] = [buffers[name] for name in ("cos", "sin", "angles") if name in buffers]
+        table, state, temperature = buffers.get("tables"), buffers["state"], buffers.get("temperature")
+        self.norms: UOp | None = buffers.get("norms")
+        self.sinks: UOp | None = buffers.get("sinks")
+        self.prescale: UOp | None = buffers.get("prescale")
         self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
         blocks, blocks_of_kv = heads.query // group, heads.shared_by // group
         self.number = UOp.special(blocks * max(tokens, 1), "gidx0")
@@ -304,14 +322,15 @@ class DecodeBlock:
 
 
 @functools.cache
-def combine(heads: Heads, splits: int, sinks: bool = False, tokens: int = 0) -> Kernel:
-    """Combines the splits of decode attention. Buffers: the output, float32, permuted and prescaled; the weighted sums;
-    the largest scores and sums of weights (see `DecodeBlock`); the output's prescale, float32 (UNIT,), if the step is
-    not of several `tokens`; with `sinks`, these, float32 (query,); of gated heads, the rows of the QKV product."""
+def combine(heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0) -> Kernel:
+    """Combines the splits of decode attention. Buffers: out, float32, permuted and prescaled; sums and tops (see
+    `DecodeBlock`); prescale, the output's, float32 (UNIT,), if the step is not of several `tokens`; sinks, float32
+    (query,), if there are any; of gated heads, rows, those of the QKV product."""
     n, several = heads.query * heads.dim, max(tokens, 1)
 
-    def kernel(out: UOp, sums: UOp, tops: UOp, *rest: UOp) -> UOp:
-        sink = rest if tokens else rest[1:]  # and the rows
+    def kernel(
+        out: UOp, sums: UOp, tops: UOp, prescale: UOp | None, sinks: UOp | None, rows: UOp | None
+    ) -> UOp:
         d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
         token = UOp.special(tokens, "gidx1") if tokens else UOp.const(0)
         top = [load(tops, ((s * several + token) * heads.query + head) * 2) for s in range(splits)]
@@ -321,15 +340,16 @@ def combine(heads: Heads, splits: int, sinks: bool = False, tokens: int = 0) -> 
         element = head * heads.dim + d
         total = tree([load(sums, (s * several + token) * n + element) * f for s, f in enumerate(factor)])
         weights = tree([w * f for w, f in zip(weight, factor, strict=True)])
-        if sinks:
-            weights = weights + (load(sink[0], head) * f32(LOG2_E) - largest).exp2()
+        if sinks is not None:
+            weights = weights + (load(sinks, head) * f32(LOG2_E) - largest).exp2()
         value = total / weights
-        if heads.gated:
-            value = value * sigmoid(load(rest[-1], token * heads.rows + element))
-        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * sinks}"
-        if tokens:
+        if rows is not None:
+            value = value * sigmoid(load(rows, token * heads.rows + element))
+        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}"
+        if prescale is None:
             return finish(f"{name}_{tokens}", [store(out, column_index(token, element, n), as_half(value))])
-        stores = [store(out, permuted(element, n), value * load(rest[0], element % UNIT))]
+        stores = [store(out, permuted(element, n), value * load(prescale, element % UNIT))]
         return finish(name, stores)
 
-    return kernel
+    inputs = "sums", "tops", not tokens and "prescale", has_sinks and "sinks", heads.gated and "rows"
+    return Kernel(kernel, ("out",), inputs)

@@ -12,7 +12,6 @@ import functools
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.delta_net import (
     MAX_POSITION,
     DeltaHeads,
@@ -41,6 +40,7 @@ from engine.kernels.gpu.uops import (
     tree,
 )
 from engine.kernels.gpu.weight_layout import UNIT, permuted
+from engine.kernels.kernel import Kernel
 
 
 def total_of(parts: UOp, n: int, stride: int, count: int, thread: UOp, threads: int, slot: int) -> UOp:
@@ -61,25 +61,25 @@ def parts_of(heads: DeltaHeads, multiprocessors: int) -> int:
 
 @functools.cache
 def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1) -> Kernel:
-    """A delta net without its products, for one token, or for those of `tokens` sequences. Buffers: the result, for one
-    token float32, permuted and prescaled for the next product, else its activations, float16
-    (`engine.kernels.gpu.few_columns`); with several `parts`, for one token, it is not normed, and partial sums of its
-    squares come next, float32 (value, parts); the memory, float32 (memory_size,); the product with the input, float32
-    (rows,), for each token: channels, gate, beta, alpha; the convolution's weights, float32 (channels, taps); decay and
-    decay_bias, float32 (value,) each; the norm's weight, float32 (size,); the step's state: int32 (2,), token and
-    position, with room for several sequences (3,) with the sequence, of several tokens (4, tokens): tokens, positions,
-    sequences, and whether there is a token; for one token the result's prescale, float32 (UNIT,)."""
+    """A delta net without its products, for one token, or for those of `tokens` sequences. Buffers: out, for one token
+    float32, permuted and prescaled for the next product, else its activations, float16
+    (`engine.kernels.gpu.few_columns`); with several `parts`, for one token, it is not normed, and squares are partial
+    sums of its squares, float32 (value, parts); memory, float32 (memory_size,); rows, the product with the input,
+    float32 (rows,), for each token: channels, gate, beta, alpha; conv, the convolution's weights, float32 (channels,
+    taps); decay and decay_bias, float32 (value,) each; norm, its weight, float32 (size,); state, that of the step:
+    int32 (2,), token and position, with room for several sequences (3,) with the sequence, of several tokens (4,
+    tokens): tokens, positions, sequences, and whether there is a token; for one token prescale, the result's, float32
+    (UNIT,)."""
     h, size, width = heads, heads.size, heads.size // parts
     per = 8 if size >= 64 else 4  # keys of a thread
     quads, groups = width // 4, size // per
     threads = quads * groups
     assert parts == 1 or (not tokens and width % 8 == 0)
 
-    def kernel(out: UOp, *buffers: UOp) -> UOp:
-        sums, (memory, rows, conv, decays, biases, norm, state, *prescale) = (
-            buffers[: parts > 1],
-            buffers[parts > 1 :],
-        )
+    def kernel(
+        out: UOp, squares: UOp | None, memory: UOp, rows: UOp, conv: UOp, decay: UOp, decay_bias: UOp, norm: UOp,
+        state: UOp, prescale: UOp | None,
+    ) -> UOp:  # fmt: skip
         thread, block = UOp.special(threads, "lidx0"), UOp.special(h.value * parts * max(tokens, 1), "gidx0")
         token, head = (block // h.value, block % h.value) if tokens else (UOp.const(0, INDEX), block // parts)
         part = block % parts if parts > 1 else UOp.const(0, INDEX)
@@ -140,42 +140,43 @@ def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1) -> Kernel:
         first_scalar = first_row + h.channels + h.width + head
         beta = sigmoid(load(rows, first_scalar))
         alpha = load(rows, first_scalar + h.value)
-        decay = decay_of(alpha, load(biases, head), load(decays, head))
+        factor = decay_of(alpha, load(decay_bias, head), load(decay, head))
 
         def change(column: UOp, valid: UOp | None = None) -> UOp:
             """A column of d: what the state learns for the key."""
-            known = load(totals, column, valid) * inverse_k * decay
+            known = load(totals, column, valid) * inverse_k * factor
             return beta * (load(inputs, 2 * size + column, valid) - known)
 
         changes = [change(quad * 4 + c) * inverse_k for c in range(4)]
         results = []
         for i, place in enumerate(places):
-            new = [elements[i * 4 + c] * decay + keys[i] * changes[c] for c in range(4)]
+            new = [elements[i * 4 + c] * factor + keys[i] * changes[c] for c in range(4)]
             results += store_run(memory, after + place, new, live)
 
         # The result: a thread has a column.
         has_column = None if threads == width else thread < width
-        y = load(totals, width + thread, has_column) * decay + overlap * inverse_k * change(
+        y = load(totals, width + thread, has_column) * factor + overlap * inverse_k * change(
             thread, has_column
         )
         y = y * inverse_q
-        squares = after_store(shared(width, 4), thread, y * y, has_column)
-        squares = total_of(squares, 8, width // 8, width // 8, thread, threads, 5)
-        total = tree(load_run(squares, 0, width // 8))
+        of_columns = after_store(shared(width, 4), thread, y * y, has_column)
+        of_columns = total_of(of_columns, 8, width // 8, width // 8, thread, threads, 5)
+        total = tree(load_run(of_columns, 0, width // 8))
         element, column = head * size + first_column + thread, first_column + thread
         gate = silu(load(rows, first_row + h.channels + element, has_column))
         result = y * load(norm, column, has_column) * gate
-        if parts == 1:
+        if squares is None:
             result = result * inverse_rms(total, size, h.eps)
         else:
-            results.append(store(sums[0], block, total, thread.eq(0)))
-        if tokens:
+            results.append(store(squares, block, total, thread.eq(0)))
+        if prescale is None:
             results.append(store(out, column_index(token, element, h.width), as_half(result), has_column))
         else:
-            scaled = result * load(prescale[0], element % UNIT, has_column)
+            scaled = result * load(prescale, element % UNIT, has_column)
             results.append(store(out, permuted(element, h.width), scaled, has_column))
         n_bytes = 8 * h.width * size * max(tokens, 1)
         name = f"delta_{h.name}_{h.sequences}" + f"_{tokens}" * (tokens > 0) + f"_in_{parts}" * (parts > 1)
         return finish(name, [*moved, *results], n_bytes, n_bytes)
 
-    return kernel
+    inputs = "rows", "conv", "decay", "decay_bias", "norm", "state", not tokens and "prescale"
+    return Kernel(kernel, ("out", parts > 1 and "squares", "memory"), inputs)

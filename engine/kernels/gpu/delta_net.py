@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import (
     INDEX,
     LOG2_E,
@@ -30,6 +29,7 @@ from engine.kernels.gpu.uops import (
     tree,
 )
 from engine.kernels.gpu.weight_layout import UNIT
+from engine.kernels.kernel import Kernel
 
 MAX_POSITION = 1 << 30
 
@@ -121,23 +121,24 @@ def convolved(inputs: Sequence[UOp], weights: Sequence[UOp]) -> UOp:
 
 @functools.cache
 def copy_state(heads: DeltaHeads, slots: int, saves: bool) -> Kernel:
-    """Copies the state of a sequence to a checkpoint, or back. Buffers: the target and the source, float32
-    (memory_size,) and (slots * half,), the checkpoints first if it `saves`; int32 (3,): the number of tokens, the
-    checkpoint and the sequence."""
+    """Copies the state of a sequence to a checkpoint, or back. Buffers: memory, float32 (memory_size,);
+    checkpoints, float32 (slots * half,); place, int32 (3,): the number of tokens, the checkpoint and the sequence."""
     threads = 256
     size = threads * 4
 
-    def kernel(target: UOp, source: UOp, place: UOp) -> UOp:
+    def kernel(memory: UOp, checkpoints: UOp, place: UOp) -> UOp:
         index = UOp.special(-(-heads.half // size), "gidx0") * size + UOp.special(threads, "lidx0") * 4
         ok = None if heads.half % size == 0 else index < heads.half
         state = heads.state_at(load_index(place, 0, MAX_POSITION), load_index(place, 2, heads.sequences))
         checkpoint = load_index(place, 1, slots) * heads.half
-        to, from_ = (checkpoint, state) if saves else (state, checkpoint)
+        ends = (checkpoints, checkpoint), (memory, state)
+        (target, to), (source, from_) = ends if saves else reversed(ends)
         stores = store_run(target, to + index, load_run(source, from_ + index, 4, ok), ok)
         name = f"{'save' if saves else 'load'}_state_{heads.name}_{slots}"
         return finish(name, stores, n_bytes=8 * heads.half)
 
-    return kernel
+    ends = ("checkpoints", "memory") if saves else ("memory", "checkpoints")
+    return Kernel(kernel, ends[:1], (*ends[1:], "place"))
 
 
 def sequence_of(heads: DeltaHeads, state: UOp, index: UOp | int) -> UOp:

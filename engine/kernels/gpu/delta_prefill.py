@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.delta_decode import total_of
 from engine.kernels.gpu.delta_net import (
     MAX_POSITION,
@@ -50,6 +49,7 @@ from engine.kernels.gpu.uops import (
     store_run,
     tree,
 )
+from engine.kernels.kernel import Kernel
 
 GROUP = 4
 _SEGMENTS = 4  # of a sum over a head
@@ -83,9 +83,9 @@ def _input_at(
 @functools.cache
 def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
     """The convolution of a chunk's queries and keys, and all that depends on the inputs alone. `runs`: the product with
-    the input, of `DeltaHeads.rows` rows. Buffers: keys and queries (`vectors_size`); coefficients
-    (`coefficients_size`); the memory; the sums of each run; the prompt, int32 (2,): position and number of tokens, and
-    with several sequences (3,): the sequence; the convolution's weights, float32 (channels, taps); decay and
+    the input, of `DeltaHeads.rows` rows. Buffers: vectors, keys and queries (`vectors_size`); coefficients
+    (`coefficients_size`); memory; sums, those of each run; prompt, int32 (2,): position and number of tokens, and with
+    several sequences (3,): the sequence; conv, the convolution's weights, float32 (channels, taps); decay and
     decay_bias, float32 (value,) each."""
     h, size, n, shared_by = heads, heads.size, GROUP, heads.value // heads.key
     tokens = runs.tokens
@@ -95,8 +95,10 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
     number = {pair: i for i, pair in enumerate(pairs)}
     stride = size // _SEGMENTS + 4  # neighbouring segments begin in different banks
 
-    def kernel(vectors: UOp, coefficients: UOp, memory: UOp, *rest: UOp) -> UOp:
-        sums, (prompt, conv, decays, biases) = rest[:-4], rest[-4:]
+    def kernel(
+        vectors: UOp, coefficients: UOp, memory: UOp, sums: Sequence[UOp], prompt: UOp, conv: UOp, decay: UOp,
+        decay_bias: UOp,
+    ) -> UOp:  # fmt: skip
         e, group, key_head = (
             UOp.special(size, "lidx0"),
             UOp.special(tokens // n, "gidx0"),
@@ -151,17 +153,18 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
         # A thread for each value head.
         head, is_head = key_head + e.minimum(shared_by - 1) * h.key, e < shared_by
         scalar = h.channels + h.width + head
-        betas, decay = [], []
+        betas, decays = [], []
         for t in range(n):
             beta, alpha = (
                 runs.load(sums, None, first + t, scalar + k * h.value, live[t] & is_head) for k in (0, 1)
             )
             betas.append(live[t].where(sigmoid(beta), f32(0)))
-            decay.append(live[t].where(decay_of(alpha, load(biases, head), load(decays, head)), f32(1)))
+            of_token = decay_of(alpha, load(decay_bias, head), load(decay, head))
+            decays.append(live[t].where(of_token, f32(1)))
 
         def decay_after(s: int, t: int) -> UOp:
             """G_t/s; that of all tokens up to t if s is -1."""
-            return tree(decay[s + 1 : t + 1], lambda a, b: a * b) if t > s else f32(1)
+            return tree(decays[s + 1 : t + 1], lambda a, b: a * b) if t > s else f32(1)
 
         own = []
         for t in range(n):
@@ -177,14 +180,15 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
         stores += store_run(coefficients, (group * h.value + head) * _COEFFICIENTS, own, is_head)
         return finish(f"delta_inputs_{h.name}_{h.sequences}_{tokens}", stores)
 
-    return kernel
+    inputs = "memory", ("sums", len(runs.sizes)), "prompt", "conv", "decay", "decay_bias"
+    return Kernel(kernel, ("vectors", "coefficients"), inputs)
 
 
 @functools.cache
 def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
-    """The state over a chunk. `runs`: those of the product with channels. Buffers: the products with the state, float32
-    (tokens, width); the memory; what `delta_inputs` makes: vectors and coefficients; the sums of each run, the prompt,
-    and the convolution's weights, as there.
+    """The state over a chunk. `runs`: those of the product with channels. Buffers: products, those with the state,
+    float32 (tokens, width); memory; what `delta_inputs` makes: vectors and coefficients; sums, prompt and conv, as
+    there.
 
     A block has some columns of a head's state, and makes their values. Each of its threads has some keys of four
     columns; their products with the group's keys and queries meet in shared memory. A thread for each column finds
@@ -196,8 +200,15 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
     spans = 2 * n * size, n * width, _COEFFICIENTS  # of a group in shared memory
     firsts, span = (0, spans[0], spans[0] + spans[1]), sum(spans)
 
-    def kernel(out: UOp, memory: UOp, vectors: UOp, coefficients: UOp, *rest: UOp) -> UOp:
-        *sums, prompt, conv = rest
+    def kernel(
+        products: UOp,
+        memory: UOp,
+        vectors: UOp,
+        coefficients: UOp,
+        sums: Sequence[UOp],
+        prompt: UOp,
+        conv: UOp,
+    ) -> UOp:
         thread = UOp.special(threads, "lidx0")
         quad, first_key = thread % quads, thread // quads * own
         block = UOp.special(h.value * parts_of_head, "gidx0")
@@ -257,8 +268,8 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
         n_sums = 2 * n * width
         partial, stores = shared(size // own * n_sums, 2), []
         for i, vector in enumerate((*keys, *queries)):
-            products = (chain(x * so_far[k * 4 + c] for k, x in enumerate(vector)) for c in range(4))
-            stores += store_run(partial, thread // quads * n_sums + i * width + quad * 4, products)
+            parts = (chain(x * so_far[k * 4 + c] for k, x in enumerate(vector)) for c in range(4))
+            stores += store_run(partial, thread // quads * n_sums + i * width + quad * 4, parts)
         totals = total_of(partial.after(UOp.group(*stores)), size // own, n_sums, n_sums, thread, threads, 3)
 
         # What the state learns, by a thread for each column.
@@ -278,7 +289,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
             )
             terms = [x * c for x, c in zip(changes, of_results[t * (t + 1) // 2 :], strict=False)]
             y = chain([with_query * decay, *terms])
-            stores.append(store(out, (group * n + t) * h.width + head * size + column, y, is_column))
+            stores.append(store(products, (group * n + t) * h.width + head * size + column, y, is_column))
             stores.append(store(learned, t * width + thread % width, changes[t] * decay_after, is_column))
         learned = learned.after(UOp.group(*stores))
         lasting = [load_run(learned, t * width + quad * 4, 4) for t in range(n)]
@@ -316,18 +327,19 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
         n_ops = tokens * h.width * size * 6
         return finish(f"delta_scan_{h.name}_{h.sequences}_{tokens}", results, 8 * h.width * size, n_ops)
 
-    return kernel
+    inputs = "vectors", "coefficients", ("sums", len(runs.sizes)), "prompt", "conv"
+    return Kernel(kernel, ("products", "memory"), inputs)
 
 
 @functools.cache
 def gated_norm(heads: DeltaHeads, runs: Runs, order: Order = "fragments") -> Kernel:
-    """norm(y) * silu(gate) of a chunk, for the last product. `runs`: those of the product with the gate. Buffers: the
-    result, float16 in an `Order`; the products of `delta_scan`; the norm's weight, float32 (size,); the sums of each
+    """norm(y) * silu(gate) of a chunk, for the last product. `runs`: those of the product with the gate. Buffers: out,
+    float16 in an `Order`; products, those of `delta_scan`; norm, its weight, float32 (size,); sums, those of each
     run."""
     h, size, tokens, lanes = heads, heads.size, runs.tokens, heads.size // 4
     abreast = next(n for n in range(max(1, 256 // lanes), 0, -1) if h.value % n == 0)  # heads of a block
 
-    def kernel(out: UOp, products: UOp, norm: UOp, *sums: UOp) -> UOp:
+    def kernel(out: UOp, products: UOp, norm: UOp, sums: Sequence[UOp]) -> UOp:
         lane, own = UOp.special(lanes, "lidx0"), UOp.special(abreast, "lidx1")
         token, block = UOp.special(tokens, "gidx0"), UOp.special(h.value // abreast, "gidx1")
         first = (block * abreast + own) * size + lane * 4
@@ -341,4 +353,4 @@ def gated_norm(heads: DeltaHeads, runs: Runs, order: Order = "fragments") -> Ker
             stores.append(store(out, PLACES[order](token, first + i, h.width), result))
         return finish(f"delta_norm_{h.name}_{tokens}", stores)
 
-    return kernel
+    return Kernel(kernel, ("out",), ("products", "norm", ("sums", len(runs.sizes))))

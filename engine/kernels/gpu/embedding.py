@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import (
     after_store,
     all_of,
@@ -22,6 +21,7 @@ from engine.kernels.gpu.uops import (
     tree,
 )
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, permuted, units_of
+from engine.kernels.kernel import Kernel
 
 
 @functools.cache
@@ -31,29 +31,23 @@ def embed(
 ) -> Kernel:  # fmt: skip
     """Starts the residual stream of a decode step with the token's row times `scale`, and looks up the position's
     angles in the tables of each kind of layers, which has so many pairs: `halves`. Buffers: the outs of `add_residual`
-    (the stream, n_norm_sums partial sums of its squares, `copies` vectors for the first products); for each kind cos
-    and sin of the angles, float32 (2 * half,); the state, int32 (2,): token and position; for each kind the tables of
-    cos and of sin, float32 (context, half); for each copy the first norm's weight times the prescale, float32 (cols,);
-    the matrix's planes. Tokens outside the vocabulary are clamped."""
+    (stream; squares, n_norm_sums partial sums of them; `copies` vectors for the first products); angles, for each kind
+    cos and sin of the angles, float32 (2 * half,); state, int32 (2,): token and position; tables, for each kind those
+    of cos and of sin, float32 (context, half); norms, for each copy the first norm's weight times the prescale, float32
+    (cols,); the matrix's planes. Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
     quarters, kinds = UNIT // QUARTER, len(halves)
     assert n_norm_sums >= quarters
     threads = min(units, 256)
     steps = -(-units // threads)
 
-    def kernel(*buffers: UOp) -> UOp:
-        h, norm_sums, *rest = buffers
-        outs, angles, state, rest = (
-            rest[:copies], rest[copies : copies + kinds], rest[copies + kinds], rest[copies + kinds + 1 :]
-        )  # fmt: skip
-        tables, weights, planes = (
-            rest[: 2 * kinds],
-            rest[2 * kinds : 2 * kinds + copies],
-            rest[2 * kinds + copies :],
-        )
+    def kernel(
+        stream: UOp, squares: UOp, copies: Sequence[UOp], angles: Sequence[UOp], state: UOp, tables: Sequence[UOp],
+        norms: Sequence[UOp], planes: Sequence[UOp],
+    ) -> UOp:  # fmt: skip
         thread, quarter = UOp.special(threads, "lidx0"), UOp.special(quarters, "gidx0")
         token = load_index(state, 0, vocab)
-        stores, squares = [], []
+        stores, own_squares = [], []
         for s in range(steps):
             unit = thread + s * threads
             inside = None if (s + 1) * threads <= units else unit < units
@@ -62,10 +56,10 @@ def embed(
             for j, value in enumerate(values):
                 column = unit * UNIT + quarter * QUARTER + j
                 ok = all_of(inside, None if cols % UNIT == 0 else column < cols)
-                stores.append(store(h, column, value, ok))
-                for out, weight in zip(outs, weights, strict=True):
+                stores.append(store(stream, column, value, ok))
+                for out, weight in zip(copies, norms, strict=True):
                     stores.append(store(out, permuted(column, cols), value * load(weight, column, ok), ok))
-                squares.append(value * value if ok is None else ok.where(value * value, f32(0)))
+                own_squares.append(value * value if ok is None else ok.where(value * value, f32(0)))
         position = load_index(state, 1, context)
         for kind, half in enumerate(halves):
             for i in range(-(-half // threads)):
@@ -74,17 +68,19 @@ def embed(
                 for j, table in enumerate(tables[2 * kind : 2 * kind + 2]):
                     value = load(table, position * half + k, ok)
                     stores.append(store(angles[kind], k + j * half, value, ok))
-        sums = after_store(shared(threads, slot=0), thread, chain(squares))
+        sums = after_store(shared(threads, slot=0), thread, chain(own_squares))
         total = tree(load_run(sums, 0, threads))
         each = -(-n_norm_sums // quarters)  # that this block stores: the total, then zeros
         for i in range(-(-each // threads)):
             k = thread + i * threads
             index = k * quarters + quarter
             ok = (k < each) & (index < n_norm_sums)
-            stores.append(store(norm_sums, index, k.eq(0).where(total, f32(0)), ok))
+            stores.append(store(squares, index, k.eq(0).where(total, f32(0)), ok))
         return finish(f"embed_{layout.name}_{cols}", stores)
 
-    return kernel
+    outputs = "stream", "squares", ("copies", copies), ("angles", kinds)
+    planes = "planes", len(layout.shapes(vocab, cols))
+    return Kernel(kernel, outputs, ("state", ("tables", 2 * kinds), ("norms", copies), planes))
 
 
 def scaled(values: Sequence[UOp], scale: float) -> list[UOp]:
@@ -94,13 +90,13 @@ def scaled(values: Sequence[UOp], scale: float) -> list[UOp]:
 
 @functools.cache
 def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int, scale: float = 1.0) -> Kernel:
-    """Starts the residual stream of prefill with the tokens' rows times `scale`. Buffers: the stream, float32 (tokens,
-    cols); the tokens, int32 (tokens,); the matrix's planes. Tokens outside the vocabulary are clamped."""
+    """Starts the residual stream of prefill with the tokens' rows times `scale`. Buffers: stream, float32 (tokens,
+    cols); ids, the tokens, int32 (tokens,); the matrix's planes. Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
     quarters = units * (UNIT // QUARTER)
     threads = min(quarters, 128)
 
-    def kernel(h: UOp, ids: UOp, *planes: UOp) -> UOp:
+    def kernel(stream: UOp, ids: UOp, planes: Sequence[UOp]) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
         chunk = UOp.special(-(-quarters // threads), "gidx1")
         index = chunk * threads + thread
@@ -111,7 +107,7 @@ def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int, scale
         for j, value in enumerate(values):
             column = index * QUARTER + j
             ok = None if cols % (threads * QUARTER) == 0 else column < cols
-            stores.append(store(h, token * cols + column, value, ok))
+            stores.append(store(stream, token * cols + column, value, ok))
         return finish(f"prefill_embed_{layout.name}_{tokens}_{cols}", stores)
 
-    return kernel
+    return Kernel(kernel, ("stream",), ("ids", ("planes", len(layout.shapes(vocab, cols)))))

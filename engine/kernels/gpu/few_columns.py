@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
-from engine.kernels.compilation import Kernel
+from engine.kernels.gpu.epilogues import LOWEST_LOGIT, argmax
 from engine.kernels.gpu.half_pairs import unit_pairs
 from engine.kernels.gpu.matmul import as_half, wmma
-from engine.kernels.gpu.matvec import LOWEST_LOGIT, argmax
 from engine.kernels.gpu.uops import (
     I32,
     Activation,
@@ -47,6 +46,7 @@ from engine.kernels.gpu.uops import (
     zeroed_registers,
 )
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, units_of
+from engine.kernels.kernel import Kernel, Name, call_by_name
 
 MAX_TOKENS = 64
 _TILE, _ROWS, _ABREAST = 8, 16, 4  # tokens and rows of a tile; units that a warp works on at a time
@@ -175,55 +175,53 @@ class BlockSums:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The last part of a product's kernel: `stores(outs, ins, sums)` gives the kernel's stores to `n_outs` buffers,
-    which may depend on `n_ins` others."""
+    """As `engine.kernels.gpu.epilogues.Epilogue`; `stores` takes the block's sums first."""
 
-    n_outs: int
-    n_ins: int
-    stores: Callable[[Sequence[UOp], Sequence[UOp], BlockSums], list[UOp]]
+    outs: tuple[Name, ...]
+    ins: tuple[Name, ...]
+    stores: Callable[..., list[UOp]]
 
 
 @functools.cache
-def stored(stride: int, offset: int = 0, bias: bool = False) -> Epilogue:
-    """out[split, token, offset + row] = sum, or with a `bias` sum + bias[offset + row]. outs: out, float32 (splits,
-    tokens, stride); ins: the bias, float32 (stride,)."""
+def stored(stride: int, offset: int = 0, has_bias: bool = False) -> Epilogue:
+    """out[split, token, offset + row] = sum, or if it `has_bias` sum + bias[offset + row]. outs: out, float32 (splits,
+    tokens, stride); ins: bias, float32 (stride,)."""
 
-    def stores(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
+    def stores(sums: BlockSums, out: UOp, bias: UOp | None) -> list[UOp]:
         results = []
         for i, token, ok in sums.shares():
             row, value = sums.first + i + offset, sums.sum(i, token)
-            if bias:
-                value = value + load(ins[0], row, ok)
-            results.append(store(outs[0], (sums.split * sums.tokens + token) * stride + row, value, ok))
+            if bias is not None:
+                value = value + load(bias, row, ok)
+            results.append(store(out, (sums.split * sums.tokens + token) * stride + row, value, ok))
         return results
 
-    return Epilogue(1, int(bias), stores)
+    return Epilogue(("out",), (has_bias and "bias",), stores)
 
 
 @functools.cache
 def activated(activation: Activation) -> Epilogue:
-    """activation(gate) * up, from rows that alternate between gate and up. outs: the activations of the next product,
-    float16 (columns_size(tokens, rows / 2),)."""
+    """activation(gate) * up, from rows that alternate between gate and up. outs: out, the activations of the next
+    product, float16 (columns_size(tokens, rows / 2),)."""
 
-    def stores(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
+    def stores(sums: BlockSums, out: UOp) -> list[UOp]:
         results = []
         for i, token, ok in sums.shares(2):
             value = as_half(gated(sums.sum(i, token), sums.sum(i + 1, token), activation))
             index = column_index(token, (sums.first + i) // 2, sums.rows // 2)
-            results.append(store(outs[0], index, value, ok))
+            results.append(store(out, index, value, ok))
         return results
 
-    return Epilogue(1, 0, stores)
+    return Epilogue(("out",), (), stores)
 
 
 @functools.cache
 def as_logits(softcap: float = 0.0) -> Epilogue:
     """Stores logits, with a soft cap if there is one, and the largest of each token and block, without it, with its
-    row. outs: the logits, float32 (tokens, rows); the largest, float32 (tokens, blocks); their rows, int32 (tokens,
+    row. outs: logits, float32 (tokens, rows); largest, float32 (tokens, blocks); largest_rows, int32 (tokens,
     blocks)."""
 
-    def stores(outs: Sequence[UOp], ins: Sequence[UOp], sums: BlockSums) -> list[UOp]:
-        logits, largest, largest_row = outs
+    def stores(sums: BlockSums, logits: UOp, largest: UOp, largest_rows: UOp) -> list[UOp]:
         stride = sums.width + 1
         values, results, kept = shared(sums.tokens * stride, slot=2), [], []
         for i, token, ok in sums.shares():
@@ -237,10 +235,10 @@ def as_logits(softcap: float = 0.0) -> Epilogue:
         blocks = -(-sums.rows // sums.width)
         index, ok = token * blocks + sums.block, sums.thread < sums.tokens
         results.append(store(largest, index, best, ok))
-        results.append(store(largest_row, index, row + sums.first.cast(I32), ok))
+        results.append(store(largest_rows, index, row + sums.first.cast(I32), ok))
         return results
 
-    return Epilogue(3, 0, stores)
+    return Epilogue(("logits", "largest", "largest_rows"), (), stores)
 
 
 def n_blocks(rows: int, tiles: FewTiles) -> int:
@@ -252,15 +250,13 @@ def n_blocks(rows: int, tiles: FewTiles) -> int:
 def few_columns(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: FewTiles, epilogue: Epilogue, name: str
 ) -> Kernel:
-    """activations @ matrix.T, of up to `MAX_TOKENS` tokens. Buffers: the epilogue's outs; the activations, float16
-    (columns_size(tokens, cols),); the epilogue's ins; the matrix's planes."""
+    """activations @ matrix.T, of up to `MAX_TOKENS` tokens. Buffers: the epilogue's outs; x, the activations,
+    float16 (columns_size(tokens, cols),); the epilogue's ins; the matrix's planes."""
     units, steps, columns = units_of(cols), steps_of(cols), -(-tokens // _TILE)
     assert 0 < tokens <= MAX_TOKENS and tiles.threads <= 1024 and tiles.parts * tiles.splits <= steps
     n_acc, padded = tiles.rows * columns * tiles.chains * 4, columns * _TILE + 1
 
-    def kernel(*buffers: UOp) -> UOp:
-        outs, x = buffers[: epilogue.n_outs], buffers[epilogue.n_outs]
-        ins, planes = (rest := buffers[epilogue.n_outs + 1 :])[: epilogue.n_ins], rest[epilogue.n_ins :]
+    def kernel(x: UOp, planes: Sequence[UOp], **others: UOp | list[UOp]) -> UOp:
         lane, across = UOp.special(32, "lidx0"), UOp.special(tiles.across, "lidx1")
         part, block = UOp.special(tiles.parts, "lidx2"), UOp.special(n_blocks(rows, tiles), "gidx0")
         g, t = lane // _ABREAST, lane % _ABREAST
@@ -295,8 +291,8 @@ def few_columns(
                 for c in range(columns):
                     i = ((r * columns + c) * tiles.chains + k // 4 % tiles.chains) * 4
                     sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
-        stores = UOp.group(*store_run(acc, 0, sums))
-        acc = acc.after(stores.end(loop) if loops else stores)
+        so_far = UOp.group(*store_run(acc, 0, sums))
+        acc = acc.after(so_far.end(loop) if loops else so_far)
         partial = shared(tiles.parts * tiles.width * padded, slot=1)
         results = []
         for r in range(tiles.rows):
@@ -317,6 +313,7 @@ def few_columns(
         shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}_{tiles.chains}_{tiles.splits}"
         full_name = f"few_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         n_bytes = layout.n_bytes(rows, cols) + 2 * tokens * cols
-        return finish(full_name, epilogue.stores(outs, ins, block_sums), n_bytes, 2 * tokens * rows * cols)
+        stores = call_by_name(epilogue.stores, others, block_sums)
+        return finish(full_name, stores, n_bytes, 2 * tokens * rows * cols)
 
-    return kernel
+    return Kernel(kernel, epilogue.outs, ("x", *epilogue.ins, ("planes", len(layout.shapes(rows, cols)))))

@@ -24,9 +24,8 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.formats.kv_format import QUANT_BLOCK
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.cache_fragments import Loads, fragments, upper_rows
-from engine.kernels.gpu.decode_block import DecodeBlock
+from engine.kernels.gpu.decode_block import DecodeBlock, block_buffers
 from engine.kernels.gpu.kv_cache import TILE, Heads
 from engine.kernels.gpu.matmul import wmma
 from engine.kernels.gpu.uops import (
@@ -51,6 +50,8 @@ from engine.kernels.gpu.uops import (
     zeroed_registers,
 )
 from engine.kernels.gpu.weight_layout import UNIT
+from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import LaunchHints
 
 _MAX_HEADS = 8  # query heads in a block
 _MIN_PART, _MAX_PART = 64, 2048  # tokens of a part: at least, for a window; at most, of several sequences
@@ -169,11 +170,11 @@ def flash_attention(
     gate_bytes = group * width * 4 if h.gated and split.splits == 1 else 0
     assert n_threads >= UNIT and split.shared_bytes(dim) + gate_bytes < _MAX_SHARED_BYTES
 
-    def kernel(*buffers: UOp) -> UOp:
+    def kernel(**buffers: UOp | list[UOp]) -> UOp:
         lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
         thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
         warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, sinks, wide, tokens)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, wide, tokens)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
 
@@ -324,13 +325,12 @@ def flash_attention(
         results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink_of_head, gate)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
-        name += f"_{tokens}" * (tokens > 0)
-        if split.begins_early and not tokens:
-            name += f"_r{len(block.outs) + len(block.cache)}"
-        name += f"_mb{split.blocks}" * (split.blocks > 0)
+        name += f"_{tokens}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
         return finish(name, [UOp.group(*results).end(loop)])
 
-    return kernel
+    waits_for = ("rows",) if split.begins_early and not tokens else ()
+    hints = LaunchHints(split.blocks, waits_for=waits_for)
+    return Kernel(kernel, *block_buffers(h, split.splits, sinks, tokens), hints)
 
 
 def _added_ways(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tinygrad import Device, Tensor, UOp
 from tinygrad.dtype import DType
@@ -11,7 +11,8 @@ from tinygrad.engine import realize
 from tinygrad.engine.jit import graph_split_rewrite
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.compilation import Kernel, call_of, compile_calls, program_or_graph
+from engine.kernels.compilation import call_of, compile_calls, program_or_graph
+from engine.kernels.kernel import Kernel
 
 
 class KernelSequence:
@@ -21,10 +22,10 @@ class KernelSequence:
     def __init__(self) -> None:
         self.calls: list[UOp] = []
 
-    def add(self, kernel: Kernel, *buffers: Tensor) -> None:
-        """`kernel` is called with a placeholder for each buffer; the same function always means the same kernel. The
-        buffers are realized, whole tensors, and the kernel uses every one of them."""
-        uops = [b.uop.base for b in buffers]
+    def add(self, kernel: Kernel, **buffers: Tensor | Sequence[Tensor] | None) -> None:
+        """Adds a call of `kernel` with its buffers by name, a sequence for a run of them; None is no buffer. They are
+        realized, whole tensors, and the kernel uses every one of them. Raises ValueError as `Kernel.by_slot`."""
+        uops = [b.uop.base for b in kernel.by_slot(buffers)]
         shapes = tuple(
             (int(uop.max_numel()), uop.dtype) for uop in uops
         )  # a tensor takes longer to tell its own
@@ -56,4 +57,4 @@ class KernelSequence:
 @functools.cache
 def _program(kernel: Kernel, shapes: tuple[tuple[int, DType], ...]) -> UOp:
     placeholders = (UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes))
-    return program_or_graph((kernel, shapes), lambda: kernel(*placeholders))
+    return program_or_graph((kernel, shapes), lambda: kernel.graph(*placeholders))

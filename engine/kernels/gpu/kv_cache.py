@@ -14,6 +14,7 @@ of each `block` tokens of a sequence (`Pages`): token t is at place table[t // b
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,8 +22,8 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from engine.formats.kv_format import QUANT_BLOCK, KVFormat
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import F16, INDEX, LOG2_E, chain, finish, load, load_index, load_run, store_run
+from engine.kernels.kernel import Kernel
 
 Stored = Literal["keys and values", "keys", "nothing"]
 """What a layer computes of a token for the cache. "keys": before norm and rotation they are the values too. "nothing":
@@ -174,16 +175,15 @@ def ring_for(window: int, chunk: int) -> int:
 
 @functools.cache
 def copy_block(heads: Heads) -> Kernel:
-    """Copies a block of a layer's pool to another. Buffers: the cache (`Heads.cache_planes`); the blocks, int32 (2,):
-    source and target."""
+    """Copies a block of a layer's pool to another. Buffers: cache (`Heads.cache_planes`); blocks, int32 (2,): source
+    and target."""
     h, threads = heads, 64
 
-    def kernel(*buffers: UOp) -> UOp:
-        *planes, blocks = buffers
+    def kernel(cache: Sequence[UOp], blocks: UOp) -> UOp:
         thread, kv = UOp.special(threads, "lidx0"), UOp.special(h.kv, "gidx0")
         source, target = (load_index(blocks, i, h.pool) for i in (0, 1))
         stores = []
-        for plane, (size, _) in zip(planes, h.cache_planes, strict=True):
+        for plane, (size, _) in zip(cache, h.cache_planes, strict=True):
             n = size // (h.kv * h.pool)  # neighbouring numbers of a key head
             for first in range(0, n, threads * 4):
                 place = thread * 4 + first
@@ -192,4 +192,4 @@ def copy_block(heads: Heads) -> Kernel:
                 stores += store_run(plane, to, load_run(plane, from_, 4, ok), ok)
         return finish(f"copy_block_{h.name}", stores)
 
-    return kernel
+    return Kernel(kernel, (("cache", len(h.cache_planes)),), ("blocks",))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from tinygrad import UOp
 
 from engine.formats.kv_format import QUANT_BLOCK
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu import quantized_cache
 from engine.kernels.gpu.cache_tiles import load_halves, store_halves
 from engine.kernels.gpu.kv_cache import Heads
@@ -27,6 +26,7 @@ from engine.kernels.gpu.uops import (
     store,
     store_run,
 )
+from engine.kernels.kernel import Kernel
 
 _THREADS = 32
 
@@ -39,13 +39,12 @@ def export_sizes(heads: Heads, tokens: int) -> tuple[int, int]:
 
 @functools.cache
 def export_tokens(heads: Heads, tokens: int) -> Kernel:
-    """Quantizes `tokens` tokens, whole blocks, unless the cache is quantized already. Buffers: the quants, int8, and
-    the scales, float16 (`export_sizes`); the cache (`Heads.cache_planes`); the blocks of the layer's pool, int32
-    (tokens / `Heads.block`,), -1 for any."""
+    """Quantizes `tokens` tokens, whole blocks, unless the cache is quantized already. Buffers: quants, int8, and
+    scales, float16 (`export_sizes`); cache (`Heads.cache_planes`); blocks, those of the layer's pool, int32 (tokens /
+    `Heads.block`,), -1 for any."""
     h = heads
 
-    def kernel(quants: UOp, scales: UOp, *rest: UOp) -> UOp:
-        *cache, blocks = rest
+    def kernel(quants: UOp, scales: UOp, cache: Sequence[UOp], blocks: UOp) -> UOp:
         head, block, token, number = _thread(h, tokens)
         cached, _ = _place(h, blocks, token)
         stores: list[UOp] = []
@@ -55,17 +54,15 @@ def export_tokens(heads: Heads, tokens: int) -> Kernel:
             stores += [store(scales, at, scale), *store_run(quants, at * QUANT_BLOCK, integers)]
         return finish(f"kv_export_{h.name}_{tokens}", stores)
 
-    return kernel
+    return Kernel(kernel, ("quants", "scales"), (("cache", len(h.cache_planes)), "blocks"))
 
 
 @functools.cache
 def import_tokens(heads: Heads, tokens: int) -> Kernel:
-    """The other way round, except where a block is -1. Buffers: the cache, then the quants, the scales and the
-    blocks."""
+    """The other way round, with the same buffers, except where a block is -1."""
     h = heads
 
-    def kernel(*args: UOp) -> UOp:
-        *cache, quants, scales, blocks = args
+    def kernel(cache: Sequence[UOp], quants: UOp, scales: UOp, blocks: UOp) -> UOp:
         head, block, token, number = _thread(h, tokens)
         cached, valid = _place(h, blocks, token)
         stores = []
@@ -83,7 +80,7 @@ def import_tokens(heads: Heads, tokens: int) -> Kernel:
                     stores += store_halves(h, cache, side, head, cached, quad, own, valid)
         return finish(f"kv_import_{h.name}_{tokens}", stores)
 
-    return kernel
+    return Kernel(kernel, (("cache", len(h.cache_planes)),), ("quants", "scales", "blocks"))
 
 
 def _quantized(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.device_memory import aligned
 from engine.kernels.gpu.matmul import as_half
 from engine.kernels.gpu.prefill import PLACES, Order
@@ -25,6 +25,7 @@ from engine.kernels.gpu.uops import (
     tree,
 )
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, units_of
+from engine.kernels.kernel import Kernel
 
 
 def stride(tokens: int, size: int) -> int:
@@ -37,16 +38,15 @@ def layer_embeddings(
     layout: WeightLayout, tokens: int, vocab: int, dim: int, size: int, layers: int, parts: int, eps: float,
     used: int, divided: bool,
 ) -> Kernel:  # fmt: skip
-    """The embeddings of the first `used` of `layers` layers, `size` elements each. Buffers: the result, float32 (used,
-    stride(tokens, size)), of which each layer's begins with (tokens, size); the tokens, int32 (tokens,) or more; the
-    projection of their embeddings (tokens, dim), as partial sums, float32 (parts, tokens, used * size); if these were
-    `divided` by a number each, these numbers, float32 (tokens,); the norm's weight, float32 (size,); the table's
+    """The embeddings of the first `used` of `layers` layers, `size` elements each. Buffers: out, float32 (used,
+    stride(tokens, size)), of which each layer's begins with (tokens, size); ids, the tokens, int32 (tokens,) or more;
+    sums, the projection of their embeddings (tokens, dim), as partial sums, float32 (parts, tokens, used * size);
+    sizes, if these were `divided` by a number each, float32 (tokens,); norm, its weight, float32 (size,); the table's
     planes."""
     units, threads = units_of(layers * size), size // QUARTER
     assert size % QUARTER == 0 and threads <= 1024
 
-    def kernel(out: UOp, ids: UOp, sums: UOp, *rest: UOp) -> UOp:
-        sizes, (weight, *planes) = (rest[0], rest[1:]) if divided else (None, rest)
+    def kernel(out: UOp, ids: UOp, sums: UOp, sizes: UOp | None, norm: UOp, planes: Sequence[UOp]) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
         layer = UOp.special(used, "gidx1") if used > 1 else UOp.const(0)
         row, first = load_index(ids, token, vocab), thread * QUARTER
@@ -58,32 +58,33 @@ def layer_embeddings(
             factor = factor * load(sizes, token)
         projected = [chain(terms) * factor for terms in zip(*runs, strict=True)]
         squares = after_store(shared(threads, slot=0), thread, chain(x * x for x in projected))
-        norm = inverse_rms(tree(load_run(squares, 0, threads)), size, eps)
+        scale = inverse_rms(tree(load_run(squares, 0, threads)), size, eps)
         own = layout.quarter(planes, row, units, column // UNIT, column % UNIT // QUARTER)
         results = []
         for j, (a, b) in enumerate(zip(projected, own, strict=True)):
-            value = (a * norm * load(weight, first + j) + b * f32(size**0.5)) * f32(0.5**0.5)
+            value = (a * scale * load(norm, first + j) + b * f32(size**0.5)) * f32(0.5**0.5)
             results.append(store(out, layer * stride(tokens, size) + token * size + first + j, value))
         return finish(f"layer_embeddings_{layout.name}_{tokens}_{used}x{size}", results)
 
-    return kernel
+    planes = "planes", len(layout.shapes(vocab, layers * size))
+    return Kernel(kernel, ("out",), ("ids", "sums", divided and "sizes", "norm", planes))
 
 
 @functools.cache
 def gate_embeddings(tokens: int, size: int, parts: int, order: Order) -> Kernel:
-    """gelu(gate) * e for the next product of a prompt. Buffers: the result, float16 (tokens, size) in an `Order`; the
-    gate, as partial sums, float32 (parts, tokens, size); what its inputs were divided by, float32 (tokens,); e, float32
-    (stride(tokens, size),)."""
+    """gelu(gate) * e for the next product of a prompt. Buffers: out, float16 (tokens, size) in an `Order`; sums, the
+    gate's partial sums, float32 (parts, tokens, size); sizes, what its inputs were divided by, float32 (tokens,);
+    embedding, e, float32 (stride(tokens, size),)."""
 
-    def kernel(out: UOp, sums: UOp, sizes: UOp, e: UOp) -> UOp:
+    def kernel(out: UOp, sums: UOp, sizes: UOp, embedding: UOp) -> UOp:
         column = UOp.special(-(-size // 128), "gidx0") * 128 + UOp.special(128, "lidx0")
         token = UOp.special(tokens, "gidx1")
         ok = None if size % 128 == 0 else column < size
         place = token * size + column
         gate = chain(load(sums, p * (tokens * size) + place, ok) for p in range(parts)) * load(sizes, token)
-        value = as_half(gated(gate, load(e, place, ok), "gelu"))
+        value = as_half(gated(gate, load(embedding, place, ok), "gelu"))
         return finish(
             f"prefill_gate_{tokens}_{size}", [store(out, PLACES[order](token, column, size), value, ok)]
         )
 
-    return kernel
+    return Kernel(kernel, ("out",), ("sums", "sizes", "embedding"))

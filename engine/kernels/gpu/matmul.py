@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.half_pairs import PAIRS, quarter_pairs
 from engine.kernels.gpu.uops import (
     F16,
@@ -39,6 +38,7 @@ from engine.kernels.gpu.uops import (
     zeroed_registers,
 )
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, WeightLayout, units_of
+from engine.kernels.kernel import Kernel
 
 _MAX_HALF = 65504.0  # the largest float16
 
@@ -145,31 +145,30 @@ def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
 @functools.cache
 def matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
-    activation: Activation = "silu", experts: ExpertTiles | None = None, bias: bool = False,
+    activation: Activation = "silu", experts: ExpertTiles | None = None, has_bias: bool = False,
 ) -> Kernel:  # fmt: skip
-    """activations @ matrix.T. Buffers: the output; the activations, float16 (fragments_size(tokens, cols),); the
+    """activations @ matrix.T. Buffers: out; x, the activations, float16 (fragments_size(tokens, cols),);
     prompt, int32 (2,): position and number of tokens; the matrix's planes. The output is a sum for each part, float32
     (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is activation(gate) * up
     as fragments, float16 (fragments_size(tokens, rows / 2),).
 
-    With `experts` the matrix has n * rows rows. Buffers: the output; the activations; the assignments, int32
-    (experts.size,); the expert of each tile, int32 (experts.count,), -1 where there is none; unless `paired`, the
-    assignments' factors, float32 (tokens, used); with a `bias`, float32 (n, rows); the planes. A `paired` product is of
-    the tokens' activations as rows, float16 (tokens, units_of(cols) * UNIT), and makes fragments of experts.size
+    With `experts` the matrix has n * rows rows, and in place of the prompt are: assignments, int32 (experts.size,);
+    tile_experts, the expert of each tile, int32 (experts.count,), -1 where there is none; unless `paired`, factors,
+    those of the assignments, float32 (tokens, used); if it `has_bias`, bias, float32 (n, rows). A `paired` product is
+    of the tokens' activations as rows, float16 (tokens, units_of(cols) * UNIT), and makes fragments of experts.size
     assignments. Others take such fragments, and make the partial sums that `norm_prompt` adds, one for each slot:
     float32 (used, tokens, rows), of which they write those of assignments."""
     units = units_of(cols)
     assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
-    assert tiles.parts == 1 and rows % 2 == 0 if experts else tiles.parts <= units and not bias
+    assert tiles.parts == 1 and rows % 2 == 0 if experts else tiles.parts <= units and not has_bias
     steps = -(-units // tiles.parts)
     blocks = experts.count if experts else tokens // tiles.tokens
-    gathered, n_before = experts and paired, 1 + (experts is not None) * (2 - paired) + bias
+    gathered = experts and paired
 
-    def kernel(out: UOp, x: UOp, *rest: UOp) -> UOp:
-        (first, *others), planes = (
-            rest[:n_before],
-            rest[n_before:],
-        )  # prompt or assignments; what else is asked for
+    def kernel(
+        out: UOp, x: UOp, prompt: UOp | None, assignments: UOp | None, tile_experts: UOp | None,
+        factors: UOp | None, bias: UOp | None, planes: Sequence[UOp],
+    ) -> UOp:  # fmt: skip
         thread, down, across = (
             UOp.special(n, f"lidx{i}") for i, n in enumerate((32, tiles.down, tiles.across))
         )
@@ -178,10 +177,12 @@ def matmul(
         first_tile = (column_block * tiles.down + down) * tiles.rows
         first_row = (block * tiles.across + across) * (8 * tiles.cols)
         if experts:
-            live = load(others[0], column_block) >= 0
-            expert_row = load_index(others[0], column_block, experts.n) * rows
+            assert tile_experts is not None
+            live = load(tile_experts, column_block) >= 0
+            expert_row = load_index(tile_experts, column_block, experts.n) * rows
         else:
-            n = load_index(first, 1, tokens + 1)
+            assert prompt is not None
+            n = load_index(prompt, 1, tokens + 1)
             live = column_block * tiles.tokens < n
         n_acc = tiles.rows * tiles.cols * 4
         acc = zeroed_registers(n_acc, 0)
@@ -198,8 +199,8 @@ def matmul(
             """The i-th left tile's elements of a thread, for each quad, from the rows of two tokens."""
             sides = []
             for k in (0, 1):
-                assert experts
-                token = load_index(first, place(i, k), experts.assignments) // experts.used
+                assert experts and assignments is not None
+                token = load_index(assignments, place(i, k), experts.assignments) // experts.used
                 sides.append(load_run(x, ((token * units + unit) * 4 + thread % 4) * QUARTER, QUARTER))
             return [
                 [side[q // 2 * 8 + c] for pair in PAIRS[q % 2 * 2 :][:2] for side in sides for c in pair]
@@ -234,14 +235,15 @@ def matmul(
                     token = place(i, k)
                     row = first_row + j * 8 + thread % 4 * 2
                     if experts:
-                        ok = live & (load(first, token) >= 0)
-                        assignment = load_index(first, token, experts.assignments)
+                        assert assignments is not None
+                        ok = live & (load(assignments, token) >= 0)
+                        assignment = load_index(assignments, token, experts.assignments)
                     else:
                         ok = token < n
                     if rows % tiles.width:
                         ok = ok & (row < rows)
-                    if bias:
-                        terms = load_run(others[-1], expert_row + row, 2, ok)
+                    if bias is not None:
+                        terms = load_run(bias, expert_row + row, 2, ok)
                         value[2 * k : 2 * k + 2] = [
                             v + term for v, term in zip(value[2 * k :], terms, strict=False)
                         ]
@@ -251,7 +253,8 @@ def matmul(
                         results.append(store(out, index, as_half(product), ok))
                     else:
                         if experts:
-                            factor = load(others[1], assignment, ok)
+                            assert factors is not None
+                            factor = load(factors, assignment, ok)
                             value[2 * k : 2 * k + 2] = [v * factor for v in value[2 * k : 2 * k + 2]]
                             token = assignment % experts.used * tokens + assignment // experts.used
                         for e in (0, 1):
@@ -264,4 +267,6 @@ def matmul(
         n_bytes = layout.n_bytes(n_matrices * rows, cols)
         return finish(full_name, results, n_bytes, 2 * tokens * per_token * rows * cols)
 
-    return kernel
+    sorted_ = ("assignments", "tile_experts", not paired and "factors", has_bias and "bias")
+    planes = "planes", len(layout.shapes(rows, cols))
+    return Kernel(kernel, ("out",), ("x", *(sorted_ if experts else ("prompt",)), planes))

@@ -24,28 +24,23 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.chosen_experts import ChosenExperts, ExpertRows
 from engine.kernels.gpu.delta_net import HeadNorm
+from engine.kernels.gpu.epilogues import BlockRows, Epilogue
 from engine.kernels.gpu.uops import (
-    I32,
-    Activation,
-    after_store,
     f32,
     finish,
-    gated,
     inverse_rms,
     load,
-    load_run,
     shared,
     sigmoid,
-    soft_capped,
     store,
     tree,
 )
-from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted, permuted_size, units_of
+from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size, units_of
+from engine.kernels.kernel import Kernel, Name, call_by_name
+from engine.kernels.launch_hints import LaunchHints, Release
 
-LOWEST_LOGIT = -3e38  # below any logit
 MAX_BLOCK = 256  # columns of the largest quantization block
 
 
@@ -65,10 +60,11 @@ class Schedule:
     def block_rows(self) -> int:
         return self.groups * self.rows
 
-    def name(self, first_weights: int) -> str:
-        """For the name of a kernel whose buffers from `first_weights` on are weights: what it asks for is the end."""
-        name = f"{self.threads}_{self.groups}_{self.rows}" + f"_w{first_weights}" * self.early
-        return f"{name}_mb{self.blocks}" if self.blocks else name
+    @property
+    def name(self) -> str:
+        """For the name of a kernel."""
+        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
+        return f"{name}_{self.blocks}_blocks" if self.blocks else name
 
     def fits(self) -> bool:
         """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""
@@ -144,194 +140,6 @@ class StackedMatrices:
         return own + (self.beside.n_blocks(schedule) if self.beside else 0)
 
 
-@dataclass(frozen=True)
-class BlockRows:
-    """The rows of block `block`: `count` rows from `first` on, below `end` (None if all blocks are whole), of `total`
-    rows. The partial sums are in shared memory, and `product(i, valid)` gives the i-th row's product to any thread.
-    `thread` is the number of the current one, `slot` the result's (`StackedMatrices.slots`), if there are several."""
-
-    count: int
-    total: int
-    first: UOp
-    end: UOp | None
-    block: UOp
-    thread: UOp
-    product: Callable[[UOp, UOp], UOp]
-    slot: UOp | None = None
-
-    def index(self, i: UOp) -> UOp:
-        return self.first + i
-
-    def valid(self, i: UOp, step: int = 1) -> UOp:
-        """Whether the block has an i-th row, or an i-th run of `step` rows."""
-        ok = i < self.count // step
-        return ok if self.end is None else ok & (self.index(i * step) < self.end)
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """The last part of a product's kernel: `stores(outs, ins, rows)` gives the kernel's stores to `n_outs` buffers,
-    which may depend on `n_ins` others. A run of `pair` rows must be in one block."""
-
-    n_outs: int
-    n_ins: int
-    pair: int
-    stores: Callable[[Sequence[UOp], Sequence[UOp], BlockRows], list[UOp]]
-
-
-def _store(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-    i = rows.thread
-    ok, row = rows.valid(i), rows.index(i)
-    value = rows.product(i, ok)
-    for bias in ins:
-        value = value + load(bias, row, ok)
-    return [store(outs[0], row, value, ok)]
-
-
-def _add_residual(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-    h, sums_of_squares, *copies = outs
-    i = rows.thread
-    ok, row = rows.valid(i), rows.index(i)
-    value = load(h, row, ok) + rows.product(i, ok)
-    for bias in ins[len(copies) :]:
-        value = value + load(bias, row, ok)
-    stores = [store(h, row, value, ok), _store_sum_of_squares(sums_of_squares, value, ok, rows)]
-    for out, weight in zip(copies, ins, strict=False):
-        stores.append(store(out, permuted(row, rows.total), value * load(weight, row, ok), ok))
-    return stores
-
-
-def _store_squares(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-    i = rows.thread
-    ok, row = rows.valid(i), rows.index(i)
-    value = rows.product(i, ok)
-    return [store(outs[0], row, value, ok), _store_sum_of_squares(outs[1], value, ok, rows)]
-
-
-def _store_sum_of_squares(out: UOp, value: UOp, ok: UOp, rows: BlockRows) -> UOp:
-    """Stores the sum of the squares of a block's values, of which each thread with `ok` has one."""
-    i = rows.thread
-    square = ok.where(value * value, f32(0))
-    squares = after_store(shared(rows.count, slot=1), i, square, i < rows.count)
-    return store(out, rows.block, tree(load_run(squares, 0, rows.count)), i.eq(0))
-
-
-STORE, STORE_BIASED = Epilogue(1, 0, 1, _store), Epilogue(1, 1, 1, _store)
-"""out[row] = product, or product + bias[row]. outs: out, float32 (rows,); ins: the bias, float32 (rows,)."""
-
-STORE_SQUARES = Epilogue(2, 0, 1, _store_squares)
-"""As STORE, for `engine.kernels.gpu.post_norm`. outs: out, float32 (rows,); partial sums of its squares, float32
-(blocks,)."""
-
-
-@functools.cache
-def as_logits(softcap: float = 0.0) -> Epilogue:
-    """Stores logits, with a soft cap if there is one, and the largest of each block, without it, with its row. outs:
-    the logits, float32 (rows,); the largest, float32 (blocks,); their rows, int32 (blocks,)."""
-
-    def stores(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-        logits, largest, largest_row = outs
-        i = rows.thread
-        ok, row, first = rows.valid(i), rows.index(i), i.eq(0)
-        value = rows.product(i, ok)
-        masked = ok.where(value, f32(LOWEST_LOGIT))
-        values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
-        block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
-        return [
-            store(logits, row, soft_capped(value, softcap), ok),
-            store(largest, rows.block, block_max, first),
-            store(largest_row, rows.block, block_row + rows.first.cast(I32), first),
-        ]
-
-    return Epilogue(3, 0, 1, stores)
-
-
-def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:
-    """Adds the product to the residual stream, and prepares the stream for the next products: permuted, and multiplied
-    by the next norm's weight and by their prescales. outs: the stream, float32 (rows,); partial sums of its squares,
-    float32 (blocks,); `copies` permuted vectors, one for each prescale; ins: for each copy the norm's weight times the
-    prescale, float32 (rows,); with `bias`, what is added to the product, float32 (rows,)."""
-    return Epilogue(2 + copies, copies + bias, 1, _add_residual)
-
-
-@functools.cache
-def activated(activation: Activation) -> Epilogue:
-    """activation(gate) * up, from rows that alternate between gate and up, permuted and prescaled for the next product.
-    outs: that vector, of experts (used, permuted_size(rows / 2)); ins: its prescale, float32 (UNIT,)."""
-
-    def stores(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-        i = rows.thread
-        ok = rows.valid(i, 2)
-        column = rows.first // 2 + i
-        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
-        value = value * load(ins[0], column % UNIT, ok)
-        n = rows.total // 2
-        place = permuted(column, n)
-        if rows.slot is not None:
-            place = place + rows.slot * permuted_size(n)
-        return [store(outs[0], place, value, ok)]
-
-    return Epilogue(1, 1, 2, stores)
-
-
-def _embed(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-    i = rows.thread
-    ok, row = rows.valid(i), rows.index(i)
-    value = gated(rows.product(i, ok), load(ins[0], row, ok), "gelu") * load(ins[1], row % UNIT, ok)
-    return [store(outs[0], permuted(row, rows.total), value, ok)]
-
-
-EMBED = Epilogue(1, 2, 1, _embed)
-"""gelu(product) * e, permuted and prescaled for the next product. outs: that vector; ins: e, float32 (rows,); the
-prescale, float32 (UNIT,)."""
-
-
-@functools.cache
-def routed(n: int, activation: Activation) -> Epilogue:
-    """Of the first `n` rows, those of a router and of a shared expert's gate, the product; of the others, which
-    alternate between that expert's gate and up, as `activated`. They are another matrix. outs: logits, float32 (n,);
-    the vector, float32 (permuted_size((rows - n) / 2),); ins: its prescale, float32 (UNIT,)."""
-
-    def stores(outs: Sequence[UOp], ins: Sequence[UOp], rows: BlockRows) -> list[UOp]:
-        i, is_logit = rows.thread, rows.first < n
-        ok = rows.valid(i) & is_logit
-        results = [store(outs[0], rows.index(i), rows.product(i, ok), ok)]
-        ok = rows.valid(i, 2) & (rows.first >= n)
-        column = ((rows.first - n) // 2 + i).maximum(0)
-        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
-        value = value * load(ins[0], column % UNIT, ok)
-        return [*results, store(outs[1], permuted(column, (rows.total - n) // 2), value, ok)]
-
-    return Epilogue(2, 1, 2, stores)
-
-
-@functools.cache
-def activate(n: int, activation: Activation = "silu", threads: int = 256) -> Kernel:
-    """activation(gate) * up, if the two are separate matrices. Buffers: the permuted and prescaled result; gate, then
-    up, float32 (2 * n,); the prescale, float32 (UNIT,)."""
-
-    def kernel(out: UOp, rows: UOp, prescale: UOp) -> UOp:
-        column = UOp.special(-(-n // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
-        ok = None if n % threads == 0 else column < n
-        value = gated(load(rows, column, ok), load(rows, column + n, ok), activation)
-        value = value * load(prescale, column % UNIT, ok)
-        return finish(f"activate_{n}", [store(out, permuted(column, n), value, ok)])
-
-    return kernel
-
-
-def argmax(candidates: Sequence[tuple[UOp, UOp]]) -> tuple[UOp, UOp]:
-    """The (value, index) pair with the largest value, and of equal values the first. The pairs are sorted by index."""
-    pairs = list(candidates)
-    while len(pairs) > 1:
-        joined = []
-        for (a, i), (b, j) in zip(pairs[0::2], pairs[1::2], strict=False):
-            later = b > a
-            joined.append((later.where(b, a), later.where(j, i)))
-        pairs = joined + pairs[len(pairs) // 2 * 2 :]
-    return pairs[0]
-
-
 @functools.cache
 def matvec(
     stack: StackedMatrices,
@@ -341,19 +149,23 @@ def matvec(
     n_norm_sums: int = 0,
     eps: float = 0.0,
     heads: HeadNorm | None = None,
+    starts_next: bool = False,
 ) -> Kernel:
-    """The product of stacked matrices with a vector x. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
-    permuted and prescaled, for each of the stack's prescales; if x is still to be RMS-normed over its `cols` elements,
-    with `eps`, the partial sums of its squares, float32 (n_norm_sums,), or if its `heads` are, of those of all heads;
-    the epilogue's ins; the planes of all matrices.
+    """The product of stacked matrices with a vector. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
+    the vector permuted and prescaled, for each of the stack's prescales; norm_sums, if x is still to be RMS-normed over
+    its `cols` elements with `eps`: the partial sums of its squares, float32 (n_norm_sums,); head_sums, those of all
+    heads, if its `heads` are to be; the epilogue's ins; planes, those of all matrices. For matrices `beside`, beside_x
+    is their vector, and their planes follow.
 
-    With experts, the outs are followed by the chosen experts, int32 (used,), and their probabilities, float32
-    (used,). If the results are added, these are read, and x is (used, permuted_size(cols)), not normed; else they
-    are written, a count of how often each expert was chosen, int32 (n,), follows, and after the partial sums the
-    router's logits, float32 (n,), and the experts' scales, float32 (n,), if they are scaled. Then come biases of all
-    experts, float32 (n, rows), if there are any. Results that are not added need an epilogue that stores them by slot:
-    `activated`. With a shared expert, x is followed by its vector, and by the logits of `routed`, of which the last is
-    its gate's; its planes are the last. The vectors and the planes of matrices `beside` follow those of the others."""
+    With experts also: experts, the chosen ones, int32 (used,), and their probabilities, float32 (used,). If the results
+    are added, these are read, and x is (used, permuted_size(cols)), not normed. Else they are written, and counts, how
+    often each expert was chosen, int32 (n,); router is its logits, float32 (n,), and the experts have scales, float32
+    (n,), if they are scaled. biases, float32 (n, rows), are of all experts. Results that are not added need an epilogue
+    that stores them by slot: `activated`. With a shared expert, shared_x is its vector, and router the logits of
+    `routed`, of which the last is its gate's; its planes follow those of the experts.
+
+    If the kernel `starts_next`, the next one may start as soon as this one has waited (`engine.fixes.early_launch`);
+    one whose schedule is early waits later, and lets it start when its threads first meet."""
     s, cols, chosen, beside = schedule, stack.cols, stack.experts, stack.beside
     matrices = [(stack, *matrix) for matrix in stack.matrices]
     matrices += [(beside, *matrix) for matrix in beside.matrices] if beside else []
@@ -362,20 +174,25 @@ def matvec(
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
     whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
 
-    def kernel(*buffers: UOp) -> UOp:
-        outs, rest = buffers[: epilogue.n_outs], list(buffers[epilogue.n_outs :])
+    def kernel(
+        x: Sequence[UOp], beside_x: Sequence[UOp], shared_x: UOp | None, norm_sums: UOp | None,
+        head_sums: UOp | None, planes: list[UOp], router: UOp | None, experts: UOp | None,
+        probabilities: UOp | None, counts: UOp | None, scales: UOp | None, biases: UOp | None,
+        **others: UOp | list[UOp] | None,
+    ) -> UOp:  # fmt: skip
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
         thread = group * s.threads + t
-        results = [rest.pop(0) for _ in range(2 if chosen.added else 3)] if chosen else []
-        xs = {(of, bits): rest.pop(0) for of in (stack, beside) if of for bits in of.prescale_bits}
-        of_shared = [rest.pop(0), rest.pop(0)] if stack.shared else []
-        norm_sums = rest.pop(0) if n_norm_sums else None
-        head_sums = rest.pop(0) if heads else None
-        n_threads, experts = s.threads * s.groups, None
+        own = [(stack, *pair) for pair in zip(stack.prescale_bits, x, strict=True)]
+        own += (
+            [(beside, *pair) for pair in zip(beside.prescale_bits, beside_x, strict=True)] if beside else []
+        )
+        xs = {(of, bits): vector for of, bits, vector in own}
+        chosen_rows = None
         if chosen:
-            experts = ExpertRows(chosen, results, rest, matrices[0][2], thread, n_threads)
-        ins, planes = rest[: epilogue.n_ins], rest[epilogue.n_ins :]
-        n_before, block = len(buffers) - len(planes), UOp.special(stack.n_blocks(s), "gidx0")
+            assert experts is not None and probabilities is not None
+            buffers = experts, probabilities, counts, router, scales, biases
+            chosen_rows = ExpertRows(chosen, matrices[0][2], thread, s.threads * s.groups, *buffers)
+        block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
         first, end, factor = block * s.block_rows, UOp.const(matrices[0][2]), f32(matrices[0][1].scale)
         blocks_before = rows_before = 0
@@ -386,7 +203,7 @@ def matvec(
             first_row = matrix_block * s.block_rows + group * s.rows
             blocks_before += -(-rows // s.block_rows)
             active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
-            x = xs[of, layout.prescale_bits]
+            vector = xs[of, layout.prescale_bits]
             clamped = [first_row + r for r in range(s.rows)]
             if rows % s.block_rows:
                 clamped = [(row < rows).where(row, rows - 1) for row in clamped]
@@ -394,14 +211,16 @@ def matvec(
                 functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
             )
             sums = (
-                experts.sums(layout, of.cols, x, matrix_planes, clamped, t, s.threads, active)
-                if experts and of.experts
-                else _row_sums(layout, of.cols, x, matrix_planes, clamped, t, s.threads, active, k, factor_of)
+                chosen_rows.sums(layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active)
+                if chosen_rows and of.experts
+                else _row_sums(
+                    layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k, factor_of
+                )
             )
             if stack.shared:
-                assert chosen
+                assert chosen and shared_x is not None and router is not None
                 sums = _with_shared(
-                    stack.shared, sums, of_shared, chosen.n, planes, clamped, t, s, layout.scale
+                    stack.shared, sums, shared_x, load(router, chosen.n), planes, clamped, t, s, layout.scale
                 )
             products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
             if k:
@@ -410,15 +229,15 @@ def matvec(
                     first = starts_here.where(matrix_block * s.block_rows + rows_before, first)
                     end = starts_here.where(UOp.const(rows_before + rows), end)
             rows_before += rows
-        chooses = experts is not None and experts.choice is not None
+        chooses = chosen_rows is not None and chosen_rows.choice is not None
         stride = s.block_rows + (3 if chooses else 1)  # odd: neighbouring threads store to different banks
         partial = shared(s.threads * stride, slot=0)
         stores = [store(partial, t * stride + group * s.rows + r, p) for r, p in enumerate(products)]
         if norm_sums is not None:
             thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
             stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
-        if experts and experts.choice:
-            powers = experts.choice.powers(t, s.threads)
+        if chosen_rows and chosen_rows.choice:
+            powers = chosen_rows.choice.powers(t, s.threads)
             stores.append(store(partial, t * stride + s.block_rows + 1, powers, group.eq(0)))
         partial = partial.after(UOp.group(*stores))
 
@@ -430,25 +249,48 @@ def matvec(
         def product(i: UOp, valid: UOp) -> UOp:
             value = total(i, valid) * factor
             value = value if rms is None else value * rms
-            return value if experts is None else experts.biased(value, first + i)
+            return value if chosen_rows is None else chosen_rows.biased(value, first + i)
 
         end_of_rows = None if whole else end
-        slot = experts.slot if experts else None
+        slot = chosen_rows.slot if chosen_rows else None
         result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
         names = "_".join(layout.name for _, layout, _ in matrices)
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
         mixture += f"_{stack.shared[0].name}x{stack.shared[1]}" if stack.shared else ""
-        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name(n_before)}"
+        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name}"
         vectors = chosen.used if chosen and chosen.added else 1
         sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
         n_bytes = stack.n_bytes + 4 * sum(sizes)
         n_ops = sum(2 * rows * of.cols * (of.experts.used if of.experts else 1) for of, _, rows in matrices)
-        stores = epilogue.stores(outs, ins, result)
-        if experts and experts.choice:
-            stores += experts.stores(block, total(UOp.const(s.block_rows + 1), None))
+        stores = call_by_name(epilogue.stores, others, result)
+        if chosen_rows and chosen_rows.choice:
+            stores += chosen_rows.stores(block, total(UOp.const(s.block_rows + 1), None))
         return finish(full_name, stores, n_bytes, n_ops)
 
-    return kernel
+    layouts = [*matrices, *([(stack, *stack.shared)] if stack.shared else [])]
+    n_planes = sum(len(layout.shapes(1, of.cols)) for of, layout, _ in layouts)
+    is_choosing = chosen is not None and not chosen.added
+    results: tuple[Name, ...] = ("experts", "probabilities", is_choosing and "counts") if chosen else ()
+    vectors: tuple[Name, ...] = (
+        ("x", len(stack.prescale_bits)),
+        ("beside_x", len(beside.prescale_bits) if beside else 0),
+        stack.shared is not None and "shared_x",
+        stack.shared is not None and "router",
+        n_norm_sums > 0 and "norm_sums",
+        heads is not None and "head_sums",
+        is_choosing and "router",
+        chosen is not None and chosen.scaled and "scales",
+        chosen is not None and chosen.bias and "biases",
+    )
+    before = (*epilogue.outs, *results, *vectors, *epilogue.ins)
+    names = tuple(name if isinstance(name, str) else name[0] for name in before if name)
+    release: Release = (
+        "before its first barrier" if s.early else "after its wait" if starts_next else "at its end"
+    )
+    hints = LaunchHints(s.blocks, waits_for=names if s.early else (), releases=release)
+    outputs = (*epilogue.outs, *(results if is_choosing else ()))
+    inputs = (*(() if is_choosing else results), *vectors, *epilogue.ins, ("planes", n_planes))
+    return Kernel(kernel, outputs, inputs, hints)
 
 
 def _row_sums(
@@ -478,14 +320,14 @@ def _row_sums(
 
 
 def _with_shared(
-    shared: tuple[WeightLayout, int], sums: Sequence[UOp], buffers: Sequence[UOp], gate: int, planes: Sequence[UOp],
+    shared: tuple[WeightLayout, int], sums: Sequence[UOp], x: UOp, gate: UOp, planes: Sequence[UOp],
     rows: Sequence[UOp], t: UOp, s: Schedule, scale: float,
 ) -> list[UOp]:  # fmt: skip
     """The partial sums of experts, which are to be multiplied by `scale`, and those of a shared one, times the sigmoid
-    of its gate's logit."""
-    (layout, cols), (x, logits) = shared, buffers
+    of its `gate`'s logit."""
+    layout, cols = shared
     own = _row_sums(layout, cols, x, planes, rows, t, s.threads, None, 1)
-    factor = sigmoid(load(logits, gate)) * f32(layout.scale / scale)
+    factor = sigmoid(gate) * f32(layout.scale / scale)
     return [a + b * factor for a, b in zip(sums, own, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """The sum of the residual stream and a product that is normed first, in decode.
 
 A norm needs the whole product, so the product's kernel stores its rows and partial sums of their squares
-(`engine.kernels.gpu.matvec.STORE_SQUARES`), and another kernel adds them.
+(`engine.kernels.gpu.epilogues.STORE_SQUARES`), and another kernel adds them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.uops import (
     after_store,
     chain,
@@ -25,6 +24,7 @@ from engine.kernels.gpu.uops import (
     tree,
 )
 from engine.kernels.gpu.weight_layout import permuted
+from engine.kernels.kernel import Kernel
 
 _THREADS = 32  # of a block, one warp, so that its sums wait for no other; each has an element
 _BOTH_THREADS = 128  # of a block that goes over all rows
@@ -38,29 +38,32 @@ def add_normed_blocks(n: int) -> int:
 @functools.cache
 def add_normed(n: int, n_norm_sums: int, copies: int, eps: float, scaled: bool = False) -> Kernel:
     """Norms a product of n rows, adds it to the residual stream, and prepares the stream for the next products.
-    Buffers: the outs of `engine.kernels.gpu.matvec.add_residual` (the stream, float32 (n,); partial sums of its
-    squares, float32 (add_normed_blocks(n),); `copies` permuted vectors); the product, float32 (n,); partial sums of its
-    squares, float32 (n_norm_sums,), another array than that of the outs; the weight of the product's norm, float32
-    (n,); if the stream is `scaled` after it, the factor, float32 (1,); for each copy the next norm's weight times the
-    prescale, float32 (n,)."""
+    Buffers: the outs of `engine.kernels.gpu.epilogues.add_residual` (stream, float32 (n,); squares, partial sums of
+    them, float32 (add_normed_blocks(n),); `copies` permuted vectors); rows, the product, float32 (n,); row_squares,
+    partial sums of its squares, float32 (n_norm_sums,), another array than that of the outs; post_norm, the weight of
+    the product's norm, float32 (n,); scale, if the stream is `scaled` after it, the factor, float32 (1,); norms, for
+    each copy the next norm's weight times the prescale, float32 (n,)."""
     steps = -(-n_norm_sums // _THREADS)
 
-    def kernel(h: UOp, norm_sums: UOp, *rest: UOp) -> UOp:
-        outs, (product, product_sums, norm_weight, *rest_) = rest[:copies], rest[copies:]
+    def kernel(
+        stream: UOp, squares: UOp, copies: Sequence[UOp], rows: UOp, row_squares: UOp, post_norm: UOp,
+        scale: UOp | None, norms: Sequence[UOp],
+    ) -> UOp:  # fmt: skip
         thread, block = UOp.special(_THREADS, "lidx0"), UOp.special(add_normed_blocks(n), "gidx0")
         row = block * _THREADS + thread
         ok = None if n % _THREADS == 0 else row < n
-        stream, added = load(h, row, ok), load(product, row, ok) * load(norm_weight, row, ok)
+        before, added = load(stream, row, ok), load(rows, row, ok) * load(post_norm, row, ok)
         indices = [thread + s * _THREADS for s in range(steps)]
         own = [
-            load(product_sums, i, None if n_norm_sums % _THREADS == 0 else i < n_norm_sums) for i in indices
+            load(row_squares, i, None if n_norm_sums % _THREADS == 0 else i < n_norm_sums) for i in indices
         ]
         sums = after_store(shared(_THREADS, slot=0), thread, tree(own))
-        value = stream + added * inverse_rms(tree(load_run(sums, 0, _THREADS)), n, eps)
-        stores = _prepared(n, _THREADS, (h, norm_sums, *outs), rest_, value, scaled)
+        value = before + added * inverse_rms(tree(load_run(sums, 0, _THREADS)), n, eps)
+        stores = _prepared(n, _THREADS, stream, squares, copies, norms, value, scale)
         return finish(f"add_normed_{n}_{n_norm_sums}", stores)
 
-    return kernel
+    inputs = "rows", "row_squares", "post_norm", scaled and "scale", ("norms", copies)
+    return Kernel(kernel, ("stream", "squares", ("copies", copies)), inputs)
 
 
 def add_both_blocks(n: int) -> int:
@@ -71,38 +74,40 @@ def add_both_blocks(n: int) -> int:
 @functools.cache
 def add_both(n: int, n_norm_sums: tuple[int, int], copies: int, eps: float, scaled: bool = False) -> Kernel:
     """Norms two products of n rows, adds them, norms their sum, and adds that to the residual stream. Each block
-    computes the sum's norm by itself. Buffers: the outs of `add_normed`, with add_both_blocks(n) partial sums; both
-    products, float32 (2, n); the partial sums of the squares of the first, then of the second, float32
-    (sum(n_norm_sums),); the weights of their norms, float32 (n,) each; the weight of the sum's norm, float32 (n,);
-    what follows in `add_normed`."""
+    computes the sum's norm by itself. Buffers: the outs of `add_normed`, with add_both_blocks(n) partial sums; rows,
+    both products, float32 (2, n); row_squares, the partial sums of the squares of the first, then of the second,
+    float32 (sum(n_norm_sums),); first_norm and second_norm, the weights of their norms, float32 (n,) each; post_norm,
+    that of the sum's norm, float32 (n,); scale and norms as in `add_normed`."""
     threads, quads = _BOTH_THREADS, -(-n // (4 * _BOTH_THREADS))
     assert n % 4 == 0
 
-    def kernel(h: UOp, norm_sums: UOp, *rest: UOp) -> UOp:
-        outs, rest = rest[:copies], rest[copies:]
-        (products, squares_of, *weights_of), (norm_weight, *rest_) = rest[:4], rest[4:]
+    def kernel(
+        stream: UOp, squares: UOp, copies: Sequence[UOp], rows: UOp, row_squares: UOp, first_norm: UOp,
+        second_norm: UOp, post_norm: UOp, scale: UOp | None, norms: Sequence[UOp],
+    ) -> UOp:  # fmt: skip
+        weights_of = first_norm, second_norm
         thread, block = UOp.special(threads, "lidx0"), UOp.special(add_both_blocks(n), "gidx0")
         row = block * threads + thread
         ok = None if n % threads == 0 else row < n
-        stream, weight = load(h, row, ok), load(norm_weight, row, ok)
+        before, weight = load(stream, row, ok), load(post_norm, row, ok)
 
         def own_sum(first: int, count: int) -> UOp:
             """Of a thread's share of partial sums."""
             places = [thread + i * threads for i in range(-(-count // threads))]
             whole = count % threads == 0
-            return tree([load(squares_of, p + first, None if whole else p < count) for p in places])
+            return tree([load(row_squares, p + first, None if whole else p < count) for p in places])
 
         def normed(quad: UOp, ok: UOp | None) -> list[tuple[UOp, UOp]]:
             """Four rows of both products, times their norms' weights."""
             runs = [
-                (load_run(products, quad + k * n, 4, ok), load_run(w, quad, 4, ok))
+                (load_run(rows, quad + k * n, 4, ok), load_run(w, quad, 4, ok))
                 for k, w in enumerate(weights_of)
             ]
             return list(zip(*([a * b for a, b in zip(*run, strict=True)] for run in runs), strict=True))
 
         places = [(thread + i * threads) * 4 for i in range(quads)]
         both = [pair for p in places for pair in normed(p, None if n % (4 * threads) == 0 else p < n)]
-        own = [load(products, row + k * n, ok) * load(w, row, ok) for k, w in enumerate(weights_of)]
+        own = [load(rows, row + k * n, ok) * load(w, row, ok) for k, w in enumerate(weights_of)]
         parts = shared(2 * threads, slot=0)
         stores = [
             store(parts, thread + k * threads, own_sum(k * n_norm_sums[0], count))
@@ -111,30 +116,39 @@ def add_both(n: int, n_norm_sums: tuple[int, int], copies: int, eps: float, scal
         parts = parts.after(UOp.group(*stores))
         factors = [inverse_rms(tree(load_run(parts, k * threads, threads)), n, eps) for k in (0, 1)]
         sums = [a * factors[0] + b * factors[1] for a, b in both]
-        squares = after_store(shared(threads, slot=2), thread, chain(x * x for x in sums))
-        factor = inverse_rms(tree(load_run(squares, 0, threads)), n, eps)
-        value = stream + (own[0] * factors[0] + own[1] * factors[1]) * factor * weight
-        results = _prepared(n, threads, (h, norm_sums, *outs), rest_, value, scaled)
+        of_sums = after_store(shared(threads, slot=2), thread, chain(x * x for x in sums))
+        factor = inverse_rms(tree(load_run(of_sums, 0, threads)), n, eps)
+        value = before + (own[0] * factors[0] + own[1] * factors[1]) * factor * weight
+        results = _prepared(n, threads, stream, squares, copies, norms, value, scale)
         return finish(f"add_both_{n}_{n_norm_sums[0]}_{n_norm_sums[1]}", results)
 
-    return kernel
+    inputs = (
+        "rows",
+        "row_squares",
+        "first_norm",
+        "second_norm",
+        "post_norm",
+        scaled and "scale",
+        ("norms", copies),
+    )
+    return Kernel(kernel, ("stream", "squares", ("copies", copies)), inputs)
 
 
 def _prepared(
-    n: int, threads: int, outs: Sequence[UOp], ins: Sequence[UOp], value: UOp, scaled: bool
-) -> list[UOp]:
+    n: int, threads: int, stream: UOp, squares: UOp, copies: Sequence[UOp], norms: Sequence[UOp], value: UOp,
+    scale: UOp | None,
+) -> list[UOp]:  # fmt: skip
     """The stores of the stream's new value, of which each thread of a block has one, and of what is made of it for the
     next products (`add_normed`)."""
-    h, norm_sums, *copies = outs
     thread, block = UOp.special(threads, "lidx0"), UOp.special(-(-n // threads), "gidx0")
-    row, weights = block * threads + thread, ins[1:] if scaled else ins
+    row = block * threads + thread
     ok = None if n % threads == 0 else row < n
-    if scaled:
-        value = value * load(ins[0], 0)
+    if scale is not None:
+        value = value * load(scale, 0)
     square = value * value if ok is None else ok.where(value * value, f32(0))
-    squares = after_store(shared(threads, slot=1), thread, square)
-    stores = [store(h, row, value, ok)]
-    stores.append(store(norm_sums, block, tree(load_run(squares, 0, threads)), thread.eq(0)))
-    for out, weight in zip(copies, weights, strict=True):
+    of_block = after_store(shared(threads, slot=1), thread, square)
+    stores = [store(stream, row, value, ok)]
+    stores.append(store(squares, block, tree(load_run(of_block, 0, threads)), thread.eq(0)))
+    for out, weight in zip(copies, norms, strict=True):
         stores.append(store(out, permuted(row, n), value * load(weight, row, ok), ok))
     return stores

@@ -11,7 +11,6 @@ from typing import Literal
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.cache_tiles import store_quad
 from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
@@ -36,6 +35,7 @@ from engine.kernels.gpu.uops import (
     tree,
 )
 from engine.kernels.gpu.weight_layout import UNIT, units_of
+from engine.kernels.kernel import Kernel
 
 Order = Literal["fragments", "rows", "columns"]
 """The order of activations (tokens, cols): fragments of `engine.kernels.gpu.matmul`; rows of units_of(cols) * UNIT
@@ -71,65 +71,70 @@ class _TokenNorm:
 
 @functools.cache
 def norm_prompt(
-    tokens: int, cols: int, parts: int, eps: float, post_eps: float | None = None, bias: bool = False,
+    tokens: int, cols: int, parts: int, eps: float, post_eps: float | None = None, has_bias: bool = False,
     order: Order = "fragments", scaled: bool = False, is_normed: bool = True, keeps_sizes: bool = False,
 ) -> Kernel:  # fmt: skip
     """Adds a product to the residual stream, and RMS-norms the stream for the next product, or only multiplies it by
-    weights if it `is_normed` not. Buffers: the normed activations, float16 in an `Order`; if it `keeps_sizes`, what
-    tokens were divided by, float32 (tokens,); the stream, float32 (tokens, cols); the product, as partial sums, float32
-    (parts, tokens, cols), unless `parts` is 0; its bias, float32 (cols,), if there is a `bias`; with a `post_eps` the
-    weight of the norm of the product before it is added, float32 (cols,); if the stream is `scaled` after that, the
-    factor, float32 (1,); the norm's weight, float32 (cols,)."""
-    assert parts or not (post_eps is not None or bias or scaled)
+    weights if it `is_normed` not. Buffers: x, the normed activations, float16 in an `Order`; sizes, if it
+    `keeps_sizes`, what tokens were divided by, float32 (tokens,); stream, float32 (tokens, cols); sums, the product's
+    partial sums, float32 (parts, tokens, cols), unless `parts` is 0; bias, the product's, float32 (cols,), if it
+    `has_bias`; post_norm, with a `post_eps` the weight of the norm of the product before it is added, float32 (cols,);
+    scale, if the stream is `scaled` after that, the factor, float32 (1,); norm, its weight, float32 (cols,)."""
+    assert parts or not (post_eps is not None or has_bias or scaled)
 
-    def kernel(x: UOp, *buffers: UOp) -> UOp:
-        sizes, (h, *rest) = (buffers[0], buffers[1:]) if keeps_sizes else (None, buffers)
-        sums, weight = rest.pop(0) if parts else None, rest.pop()
-        norm, token = _TokenNorm(cols, eps), UOp.special(tokens, "gidx0")
-        places = norm.places
-        stores, values = [], [load(h, token * cols + column, ok) for column, ok in places]
+    def kernel(
+        x: UOp, sizes: UOp | None, stream: UOp, sums: UOp | None, bias: UOp | None, post_norm: UOp | None,
+        scale: UOp | None, norm: UOp,
+    ) -> UOp:  # fmt: skip
+        token_norm, token = _TokenNorm(cols, eps), UOp.special(tokens, "gidx0")
+        places = token_norm.places
+        stores, values = [], [load(stream, token * cols + column, ok) for column, ok in places]
         if sums is not None:
             added = [
                 [load(sums, (p * tokens + token) * cols + column, ok) for p in range(parts)]
                 for column, ok in places
             ]
-            if bias:
-                terms_of_bias = rest.pop(0)
-                added = [
-                    [*terms, load(terms_of_bias, *place)] for terms, place in zip(added, places, strict=True)
-                ]
-            if post_eps is not None:
+            if bias is not None:
+                added = [[*terms, load(bias, *place)] for terms, place in zip(added, places, strict=True)]
+            if post_norm is not None:
                 product = [chain(part_sums) for part_sums in added]
-                factor, post_weight = norm.factor(product, 2, post_eps), rest.pop(0)
-                weights = [load(post_weight, column, ok) for column, ok in places]
+                factor = token_norm.factor(product, 2, post_eps)
+                weights = [load(post_norm, column, ok) for column, ok in places]
                 added = [[value * factor * w] for value, w in zip(product, weights, strict=True)]
             values = [chain([value, *terms]) for value, terms in zip(values, added, strict=True)]
-            if scaled:
-                scale = load(rest.pop(0), 0)
-                values = [value * scale for value in values]
+            if scale is not None:
+                factor = load(scale, 0)
+                values = [value * factor for value in values]
             for (column, ok), value in zip(places, values, strict=True):
-                stores.append(store(h, token * cols + column, value, ok))
-        factor = norm.factor(values, 0) if is_normed else f32(1)
+                stores.append(store(stream, token * cols + column, value, ok))
+        factor = token_norm.factor(values, 0) if is_normed else f32(1)
         if sizes is not None:
-            stores.append(store(sizes, token, factor.reciprocal(), norm.thread.eq(0)))
+            stores.append(store(sizes, token, factor.reciprocal(), token_norm.thread.eq(0)))
         for (column, ok), value in zip(places, values, strict=True):
-            normed = value * factor * load(weight, column, ok)
+            normed = value * factor * load(norm, column, ok)
             normed = normed.cast(F16) if is_normed else as_half(normed)
             stores.append(store(x, PLACES[order](token, column, cols), normed, ok))
         return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
 
-    return kernel
+    added = (
+        parts > 0 and "sums",
+        has_bias and "bias",
+        post_eps is not None and "post_norm",
+        scaled and "scale",
+    )
+    return Kernel(kernel, ("x", keeps_sizes and "sizes", "stream"), (*added, "norm"))
 
 
 @functools.cache
 def add_normed_sums(tokens: int, cols: int, parts: tuple[int, int], eps: float) -> Kernel:
-    """The sum of two products, each normed before. Buffers: the result, float32 (tokens, cols); for each product its
-    partial sums, float32 (parts, tokens, cols), and the weight of its norm, float32 (cols,)."""
+    """The sum of two products, each normed before. Buffers: out, float32 (tokens, cols); first and second, the
+    products' partial sums, float32 (parts, tokens, cols); first_norm and second_norm, the weights of their norms,
+    float32 (cols,)."""
 
-    def kernel(out: UOp, *products: UOp) -> UOp:
+    def kernel(out: UOp, first: UOp, first_norm: UOp, second: UOp, second_norm: UOp) -> UOp:
         norm, token, terms = _TokenNorm(cols, eps), UOp.special(tokens, "gidx0"), []
-        for k, count in enumerate(parts):
-            sums, weight = products[2 * k : 2 * k + 2]
+        products = (first, first_norm, parts[0]), (second, second_norm, parts[1])
+        for k, (sums, weight, count) in enumerate(products):
             values = [
                 chain(load(sums, (p * tokens + token) * cols + column, ok) for p in range(count))
                 for column, ok in norm.places
@@ -143,7 +148,7 @@ def add_normed_sums(tokens: int, cols: int, parts: tuple[int, int], eps: float) 
         ]
         return finish(f"prefill_add_normed_{tokens}_{cols}_{parts[0]}_{parts[1]}", stores)
 
-    return kernel
+    return Kernel(kernel, ("out",), ("first", "first_norm", "second", "second_norm"))
 
 
 @dataclass(frozen=True)
@@ -181,16 +186,15 @@ class Runs:
 
 @functools.cache
 def wide_norms(
-    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], bias: bool
+    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool
 ) -> Kernel:
-    """The factors of RMS norms over all heads of a token's queries, and over all heads of its keys. Buffers: the
-    factors, float32 (tokens, 2); the sums of each run of the QKV product, as in `rotate_prompt`; the bias, float32, if
-    `bias`."""
+    """The factors of RMS norms over all heads of a token's queries, and over all heads of its keys. Buffers:
+    factors, float32 (tokens, 2); sums, those of each run of the QKV product, as in `rotate_prompt`; bias, float32, if
+    it `has_bias`."""
     h, threads = heads, 256
     runs, sizes_of_norms = Runs(tokens, parts, sizes), (heads.query * heads.dim, heads.kv * heads.dim)
 
-    def kernel(factors: UOp, *ins: UOp) -> UOp:
-        sums, biases = ins[: len(sizes)], ins[-1] if bias else None
+    def kernel(factors: UOp, sums: Sequence[UOp], bias: UOp | None) -> UOp:
         thread, token, which = (
             UOp.special(threads, "lidx0"),
             UOp.special(tokens, "gidx0"),
@@ -199,7 +203,7 @@ def wide_norms(
         is_query = which.eq(0)
         start, size = is_query.where(0, sizes_of_norms[0]), is_query.where(*sizes_of_norms)
         places = [thread + i * threads for i in range(-(-max(sizes_of_norms) // threads))]
-        values = [runs.load(sums, biases, token, start + place, place < size) for place in places]
+        values = [runs.load(sums, bias, token, start + place, place < size) for place in places]
         partial = after_store(shared(threads, slot=0), thread, chain(value * value for value in values))
         k = UOp.range(threads // 32, 0, AxisType.REDUCE)
         total = tree(load_run(partial, k * 32, 32)).reduce(k, arg=Ops.ADD)
@@ -207,41 +211,36 @@ def wide_norms(
         result = store(factors, token * 2 + which, inverse_rms(mean, 1, h.norm_eps or 0.0), thread.eq(0))
         return finish(f"prefill_wide_norms_{h.name}_{tokens}", [result])
 
-    return kernel
+    return Kernel(kernel, ("factors",), (("sums", len(sizes)), has_bias and "bias"))
 
 
 @functools.cache
 def rotate_prompt(
-    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], bias: bool, wide: bool = False,
+    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool, wide: bool = False,
     order: Order = "fragments",
 ) -> Kernel:  # fmt: skip
     """Rotates the queries and keys of a prompt, and norms them if the model does; stores keys and values in the cache.
-    The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers: the
-    queries, float16 (see `query_index`); of gated heads, the sigmoid of the gates, as activations of the last product
-    in an `Order`, for `attend_prompt`; the cache (`Heads.cache_planes`); the sums of each run; the
-    tables of cos and of sin, float32 (context, dim / 2); the prompt, int32 (2,): position and number of tokens; the
-    bias, float32, if `bias`; the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or
-    if they are `wide`, float32 (query + kv, dim), and the factors of `wide_norms`; the factors of queries by position,
-    float32 (context,), if there is a temperature. With a pool, the prompt is int32 (3,), and the third is the sequence;
-    before it come the tables of blocks, int32 (sequences, `Heads.table_size`). If the cache is another layer's, there
-    are only queries, and neither a cache nor tables of blocks."""
+    The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers:
+    queries, float16 (see `query_index`); of gated heads gates, their sigmoids, as activations of the last product in an
+    `Order`, for `attend_prompt`; cache (`Heads.cache_planes`); sums, those of each run; cos and sin, their tables,
+    float32 (context, dim / 2); prompt, int32 (2,): position and number of tokens; bias, float32, if it `has_bias`;
+    norms, the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they are `wide`,
+    float32 (query + kv, dim), and factors, those of `wide_norms`; temperature, the factors of queries by position,
+    float32 (context,), if there are any. With a pool, the prompt is int32 (3,), and the third is the sequence; tables
+    are those of blocks, int32 (sequences, `Heads.table_size`). If the cache is another layer's, there are only queries,
+    and neither a cache nor tables of blocks."""
     h, dim, half, stores_tokens = heads, heads.dim, heads.dim // 2, heads.stored != "nothing"
-    assert (not h.window or h.pool or h.window + tokens <= h.ring) and not (h.gated and bias)
+    assert (not h.window or h.pool or h.window + tokens <= h.ring) and not (h.gated and has_bias)
     total = (h.rows - h.first_row) // dim
     per_block = max(1, 256 // dim)  # heads in a block
     blocks, runs = -(-total // per_block), Runs(tokens, parts, sizes)
 
-    n_cache = len(h.cache_planes) if stores_tokens else 0
-
-    def kernel(queries: UOp, *buffers: UOp) -> UOp:
-        gates, buffers = buffers[: h.gated], buffers[h.gated :]
-        cache, rest = buffers[:n_cache], buffers[n_cache:]
-        sums, (cos, sin, *rest_) = rest[: len(sizes)], rest[len(sizes) :]
-        table = rest_.pop(0) if h.pool and stores_tokens else None
-        prompt = rest_.pop(0)
-        pages = pages_of(h, table, prompt) if stores_tokens else None
-        biases = rest_.pop(0) if bias else None
-        norms = rest_.pop(0) if h.norm_eps is not None else None
+    def kernel(
+        queries: UOp, gates: UOp | None, cache: Sequence[UOp], sums: Sequence[UOp], cos: UOp, sin: UOp,
+        tables: UOp | None, prompt: UOp, bias: UOp | None, norms: UOp | None, factors: UOp | None,
+        temperature: UOp | None,
+    ) -> UOp:  # fmt: skip
+        pages = pages_of(h, tables, prompt) if stores_tokens else None
         d, head_in_block = UOp.special(dim, "lidx0"), UOp.special(per_block, "lidx1")
         token, block = UOp.special(tokens, "gidx0"), UOp.special(blocks, "gidx1")
         head = block * per_block + head_in_block
@@ -252,12 +251,12 @@ def rotate_prompt(
 
         partner_d = (d < half).where(d + half, d - half)
         row = head * dim + h.first_row
-        own, partner = (runs.load(sums, biases, token, row + e, inside) for e in (d, partner_d))
+        own, partner = (runs.load(sums, bias, token, row + e, inside) for e in (d, partner_d))
         is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
         value = own
-        if norms is not None and wide:
+        if norms is not None and factors is not None:
             normed = is_query | is_key
-            norm = load(rest_.pop(0), token * 2 + is_query.where(UOp.const(0), UOp.const(1)))
+            norm = load(factors, token * 2 + is_query.where(UOp.const(0), UOp.const(1)))
             weights = (load(norms, head * dim + e, normed) for e in (d, partner_d))
             x, other = (v * weight * norm for v, weight in zip((own, partner), weights, strict=True))
         elif norms is not None:
@@ -278,14 +277,14 @@ def rotate_prompt(
         angle = position * half + d % half
         z = rotated(x, other, d < half, load(cos, angle), load(sin, angle))
         factor = f32(h.query_scale)
-        if h.temperature:
-            factor = factor * load(rest_[0], position, live & is_query)
+        if temperature is not None:
+            factor = factor * load(temperature, position, live & is_query)
         query = (z * factor).cast(F16)
         stores = [store(queries, query_index(h, tokens, head, token, d), query, live & is_query)]
-        if h.gated:
+        if gates is not None:
             gate = sigmoid(runs.load(sums, None, token, head.minimum(h.query - 1) * dim + d, is_query))
             place = PLACES[order](token, head * dim + d, h.first_row)
-            stores.append(store(gates[0], place, gate.cast(F16), live & is_query))
+            stores.append(store(gates, place, gate.cast(F16), live & is_query))
         name = f"prefill_rotate_{h.name}_{tokens}"
         if not stores_tokens:
             return finish(name, stores)
@@ -300,15 +299,30 @@ def rotate_prompt(
             stores += store_quad(h, cache, which, kv, position, quad, kept[which], row, stored & ok, pages)
         return finish(name, stores)
 
-    return kernel
+    outputs = "queries", h.gated and "gates", ("cache", len(h.cache_planes) if stores_tokens else 0)
+    return Kernel(
+        kernel,
+        outputs,
+        (
+            ("sums", len(sizes)),
+            "cos",
+            "sin",
+            h.pool > 0 and stores_tokens and "tables",
+            "prompt",
+            has_bias and "bias",
+            h.norm_eps is not None and "norms",
+            wide and "factors",
+            h.temperature and "temperature",
+        ),
+    )
 
 
 @functools.cache
 def activate_prompt(
     tokens: int, n: int, parts: tuple[int, int], activation: Activation = "silu", order: Order = "fragments"
 ) -> Kernel:
-    """activation(gate) * up, if the two are separate products. Buffers: the result, float16 in an `Order`; the
-    partial sums of gate, float32 (parts[0], tokens, n), and of up, float32 (parts[1], tokens, n)."""
+    """activation(gate) * up, if the two are separate products. Buffers: out, float16 in an `Order`; gate and up,
+    their partial sums, float32 (parts[0], tokens, n) and (parts[1], tokens, n)."""
 
     def kernel(out: UOp, gate: UOp, up: UOp) -> UOp:
         column = UOp.special(-(-n // 256), "gidx0") * 256 + UOp.special(256, "lidx0")
@@ -321,4 +335,4 @@ def activate_prompt(
         result = store(out, PLACES[order](token, column, n), as_half(gated(a, b, activation)), ok)
         return finish(f"prefill_activate_{tokens}_{n}", [result])
 
-    return kernel
+    return Kernel(kernel, ("out",), ("gate", "up"))

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
-from engine.kernels.compilation import Kernel
 from engine.kernels.gpu.cache_tiles import eight_keys, eight_values
 from engine.kernels.gpu.few_columns import column_index
 from engine.kernels.gpu.half_words import unknown
@@ -49,6 +48,8 @@ from engine.kernels.gpu.uops import (
     store_run,
     zeroed_registers,
 )
+from engine.kernels.kernel import Kernel, Name
+from engine.kernels.launch_hints import LaunchHints
 
 STATIC_SHARED = 48 << 10  # bytes of a block; for more see `engine.fixes.dynamic_shared`
 _MAX_SPLITS = 32
@@ -223,30 +224,29 @@ def _before(array: UOp, elements: Sequence[UOp], *others: UOp) -> UOp:
 
 @functools.cache
 def attend_prompt(
-    heads: Heads, tokens: int, tiling: PromptTiling, sinks: bool = False, columns: bool = False
+    heads: Heads, tokens: int, tiling: PromptTiling, has_sinks: bool = False, columns: bool = False
 ) -> Kernel:
-    """Causal attention of a prompt over the cache. Buffers: the output, float16 fragments of (tokens, query heads *
-    dim), or `columns` of `engine.kernels.gpu.few_columns`, or with several splits the sums of each, float32
-    (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; the queries of
-    `engine.kernels.gpu.prefill.rotate_prompt`; the cache (`Heads.cache_planes`); with a pool, the tables of blocks,
-    int32 (sequences, `Heads.table_size`); the prompt, int32 (2,): position and number of tokens, and with a pool (3,):
-    its sequence; with `sinks`, unless there are several splits, float32 (query heads,): a score of each head that is
-    not scaled and weighs no value."""
+    """Causal attention of a prompt over the cache. Buffers: out, float16 fragments of (tokens, query heads * dim), or
+    `columns` of `engine.kernels.gpu.few_columns`, or with several splits the sums of each, float32
+    (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; queries, those of
+    `engine.kernels.gpu.prefill.rotate_prompt`; cache (`Heads.cache_planes`); with a pool, tables, those of blocks,
+    int32 (sequences, `Heads.table_size`); prompt, int32 (2,): position and number of tokens, and with a pool (3,):
+    its sequence; sinks, if there are any, unless there are several splits, float32 (query heads,): a score of each head
+    that is not scaled and weighs no value."""
     h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
     splits, across, per_block = tiling.splits, tiling.across, tiling.units
     chunks, size = dim // 16, 16 * steps
     own_chunks = chunks // across  # of the values of a warp
     units = h.shared_by * (tokens // (16 * rows))  # warps of a key head that have queries of their own
     blocks = -(-units // per_block)
-    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and not (sinks and splits > 1)
+    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and not (has_sinks and splits > 1)
     assert warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
     n_sums = rows * own_chunks * 8
 
-    def kernel(out: UOp, queries: UOp, *rest: UOp) -> UOp:
-        n_cache = len(h.cache_planes)
-        cache, rest = rest[:n_cache], rest[n_cache:]
-        prompt, sink = rest[bool(h.pool)], rest[bool(h.pool) + 1 :]
-        pages = pages_of(h, rest[0], prompt)
+    def kernel(
+        out: UOp, queries: UOp, cache: list[UOp], tables: UOp | None, prompt: UOp, sinks: UOp | None
+    ) -> UOp:
+        pages = pages_of(h, tables, prompt)
         thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
         split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
@@ -360,8 +360,8 @@ def attend_prompt(
                 ends = [own_total[0], own_top[0], own_total[1], own_top[1]]
                 stores += store_run(out, index + chunks * 256, ends, all_of(live, run.eq(0)))
                 continue
-            if sinks:
-                score = load(sink[0], head) * f32(LOG2_E)
+            if sinks is not None:
+                score = load(sinks, head) * f32(LOG2_E)
                 own_total = [x + (score - b).exp2() for x, b in zip(own_total, own_top, strict=True)]
             factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in own_total]
             for c in range(own_chunks):
@@ -369,12 +369,13 @@ def attend_prompt(
                 chunk = run * own_chunks + c
                 stores += _store(h, out, columns, head, tile + r, chunk, thread, results, factors, live)
         shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
-        shape += f"{'_sinks' * sinks}{'_columns' * columns}"
-        used = tiling.shared_bytes(dim)
-        big = f"_sm{used}" if used > STATIC_SHARED else ""
-        return finish(f"prefill_attend_{h.name}_{tokens}_{shape}{big}", stores)
+        shape += f"{'_sinks' * has_sinks}{'_columns' * columns}"
+        return finish(f"prefill_attend_{h.name}_{tokens}_{shape}", stores)
 
-    return kernel
+    used = tiling.shared_bytes(dim)
+    hints = LaunchHints(shared_bytes=used if used > STATIC_SHARED else 0)
+    inputs: tuple[Name, ...] = "queries", ("cache", len(h.cache_planes)), h.pool > 0 and "tables", "prompt"
+    return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), hints)
 
 
 def _turns(
@@ -424,13 +425,13 @@ def _store(
 
 @functools.cache
 def combine_prompt(
-    heads: Heads, tokens: int, splits: int, sinks: bool = False, columns: bool = False
+    heads: Heads, tokens: int, splits: int, has_sinks: bool = False, columns: bool = False
 ) -> Kernel:
-    """Adds the sums of several splits of `attend_prompt`. Buffers: the output as there, with the factors; the sums; the
-    prompt, int32 (2,) or (3,); with `sinks`, these, float32 (query heads,)."""
+    """Adds the sums of several splits of `attend_prompt`. Buffers: out as there, with the factors; sums; prompt, int32
+    (2,) or (3,); sinks, if there are any, float32 (query heads,)."""
     h, chunks = heads, heads.dim // 16
 
-    def kernel(out: UOp, sums: UOp, prompt: UOp, *sink: UOp) -> UOp:
+    def kernel(out: UOp, sums: UOp, prompt: UOp, sinks: UOp | None) -> UOp:
         thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
         tile, head = UOp.special(tokens // 16, "gidx0"), UOp.special(h.query, "gidx1")
         live = tile * 16 < load_index(prompt, 1, tokens + 1)
@@ -439,8 +440,8 @@ def combine_prompt(
         top = [maximum([end[2 * side + 1] for end in ends]) for side in (0, 1)]
         weights = [[(end[2 * side + 1] - top[side]).exp2() for side in (0, 1)] for end in ends]
         total = [chain(end[2 * k] * w[k] for end, w in zip(ends, weights, strict=True)) for k in (0, 1)]
-        if sinks:
-            score = load(sink[0], head) * f32(LOG2_E)
+        if sinks is not None:
+            score = load(sinks, head) * f32(LOG2_E)
             total = [x + (score - b).exp2() for x, b in zip(total, top, strict=True)]
         parts = [
             load_run(sums, first + c * 256, 4) + load_run(sums, first + c * 256 + 128, 4) for first in firsts
@@ -448,8 +449,7 @@ def combine_prompt(
         results = [chain(p[i] * w[i % 4 // 2] for p, w in zip(parts, weights, strict=True)) for i in range(8)]
         factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in total]
         stores = _store(h, out, columns, head, tile, c, thread, results, factors, live)
-        return finish(
-            f"prefill_combine_{h.name}_{tokens}_{splits}{'_sinks' * sinks}{'_columns' * columns}", stores
-        )
+        name = f"prefill_combine_{h.name}_{tokens}_{splits}{'_sinks' * has_sinks}{'_columns' * columns}"
+        return finish(name, stores)
 
-    return kernel
+    return Kernel(kernel, ("out",), ("sums", "prompt", has_sinks and "sinks"))

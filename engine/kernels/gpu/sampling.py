@@ -27,8 +27,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.events import Sampling
-from engine.kernels.compilation import Kernel
-from engine.kernels.gpu.matvec import LOWEST_LOGIT, argmax
+from engine.kernels.gpu.epilogues import LOWEST_LOGIT, argmax
 from engine.kernels.gpu.uops import (
     F32,
     I32,
@@ -47,6 +46,7 @@ from engine.kernels.gpu.uops import (
     store,
     tree,
 )
+from engine.kernels.kernel import Kernel
 
 MAX_REPEAT_LAST_N = 1024
 SETTINGS = 8  # numbers of `settings_of`
@@ -94,43 +94,43 @@ _ONE = StepRows()
 
 @functools.cache
 def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
-    """The most probable token, from the outs of `engine.kernels.gpu.matvec.as_logits`. Buffers: the state, int32 (2,):
-    token and position, which advances by one; the token after each position, int32 (context,); the largest logit of
-    each block, float32 (n_blocks,), and its row, int32 (n_blocks,)."""
+    """The most probable token, from the outs of `engine.kernels.gpu.epilogues.as_logits`. Buffers: state, int32 (2,):
+    token and position, which advances by one; tokens, that after each position, int32 (context,); largest, the largest
+    logit of each block, float32 (n_blocks,), and largest_rows, its row, int32 (n_blocks,)."""
 
-    def kernel(state: UOp, history: UOp, block_max: UOp, block_row: UOp) -> UOp:
+    def kernel(state: UOp, tokens: UOp, largest: UOp, largest_rows: UOp) -> UOp:
         thread = UOp.special(threads, "lidx0")
-        row = _most_probable(block_max, block_row, n_blocks, thread, threads, lambda block: block)
+        row = _most_probable(largest, largest_rows, n_blocks, thread, threads, lambda block: block)
         first = thread.eq(0)
         position = load(state, 1)
         stores = [store(state, 0, row, first), store(state, 1, position + UOp.const(1, I32), first)]
-        stores.append(store(history, load_index(state, 1, context), row, first))
+        stores.append(store(tokens, load_index(state, 1, context), row, first))
         return finish("next_token", stores)
 
-    return kernel
+    return Kernel(kernel, ("state", "tokens"), ("largest", "largest_rows"))
 
 
 @functools.cache
-def next_tokens(n_blocks: int, tokens: int, threads: int = 1024) -> Kernel:
+def next_tokens(n_blocks: int, count: int, threads: int = 1024) -> Kernel:
     """As `next_token`, for a step of several sequences, from the outs of `engine.kernels.gpu.few_columns.as_logits`.
-    Buffers: the state (`StepRows`), in which tokens that are used become the next ones and positions advance; the next
-    tokens (`StepRows.letter`); the largest logit of each token and block, float32 (tokens, n_blocks), and its row,
-    int32 (tokens, n_blocks)."""
-    rows = StepRows(tokens)
+    Buffers: state (`StepRows`), in which tokens that are used become the next ones and positions advance; tokens, the
+    next ones (`StepRows.letter`); largest, the largest logit of each token and block, float32 (count, n_blocks), and
+    largest_rows, its row, int32 (count, n_blocks)."""
+    rows = StepRows(count)
 
-    def kernel(state: UOp, out: UOp, block_max: UOp, block_row: UOp) -> UOp:
-        thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
+    def kernel(state: UOp, tokens: UOp, largest: UOp, largest_rows: UOp) -> UOp:
+        thread, token = UOp.special(threads, "lidx0"), UOp.special(count, "gidx0")
         place = lambda block: token * n_blocks + block
-        row = _most_probable(block_max, block_row, n_blocks, thread, threads, place)
-        used, position = all_of(thread.eq(0), rows.is_used(state, token)), load(state, token + tokens)
+        row = _most_probable(largest, largest_rows, n_blocks, thread, threads, place)
+        used, position = all_of(thread.eq(0), rows.is_used(state, token)), load(state, token + count)
         stores = [
-            store(out, rows.letter(token, position.cast(INDEX)), row, used),
+            store(tokens, rows.letter(token, position.cast(INDEX)), row, used),
             store(state, token, row, used),
-            store(state, token + tokens, position + UOp.const(1, I32), used),
+            store(state, token + count, position + UOp.const(1, I32), used),
         ]
-        return finish(f"next_tokens_{tokens}", stores)
+        return finish(f"next_tokens_{count}", stores)
 
-    return kernel
+    return Kernel(kernel, ("state", "tokens"), ("largest", "largest_rows"))
 
 
 def _most_probable(
@@ -204,10 +204,10 @@ def settings_of(sampling: Sampling) -> NDArray[np.float32]:
 @functools.cache
 def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N, rows: StepRows = _ONE) -> Kernel:
     """Lowers the logits of recent tokens: divides positive ones by the penalty and multiplies negative ones. Buffers:
-    the logits, float32 (rows, vocab); the settings (`settings_of`) of each sequence; the state (`StepRows`); the tokens
-    so far of each sequence, int32 (sequences, context + 1)."""
+    logits, float32 (rows, vocab); settings (`settings_of`) of each sequence; state (`StepRows`); so_far, the tokens so
+    far of each sequence, int32 (sequences, context + 1)."""
 
-    def kernel(logits: UOp, settings: UOp, state: UOp, tokens: UOp) -> UOp:
+    def kernel(logits: UOp, settings: UOp, state: UOp, so_far: UOp) -> UOp:
         i, row = UOp.special(recent, "lidx0"), rows.number(0)
         sequence = rows.sequence(state, row)
         first = sequence * (context + 1)
@@ -217,10 +217,10 @@ def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N, rows: St
             penalizes = penalizes & is_sampled
         seen = rows.position(state, row, context) + 1
         n = penalizes.where(seen.minimum(last_n.cast(I32).cast(INDEX)), UOp.const(0))
-        token_i = load(tokens, first + (seen - n + i).minimum(context))
+        token_i = load(so_far, first + (seen - n + i).minimum(context))
         # a token that occurs several times is penalized once, by the thread of its last occurrence
         later = UOp.range((n - i - 1).maximum(0), 0, AxisType.REDUCE)
-        is_same = load(tokens, first + (seen - n + i + 1 + later)).eq(token_i)
+        is_same = load(so_far, first + (seen - n + i + 1 + later)).eq(token_i)
         n_later = is_same.where(f32(1), f32(0)).reduce(later, arg=Ops.ADD)
         counts = after_store(shared(recent, slot=0), i, (i < n).where(n_later, f32(1)))
         is_last = load(counts, i) < f32(0.5)
@@ -229,12 +229,12 @@ def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N, rows: St
         smaller = (x > f32(0)).where(x / penalty, x * penalty)
         return finish(f"penalize_{vocab}_{rows.count}", [store(logits, token, smaller, is_last)])
 
-    return kernel
+    return Kernel(kernel, ("logits",), ("settings", "state", "so_far"))
 
 
 @functools.cache
 def leaders(shortlist: Shortlist, rows: int = 1) -> Kernel:
-    """The largest logit of each group of the first level. Buffers: these, float32 (rows, entries(0)); the logits,
+    """The largest logit of each group of the first level. Buffers: out, these, float32 (rows, entries(0)); logits,
     float32 (rows, vocab)."""
 
     def kernel(out: UOp, logits: UOp) -> UOp:
@@ -245,22 +245,21 @@ def leaders(shortlist: Shortlist, rows: int = 1) -> Kernel:
         place = row * shortlist.entries(0) + group
         return finish(f"leaders_{shortlist.vocab}_{rows}", [store(out, place, largest)])
 
-    return kernel
+    return Kernel(kernel, ("out",), ("logits",))
 
 
 @functools.cache
 def ranked(shortlist: Shortlist, level: int, items: int = 8, rows: int = 1) -> Kernel:
     """Sorts the groups of a level by their largest logits, and finds the largest logit of each subgroup of the first
-    ones. Buffers, for each of `rows`: these logits, float32 (entries(level + 1),); the numbers of the subgroups, int32
-    (the same size), which at the last level are tokens; the groups' largest logits, float32 (entries(level),); the
-    groups' numbers, int32, except at level 0, whose groups are all groups in order; the logits, float32 (vocab,),
-    except at the last level."""
+    ones. Buffers, for each of `rows`: out, these logits, float32 (entries(level + 1),); out_ids, the numbers of the
+    subgroups, int32 (the same size), which at the last level are tokens; values, the groups' largest logits, float32
+    (entries(level),); ids, the groups' numbers, int32, except at level 0, whose groups are all groups in order; logits,
+    float32 (vocab,), except at the last level."""
     first, last = level == 0, level == len(shortlist.spans) - 1
     n, parts = shortlist.entries(level), shortlist.parts(level)
     span = shortlist.spans[level] // parts
 
-    def kernel(out: UOp, out_ids: UOp, values: UOp, *rest: UOp) -> UOp:
-        ids, logits = None if first else rest[0], None if last else rest[-1]
+    def kernel(out: UOp, out_ids: UOp, values: UOp, ids: UOp | None, logits: UOp | None) -> UOp:
         lane, slot = UOp.special(_LANES, "lidx0"), UOp.special(items, "lidx1")
         row = StepRows(rows).number(1)
 
@@ -283,20 +282,20 @@ def ranked(shortlist: Shortlist, level: int, items: int = 8, rows: int = 1) -> K
         stores = [store(out, index, value, ok), store(out_ids, index, id_.cast(I32), ok)]
         return finish(f"ranked_{level}_{shortlist.vocab}_{rows}", stores)
 
-    return kernel
+    return Kernel(kernel, ("out", "out_ids"), ("values", not first and "ids", not last and "logits"))
 
 
 @functools.cache
 def draw(shortlist: Shortlist, context: int, rows: StepRows = _ONE) -> Kernel:
     """Filters the sorted tokens by the settings and draws one; takes the first for a row that is not sampled. Buffers:
-    the state (`StepRows`), in which it becomes the token and the position advances; the next tokens
-    (`StepRows.letter`); the tokens so far of each sequence, int32 (sequences, context + 1); the sorted logits of each
-    row, float32, and their tokens, int32; of each sequence the settings (`settings_of`), and a uniform random number in
-    [0, 1) for each position, float32 (sequences, context)."""
+    state (`StepRows`), in which it becomes the token and the position advances; tokens, the next ones
+    (`StepRows.letter`); so_far, the tokens so far of each sequence, int32 (sequences, context + 1); values, the sorted
+    logits of each row, float32, and ids, their tokens, int32; of each sequence settings (`settings_of`), and uniforms,
+    a uniform random number in [0, 1) for each position, float32 (sequences, context)."""
     n = shortlist.entries(len(shortlist.spans))
 
     def kernel(
-        state: UOp, history: UOp, tokens: UOp, values: UOp, ids: UOp, settings: UOp, uniforms: UOp
+        state: UOp, tokens: UOp, so_far: UOp, values: UOp, ids: UOp, settings: UOp, uniforms: UOp
     ) -> UOp:
         i, row = UOp.special(n, "lidx0"), rows.number(0)
         sequence, position = rows.sequence(state, row), rows.position(state, row, context)
@@ -321,14 +320,14 @@ def draw(shortlist: Shortlist, context: int, rows: StepRows = _ONE) -> Kernel:
             chosen = chosen & is_used
         token = load(ids, row * n + i)
         stores = [
-            store(tokens, sequence * (context + 1) + position + 1, token, chosen),
-            store(history, rows.letter(row, position), token, chosen),
+            store(so_far, sequence * (context + 1) + position + 1, token, chosen),
+            store(tokens, rows.letter(row, position), token, chosen),
             store(state, row, token, chosen),
             store(state, row + rows.count, (position + 1).cast(I32), chosen),
         ]
         return finish(f"draw_{n}_{rows.count}", stores)
 
-    return kernel
+    return Kernel(kernel, ("state", "tokens", "so_far"), ("values", "ids", "settings", "uniforms"))
 
 
 def _largest(logits: UOp, start: UOp, count: int, vocab: int, row: UOp) -> UOp:

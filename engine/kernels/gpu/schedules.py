@@ -19,7 +19,7 @@ _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier searches obsolete.
 _SOURCES = tuple(
     f"kernels/gpu/{name}.py"
-    for name in ("matvec", "chosen_experts", "expert_choice", "weight_layout", "bit_packing")
+    for name in ("matvec", "epilogues", "chosen_experts", "expert_choice", "weight_layout", "bit_packing")
 )
 _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice

@@ -171,7 +171,7 @@ class FusedRunner:
         sequence = KernelSequence()
         for a in self._model.storing:
             if a.heads.window == window:
-                sequence.add(copy_block(a.heads), *a.cache, self._copied)
+                sequence.add(copy_block(a.heads), cache=a.cache, blocks=self._copied)
         return sequence
 
     # ---- steps ----

@@ -69,8 +69,8 @@ class DeviceStates:
         """Those that copy all states of a sequence to their checkpoints, or back."""
         sequence = KernelSequence()
         for delta, checkpoints in zip(self._deltas, self.checkpoints, strict=True):
-            two = (checkpoints, delta.memory) if saves else (delta.memory, checkpoints)
-            sequence.add(copy_state(delta.heads, self.state_slots, saves), *two, self._place)
+            kernel = copy_state(delta.heads, self.state_slots, saves)
+            sequence.add(kernel, memory=delta.memory, checkpoints=checkpoints, place=self._place)
         return sequence
 
     def _copy(self, slot: int, sequence: int, saves: bool) -> None:

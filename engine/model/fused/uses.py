@@ -25,7 +25,7 @@ def uses_of(
     uses.add(BufferUse("output head"), *model.head.planes)
     uses.add(BufferUse("embedding", "token", model.spec.vocab), *model.embedding.planes)
     tables = [table for tables in model.ropes for table in tables]
-    uses.add(BufferUse("attention", "token", context), *tables, *model.temperatures)
+    uses.add(BufferUse("attention", "token", context), *tables, model.temperature)
     uses.add(BufferUse("attention"), *attention_parts)
     uses.add(BufferUse("norm"), *prescales.norms.values())
     if tables_of_layers := model.layer_tables:
@@ -49,7 +49,7 @@ def _add(uses: BufferUses, mix: Mix) -> None:
             uses.add(BufferUse("attention output"), *a.o.planes)
         case DeltaNet() as d:
             uses.add(BufferUse("QKV projection"), *d.inputs.planes)
-            uses.add(BufferUse("delta net"), d.memory, *d.vectors)
+            uses.add(BufferUse("delta net"), d.memory, *d.vectors.values())
             uses.add(BufferUse("attention output"), *d.out.planes)
         case FeedForward() as f:
             uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)

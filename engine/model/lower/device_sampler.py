@@ -63,14 +63,25 @@ class DeviceSampler:
         shortlist, context, of = self._shortlist, self._context, StepRows(rows, self._sequences)
         if penalizes:
             kernel = penalize(shortlist.vocab, context, rows=of)
-            step.add(kernel, logits, self._settings, state, self._tokens)
-        step.add(leaders(shortlist, rows), self._values[0], logits)
+            step.add(kernel, logits=logits, settings=self._settings, state=state, so_far=self._tokens)
+        step.add(leaders(shortlist, rows), out=self._values[0], logits=logits)
         last = len(shortlist.spans) - 1
         for level in range(last + 1):
-            ids = [self._ids[level]] if level else []
-            source = [logits] if level < last else []
-            outs = self._values[level + 1], self._ids[level + 1]
-            step.add(ranked(shortlist, level, rows=rows), *outs, self._values[level], *ids, *source)
-        ranked_tokens = self._values[-1], self._ids[-1]
-        buffers = state, out, self._tokens, *ranked_tokens, self._settings, self._uniforms
-        step.add(draw(shortlist, context, of), *buffers)
+            step.add(
+                ranked(shortlist, level, rows=rows),
+                out=self._values[level + 1],
+                out_ids=self._ids[level + 1],
+                values=self._values[level],
+                ids=self._ids[level] if level else None,
+                logits=logits if level < last else None,
+            )
+        step.add(
+            draw(shortlist, context, of),
+            state=state,
+            tokens=out,
+            so_far=self._tokens,
+            values=self._values[-1],
+            ids=self._ids[-1],
+            settings=self._settings,
+            uniforms=self._uniforms,
+        )

@@ -31,7 +31,7 @@ from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.sampling import StepRows, next_tokens
 from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.lower.gpu_layers import Attention, DeltaNet, given
+from engine.model.lower.gpu_layers import Attention, DeltaNet
 from engine.model.lower.gpu_matrices import Product
 from engine.model.lower.gpu_prefill import PrefillKernels, PromptStep
 from engine.model.lower.gpu_weights import GPUModel
@@ -114,61 +114,62 @@ class _RowsStep(PromptStep):
         part = model.head.single_matrix
         tiles = self._tiles(part)
         blocks = n_blocks(part.rows, tiles)
-        best = [
-            self._owner.buffer(name, blocks * self._tokens, dtype)
-            for name, dtype in (("largest", dtypes.float32), ("largest rows", dtypes.int32))
-        ]
+        best = {
+            name: self._owner.buffer(name, blocks * self._tokens, dtype)
+            for name, dtype in (("largest", dtypes.float32), ("largest_rows", dtypes.int32))
+        }
         logits = self._owner.logits[self._tokens]
-        self._multiply(part, self._x, tiles, as_logits(model.spec.softcap), "head", [logits, *best])
+        self._multiply(part, self._x, tiles, as_logits(model.spec.softcap), "head", logits=logits, **best)
         if sampler:
             sampler.add_to(self._sequence, logits, self._state, self._next_ids, penalizes, self._tokens)
         else:
-            self._sequence.add(next_tokens(blocks, self._tokens), self._state, self._next_ids, *best)
+            kernel = next_tokens(blocks, self._tokens)
+            self._sequence.add(kernel, state=self._state, tokens=self._next_ids, **best)
         return self._sequence
 
     def _attend(self, a: Attention) -> tuple[Tensor, int]:
         heads, tokens = a.heads, self._tokens
-        rows = self._rows(a.qkv, "qkv", given(a.bias))
+        rows = self._rows(a.qkv, "qkv", a.bias)
         attended = self._activations("attended", a.o.stack.cols, "columns")
         split = self._split(heads)
-        sinks, tables, ropes = given(a.sinks), given(a.tables), self._model.ropes[a.rope]
-        kernel = flash_attention(heads, split, bool(sinks), a.wide, tokens)
-        ins = [
-            *a.cache,
-            rows,
-            *ropes,
-            *tables,
-            self._state,
-            *given(a.norms),
-            *self._model.temperatures,
-        ]
-        if split.splits == 1:
-            self._sequence.add(kernel, attended, *ins, *sinks)
-        else:
-            parts = [
-                self._owner.buffer(name, split.splits * tokens * n)
-                for name, n in (("sums", heads.query * heads.dim), ("tops", heads.query * 2))
-            ]
-            self._sequence.add(kernel, *parts, *ins)
-            gates = [rows] * heads.gated
-            kernel = combine(heads, split.splits, bool(sinks), tokens)
-            self._sequence.add(kernel, attended, *parts, *sinks, *gates)
+        parts = {
+            name: self._owner.buffer(name, split.splits * tokens * n)
+            for name, n in (("sums", heads.query * heads.dim), ("tops", heads.query * 2))
+            if split.splits > 1
+        }
+        cos, sin = self._model.ropes[a.rope]
+        self._sequence.add(
+            flash_attention(heads, split, a.sinks is not None, a.wide, tokens),
+            **(parts or {"out": attended, "sinks": a.sinks}),
+            cache=a.cache,
+            rows=rows,
+            cos=cos,
+            sin=sin,
+            tables=a.tables,
+            state=self._state,
+            norms=a.norms,
+            temperature=self._model.temperature,
+        )
+        if parts:
+            kernel = combine(heads, split.splits, a.sinks is not None, tokens)
+            gates = rows if heads.gated else None
+            self._sequence.add(kernel, out=attended, **parts, sinks=a.sinks, rows=gates)
         return self._product(a.o.single_matrix, attended, "o")
 
     def _remember(self, d: DeltaNet) -> tuple[Tensor, int]:
-        rows = self._rows(d.inputs, "delta", [])
+        rows = self._rows(d.inputs, "delta", None)
         remembered = self._activations("remembered", d.heads.width, "columns")
         kernel = delta_decode(d.heads, self._tokens)
-        self._sequence.add(kernel, remembered, d.memory, rows, *d.vectors, self._state)
+        self._sequence.add(kernel, out=remembered, memory=d.memory, rows=rows, **d.vectors, state=self._state)
         return self._product(d.out.single_matrix, remembered, "delta_out")
 
-    def _rows(self, product: Product, name: str, bias: list[Tensor]) -> Tensor:
+    def _rows(self, product: Product, name: str, bias: Tensor | None) -> Tensor:
         """Adds a product of the normed stream; returns its rows, of all tokens one after the other."""
         first, total = 0, product.stack.rows
         rows = self._owner.buffer(name, self._tokens * total)
         for i, part in enumerate(product.matrices):
-            epilogue = stored(total, first, bool(bias))
-            self._multiply(part, self._x, self._tiles(part), epilogue, f"{name}{i}", [rows], bias)
+            epilogue = stored(total, first, bias is not None)
+            self._multiply(part, self._x, self._tiles(part), epilogue, f"{name}{i}", out=rows, bias=bias)
             first += part.rows
         return rows
 

@@ -16,7 +16,7 @@ Everything that changes from step to step (the token, its position, keys and val
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,11 +29,7 @@ from engine.kernels.gpu.delta_net import HeadNorm
 from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros, part_of
 from engine.kernels.gpu.embedding import embed
-from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
-from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.kv_cache import Heads
-from engine.kernels.gpu.layer_embeddings import layer_embeddings, stride
-from engine.kernels.gpu.matvec import (
+from engine.kernels.gpu.epilogues import (
     EMBED,
     STORE,
     STORE_BIASED,
@@ -43,9 +39,13 @@ from engine.kernels.gpu.matvec import (
     activated,
     add_residual,
     as_logits,
-    matvec,
     routed,
 )
+from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
+from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.kernels.gpu.kv_cache import Heads
+from engine.kernels.gpu.layer_embeddings import layer_embeddings, stride
+from engine.kernels.gpu.matvec import matvec
 from engine.kernels.gpu.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
 from engine.kernels.gpu.sampling import next_token
 from engine.kernels.gpu.weight_layout import QUARTER, UNIT, permuted_size
@@ -60,7 +60,6 @@ from engine.model.lower.gpu_layers import (
     Mix,
     Mixture,
     SideBySide,
-    given,
     inputs_of,
 )
 from engine.model.lower.gpu_matrices import Product
@@ -73,14 +72,19 @@ _SHORT, _MEDIUM = 256, 8192
 
 @dataclass
 class ResidualStream:
-    """The residual stream as the kernel before leaves it (`matvec.add_residual`): `h`, partial sums of its squares, and
-    the inputs of the next products, by `Input.key`. `is_normed`: whether the products norm them."""
+    """The residual stream as the kernel before leaves it (`epilogues.add_residual`): `h`, partial sums of its squares,
+    and the inputs of the next products, by `Input.key`. `is_normed`: whether the products norm them."""
 
     h: Tensor
     parts: Tensor
     n_parts: int
     inputs: dict[tuple[int, int], Tensor]
     is_normed: bool
+
+    @property
+    def outs(self) -> dict[str, Tensor | list[Tensor]]:
+        """The buffers of a kernel that writes it."""
+        return {"stream": self.h, "squares": self.parts, "copies": [*self.inputs.values()]}
 
 
 class DecodeKernels:
@@ -97,7 +101,7 @@ class DecodeKernels:
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: list[Tensor] = []
         self._scratch: dict[tuple[str, int], Tensor] = {}
-        self._experts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._experts: dict[int, dict[str, Tensor | None]] = {}
         self.context_limits = [_SHORT]
         while (limit := self.context_limits[-1]) < context:
             self.context_limits.append(max(_MEDIUM, limit * 4))
@@ -137,12 +141,12 @@ class DecodeKernels:
                     continue
             stream = self._add(step, layer, x, inputs, is_normed, (i + 1) % 2)
         blocks = model.head.n_blocks
-        best = device_zeros(blocks), device_zeros(blocks, dtypes.int32)
+        best = {"largest": device_zeros(blocks), "largest_rows": device_zeros(blocks, dtypes.int32)}
+        buffers = {"logits": self.logits, **best}
         epilogue = as_logits(model.spec.softcap)
-        outs = [self.logits, *best]
-        self._multiply(step, model.head, stream, model.output_norm, epilogue, outs, [], "head")
+        self._multiply(step, model.head, stream, model.output_norm, epilogue, buffers, "head")
         if sampler is None:
-            step.add(next_token(blocks, self._context), self.state, history, *best)
+            step.add(next_token(blocks, self._context), state=self.state, tokens=history, **best)
         else:
             sampler.add_to(step, self.logits, self.state, history, penalizes)
         return step
@@ -158,9 +162,15 @@ class DecodeKernels:
             model.embedding.single_matrix.layout, spec.vocab, spec.dim, stream.n_parts, len(stream.inputs),
             self._context, tuple(rope.pairs for rope in spec.ropes), spec.embedding_scale,
         )  # fmt: skip
-        outs = stream.h, stream.parts, *stream.inputs.values(), *self._angles
-        angles = [table for of_rope in model.ropes for table in of_rope]
-        step.add(kernel, *outs, self.state, *angles, *self._norms(inputs), *model.embedding.planes)
+        step.add(
+            kernel,
+            **stream.outs,
+            angles=self._angles,
+            state=self.state,
+            tables=[table for of_rope in model.ropes for table in of_rope],
+            norms=self._norms(inputs),
+            planes=model.embedding.planes,
+        )
         self._embed_layers(step, stream)
         return stream
 
@@ -171,12 +181,13 @@ class DecodeKernels:
             return
         plain = replace(stream, is_normed=False)
         rows = self._buffer("projection", tables.layers * tables.size)
-        self._multiply(step, tables.projection, plain, tables.plain, STORE, [rows], [], "projection")
+        self._multiply(step, tables.projection, plain, tables.plain, STORE, {"out": rows}, "projection")
         kernel = layer_embeddings(
             tables.table.single_matrix.layout, 1, spec.vocab, spec.dim, tables.size, tables.layers, 1, spec.eps,
             tables.layers, False,
         )  # fmt: skip
-        step.add(kernel, self._layer_embeddings, self.state, rows, tables.norm, *tables.table.planes)
+        out, planes = self._layer_embeddings, tables.table.planes
+        step.add(kernel, out=out, ids=self.state, sums=rows, norm=tables.norm, planes=planes)
 
     @functools.cached_property
     def _layer_embeddings(self) -> Tensor:
@@ -191,8 +202,9 @@ class DecodeKernels:
         size = e.gate.stack.rows
         own = part_of(self._layer_embeddings, e.layer * stride(1, size), size)
         out = self._buffer("embedded", permuted_size(size))
-        ins = [own, self._prescales.of(e.proj.single_matrix.layout)]
-        self._multiply(step, e.gate, stream, norm, EMBED, [out], ins, "gate")
+        prescale = self._prescales.of(e.proj.single_matrix.layout)
+        buffers = {"out": out, "embedding": own, "prescale": prescale}
+        self._multiply(step, e.gate, stream, norm, EMBED, buffers, "gate")
         return out
 
     def _attend(
@@ -207,23 +219,26 @@ class DecodeKernels:
         heads, split = a.heads, self._split(a.heads, limit)
         qkv = self._buffer("qkv", heads.rows)
         attended = self._buffer("attended", permuted_size(heads.query * heads.dim))
-        bias = given(a.bias)
-        epilogue = STORE_BIASED if bias else STORE
-        name = "qkv_starts_next" if split.begins_early else "qkv"
-        self._multiply(step, a.qkv, stream, norm, epilogue, [qkv], bias, name)
-        norms = given(a.norms)
-        prescale = self._prescales.of(a.o.single_matrix.layout)
-        ins = [*a.cache, qkv, self._angles[a.rope], *given(a.tables), self.state]
-        ins += [*norms, *self._model.temperatures]
-        sinks = given(a.sinks)
-        kernel = flash_attention(heads, split, bool(sinks), a.wide)
-        if split.splits == 1:
-            step.add(kernel, attended, *ins, *sinks, prescale)
-        else:
-            step.add(kernel, *self.attention_parts, *ins)
-            kernel = combine(heads, split.splits, bool(sinks))
-            gates = [qkv] * heads.gated
-            step.add(kernel, attended, *self.attention_parts, prescale, *sinks, *gates)
+        epilogue = STORE if a.bias is None else STORE_BIASED
+        buffers = {"out": qkv, "bias": a.bias}
+        self._multiply(step, a.qkv, stream, norm, epilogue, buffers, "qkv", split.begins_early)
+        kernel = flash_attention(heads, split, a.sinks is not None, a.wide)
+        parts = dict(zip(("sums", "tops"), self.attention_parts, strict=True))
+        last = {"prescale": self._prescales.of(a.o.single_matrix.layout), "sinks": a.sinks}
+        step.add(
+            kernel,
+            **({"out": attended, **last} if split.splits == 1 else parts),
+            cache=a.cache,
+            rows=qkv,
+            angles=self._angles[a.rope],
+            tables=a.tables,
+            state=self.state,
+            norms=a.norms,
+            temperature=self._model.temperature,
+        )
+        if split.splits > 1:
+            kernel = combine(heads, split.splits, a.sinks is not None)
+            step.add(kernel, out=attended, **parts, **last, rows=qkv if heads.gated else None)
         return attended
 
     def _remember(
@@ -234,16 +249,23 @@ class DecodeKernels:
             self._buffer("delta", d.heads.rows),
             self._buffer("remembered", permuted_size(d.heads.width)),
         )
-        self._multiply(step, d.inputs, stream, norm, STORE, [rows], [], "delta_inputs")
-        prescale = self._prescales.of(d.out.single_matrix.layout)
-        kernel = delta_decode(d.heads, 0, parts_of(d.heads, multiprocessors()))
-        step.add(kernel, out, *self._squares_of(d), d.memory, rows, *d.vectors, self.state, prescale)
+        self._multiply(step, d.inputs, stream, norm, STORE, {"out": rows}, "delta_inputs")
+        step.add(
+            delta_decode(d.heads, 0, parts_of(d.heads, multiprocessors())),
+            out=out,
+            squares=self._squares_of(d),
+            memory=d.memory,
+            rows=rows,
+            **d.vectors,
+            state=self.state,
+            prescale=self._prescales.of(d.out.single_matrix.layout),
+        )
         return out
 
-    def _squares_of(self, d: DeltaNet) -> list[Tensor]:
+    def _squares_of(self, d: DeltaNet) -> Tensor | None:
         """The partial sums of the squares of heads, if several blocks have a head."""
         parts = parts_of(d.heads, multiprocessors())
-        return [self._buffer("head_squares", d.heads.value * parts)] if parts > 1 else []
+        return self._buffer("head_squares", d.heads.value * parts) if parts > 1 else None
 
     def _head_norm(self, mix: Mix) -> HeadNorm | None:
         """The norm of heads that the last product of a layer is left to do."""
@@ -259,24 +281,28 @@ class DecodeKernels:
         out = self._buffer("activated", permuted_size(f.width))
         if len(f.gate_up.matrices) == 1:
             epilogue = activated(f.activation)
-            self._multiply(step, f.gate_up, stream, norm, epilogue, [out], [prescale], "gate_up")
+            buffers = {"out": out, "prescale": prescale}
+            self._multiply(step, f.gate_up, stream, norm, epilogue, buffers, "gate_up")
         else:
             rows = self._buffer("gate_up", 2 * f.width)
-            self._multiply(step, f.gate_up, stream, norm, STORE, [rows], [], "gate_up")
-            step.add(activate(f.width, f.activation), out, rows, prescale)
+            self._multiply(step, f.gate_up, stream, norm, STORE, {"out": rows}, "gate_up")
+            step.add(activate(f.width, f.activation), out=out, rows=rows, prescale=prescale)
         return out
 
     def _route(
         self, step: KernelSequence, m: Mixture, stream: ResidualStream, norm: NDArray[np.float32]
     ) -> None:
         """Adds the router of a mixture of experts, with the gate and up of a shared expert."""
-        part, bias = m.part, given(m.router_bias)
-        epilogue, ins = STORE_BIASED if bias else STORE, bias
-        if part.shared and m.down.shared:
-            assert not bias
-            epilogue = routed(part.count + 1, part.shared.activation)
-            ins = [self._prescales.of(m.down.shared.layout)]
-        self._multiply(step, m.router, stream, norm, epilogue, self._routed(m), ins, "router")
+        logits, shared_x = self._routed(m)
+        if m.part.shared and m.down.shared:
+            assert m.router_bias is None
+            epilogue = routed(m.part.count + 1, m.part.shared.activation)
+            prescale = self._prescales.of(m.down.shared.layout)
+            buffers = {"logits": logits, "out": shared_x, "prescale": prescale}
+        else:
+            epilogue = STORE if m.router_bias is None else STORE_BIASED
+            buffers = {"out": logits, "bias": m.router_bias}
+        self._multiply(step, m.router, stream, norm, epilogue, buffers, "router")
 
     def _choose(
         self,
@@ -286,26 +312,27 @@ class DecodeKernels:
         norm: NDArray[np.float32],
     ) -> Tensor:
         """As `_attend`, for the experts that the router chooses: their gate and up."""
-        part, (logits, *_) = m.part, self._routed(m)
+        part, (logits, _) = m.part, self._routed(m)
         out = self._buffer("experts_activated", part.used * permuted_size(m.width))
-        outs = [out, *self._chosen(part.used), m.choices]
         (down,) = m.down.matrices
-        ins = [logits, *given(m.scales, m.gate_up_bias), self._prescales.of(down.layout)]
+        buffers = {"out": out, "prescale": self._prescales.of(down.layout), **self._chosen(part.used)}
+        buffers |= {"counts": m.choices, "router": logits, "scales": m.scales, "biases": m.gate_up_bias}
         epilogue = activated(part.activation)
-        self._multiply(step, m.gate_up, stream, norm, epilogue, outs, ins, "experts_gate_up")
+        self._multiply(step, m.gate_up, stream, norm, epilogue, buffers, "experts_gate_up")
         return out
 
-    def _routed(self, m: Mixture) -> list[Tensor]:
+    def _routed(self, m: Mixture) -> tuple[Tensor, Tensor | None]:
         """The router's logits, and with a shared expert the input of its last product."""
         if not m.part.shared:
-            return [self._buffer("router", m.part.count)]
+            return self._buffer("router", m.part.count), None
         width = permuted_size(m.part.shared.width)
-        return [self._buffer("router", m.part.count + 1), self._buffer("shared expert", width)]
+        return self._buffer("router", m.part.count + 1), self._buffer("shared expert", width)
 
-    def _chosen(self, used: int) -> tuple[Tensor, Tensor]:
+    def _chosen(self, used: int) -> dict[str, Tensor | None]:
         """The chosen experts, int32 (used,), and their probabilities, float32 (used,)."""
         if used not in self._experts:
-            self._experts[used] = device_zeros(used, dtypes.int32), device_zeros(used)
+            chosen = {"experts": device_zeros(used, dtypes.int32), "probabilities": device_zeros(used)}
+            self._experts[used] = {**chosen}
         return self._experts[used]
 
     def _multiply(
@@ -315,18 +342,23 @@ class DecodeKernels:
         stream: ResidualStream,
         norm: NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]],
         epilogue: Epilogue,
-        outs: list[Tensor],
-        ins: list[Tensor],
+        buffers: Mapping[str, Tensor | None],
         name: str,
+        starts_next: bool = False,
     ) -> None:
-        """Adds a product of the residual stream after a norm, or with one beside it after two norms."""
+        """Adds a product of the residual stream after a norm, or with one beside it after two norms. `buffers`: the
+        kernel's others (`matvec`)."""
         norms = norm if isinstance(norm, tuple) else (norm,)
-        products = product, product.beside
-        used = [i for n, p in zip(norms, products, strict=False) if p for i in inputs_of(n, p)]
-        inputs = [stream.inputs[i.key] for i in used]
+        x, beside_x = (
+            [stream.inputs[i.key] for i in inputs_of(norm_of, part)] if part else []
+            for norm_of, part in ((norms[0], product), (norms[-1], product.beside))
+        )
         n_parts, eps = stream.n_parts if stream.is_normed else 0, self._model.spec.stream_eps
-        kernel = matvec(product.stack, product.schedule, epilogue, name, n_parts, eps)
-        step.add(kernel, *outs, *inputs, *([stream.parts] if n_parts else []), *ins, *product.planes)
+        kernel = matvec(
+            product.stack, product.schedule, epilogue, name, n_parts, eps, starts_next=starts_next
+        )
+        sums = stream.parts if n_parts else None
+        step.add(kernel, x=x, beside_x=beside_x, norm_sums=sums, planes=product.planes, **buffers)
 
     def _add(
         self,
@@ -343,18 +375,26 @@ class DecodeKernels:
         if layer.post_norm is not None:
             rows, squares = self._product_to_norm(step, layer.mix, x)
             stream = self._stream(add_normed_blocks(dim), inputs, is_normed, parity)
-            scale, eps = given(layer.scale), self._model.spec.eps
-            kernel = add_normed(dim, product.n_blocks, len(inputs), eps, bool(scale))
-            outs = stream.h, stream.parts, *stream.inputs.values()
-            step.add(kernel, *outs, rows, squares, layer.post_norm, *scale, *self._norms(inputs))
+            step.add(
+                add_normed(dim, product.n_blocks, len(inputs), self._model.spec.eps, layer.scale is not None),
+                **stream.outs,
+                rows=rows,
+                row_squares=squares,
+                post_norm=layer.post_norm,
+                scale=layer.scale,
+                norms=self._norms(inputs),
+            )
             return stream
         assert layer.scale is None
-        name, chosen, biases, bias = self._last_of(layer.mix)
+        name, others = self._last_of(layer.mix)
         stream = self._stream(product.n_blocks, inputs, is_normed, parity)
-        epilogue, heads = add_residual(len(inputs), bool(bias)), self._head_norm(layer.mix)
+        epilogue, heads = (
+            add_residual(len(inputs), others.get("bias") is not None),
+            self._head_norm(layer.mix),
+        )
         kernel = matvec(product.stack, product.schedule, epilogue, name, heads=heads)
-        outs = stream.h, stream.parts, *stream.inputs.values()
-        step.add(kernel, *outs, *chosen, x, *biases, *self._norms(inputs), *bias, *product.planes)
+        norms, planes = self._norms(inputs), product.planes
+        step.add(kernel, **stream.outs, x=[x], norms=norms, planes=planes, **others)
         return stream
 
     def _add_both(
@@ -365,13 +405,12 @@ class DecodeKernels:
         dim, eps = self._model.spec.dim, self._model.spec.eps
         stream, experts, dense = replace(stream, is_normed=True), both.experts, both.dense
         if both.first:
-            outs = [*self._routed(experts), self._buffer("activated", permuted_size(dense.width))]
-            ins, x = [self._prescales.of(dense.down.single_matrix.layout)], outs[-1]
-            epilogue, norms = (
-                routed(experts.part.count, dense.activation),
-                (both.router_norm, both.dense_norm),
-            )
-            self._multiply(step, both.first, stream, norms, epilogue, outs, ins, "router_gate_up")
+            x, (logits, _) = self._buffer("activated", permuted_size(dense.width)), self._routed(experts)
+            prescale = self._prescales.of(dense.down.single_matrix.layout)
+            buffers = {"logits": logits, "out": x, "prescale": prescale}
+            epilogue = routed(experts.part.count, dense.activation)
+            norms = both.router_norm, both.dense_norm
+            self._multiply(step, both.first, stream, norms, epilogue, buffers, "router_gate_up")
         else:
             self._route(step, experts, stream, both.router_norm)
             x = self._gate(step, dense, stream, both.dense_norm)
@@ -379,40 +418,52 @@ class DecodeKernels:
         product, schedule = both.down, both.down.schedule
         rows, squares = self._buffer("both_rows", 2 * dim), self._buffer("both_squares", product.n_blocks)
         kernel = matvec(product.stack, schedule, STORE_SQUARES, "both_down")
-        step.add(kernel, rows, squares, *self._chosen(experts.part.used), of_experts, x, *product.planes)
+        step.add(
+            kernel,
+            out=rows,
+            squares=squares,
+            **self._chosen(experts.part.used),
+            x=[of_experts],
+            beside_x=[x],
+            planes=product.planes,
+        )
         counts = experts.down.stack.n_blocks(schedule), dense.down.stack.n_blocks(schedule)
         stream = self._stream(add_both_blocks(dim), inputs, is_normed, parity)
-        scale = given(layer.scale)
-        assert layer.post_norm is not None
-        ins = [rows, squares, both.experts_post_norm, both.dense_post_norm, layer.post_norm, *scale]
-        kernel = add_both(dim, counts, len(inputs), eps, bool(scale))
-        step.add(kernel, stream.h, stream.parts, *stream.inputs.values(), *ins, *self._norms(inputs))
+        step.add(
+            add_both(dim, counts, len(inputs), eps, layer.scale is not None),
+            **stream.outs,
+            rows=rows,
+            row_squares=squares,
+            first_norm=both.experts_post_norm,
+            second_norm=both.dense_post_norm,
+            post_norm=layer.post_norm,
+            scale=layer.scale,
+            norms=self._norms(inputs),
+        )
         return stream
 
     def _product_to_norm(self, step: KernelSequence, mix: Mix, x: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the last product of a layer, of `x`; returns its result, and partial sums of its squares."""
         product = mix.products[-1]
-        name, chosen, biases, bias = self._last_of(mix)
-        assert not bias
+        name, others = self._last_of(mix)
         rows = self._buffer(f"{name}_rows", self._model.spec.dim)
         squares = self._buffer(f"{name}_squares", product.n_blocks)
         kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name, heads=self._head_norm(mix))
-        step.add(kernel, rows, squares, *chosen, x, *biases, *product.planes)
+        step.add(kernel, out=rows, squares=squares, x=[x], planes=product.planes, **others)
         return rows, squares
 
-    def _last_of(self, mix: Mix) -> tuple[str, Sequence[Tensor], list[Tensor], list[Tensor]]:
-        """The last product of a layer: its name; of experts, which are chosen, what a shared one takes, and biases, of
-        a delta net the squares of its heads; the bias of others."""
+    def _last_of(self, mix: Mix) -> tuple[str, dict[str, Tensor | None]]:
+        """The last product of a layer: its name, and the buffers that only such products have."""
         match mix:
             case Attention() as a:
-                return "o", (), [], given(a.o_bias)
+                return "o", {"bias": a.o_bias}
             case Mixture() as m:
-                logits, *shared = self._routed(m)
-                shared += [logits] if shared else []
-                return "experts_down", self._chosen(m.part.used), [*shared, *given(m.down_bias)], []
+                logits, shared_x = self._routed(m)
+                shared = {"shared_x": shared_x, "router": None if shared_x is None else logits}
+                return "experts_down", {**self._chosen(m.part.used), **shared, "biases": m.down_bias}
             case DeltaNet() as d:
-                return "delta_out", (), self._squares_of(d), []
-        return "down" if isinstance(mix, FeedForward) else "proj", (), [], []
+                return "delta_out", {"head_sums": self._squares_of(d)}
+        return "down" if isinstance(mix, FeedForward) else "proj", {}
 
     def _norms(self, inputs: Sequence[Input]) -> list[Tensor]:
         """What the stream is multiplied by for each input."""

@@ -55,14 +55,14 @@ class CacheExport:
         return device_zeros(sum(n + 2 * scales for n, scales in self._sizes), dtypes.uint8)
 
     @functools.cached_property
-    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+    def _parts(self) -> list[dict[str, Tensor]]:
         """The quants and the scales of each layer in the staging buffer."""
         whole, parts = self._staging.uop.base.buffer, []
         at, scales_at = 0, sum(n for n, _ in self._sizes)
         for n, scales in self._sizes:
             buffers = whole.view(n, dtypes.int8, at), whole.view(scales, dtypes.float16, scales_at)
             quants, scale = (Tensor(UOp.from_buffer(b.ensure_allocated())) for b in buffers)
-            parts.append((quants, scale))
+            parts.append({"quants": quants, "scales": scale})
             at, scales_at = at + n, scales_at + 2 * scales
         return parts
 
@@ -70,12 +70,14 @@ class CacheExport:
     def _export(self) -> Callable[[], None]:
         sequence = KernelSequence()
         for a, parts in zip(self._layers, self._parts, strict=True):
-            sequence.add(export_tokens(a.heads, CHUNK), *parts, *a.cache, self._blocks[a.heads.window])
+            blocks = self._blocks[a.heads.window]
+            sequence.add(export_tokens(a.heads, CHUNK), cache=a.cache, blocks=blocks, **parts)
         return sequence.capture()
 
     @functools.cached_property
     def _import(self) -> Callable[[], None]:
         sequence = KernelSequence()
         for a, parts in zip(self._layers, self._parts, strict=True):
-            sequence.add(import_tokens(a.heads, CHUNK), *a.cache, *parts, self._blocks[a.heads.window])
+            blocks = self._blocks[a.heads.window]
+            sequence.add(import_tokens(a.heads, CHUNK), cache=a.cache, blocks=blocks, **parts)
         return sequence.capture()

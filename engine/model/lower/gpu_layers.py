@@ -48,12 +48,12 @@ class Attention:
 @dataclass
 class DeltaNet:
     """The weights and the state of a gated delta net. `inputs`: the product with its input, of channels, gate, beta and
-    alpha. `vectors`: those of the convolution, decay, decay_bias and the norm. `memory`: the state of all sequences
+    alpha. `vectors`: conv (those of the convolution), decay, decay_bias and norm. `memory`: the state of all sequences
     (`DeltaHeads.memory_size`)."""
 
     heads: DeltaHeads
     inputs: Product
-    vectors: list[Tensor]
+    vectors: dict[str, Tensor]
     out: Product
     memory: Tensor
 
@@ -204,8 +204,3 @@ class LayerTables:
     @property
     def inputs(self) -> list[Input]:
         return inputs_of(self.plain, self.projection)
-
-
-def given(*tensors: Tensor | None) -> list[Tensor]:
-    """Those that are not None."""
-    return [tensor for tensor in tensors if tensor is not None]

@@ -64,7 +64,6 @@ from engine.model.lower.gpu_layers import (
     Layer,
     Mixture,
     SideBySide,
-    given,
 )
 from engine.model.lower.gpu_matrices import Matrix
 from engine.model.lower.gpu_weights import GPUModel
@@ -161,7 +160,7 @@ class PromptStep:
         model, spec, tokens, tables = self._model, self._model.spec, self._tokens, self._model.layer_tables
         layout = model.embedding.single_matrix.layout
         kernel = embed_prompt(layout, tokens, spec.vocab, spec.dim, spec.embedding_scale)
-        self._sequence.add(kernel, self._h, ids, *model.embedding.planes)
+        self._sequence.add(kernel, stream=self._h, ids=ids, planes=model.embedding.planes)
         used = max((layer.mix.layer + 1 for layer in layers if isinstance(layer.mix, Embedded)), default=0)
         if not used:
             return
@@ -175,8 +174,16 @@ class PromptStep:
             spec.eps, used, True,
         )  # fmt: skip
         self._embeddings = self._owner.buffer("layer embeddings", used * stride(tokens, tables.size))
-        ins = [ids, sums, self._sizes, tables.norm, *tables.table.planes]
-        self._sequence.add(kernel, self._embeddings, *ins)
+        planes = tables.table.planes
+        self._sequence.add(
+            kernel,
+            out=self._embeddings,
+            ids=ids,
+            sums=sums,
+            sizes=self._sizes,
+            norm=tables.norm,
+            planes=planes,
+        )
 
     def _take_embeddings(self, e: Embedded, plain: NDArray[np.float32]) -> tuple[Tensor, int]:
         """Adds what a layer makes of its embeddings. Its input is not normed; but it is divided by its size, because
@@ -188,7 +195,7 @@ class PromptStep:
         own = part_of(self._embeddings, e.layer * of_layer, of_layer)
         out = self._activations("embedded", size, self._order)
         kernel = gate_embeddings(self._tokens, size, parts, self._order)
-        self._sequence.add(kernel, out, gate, self._sizes, own)
+        self._sequence.add(kernel, out=out, sums=gate, sizes=self._sizes, embedding=own)
         return self._product(e.proj.single_matrix, out, "embedding_proj")
 
     @property
@@ -205,8 +212,8 @@ class PromptStep:
         experts, experts_parts = self._experts(both.experts, both.router_norm)
         result = self._owner.buffer("both", tokens * spec.dim)
         kernel = add_normed_sums(tokens, spec.dim, (dense_parts, experts_parts), spec.eps)
-        ins = dense, both.dense_post_norm, experts, both.experts_post_norm
-        self._sequence.add(kernel, result, *ins)
+        norms = {"first_norm": both.dense_post_norm, "second_norm": both.experts_post_norm}
+        self._sequence.add(kernel, out=result, first=dense, second=experts, **norms)
         return result
 
     def _norm(
@@ -216,15 +223,22 @@ class PromptStep:
         order."""
         self._x = self._activations("x", self._model.spec.dim, order)
         spec, pending = self._model.spec, self._pending or Pending(self._h, 0, None, None, None)
-        sums = [pending.sums] if pending.parts else []
         kernel = norm_prompt(
             self._tokens, spec.dim, pending.parts, spec.stream_eps,
-            post_eps=None if pending.post_norm is None else spec.eps, bias=pending.bias is not None, order=order,
+            post_eps=None if pending.post_norm is None else spec.eps, has_bias=pending.bias is not None, order=order,
             scaled=pending.scale is not None, is_normed=is_normed, keeps_sizes=keeps_sizes,
         )  # fmt: skip
-        outs = self._x, *([self._sizes] if keeps_sizes else []), self._h
-        ins = [*sums, *given(pending.bias, pending.post_norm, pending.scale)]
-        self._sequence.add(kernel, *outs, *ins, self._prescales.norm_weight(weight, 0))
+        self._sequence.add(
+            kernel,
+            x=self._x,
+            sizes=self._sizes if keeps_sizes else None,
+            stream=self._h,
+            sums=pending.sums if pending.parts else None,
+            bias=pending.bias,
+            post_norm=pending.post_norm,
+            scale=pending.scale,
+            norm=self._prescales.norm_weight(weight, 0),
+        )
         self._pending = None
 
     def _store_tokens(self, a: Attention) -> Tensor:
@@ -233,40 +247,51 @@ class PromptStep:
         queries = self._owner.buffer("queries", self._tokens * heads.query * heads.dim, dtypes.float16)
         runs = [self._product(part, self._x, f"qkv{i}") for i, part in enumerate(a.qkv.matrices)]
         sizes, counts = tuple(part.rows for part in a.qkv.matrices), tuple(n for _, n in runs)
-        sums, bias = [t for t, _ in runs], given(a.bias)
-        factors: list[Tensor] = []
+        sums, factors = [t for t, _ in runs], None
         if a.wide:
-            factors = [self._owner.buffer("factors", 2 * self._tokens)]
+            factors = self._owner.buffer("factors", 2 * self._tokens)
             rows = (heads.query + heads.kv) * heads.dim
             # A run of values alone is not read.
             n = sum(start < rows for start in accumulate(sizes[:-1], initial=0))
-            kernel = wide_norms(heads, self._tokens, counts[:n], sizes[:n], bool(bias))
-            self._sequence.add(kernel, *factors, *sums[:n], *bias)
-        extra = [*bias, *given(a.norms), *factors, *self._model.temperatures]
-        kernel = rotate_prompt(heads, self._tokens, counts, sizes, bool(bias), a.wide, self._order)
-        ropes, kept = self._model.ropes[a.rope], (a.cache, given(a.tables)) if a.is_storing else ([], [])
-        gates = [self._attended(a)] * heads.gated
-        self._sequence.add(kernel, queries, *gates, *kept[0], *sums, *ropes, *kept[1], self._prompt, *extra)
+            kernel = wide_norms(heads, self._tokens, counts[:n], sizes[:n], a.bias is not None)
+            self._sequence.add(kernel, factors=factors, sums=sums[:n], bias=a.bias)
+        cos, sin = self._model.ropes[a.rope]
+        self._sequence.add(
+            rotate_prompt(heads, self._tokens, counts, sizes, a.bias is not None, a.wide, self._order),
+            queries=queries,
+            gates=self._attended(a) if heads.gated else None,
+            cache=a.cache if a.is_storing else [],
+            sums=sums,
+            cos=cos,
+            sin=sin,
+            tables=a.tables if a.is_storing else None,
+            prompt=self._prompt,
+            bias=a.bias,
+            norms=a.norms,
+            factors=factors,
+            temperature=self._model.temperature,
+        )
         return queries
 
     def _attend(self, a: Attention) -> tuple[Tensor, int]:
         """Adds attention; returns the partial sums of its last product, and their number."""
         queries = self._store_tokens(a)
-        heads, tokens, sinks = a.heads, self._tokens, given(a.sinks)
+        heads, tokens, has_sinks = a.heads, self._tokens, a.sinks is not None
         attended = self._attended(a)
         tiling, columns = (
             prompt_tiling(heads, tokens, multiprocessors(), shared_limit()),
             self._order == "columns",
         )
-        ins = [queries, *a.cache, *given(a.tables), self._prompt]
+        add, prompt = self._sequence.add, self._prompt
+        ins = {"queries": queries, "cache": a.cache, "tables": a.tables, "prompt": prompt}
         if tiling.splits == 1:
-            kernel = attend_prompt(heads, tokens, tiling, bool(sinks), columns)
-            self._sequence.add(kernel, attended, *ins, *sinks)
+            kernel = attend_prompt(heads, tokens, tiling, has_sinks, columns)
+            add(kernel, out=attended, **ins, sinks=a.sinks)
         else:
             sums = self._owner.buffer("attention", tiling.sums_size(heads, tokens))
-            self._sequence.add(attend_prompt(heads, tokens, tiling), sums, *ins)
-            combine = combine_prompt(heads, tokens, tiling.splits, bool(sinks), columns)
-            self._sequence.add(combine, attended, sums, self._prompt, *sinks)
+            add(attend_prompt(heads, tokens, tiling), out=sums, **ins)
+            combine = combine_prompt(heads, tokens, tiling.splits, has_sinks, columns)
+            add(combine, out=attended, sums=sums, prompt=prompt, sinks=a.sinks)
         return self._product(a.o.single_matrix, attended, "o")
 
     def _attended(self, a: Attention) -> Tensor:
@@ -283,13 +308,20 @@ class PromptStep:
         of_gate, gate = runs.within(heads.channels, heads.channels + heads.width)
         vectors = buffer("delta vectors", vectors_size(heads, tokens))
         coefficients = buffer("delta coefficients", coefficients_size(heads, tokens))
-        products, (conv, *scalars, norm) = buffer("delta products", tokens * heads.width), d.vectors
-        add, made_of_inputs, prompt = self._sequence.add, (vectors, coefficients), self._prompt
-        add(delta_inputs(heads, runs), *made_of_inputs, d.memory, *sums, prompt, conv, *scalars)
+        products, own = buffer("delta products", tokens * heads.width), {**d.vectors}
+        norm, add = own.pop("norm"), self._sequence.add
+        shared = {
+            "memory": d.memory,
+            "vectors": vectors,
+            "coefficients": coefficients,
+            "prompt": self._prompt,
+        }
+        add(delta_inputs(heads, runs), **shared, sums=sums, **own)
         scan = delta_scan(heads, of_channels)
-        add(scan, products, d.memory, *made_of_inputs, *sums[channels], prompt, conv)
+        add(scan, products=products, **shared, sums=sums[channels], conv=own["conv"])
         remembered = self._activations("remembered", heads.width, self._order)
-        add(gated_norm(heads, of_gate, self._order), remembered, products, norm, *sums[gate])
+        kernel = gated_norm(heads, of_gate, self._order)
+        add(kernel, out=remembered, products=products, norm=norm, sums=sums[gate])
         return self._product(d.out.single_matrix, remembered, "delta_out")
 
     def _feed_forward(self, f: FeedForward) -> tuple[Tensor, int]:
@@ -301,17 +333,17 @@ class PromptStep:
             runs = [self._product(p, self._x, f"gate_up{i}") for i, p in enumerate(f.gate_up.matrices)]
             (gate, a), (up, b) = runs
             kernel = activate_prompt(self._tokens, f.width, (a, b), f.activation, self._order)
-            self._sequence.add(kernel, out, gate, up)
+            self._sequence.add(kernel, out=out, gate=gate, up=up)
         return self._product(f.down.single_matrix, out, "down")
 
     def _gate(self, part: Matrix, activation: Activation, out: Tensor) -> None:
         """Adds the product with a matrix whose rows alternate between gate and up."""
         if self._order == "columns":
-            self._multiply(part, self._x, self._tiles(part), activated(activation), "gate_up", [out])
+            self._multiply(part, self._x, self._tiles(part), activated(activation), "gate_up", out=out)
             return
         tiles = tiles_for(self._tokens, part.rows, part.cols, multiprocessors(), True)
         kernel = matmul(part.layout, self._tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
-        self._sequence.add(kernel, out, self._x, self._prompt, *part.planes)
+        self._sequence.add(kernel, out=out, x=self._x, prompt=self._prompt, planes=part.planes)
 
     def _experts(self, m: Mixture, router_norm: NDArray[np.float32]) -> tuple[Tensor, int]:
         """As `_attend`, a mixture of experts. The tokens are sorted by expert, and each tile of them is multiplied by
@@ -329,32 +361,33 @@ class PromptStep:
         activated = self._owner.buffer("experts activated", fragments_size(tiles.size, width), dtypes.float16)
         sums = self._owner.buffer("experts", used * tokens * dim)
         router = router_logits(tokens, dim, n_rows, self._model.spec.stream_eps, m.router_bias is not None)
-        norm, scales = self._prescales.norm_weight(router_norm, 0), given(m.scales)
-        add = self._sequence.add
-        add(router, logits, self._h, norm, self._prompt, m.router_rows, *given(m.router_bias))
+        norm, add, prompt = self._prescales.norm_weight(router_norm, 0), self._sequence.add, self._prompt
+        ins = {"norm": norm, "prompt": prompt, "router": m.router_rows, "bias": m.router_bias}
+        add(router, logits=logits, stream=self._h, **ins)
         stride = n_rows if part.shared else 0
-        choose = choose_experts(tokens, used, n, part.least_sum, stride, bool(scales))
-        add(choose, chosen, probabilities, logits, *scales)
-        add(count_assignments(tiles), counts, m.choices, chosen, self._prompt)
-        add(sort_assignments(tiles), assignments, tile_experts, counts, chosen, self._prompt)
+        choose = choose_experts(tokens, used, n, part.least_sum, stride, m.scales is not None)
+        add(choose, chosen=chosen, probabilities=probabilities, logits=logits, scales=m.scales)
+        add(count_assignments(tiles), counts=counts, choices=m.choices, chosen=chosen, prompt=prompt)
+        lists = {"assignments": assignments, "tile_experts": tile_experts}
+        add(sort_assignments(tiles), **lists, counts=counts, chosen=chosen, prompt=prompt)
         matrix, bias = m.gate_up.single_matrix, m.gate_up_bias
         kernel = matmul(
             matrix.layout, tokens, 2 * width, dim, tiles.tiles, True, "experts_gate_up", part.activation,
             tiles, bias is not None,
         )  # fmt: skip
-        add(kernel, activated, self._x, assignments, tile_experts, *given(bias), *matrix.planes)
+        add(kernel, out=activated, x=self._x, **lists, bias=bias, planes=matrix.planes)
         (matrix,), bias = m.down.matrices, m.down_bias
         kernel = matmul(
             matrix.layout, tokens, dim, width, tiles.tiles, False, "experts_down", experts=tiles,
-            bias=bias is not None,
+            has_bias=bias is not None,
         )  # fmt: skip
-        add(kernel, sums, activated, assignments, tile_experts, probabilities, *given(bias), *matrix.planes)
+        add(kernel, out=sums, x=activated, **lists, factors=probabilities, bias=bias, planes=matrix.planes)
         if part.shared and m.down.shared:
             self._norm(router_norm, self._order)
             out = self._activations("shared expert", part.shared.width, self._order)
             self._gate(m.router.matrices[1], part.shared.activation, out)
             result, parts = self._product(m.down.shared, out, "shared down")
-            add(add_shared(tokens, dim, parts, n_rows), self._h, result, logits)
+            add(add_shared(tokens, dim, parts, n_rows), stream=self._h, sums=result, logits=logits)
         return sums, used
 
     def _product(self, part: Matrix, x: Tensor, name: str, rows: int = 0) -> tuple[Tensor, int]:
@@ -365,12 +398,12 @@ class PromptStep:
             few = few_tiles(part.layout, tokens, rows, part.cols, multiprocessors(), True)
             out = self._owner.buffer(name, few.splits * tokens * rows)
             kernel = few_columns(part.layout, tokens, rows, part.cols, few, stored(rows), name)
-            self._sequence.add(kernel, out, x, *part.planes)
+            self._sequence.add(kernel, out=out, x=x, planes=part.planes)
             return out, few.splits
         tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False)
         out = self._owner.buffer(name, tiles.parts * tokens * rows)
         kernel = matmul(part.layout, tokens, rows, part.cols, tiles, False, name)
-        self._sequence.add(kernel, out, x, self._prompt, *part.planes)
+        self._sequence.add(kernel, out=out, x=x, prompt=self._prompt, planes=part.planes)
         return out, tiles.parts
 
     def _tiles(self, part: Matrix) -> FewTiles:
@@ -378,12 +411,11 @@ class PromptStep:
         return few_tiles(part.layout, self._tokens, part.rows, part.cols, multiprocessors())
 
     def _multiply(
-        self, part: Matrix, x: Tensor, tiles: FewTiles, epilogue: Epilogue, name: str, outs: Sequence[Tensor],
-        ins: Sequence[Tensor] = (),
-    ) -> None:  # fmt: skip
-        """Adds a product of few tokens."""
+        self, part: Matrix, x: Tensor, tiles: FewTiles, epilogue: Epilogue, name: str, **others: Tensor | None
+    ) -> None:
+        """Adds a product of few tokens. `others`: the buffers of its epilogue."""
         kernel = few_columns(part.layout, self._tokens, part.rows, part.cols, tiles, epilogue, name)
-        self._sequence.add(kernel, *outs, x, *ins, *part.planes)
+        self._sequence.add(kernel, x=x, planes=part.planes, **others)
 
     def _activations(self, name: str, cols: int, order: Order) -> Tensor:
         """Scratch activations, float16, in an order. Those of an order or a width are not of another: what is no

@@ -48,7 +48,7 @@ from engine.model.weights import Weights
 @dataclass
 class GPUModel:
     """All weights of a model and its KV cache. A tied output head is the same object as the embedding. `ropes`: the
-    tables of cos and of sin of each, float32 (context, head_dim / 2). `temperatures`: the factors of queries by
+    tables of cos and of sin of each, float32 (context, head_dim / 2). `temperature`: the factors of queries by
     position, float32 (context,), if there is a temperature. `choices`: those of the mixtures (`Mixture.choices`)."""
 
     spec: ModelSpec
@@ -57,7 +57,7 @@ class GPUModel:
     head: Product
     output_norm: NDArray[np.float32]
     ropes: list[tuple[Tensor, Tensor]]
-    temperatures: list[Tensor]
+    temperature: Tensor | None
     choices: DeviceCounts
     layer_tables: LayerTables | None
 
@@ -174,7 +174,7 @@ def allocate(
         head=head,
         output_norm=weights.vector(spec.output_norm),
         ropes=[(to_device(cos), to_device(sin)) for cos, sin in tables],
-        temperatures=[to_device(spec.temperature.factors(context))] if spec.temperature else [],
+        temperature=to_device(spec.temperature.factors(context)) if spec.temperature else None,
         choices=choices,
         layer_tables=_layer_tables(weights),
     )
@@ -271,7 +271,10 @@ def _delta_net(weights: Weights, part: Delta, room: CacheRoom) -> DeltaNet:
     return DeltaNet(
         heads=heads,
         inputs=product_of([part.qkv, part.gate, part.beta, part.alpha]),
-        vectors=[to_device(weights.vector(vector)) for vector in part.vectors],
+        vectors={
+            name: to_device(weights.vector(vector))
+            for name, vector in zip(("conv", "decay", "decay_bias", "norm"), part.vectors, strict=True)
+        },
         out=product_of([part.out]),
         memory=device_zeros(heads.memory_size),
     )

@@ -77,9 +77,22 @@ def zeros(n, dtype=dtypes.float32):
 
 
 def run(kernel, *buffers):
+    """Launches a kernel with its buffers in the order of its names."""
     sequence = KernelSequence()
-    sequence.add(kernel, *buffers)
+    sequence.add(kernel, **by_name(kernel, buffers))
     sequence.capture()()
+
+
+def by_name(kernel, buffers):
+    """The buffers of a kernel by their names, from those in the order of these."""
+    named = {}
+    for name, one in zip(kernel.buffers, buffers, strict=True):
+        run, _, number = name.partition(".")
+        if number:
+            named.setdefault(run, []).append(one)
+        else:
+            named[name] = one
+    return named
 
 
 def places(cols):

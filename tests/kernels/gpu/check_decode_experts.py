@@ -5,16 +5,8 @@ from tinygrad import dtypes
 
 from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.device_memory import DeviceCounts
-from engine.kernels.gpu.matvec import (
-    STORE_BIASED,
-    STORE_SQUARES,
-    Schedule,
-    StackedMatrices,
-    activated,
-    add_residual,
-    matvec,
-    routed,
-)
+from engine.kernels.gpu.epilogues import STORE_BIASED, STORE_SQUARES, activated, add_residual, routed
+from engine.kernels.gpu.matvec import Schedule, StackedMatrices, matvec
 from engine.kernels.gpu.prefill_experts import choose_experts
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.kernels.gpu.weight_layout import WeightLayout, permuted_size, prescale

@@ -8,6 +8,7 @@ from tinygrad import UOp, dtypes
 from engine.kernels.gpu import half_words
 from engine.kernels.gpu.half_words import chosen_bytes, halves, integers, product, word_of
 from engine.kernels.gpu.uops import F32, finish, load, store, store_run
+from engine.kernels.kernel import Kernel
 from tests.kernels.gpu.buffers import buffer, rng, run, zeros
 
 
@@ -24,7 +25,7 @@ def _results(words: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
         return finish(f"half_words_{name}", stores)
 
     out, numbers = zeros(len(words) * 2, dtypes.uint32), zeros(len(words) * 6)
-    run(kernel, out, numbers, buffer(words))
+    run(Kernel(kernel, ("out", "numbers"), ("ins",)), out, numbers, buffer(words))
     return out.numpy().reshape(-1, 2), numbers.numpy().reshape(-1, 6)
 
 

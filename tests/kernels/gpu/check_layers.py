@@ -100,7 +100,7 @@ def hold(**shape: Any) -> None:
             mix = reference.spec.sublayers[sublayer - 1].mix if sublayer else None
             mix = mix.experts if isinstance(mix, Beside) else mix
             if isinstance(mix, Experts):
-                choices.append(runner._one._chosen(mix.used)[0].numpy().copy())
+                choices.append(runner._one._chosen(mix.used)["experts"].numpy().copy())
             worst = np.abs(streams[-1] - want).max() / np.sqrt((want * want).mean())
             assert worst < 4e-3, f"at {position}, after sublayer {sublayer}: {worst}"
         for router, chosen in zip(reference.routers([s[None] for s in streams[:-1]]), choices, strict=True):

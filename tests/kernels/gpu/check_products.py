@@ -9,24 +9,22 @@ from engine.formats.quantization import QUANTIZED
 from engine.kernels.gpu.delta_net import HeadNorm
 from engine.kernels.gpu.device_memory import part_of
 from engine.kernels.gpu.embedding import embed, embed_prompt
+from engine.kernels.gpu.epilogues import (
+    EMBED,
+    STORE,
+    STORE_BIASED,
+    STORE_SQUARES,
+    activate,
+    activated,
+    add_residual,
+    as_logits,
+)
 from engine.kernels.gpu.few_columns import column_index, columns_size
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split, rows_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.layer_embeddings import gate_embeddings, layer_embeddings, stride
 from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
-from engine.kernels.gpu.matvec import (
-    EMBED,
-    STORE,
-    STORE_BIASED,
-    STORE_SQUARES,
-    Schedule,
-    StackedMatrices,
-    activate,
-    activated,
-    add_residual,
-    as_logits,
-    matvec,
-)
+from engine.kernels.gpu.matvec import Schedule, StackedMatrices, matvec
 from engine.kernels.gpu.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
 from engine.kernels.gpu.prefill import activate_prompt, add_normed_sums, norm_prompt
 from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling

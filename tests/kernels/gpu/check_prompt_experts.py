@@ -125,7 +125,7 @@ def check_expert_products() -> None:
         run(kernel, activated, buffer(x), *lists, *inputs[0], *gate_up)
         out = buffer(np.full((used, tokens, dim), 7, np.float32))
         kernel = matmul(
-            down_layout, tokens, dim, width, experts.tiles, False, "t", experts=experts, bias=bias
+            down_layout, tokens, dim, width, experts.tiles, False, "t", experts=experts, has_bias=bias
         )
         run(kernel, out, activated, *lists, buffer(weights), *inputs[1], *down)
         out = out.numpy().reshape(used, tokens, dim)

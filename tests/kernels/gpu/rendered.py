@@ -28,20 +28,12 @@ from engine.formats.gguf import GGUF
 from engine.kernels.gpu import few_columns as few
 from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.decode_block import combine
+from engine.kernels.gpu.epilogues import STORE, STORE_BIASED, activate, activated, add_residual
 from engine.kernels.gpu.flash_attention import flash_attention, flash_split
 from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
 from engine.kernels.gpu.layer_embeddings import layer_embeddings, stride
 from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
-from engine.kernels.gpu.matvec import (
-    STORE,
-    STORE_BIASED,
-    Kernel,
-    StackedMatrices,
-    activate,
-    activated,
-    add_residual,
-    matvec,
-)
+from engine.kernels.gpu.matvec import StackedMatrices, matvec
 from engine.kernels.gpu.post_norm import add_both, add_both_blocks, add_normed
 from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
 from engine.kernels.gpu.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
@@ -53,6 +45,7 @@ from engine.kernels.gpu.prefill_experts import (
 )
 from engine.kernels.gpu.schedules import matvec_schedule
 from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size
+from engine.kernels.kernel import Kernel
 from engine.model.architectures import read_spec
 from engine.model.fused.runner import FusedRunner
 from engine.model.graph_runner import GraphRunner
@@ -84,7 +77,7 @@ def run_model(path: str, quant: str, layers: int) -> None:
 
 def render(kernel: Kernel, *buffers: tuple[int, DType]) -> None:
     placeholders = [UOp.placeholder((n,), dtype, slot=k) for k, (n, dtype) in enumerate(buffers)]
-    to_program(kernel(*placeholders), Device[Device.DEFAULT].renderer)
+    to_program(kernel.graph(*placeholders), Device[Device.DEFAULT].renderer)
 
 
 def render_other_products() -> None:
@@ -139,7 +132,7 @@ def render_wide_norms_and_sinks() -> None:
     render(wide_norms(h, tokens, (2,), (rows,), True), (2 * tokens, F), sums, (rows, F))
     rotate, norms = rotate_prompt(h, tokens, (2,), (rows,), True, wide=True), ((h.query + h.kv) * h.dim, F)
     render(rotate, queries, *cache, sums, table, table, ints, (rows, F), norms, (2 * tokens, F))
-    attend = attend_prompt(h, tokens, replace(prompt_tiling(h, tokens, 16), splits=1), sinks=True)
+    attend = attend_prompt(h, tokens, replace(prompt_tiling(h, tokens, 16), splits=1), has_sinks=True)
     render(attend, queries, queries, *cache, ints, (h.query, F))
 
 
@@ -199,7 +192,7 @@ def render_experts() -> None:
     tokens, n, used, width, cols, p = 64, 40, 4, 512, 2048, WeightLayout(12)
     experts, ints, each = expert_tiles(tokens, used, n), (2, dtypes.int32), (tokens * used, dtypes.int32)
     stream, vector, rows = (tokens * cols, F), (cols, F), (tokens * cols, H)
-    norm = norm_prompt(tokens, cols, used, 1e-6, bias=True, order="rows")
+    norm = norm_prompt(tokens, cols, used, 1e-6, has_bias=True, order="rows")
     render(norm, rows, stream, (used * tokens * cols, F), vector, vector)
     logits, counts = (tokens * n, F), (n, dtypes.int32)
     router = router_logits(tokens, cols, n, 1e-6, True)
@@ -215,7 +208,9 @@ def render_experts() -> None:
             p, tokens, 2 * width, cols, tiles.tiles, True, "experts_gate_up", "swiglu_oai", tiles, True
         )
         render(gate_up, activated, rows, *lists, (n * 2 * width, F), *p.shapes(n * 2 * width, cols))
-        down = matmul(p, tokens, cols, width, tiles.tiles, False, "experts_down", experts=tiles, bias=True)
+        down = matmul(
+            p, tokens, cols, width, tiles.tiles, False, "experts_down", experts=tiles, has_bias=True
+        )
         out, factors = (used * tokens * cols, F), (tokens * used, F)
         render(down, out, activated, *lists, factors, (n * cols, F), *p.shapes(n * cols, width))
 

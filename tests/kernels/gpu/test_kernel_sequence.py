@@ -17,6 +17,7 @@ from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.device_memory import to_device
 from engine.kernels.gpu.uops import at, f32, finish, load
+from engine.kernels.kernel import Kernel
 program_cache.apply()
 built, compiled, stock = [], [], realize._compile_kernel
 realize._compile_kernel = lambda task: compiled.append(task) or stock(task)
@@ -27,14 +28,14 @@ def scale(n, factor):
         built.append(factor)
         i = UOp.special(n, "lidx0")
         return finish(f"scale_{factor}", [at(out, i).store(load(x, i) * f32(factor))])
-    return kernel
+    return Kernel(kernel, ("out",), ("x",))
 
 x, y, z = (to_device(np.arange(8, dtype=np.float32)) for _ in range(3))
 def sequence():
     step = KernelSequence()
     for _ in range(2):
-        step.add(scale(8, 2.0), y, x)
-        step.add(scale(8, 3.0), z, y)
+        step.add(scale(8, 2.0), out=y, x=x)
+        step.add(scale(8, 3.0), out=z, x=y)
     return step
 steps = sequence(), sequence()
 compile_all([step.linear for step in steps])

@@ -34,11 +34,9 @@ def test_what_was_measured_comes_before_the_rule():
     assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_90", 132) == Schedule(16, 4, 8)
     assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_00", 132) != Schedule(16, 4, 8)
     early = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), "sm_90", 132)
-    assert early == Schedule(16, 8, 2, early=True) and early.name(5) == "16_8_2_w5"
-    assert (
-        Schedule(16, 4, 8, 2, early=True).name(5) == "16_4_8_w5_mb2"
-        and Schedule(16, 4, 8).name(5) == "16_4_8"
-    )
+    assert early == Schedule(16, 8, 2, early=True) and early.name == "16_8_2_early"
+    assert Schedule(16, 4, 8, 2, early=True).name == "16_4_8_early_2_blocks"
+    assert Schedule(16, 4, 8).name == "16_4_8"
 
 
 def test_a_search_tries_early_weights_where_kernels_are_launched_early():

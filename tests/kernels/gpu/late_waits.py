@@ -1,0 +1,110 @@
+"""Renders the kernels that wait late for the kernel before (`engine.fixes.early_launch`), and proves in their CUDA that
+no access of what they wait for comes before a wait.
+
+    DEV=NULL:NVCC:sm_90 python -m tests.kernels.gpu.late_waits
+
+prints how many kernels there are. tinygrad's NULL device stands in for the GPU: it renders kernels and runs none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from tinygrad import Device, UOp, dtypes
+from tinygrad.codegen import to_program
+from tinygrad.dtype import DType
+
+from engine.fixes import early_launch
+from engine.formats.kv_format import KVFormat
+from engine.kernels.gpu.chosen_experts import ChosenExperts
+from engine.kernels.gpu.epilogues import STORE, STORE_BIASED, activated, add_residual, as_logits, routed
+from engine.kernels.gpu.flash_attention import flash_attention, flash_split
+from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
+from engine.kernels.gpu.matvec import Schedule, StackedMatrices, matvec
+from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.kernels.kernel import Kernel
+from tests.kernels.gpu.rendered import compile_nothing
+
+SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop
+SIZE = 1 << 24  # of all buffers
+INTEGERS = {"experts", "counts", "largest_rows", "state"}
+
+Made = tuple[Kernel, list[DType]]
+"""A kernel, and the types of its planes: those of matrices, or of a cache."""
+
+
+def products() -> Iterator[Made]:
+    q4, q6, f32 = (WeightLayout(n) for n in (12, 14, 0))
+    types = {layout: [dtype for _, dtype in layout.shapes(64, 256)] for layout in (q4, q6, f32)}
+    one, two = StackedMatrices.single(q6, 64, 256), StackedMatrices(((q4, 64), (q6, 64)), 256)
+    for schedule in (SHORT, LONG):
+        for epilogue, options in (
+            (STORE, {"n_norm_sums": 8}),
+            (add_residual(2), {}),
+            (as_logits(), {"n_norm_sums": 8}),
+            (STORE, {"starts_next": True}),
+        ):
+            yield matvec(one, schedule, epilogue, "t", **options), types[q6]
+        yield matvec(two, schedule, STORE_BIASED, "t", 8), types[q4] + types[q6]
+        choice = ChosenExperts(2, 8, False, True, None, True)
+        chooses = StackedMatrices.single(q4, 128, 256, choice)
+        yield matvec(chooses, schedule, activated("silu"), "t", 8), types[q4]
+        added = StackedMatrices(((q4, 64),), 256, ChosenExperts(2, 8, True, True), (q6, 256))
+        yield matvec(added, schedule, add_residual(), "t"), types[q4] + types[q6]
+        beside = StackedMatrices(((f32, 8),), 256, beside=StackedMatrices.single(q4, 128, 256))
+        yield matvec(beside, schedule, routed(8, "gelu"), "t", 8), types[f32] + types[q4]
+
+
+def attention() -> Iterator[Made]:
+    plain = Heads(8, 2, 64, 8192 + CACHE_SLACK, 1e-6, 0.1)
+    quantized = replace(plain, kv_format=KVFormat.Q8_0)
+    for heads in (plain, quantized, replace(plain, gated=True), replace(plain, temperature=True)):
+        kernel = flash_attention(heads, flash_split(heads, 8192, 256, 16))
+        yield kernel, [dtype for _, dtype in heads.cache_planes]
+
+
+def source_of(kernel: Kernel, planes: Sequence[DType]) -> str:
+    types, buffers = iter(planes), []
+    for slot, name in enumerate(kernel.buffers):
+        dtype = dtypes.int32 if name in INTEGERS else dtypes.float32
+        dtype = next(types) if "planes" in name or "cache" in name else dtype
+        buffers.append(UOp.placeholder((SIZE,), dtype, slot=slot))
+    return str(to_program(kernel.graph(*buffers), Device[Device.DEFAULT].renderer).src[2].arg)
+
+
+def prove(source: str, slots: set[int]) -> None:
+    """Raises AssertionError if an access to a buffer of `slots` may come before a wait, or if a wait depends on a
+    condition. A wait in a loop does not count after it."""
+    waited, blocks = [False], [""]
+    assert "griddepcontrol.wait" in source
+    for line in source.split("__global__")[1].splitlines()[1:]:
+        if line.strip().startswith("}"):
+            waited.pop()
+            blocks.pop()
+        elif "griddepcontrol.wait" in line:
+            assert "if" not in blocks
+            waited[-1] = True
+        elif {int(slot) for slot in re.findall(r"\bdata(\d+)_", line)} & slots:
+            assert waited[-1], f"{line} comes before a wait"
+        if line.endswith("{"):
+            waited.append(waited[-1])
+            blocks.append(line.split()[0])
+
+
+def main() -> None:
+    compile_nothing()
+    early_launch.apply()
+    count = 0
+    for kernel, planes in (*products(), *attention()):
+        names = kernel.hints.waits_for
+        slots = {i for i, name in enumerate(kernel.buffers) if name.split(".")[0] in names}
+        assert slots and slots < set(range(len(kernel.buffers)))
+        prove(source_of(kernel, planes), slots)
+        count += 1
+    print(count)
+
+
+if __name__ == "__main__":
+    main()
