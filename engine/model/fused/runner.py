@@ -71,8 +71,8 @@ class FusedRunner:
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         self.parallel, self._context, self._is_early = parallel, context_length, is_early
-        sizes = sorted(_CHUNK_SIZES + (_BETWEEN_STEPS if parallel > 1 else ()))
-        self.chunk_sizes = tuple(n for n in sizes if n <= context_length) or _CHUNK_SIZES[:1]
+        self._sizes = sorted(_CHUNK_SIZES + (_BETWEEN_STEPS if parallel > 1 else ()))
+        self.chunk_sizes = tuple(n for n in self._sizes if n <= context_length)
         self._set_up = weights.spec, context_length, parallel, kv  # what the kernels follow from
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv)
         self._prescales = Prescales()
@@ -132,8 +132,8 @@ class FusedRunner:
         self._capture(("best", 1, shortest), lambda: self._steps.kernels(1, shortest))
         if not filling.done():
             self._capture(("drawn", 1, shortest), lambda: self._steps.kernels(1, shortest, "drawn"))
-        if not filling.done() and self._has_prefill(self.chunk_sizes[0]):
-            self.prepare(self.chunk_sizes[0])
+        if not filling.done() and self._has_prefill(self._sizes[0]):
+            self.prepare(self._sizes[0])
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class FusedRunner:
 
     def _store(self, slot: Slot) -> None:
         """Prefills a piece of a prompt."""
-        size = next(size for size in self.chunk_sizes if len(slot.inputs) <= size)
+        size = next(size for size in self._sizes if len(slot.inputs) <= size)
         if len(slot.inputs) <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST):
             for i, token in enumerate(slot.inputs):
                 self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=False)
@@ -229,7 +229,7 @@ class FusedRunner:
         self._steps.finish()
         self._steps.end(0)
         if step == "prefill":
-            size, count = self.chunk_sizes[-1], min(self.chunk_sizes[-1], self._context - position)
+            size, count = self.max_chunk, min(self.max_chunk, self._context - position)
             slot = Slot(0, tuple(varied_tokens(count, self._model.spec.vocab)), position, "none")
             send: Callable[[], None] = lambda: self._send_chunk(slot)
             calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)

@@ -128,4 +128,5 @@ def check_profile_of_a_prompt() -> None:
     queries = padded * attention.query_size * 2
     came = columns_size(padded, attention.query_size) * 2
     result = tiling.sums_size(h, padded) * 4 if tiling.splits > 1 else came
-    assert told["attend"][1] == queries + result + 2 * row * (position + tokens) + 8, told
+    small = 4 * (3 + h.table_size)  # the position, the number of tokens and the sequence; its blocks
+    assert told["attend"][1] == queries + result + 2 * row * (position + tokens) + small, told
