@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from engine.formats.kv_format import KVFormat
 from engine.model.graph_runner import GraphRunner
 from engine.model.kv_blocks import KVBlocks
 from engine.model.model_runner import Slot
+from tests import generated_model
 from tests.model.lower.layers import opened, written
 from tests.model.stepping import Stepper
 from tests.reference import Reference, divergence
@@ -65,3 +67,11 @@ def test_sequences_side_by_side(tmp_path):
         for sequence, token, row in zip(sequences, best, logits, strict=True):
             assert divergence(reference.logits(texts[sequence])[-1], row) < 1e-5
             texts[sequence].append(token)
+
+
+def test_a_quantized_cache_of_heads_of_several_blocks(tmp_path):
+    path = generated_model.write(tmp_path / "model.gguf", quant="F32", layers=1, dim=128, heads=2, kv_heads=1)
+    runner = Stepper(GraphRunner(opened(path), 64, kv=KVFormat.Q8_0))
+    runner.prefill(TOKENS[:32], 0)
+    runner.decode(TOKENS[32], 32)
+    assert 0 < divergence(Reference(path).logits(TOKENS[:33])[-1], runner.logits()) < 1e-4

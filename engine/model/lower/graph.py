@@ -62,6 +62,7 @@ class Transformer:
         self.length, self.places = length, blocks * BLOCK
         table = spec.layer_embeddings.table if spec.layer_embeddings else None
         self._table = weights.mapped(table) if table else None
+        self._no_rows = Tensor(np.zeros(1, np.uint8)).realize()
         loaded = (weight for weight in spec.weights() if weight != table)
         self._matrices = {weight: _load_matrix(weights, weight) for weight in loaded}
         free_cached_memory()  # copies of pieces of the file
@@ -84,8 +85,7 @@ class Transformer:
     def rows_of(self, tokens: Sequence[int]) -> Tensor:
         """What a step of these tokens reads of the embeddings of layers, as the file holds it: uint8 (bytes,), of one
         byte if the model has none."""
-        rows = np.zeros(1, np.uint8) if self._table is None else self._table[tokens].reshape(-1)
-        return Tensor(rows).realize()
+        return self._no_rows if self._table is None else Tensor(self._table[tokens].reshape(-1)).realize()
 
     def __call__(self, step: Step) -> Tensor:
         """Runs a step. Stores its keys and values in the cache and returns the normed output of the last sublayer,
@@ -347,7 +347,9 @@ def _quantized(x: Tensor) -> Tensor:
 def _dequantized(x: Tensor, dim: int) -> Tensor:
     """What `_quantized` gave, as float32 (..., dim)."""
     quants, scales = x[..., :dim], x[..., dim:].bitcast(dtypes.float16)
-    blocks = quants.reshape(*x.shape[:-1], -1, QUANT_BLOCK) * scales.cast(dtypes.float32).unsqueeze(-1)
+    blocks = quants.reshape(*x.shape[:-1], dim // QUANT_BLOCK, QUANT_BLOCK) * scales.cast(
+        dtypes.float32
+    ).unsqueeze(-1)
     return blocks.reshape(*x.shape[:-1], dim)
 
 
