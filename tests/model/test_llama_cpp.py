@@ -13,6 +13,7 @@ from engine.model.cpu_runner import CPURunner
 from engine.model.graph_runner import GraphRunner
 from engine.model.weights import Weights
 from tests import oracles
+from tests.model.lone_sequence import LoneSequence
 from tests.reference import Reference, divergence, log_softmax
 
 # Exact answers, of float32 weights. Keys and values of float16, and rounded activations, make the differences.
@@ -71,12 +72,12 @@ def oracle(request, shared, tmp_path_factory):
     path.unlink()
 
 
-def agree(runner, oracle, prompt):
+def agree(text, oracle, prompt):
     """The runner's logits after the prompt are llama.cpp's, and so are the greedy tokens of a float model."""
     tokens = oracle("tokens", prompt).tolist()
-    runner.prefill(tokens[:-1], 0)
-    greedy = [runner.decode(tokens[-1], len(tokens) - 1)]
-    logits = np.array(runner.logits())
+    text.prefill(tokens[:-1], 0)
+    greedy = [text.decode(tokens[-1], len(tokens) - 1)]
+    logits = np.array(text.logits())
     assert divergence(oracle("last_logits", prompt), logits) < (1e-6 if oracle.is_float else 1e-3)
     assert divergence(oracle.reference[prompt][-1], logits) < 1e-5
     if oracle.is_float:
@@ -84,7 +85,7 @@ def agree(runner, oracle, prompt):
         wanted = oracle("top16_logprobs", prompt)[-1]
         np.testing.assert_allclose(log_softmax(logits)[top], wanted, atol=2e-3)
         while len(greedy) < N_GREEDY:
-            greedy.append(runner.decode(greedy[-1], len(tokens) + len(greedy) - 1))
+            greedy.append(text.decode(greedy[-1], len(tokens) + len(greedy) - 1))
         assert greedy == oracle("greedy", prompt).tolist()
 
 
@@ -105,12 +106,12 @@ def test_the_reference_agrees(oracle):
 def test_kernels_of_the_cpu_agree(oracle, monkeypatch):
     if oracle.name not in IN_FULL_WIDTH:
         monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)
-    agree(CPURunner(weights(oracle), 256), oracle, prompt=1)
+    agree(LoneSequence(CPURunner(weights(oracle), 256)), oracle, prompt=1)
 
 
 @pytest.mark.parametrize("oracle", IN_TENSOR_GRAPHS, indirect=True)
 def test_tensor_graphs_agree(oracle):
-    agree(GraphRunner(weights(oracle), 128), oracle, prompt=0)
+    agree(LoneSequence(GraphRunner(weights(oracle), 128)), oracle, prompt=0)
 
 
 @pytest.fixture
