@@ -21,7 +21,7 @@ from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
 from engine.model.model_runner import ModelRunner
 from engine.model.weights import Weights
-from tests.model.stepping import Stepper
+from tests.model.lone_sequence import LoneSequence
 from tests.reference import Reference, log_softmax
 
 VOCABULARY = {  # tokens that each model has
@@ -129,19 +129,15 @@ def of_reference(path: Path, prompt: Prompt) -> Answers:
 def of_runner(open_runner: Callable[[Weights, int], ModelRunner], path: Path, prompt: Prompt) -> Answers:
     """Runs the prompt in chunks up to each of its positions, and decodes there."""
     with GGUF(path) as file:
-        runner = open_runner(Weights(file, read_spec(file), lambda _: None), prompt.context)
-        stepper = Stepper(runner)
+        text = LoneSequence(open_runner(Weights(file, read_spec(file), lambda _: None), prompt.context))
         rows, at, best = [], 0, 0
         for position in prompt.positions:
-            while at < position:
-                chunk = prompt.tokens[at : min(at + runner.max_chunk, position)]
-                stepper.prefill(chunk, at)
-                at += len(chunk)
-            best = stepper.decode(prompt.tokens[position], position)
-            rows.append(np.array(stepper.logits()))
+            text.prefill(prompt.tokens[at:position], at)
+            best = text.decode(prompt.tokens[position], position)
+            rows.append(np.array(text.logits()))
             at = position + 1
         assert at == len(prompt.tokens), "the last position is the prompt's end"
-        greedy = [best, *(stepper.decode(token, at + i) for i, token in enumerate(prompt.greedy[:-1]))]
+        greedy = [best, *(text.decode(token, at + i) for i, token in enumerate(prompt.greedy[:-1]))]
     return Answers(np.stack(rows), greedy)
 
 

@@ -17,8 +17,8 @@ from engine.model.lower.cpu_step import step_kernels
 from engine.model.model_runner import Slot
 from engine.model.prefix_store import CHUNK
 from tests import generated_model
+from tests.model.lone_sequence import LoneSequence
 from tests.model.lower.layers import opened, written
-from tests.model.stepping import Stepper
 from tests.reference import Reference, divergence
 
 
@@ -35,7 +35,7 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = written(name, tmp_path)
     tokens = np.random.default_rng(1).integers(0, 256, 40).tolist()
     wanted = Reference(path).logits(tokens)
-    text = Stepper(CPURunner(opened(path), 64))
+    text = LoneSequence(CPURunner(opened(path), 64))
     text.prefill(tokens[:32], 0)  # tiles, and one that is filled up
     text.prefill(tokens[32:36], 32)
     for position in range(36, 40):
@@ -62,7 +62,7 @@ def test_long_context(tmp_path, monkeypatch):
     path = generated_model.write(tmp_path / "model.gguf", layers=2, architecture="qwen3", quant="F32")
     tokens = np.random.default_rng(2).integers(0, 256, 300).tolist()
     wanted = Reference(path).logits(tokens)
-    text = Stepper(CPURunner(opened(path), 512))
+    text = LoneSequence(CPURunner(opened(path), 512))
     for start in range(0, 290, text.runner.max_chunk):
         text.prefill(tokens[start : min(start + text.runner.max_chunk, 290)], start)
     for position in range(290, 300):
@@ -77,7 +77,7 @@ def test_a_cache_of_integers_costs_little(tmp_path):
     )
     tokens = np.random.default_rng(1).integers(0, 200, 44).tolist()
     wanted = Reference(path).logits(tokens)
-    texts = [Stepper(kind(opened(path), 64, kv=KVFormat.Q8_0)) for kind in (CPURunner, GraphRunner)]
+    texts = [LoneSequence(kind(opened(path), 64, kv=KVFormat.Q8_0)) for kind in (CPURunner, GraphRunner)]
     for text in texts:
         text.prefill(tokens[:32], 0)
         text.prefill(tokens[32:40], 32)
@@ -142,7 +142,7 @@ def test_blocks_leave_and_come_back_in_other_places(kv, tmp_path):
         tmp_path / "m.gguf", layers=3, architecture="gemma3", heads=2, kv_heads=1, context=2048
     )
     tokens = np.random.default_rng(2).integers(0, 200, CHUNK + 1).tolist()
-    first, other = (Stepper(CPURunner(opened(path), 1024, kv=KVFormat(kv))) for _ in range(2))
+    first, other = (LoneSequence(CPURunner(opened(path), 1024, kv=KVFormat(kv))) for _ in range(2))
     for start in range(0, CHUNK, 64):
         first.prefill(tokens[start : start + 64], start)
     wanted = first.decode(tokens[-1], CHUNK)

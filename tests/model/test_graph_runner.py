@@ -8,8 +8,8 @@ from engine.model.graph_runner import GraphRunner
 from engine.model.kv_blocks import KVBlocks
 from engine.model.model_runner import Slot
 from tests import generated_model
+from tests.model.lone_sequence import LoneSequence
 from tests.model.lower.layers import opened, written
-from tests.model.stepping import Stepper
 from tests.reference import Reference, divergence
 
 TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()
@@ -19,7 +19,7 @@ TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()
 def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = written(name, tmp_path)
     wanted = Reference(path).logits(TOKENS[:40])
-    runner = Stepper(GraphRunner(opened(path), 64))
+    runner = LoneSequence(GraphRunner(opened(path), 64))
     runner.prefill(TOKENS[:32], 0)  # a whole chunk and a padded one
     runner.prefill(TOKENS[32:36], 32)
     for position in range(36, 40):  # looked at, captured, replayed twice
@@ -71,7 +71,7 @@ def test_sequences_side_by_side(tmp_path):
 
 def test_a_quantized_cache_of_heads_of_several_blocks(tmp_path):
     path = generated_model.write(tmp_path / "model.gguf", quant="F32", layers=1, dim=128, heads=2, kv_heads=1)
-    runner = Stepper(GraphRunner(opened(path), 64, kv=KVFormat.Q8_0))
+    runner = LoneSequence(GraphRunner(opened(path), 64, kv=KVFormat.Q8_0))
     runner.prefill(TOKENS[:32], 0)
     runner.decode(TOKENS[32], 32)
     assert 0 < divergence(Reference(path).logits(TOKENS[:33])[-1], runner.logits()) < 1e-4

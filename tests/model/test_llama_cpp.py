@@ -2,6 +2,7 @@
 CPUs and its tensor graphs. `python -m tools.measure oracle_check` runs all that are here in part."""
 
 import functools
+import os
 
 import numpy as np
 import pytest
@@ -12,9 +13,8 @@ from engine.model.cpu_runner import CPURunner
 from engine.model.graph_runner import GraphRunner
 from engine.model.weights import Weights
 from tests import oracles
-from tests.model.stepping import Stepper
+from tests.model.lone_sequence import LoneSequence
 from tests.reference import Reference, divergence, log_softmax
-from tests.thorough import THOROUGH
 
 # Exact answers, of float32 weights. Keys and values of float16, and rounded activations, make the differences.
 DIFFERENCE, ROUNDED_DIFFERENCE = 1e-4, 8e-3
@@ -24,7 +24,7 @@ ON_CPU = ("tiny-gemma3-F32", "tiny-phi3-Q4_K_M", "tiny-qwen35moe-Q4_K_M")
 OF_REFERENCE = [
     name
     for name in oracles.NAMES
-    if THOROUGH or name.endswith("-F32") or name in ON_CPU
+    if os.environ.get("ORIN_THOROUGH") or name.endswith("-F32") or name in ON_CPU
     or name in ("tiny-llama-yarn-Q8_0", "tiny-gpt-oss-MXFP4", "tiny-gemma4-moe-Q8_0")
 ]  # fmt: skip
 
@@ -72,12 +72,12 @@ def oracle(request, shared, tmp_path_factory):
     path.unlink()
 
 
-def agree(runner, oracle, prompt):
+def agree(text, oracle, prompt):
     """The runner's logits after the prompt are llama.cpp's, and so are the greedy tokens of a float model."""
-    runner, tokens = Stepper(runner), oracle("tokens", prompt).tolist()
-    runner.prefill(tokens[:-1], 0)
-    greedy = [runner.decode(tokens[-1], len(tokens) - 1)]
-    logits = np.array(runner.logits())
+    tokens = oracle("tokens", prompt).tolist()
+    text.prefill(tokens[:-1], 0)
+    greedy = [text.decode(tokens[-1], len(tokens) - 1)]
+    logits = np.array(text.logits())
     assert divergence(oracle("last_logits", prompt), logits) < (1e-6 if oracle.is_float else 1e-3)
     assert divergence(oracle.reference[prompt][-1], logits) < 1e-5
     if oracle.is_float:
@@ -85,7 +85,7 @@ def agree(runner, oracle, prompt):
         wanted = oracle("top16_logprobs", prompt)[-1]
         np.testing.assert_allclose(log_softmax(logits)[top], wanted, atol=2e-3)
         while len(greedy) < N_GREEDY:
-            greedy.append(runner.decode(greedy[-1], len(tokens) + len(greedy) - 1))
+            greedy.append(text.decode(greedy[-1], len(tokens) + len(greedy) - 1))
         assert greedy == oracle("greedy", prompt).tolist()
 
 
@@ -106,12 +106,12 @@ def test_the_reference_agrees(oracle):
 def test_kernels_of_the_cpu_agree(oracle, monkeypatch):
     if oracle.name not in IN_FULL_WIDTH:
         monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)
-    agree(CPURunner(weights(oracle), 256), oracle, prompt=1)
+    agree(LoneSequence(CPURunner(weights(oracle), 256)), oracle, prompt=1)
 
 
 @pytest.mark.parametrize("oracle", IN_TENSOR_GRAPHS, indirect=True)
 def test_tensor_graphs_agree(oracle):
-    agree(GraphRunner(weights(oracle), 128), oracle, prompt=0)
+    agree(LoneSequence(GraphRunner(weights(oracle), 128)), oracle, prompt=0)
 
 
 @pytest.fixture

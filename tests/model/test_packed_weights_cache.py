@@ -16,7 +16,7 @@ from engine.model.lower import cpu_weights
 from engine.model.packed_weights_cache import PackedReader
 from engine.model.weights import Weights
 from tests import generated_model
-from tests.model.stepping import Stepper
+from tests.model.lone_sequence import LoneSequence
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +93,10 @@ def test_a_full_disk_leaves_nothing(model, monkeypatch):
 def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
     def logits() -> np.ndarray:
         with GGUF(model) as file:
-            runner = CPURunner(Weights(file, read_spec(file), lambda _: None), 64, keep_packed=True)
-            stepper = Stepper(runner)
-            stepper.decode(5, 0)
-            return np.array(stepper.logits())
+            weights = Weights(file, read_spec(file), lambda _: None)
+            text = LoneSequence(CPURunner(weights, 64, keep_packed=True))
+            text.decode(5, 0)
+            return np.array(text.logits())
 
     first = logits()
     assert cache.cached_files(model)

@@ -14,8 +14,8 @@ from engine.model.kv_blocks import KVBlocks
 from engine.model.memory_need import memory_need
 from engine.model.model_runner import Slot
 from tests import generated_model
+from tests.model.lone_sequence import LoneSequence
 from tests.model.lower.layers import opened
-from tests.model.stepping import Stepper
 from tests.reference import Reference, divergence
 
 TOKENS = np.random.default_rng(2).integers(0, 256, 80).tolist()
@@ -31,7 +31,7 @@ def path(tmp_path_factory):
 def runner(path, request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile
-        return Stepper(request.param(opened(path), 128))
+        return LoneSequence(request.param(opened(path), 128))
 
 
 def run(runner, chunks):
