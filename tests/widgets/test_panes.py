@@ -235,7 +235,7 @@ def test_the_summary_adds_up_to_the_wall_time():
     of = profile()
     shares = summary(of)
     assert [share.name for share in shares] == [*GROUPS, GAPS]
-    assert sum(share.us for share in shares) == pytest.approx(of.wall_us)
+    assert sum(share.total_us for share in shares) == pytest.approx(of.wall_us)
     assert sum(share.share for share in shares) == pytest.approx(1)
 
 
@@ -251,7 +251,7 @@ def test_no_figure_of_the_steps_is_cut(width, is_paused):
 def test_kernels_that_take_longer_alone_than_together():
     of = replace(profile(), wall_us=7500.0)
     assert sum(share.share for share in summary(of)) == pytest.approx(1)
-    assert summary(of)[-1].us == 0
+    assert summary(of)[-1].total_us == 0
     for width, says in (
         (36, "not known"),
         (53, "not known: 9% longer one by one"),
