@@ -1,10 +1,8 @@
 """The kernel profile of a step as lines of text: a summary by group, and a row for each kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from engine.events import KernelProfile, KernelRole, KernelTime
 from widgets.pane import Line
@@ -50,7 +48,7 @@ class KernelProfiles:
     answer_us: float | None = None
     note: str = ""
 
-    def with_profile(self, profile: KernelProfile) -> KernelProfiles:
+    def with_profile(self, profile: KernelProfile) -> Self:
         if profile.step == "decode":
             return replace(self, note="", decode=profile)
         return replace(self, note="", prefill=profile)

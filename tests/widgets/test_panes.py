@@ -276,7 +276,7 @@ def test_a_brief_header_leaves_out_groups_that_hardly_count():
     of = replace(profile(), wall_us=8290.0)  # gaps of 1.2 %, which make 2 % with the norms and the sampling
     assert names(head(of)) == ["dequantize + matmul", "attention", "other"]
     assert " 190   2%" in head(of)[-2]
-    assert sum(group.us for group in kernel_lines.without_small(summary(of))) == pytest.approx(8290)
+    assert sum(group.total_us for group in kernel_lines.without_small(summary(of))) == pytest.approx(8290)
 
 
 async def test_a_low_table_has_a_brief_header():
