@@ -23,7 +23,7 @@ from engine.events import (
     Token,
     decode_rate,
 )
-from widgets.client_graph import BIN_S, RATE_S, WINDOW_S, Bin, ClientThroughput
+from widgets.client_graph import BIN_S, RATE_S, WINDOW_S, ClientThroughput
 from widgets.kernel_lines import KernelProfiles
 from widgets.request_list import Handled
 from widgets.server_head import ServerState
@@ -145,7 +145,7 @@ class Activity:
         self._forget()
         last = int(self._clock() / BIN_S) - 1
         recent = range(last - round(RATE_S / BIN_S) + 1, last + 1)
-        bins = tuple(Bin(number, tuple(counts.items())) for number, counts in sorted(self._bins.items()))
+        bins = {number: dict(counts) for number, counts in sorted(self._bins.items())}
         return ClientThroughput(bins, last, sum(self._prompt_bins[number] for number in recent) / RATE_S)
 
     def slots(self, service: Service) -> SlotState:
