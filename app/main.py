@@ -125,9 +125,11 @@ def _chat(arguments: Sequence[str]) -> int:
         path, problem = find_model(args.model, settings, or_built_in=is_chat)
         configuration = configuration.with_model(path)
     if args.once:
-        from app.screens.dashboard_text import main as print_dashboard
+        import asyncio
 
-        return print_dashboard(_engine(args, configuration), sys.stdout, sys.stderr)
+        from app.screens.dashboard_text import run as print_dashboard
+
+        return asyncio.run(print_dashboard(_engine(args, configuration), sys.stdout, sys.stderr))
     if args.one_shot:
         return _answer(args, settings, configuration)
     return _converse(args, settings, configuration, problem)

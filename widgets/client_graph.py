@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from widgets.pane import Line, Pane
@@ -22,19 +22,12 @@ _NAME = 24  # cells of a client's name
 
 
 @dataclass(frozen=True)
-class Bin:
-    """The tokens of `BIN_S` seconds from `number * BIN_S` of the clock on, by client."""
-
-    number: int
-    tokens: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
 class ClientThroughput:
-    """`bins` are oldest first. `last` is the number of the last bin that is over. `prefill` are the prompt tokens a
-    second of the last `RATE_S`."""
+    """`bins`: by number, oldest first, the tokens of each client in the `BIN_S` seconds from number * `BIN_S` of the
+    clock on. `last` is the number of the last bin that is over. `prefill` are the prompt tokens a second of the last
+    `RATE_S`."""
 
-    bins: tuple[Bin, ...] = ()
+    bins: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     last: int = 0
     prefill: float = 0.0
 
@@ -42,9 +35,9 @@ class ClientThroughput:
         """Tokens a second of each client in the last `RATE_S`."""
         since = self.last - round(RATE_S / BIN_S)
         sums = Counter[str]()
-        for bin in self.bins:
-            if since < bin.number <= self.last:
-                sums.update(dict(bin.tokens))
+        for number, tokens in self.bins.items():
+            if since < number <= self.last:
+                sums.update(tokens)
         return {client: count / RATE_S for client, count in sums.items()}
 
 
@@ -72,7 +65,7 @@ def client_name(client: str) -> str:
 
 def _clients(data: ClientThroughput) -> list[str]:
     """The names in the order in which they came; those for which there is no pattern are one, the last."""
-    names = list(dict.fromkeys(client_name(client) for bin in data.bins for client, _ in bin.tokens))
+    names = list(dict.fromkeys(client_name(client) for tokens in data.bins.values() for client in tokens))
     return names if len(names) <= len(_PATTERNS) else [*names[: len(_PATTERNS) - 1], _OTHERS]
 
 
@@ -121,11 +114,11 @@ def _columns(data: ClientThroughput, clients: Sequence[str], cells: int) -> list
     cell_s = WINDOW_S / cells
     first = int((data.last + 1) * BIN_S / cell_s) - cells
     columns = [dict.fromkeys(clients, 0.0) for _ in range(cells)]
-    for bin in data.bins:
-        if bin.number > data.last:
+    for number, tokens in data.bins.items():
+        if number > data.last:
             continue
-        start, end = bin.number * BIN_S / cell_s - first, (bin.number + 1) * BIN_S / cell_s - first
-        named = _named(dict(bin.tokens), clients)
+        start, end = number * BIN_S / cell_s - first, (number + 1) * BIN_S / cell_s - first
+        named = _named(tokens, clients)
         for cell in range(max(0, int(start)), min(cells, int(end) + 1)):
             share = (min(end, cell + 1) - max(start, cell)) / (end - start)
             for name, count in named.items():

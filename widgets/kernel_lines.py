@@ -1,10 +1,8 @@
 """The kernel profile of a step as lines of text: a summary by group, and a row for each kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 from engine.events import KernelProfile, KernelRole, KernelTime
 from widgets.pane import Line
@@ -50,7 +48,7 @@ class KernelProfiles:
     answer_us: float | None = None
     note: str = ""
 
-    def with_profile(self, profile: KernelProfile) -> KernelProfiles:
+    def with_profile(self, profile: KernelProfile) -> Self:
         if profile.step == "decode":
             return replace(self, note="", decode=profile)
         return replace(self, note="", prefill=profile)
@@ -61,19 +59,15 @@ class GroupTime:
     """The kernels of a group: their time, its share of the step, and the bytes that they read and write."""
 
     name: str
-    us: float
+    total_us: float
     share: float
     calls: int = 0
     bytes: int = 0
 
-    @property
-    def gbps(self) -> float:
-        return self.bytes / self.us / 1e3 if self.us > 0 else 0.0
 
-
-def gbps(kernel: KernelTime) -> float:
-    """The bandwidth of a kernel in GB/s, from the bytes that it must read and write."""
-    return kernel.bytes / kernel.total_us / 1e3 if kernel.total_us > 0 else 0.0
+def gbps(part: KernelTime | GroupTime) -> float:
+    """The bandwidth of a kernel or a group in GB/s, from the bytes that it must read and write."""
+    return part.bytes / part.total_us / 1e3 if part.total_us > 0 else 0.0
 
 
 def kernels_us(profile: KernelProfile) -> float:
@@ -99,7 +93,7 @@ def summary(profile: KernelProfile) -> list[GroupTime]:
 def without_small(groups: Sequence[GroupTime]) -> list[GroupTime]:
     """Groups below `SMALL_SHARE` become one, "other", which is left out if it is small too."""
     small = [group for group in groups if group.share < SMALL_SHARE]
-    us, share = sum(group.us for group in small), sum(group.share for group in small)
+    us, share = sum(group.total_us for group in small), sum(group.share for group in small)
     calls, n_bytes = sum(group.calls for group in small), sum(group.bytes for group in small)
     other = [GroupTime("other", us, share, calls, n_bytes)] if share >= SMALL_SHARE else []
     return [*(group for group in groups if group not in small), *other]
@@ -189,16 +183,16 @@ def _answer_line(profile: KernelProfile, answer_us: float | None, width: int) ->
 
 
 def _group_line(group: GroupTime, copy_gbps: float | None, width: int, digits: int) -> Line:
-    figures = f"{group.name:<{_GROUP}}{group.us:>{max(8, digits + 1)},.0f} {group.share:>4.0%} "
+    figures = f"{group.name:<{_GROUP}}{group.total_us:>{max(8, digits + 1)},.0f} {group.share:>4.0%} "
     rest = width - len(figures)
     has_bandwidth = rest >= 28
     line: Line = [
         (figures, ""),
         (bar(group.share, min(16, max(0, rest - (18 if has_bandwidth else 0)))), "value"),
     ]
-    if has_bandwidth and group.gbps:
-        share = f" {of_roofline(group.gbps, group.bytes, copy_gbps):>6}" if copy_gbps else ""
-        line.append((f" {group.gbps:>5,.0f} GB/s{share}", "dim"))
+    if has_bandwidth and (bandwidth := gbps(group)):
+        share = f" {of_roofline(bandwidth, group.bytes, copy_gbps):>6}" if copy_gbps else ""
+        line.append((f" {bandwidth:>5,.0f} GB/s{share}", "dim"))
     return line
 
 

@@ -32,8 +32,9 @@ class SlotTable(FittedPane[SlotState]):
         if 1 + len(rows) > height:
             rows.sort(key=lambda row: row[1] is None)
             rows = rows[: max(0, height - 2)]
-        numbered = ((f"{number:>{_NUMBER - 1}} ", slot) for number, slot in rows)
-        table = [[(number, "dim"), *_row(slot, width - _NUMBER)] for number, slot in numbered]
+        table = [
+            [(f"{number:>{_NUMBER - 1}} ", "dim"), *_row(slot, width - _NUMBER)] for number, slot in rows
+        ]
         left = len(data.slots) - len(rows)
         return [head, *table, *([[(f"{left} more: no room", "dim")]] if left else [])][:height]
 

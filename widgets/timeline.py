@@ -1,7 +1,5 @@
 """Speeds on a time axis: samples with their times, and their means in the columns of a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,6 +47,38 @@ class Mark:
     symbol: str
     kind: str
     text: str = ""
+
+
+@dataclass
+class _Sums:
+    seconds: float = 0.0
+    tokens: float = 0.0
+    bytes: float = 0.0
+
+    def add(self, sample: Sample, seconds: float) -> None:
+        tokens = sample.tokens_per_s * seconds
+        self.seconds += seconds
+        self.tokens += tokens
+        self.bytes += tokens * sample.bytes_per_token
+
+
+@dataclass(eq=False)
+class _Run:
+    """Samples of one prompt, or of one answer. `first` is the first of them."""
+
+    first: Sample
+    columns: dict[int, _Sums] = field(default_factory=dict)
+
+    def mean(self, column: int) -> Sample:
+        """Of a column; where the run was widened, of the nearest one with samples."""
+        sums = self.columns[min(self.columns, key=lambda other: abs(other - column))]
+        return Sample(
+            sums.tokens / sums.seconds,
+            round(sums.bytes / sums.tokens) if sums.tokens else 0,
+            self.first.is_prefill,
+            seconds=sums.seconds,
+            copy_gbps=self.first.copy_gbps,
+        )
 
 
 @dataclass(frozen=True)
@@ -132,38 +162,6 @@ def _is_other_run(before: Sample, sample: Sample) -> bool:
         or sample.copy_gbps != before.copy_gbps
         or sample.at_s - sample.seconds - before.at_s > _PAUSE_S
     )
-
-
-@dataclass
-class _Sums:
-    seconds: float = 0.0
-    tokens: float = 0.0
-    bytes: float = 0.0
-
-    def add(self, sample: Sample, seconds: float) -> None:
-        tokens = sample.tokens_per_s * seconds
-        self.seconds += seconds
-        self.tokens += tokens
-        self.bytes += tokens * sample.bytes_per_token
-
-
-@dataclass(eq=False)
-class _Run:
-    """Samples of one prompt, or of one answer. `first` is the first of them."""
-
-    first: Sample
-    columns: dict[int, _Sums] = field(default_factory=dict)
-
-    def mean(self, column: int) -> Sample:
-        """Of a column; where the run was widened, of the nearest one with samples."""
-        sums = self.columns[min(self.columns, key=lambda other: abs(other - column))]
-        return Sample(
-            sums.tokens / sums.seconds,
-            round(sums.bytes / sums.tokens) if sums.tokens else 0,
-            self.first.is_prefill,
-            seconds=sums.seconds,
-            copy_gbps=self.first.copy_gbps,
-        )
 
 
 def _widen(run: _Run, owners: list[_Run | None]) -> None:

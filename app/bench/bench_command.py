@@ -168,7 +168,8 @@ def _measure(
         transient=True,
         disable=not messages.is_terminal,
     )
-    task, parallel = progress.add_task("", total=None), max(1, *(case.n_parallel for case in cases))
+    task = progress.add_task("", total=None)
+    parallel = max(1, *(case.n_parallel for case in cases))
     benchmark = Benchmark(
         replace(engine_options, context_length=context, parallel=parallel),
         cases,

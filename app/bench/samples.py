@@ -1,7 +1,5 @@
 """What one repetition of a test gives: of one answer, of several at once, or of several while prompts arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import statistics
@@ -23,14 +21,6 @@ class AnswerFailedError(Exception):
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.message)
         self.failed = failed
-
-
-class AskEngine(Protocol):
-    """Asks an engine for an answer to token ids. Raises AnswerFailedError."""
-
-    async def __call__(
-        self, ids: Ids, max_tokens: int, *, fresh: bool, on_token: Callable[[], object] = ...
-    ) -> TimedAnswer: ...
 
 
 @dataclass
@@ -63,6 +53,14 @@ class TimedAnswer:
     def first_token_ms(self) -> list[float]:
         """From sending the request to the first token, also while it waits for others. Empty: not known."""
         return [time - self.sent_s * 1e3 for time in self.common_times_ms[:1]]
+
+
+class AskEngine(Protocol):
+    """Asks an engine for an answer to token ids. Raises AnswerFailedError."""
+
+    async def __call__(
+        self, ids: Ids, max_tokens: int, *, fresh: bool, on_token: Callable[[], object] = ...
+    ) -> TimedAnswer: ...
 
 
 @dataclass(frozen=True)

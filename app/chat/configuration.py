@@ -9,11 +9,9 @@ Each of these overrides those above it, one option at a time:
 5. a preset that is chosen in the chat, in place of 3
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from msgspec.structs import asdict, replace
 
@@ -28,7 +26,7 @@ class Configuration(NamedTuple):
     keep_warm_s: float = 0.0
     """For how long the engine lives on when the program ends, for the next run."""
 
-    def with_model(self, path: Path) -> Configuration:
+    def with_model(self, path: Path) -> Self:
         return self._replace(engine=replace(self.engine, model_path=str(path)))
 
 

@@ -4,8 +4,6 @@ Each message carries the id of the process that wrote it last. A message that is
 ended, was interrupted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -13,6 +11,7 @@ import time
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import platformdirs
@@ -65,7 +64,7 @@ class History(HistoryDatabase):
         super().__init__(path or default_path())
 
     @classmethod
-    def open(cls, path: Path | str | None = None) -> History:
+    def open(cls, path: Path | str | None = None) -> Self:
         """Like `History(path)`, but if that fails, a history in memory with the reason in `problem`."""
         try:
             return cls(path)

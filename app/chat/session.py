@@ -37,10 +37,6 @@ class Candidate:
     name: str
     status: StatusObserver
 
-    @property
-    def welcome(self) -> str:
-        return ", ".join(filter(None, [f"{self.name} answers now", self.status.search.text]))
-
 
 class ChatOptions(TypedDict, total=False):
     """How a chat begins. A session may change all of these later."""
@@ -303,7 +299,8 @@ class Session:
         self.status.new_conversation(context_used=used if self.conversation.turns else 0)
         adopted()
         self.watch(end)
-        self.view.notice(". ".join([candidate.welcome, *self._remarks(end)]), warning=bool(end.warnings))
+        welcome = ", ".join(filter(None, [f"{candidate.name} answers now", candidate.status.search.text]))
+        self.view.notice(". ".join([welcome, *self._remarks(end)]), warning=bool(end.warnings))
         await self._next(may_send=True)
         await old_engine.close()
 

@@ -1,7 +1,5 @@
 """`orin-chat tune`: searches for the fastest way to compute a model's products on this GPU, and stores it."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys
@@ -64,15 +62,6 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     return parser.parse_args(arguments)
 
 
-async def _search(engine: Engine, display: _Display) -> int:
-    """Starts `engine`, which is the search, and returns the exit code."""
-    try:
-        with display.progress:
-            return await run_until_signal(follow(engine.start(), display.show), signal.SIGINT, signal.SIGTERM)
-    finally:
-        await engine.close()
-
-
 class _Display:
     """The progress of the search, and its results."""
 
@@ -127,3 +116,12 @@ class _Display:
 
     def _say(self, sentence: str) -> None:
         self._messages.print(one_line(f"orin-chat: {sentence}"), markup=False)
+
+
+async def _search(engine: Engine, display: _Display) -> int:
+    """Starts `engine`, which is the search, and returns the exit code."""
+    try:
+        with display.progress:
+            return await run_until_signal(follow(engine.start(), display.show), signal.SIGINT, signal.SIGTERM)
+    finally:
+        await engine.close()

@@ -126,7 +126,7 @@ class ChatApp(ContextActions, EngineActions):
         self.session.ways_on = "Ctrl+P begins a new chat with a summary, or makes room in other ways"
         if setup is not None:
             self.session.other_model = f"Ctrl+L chooses another model, such as {GUIDE}, which is built in."
-        self.column.attach(self.session)
+        self.column.session = self.session
         self.dashboard = Dashboard(self.session, setup, read_counters)
         self._first_theme, self._first_warning = theme, warning
         self._open_first = chat_id
@@ -463,13 +463,12 @@ class ChatApp(ContextActions, EngineActions):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         is_short = self.size.height < MEDIUM_HEIGHT  # then each command has one line
-        for action in ACTIONS:
-            key, method = key_label(action.key), getattr(self, f"action_{action.name}")
-            if is_short:
-                yield SystemCommand(f"{action.title} · {key}", "", method)
-            else:
-                yield SystemCommand(action.title, f"{action.help} ({key})", method)
-        for way in WAYS:
-            yield SystemCommand(way.title, "" if is_short else way.help, getattr(self, f"action_{way.name}"))
-        help = "" if is_short else "Choose light, dark and other colours"
-        yield SystemCommand("Theme", help, self.action_change_theme)
+        commands = (
+            *((action.title, action.help, key_label(action.key), action.name) for action in ACTIONS),
+            *((way.title, way.help, "", way.name) for way in WAYS),
+            ("Theme", "Choose light, dark and other colours", "", "change_theme"),
+        )
+        for title, help, key, name in commands:
+            shown = f"{title} · {key}" if is_short and key else title
+            in_full = f"{help} ({key})" if key else help
+            yield SystemCommand(shown, "" if is_short else in_full, getattr(self, f"action_{name}"))

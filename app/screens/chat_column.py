@@ -43,7 +43,7 @@ _BOX, _BORDER = 8, 6  # cells of the prompt's box that a text in it or in its bo
 
 
 class ChatColumn(View, Vertical):
-    """Shows the session that `attach` sets. `draw` shows what has grown since the last frame. The `status_line`
+    """Shows `session`, which is set later. `draw` shows what has grown since the last frame. The `status_line`
     belongs at the foot of the screen, so the application composes it."""
 
     DEFAULT_CSS = """
@@ -76,9 +76,6 @@ class ChatColumn(View, Vertical):
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
         self.queued = Static(id="queued", markup=False)
         self.status_line = StatusLine()
-
-    def attach(self, session: Session) -> None:
-        self.session = session
 
     def compose(self) -> ComposeResult:
         yield from (self.welcome, self.transcript, self.comparison, self.activity, self.queued, self.prompt)

@@ -59,8 +59,11 @@ class FullContextScreen(Page[str | None]):
             yield Static(
                 f"The model reads at most a context{tokens}. This chat has no more room in it.", markup=False
             )
-            styled = (Content.assemble((w.title, "bold"), "\n", (w.help, "$foreground 65%")) for w in WAYS)
-            yield OptionList(*(Option(text, way.name) for text, way in zip(styled, WAYS, strict=True)))
+            options = []
+            for way in WAYS:
+                text = Content.assemble((way.title, "bold"), "\n", (way.help, "$foreground 65%"))
+                options.append(Option(text, way.name))
+            yield OptionList(*options)
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()

@@ -1,6 +1,5 @@
 """Prints the dashboard once as text: starts an engine, lets it answer, measures it, and prints what the panes show."""
 
-import asyncio
 import shutil
 import textwrap
 from typing import TextIO
@@ -92,7 +91,3 @@ def _section(title: str, lines: list[Line], out: TextIO) -> None:
     print(f"\n{title}\n{'─' * len(title)}", file=out)
     for line in lines:
         print("".join(text for text, _ in line).rstrip(), file=out)
-
-
-def main(engine: Engine, out: TextIO, messages: TextIO) -> int:
-    return asyncio.run(run(engine, out, messages))

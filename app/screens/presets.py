@@ -30,7 +30,8 @@ class PresetsScreen(ListPage[PresetFile, str | None]):
         self.setup = setup
 
     def find(self, text: str) -> list[PresetFile]:
-        self.speeds, words = preset_speeds(self.setup.model_path), text.lower().split()
+        self.speeds = preset_speeds(self.setup.model_path)
+        words = text.lower().split()
         titles = ((f"{preset.name} {_title(preset)}".lower(), preset) for preset in preset_files().values())
         return [preset for title, preset in titles if all(word in title for word in words)]
 

@@ -23,7 +23,7 @@ from engine.events import (
     Token,
     decode_rate,
 )
-from widgets.client_graph import BIN_S, RATE_S, WINDOW_S, Bin, ClientThroughput
+from widgets.client_graph import BIN_S, RATE_S, WINDOW_S, ClientThroughput
 from widgets.kernel_lines import KernelProfiles
 from widgets.request_list import Handled
 from widgets.server_head import ServerState
@@ -69,7 +69,7 @@ class Activity:
         self._start = "starting"
         self._slots: Slots | None = None
         self._replies: dict[int, _Reply] = {}
-        self._requests: deque[Handled] = deque(maxlen=MAX_REQUESTS)
+        self.requests: deque[Handled] = deque(maxlen=MAX_REQUESTS)
         self._bins: dict[int, Counter[str]] = {}  # reply tokens by client
         self._prompt_bins: Counter[int] = Counter()
 
@@ -101,7 +101,7 @@ class Activity:
         self.changes += 1
 
     def handled(self, request: Handled) -> None:
-        self._requests.appendleft(request)
+        self.requests.appendleft(request)
         self.changes += 1
 
     async def follow(self, request: Generate, events: Events) -> Events:
@@ -145,7 +145,7 @@ class Activity:
         self._forget()
         last = int(self._clock() / BIN_S) - 1
         recent = range(last - round(RATE_S / BIN_S) + 1, last + 1)
-        bins = tuple(Bin(number, tuple(counts.items())) for number, counts in sorted(self._bins.items()))
+        bins = {number: dict(counts) for number, counts in sorted(self._bins.items())}
         return ClientThroughput(bins, last, sum(self._prompt_bins[number] for number in recent) / RATE_S)
 
     def slots(self, service: Service) -> SlotState:
@@ -153,7 +153,8 @@ class Activity:
         it loads."""
         refused = service.metrics.requests[TOO_MANY]
         if self._slots is not None:
-            return SlotState(self._slots.slots, max(0, service.open - _used(self._slots.slots)), refused)
+            used = sum(slot is not None for slot in self._slots.slots)
+            return SlotState(self._slots.slots, max(0, service.open - used), refused)
         slots = [reply.slot() for reply in self._replies.values()]
         idle = [None] * ((self._ready.parallel if self._ready else 0) - len(slots))
         return SlotState((*slots, *idle), max(0, service.open - len(slots)), refused)
@@ -161,9 +162,6 @@ class Activity:
     def blocks(self) -> Slots | None:
         """What says how the blocks of the KV cache are used; None if it has none."""
         return self._slots if self._slots and self._slots.blocks else None
-
-    def requests(self) -> tuple[Handled, ...]:
-        return tuple(self._requests)
 
     def head(self, service: Service, ending: str = "") -> ServerState:
         ready, metrics = self._ready, service.metrics
@@ -193,7 +191,3 @@ class Activity:
         for bins in (self._bins, self._prompt_bins):
             for number in [number for number in bins if number < since]:
                 del bins[number]
-
-
-def _used(slots: tuple[Slot | None, ...]) -> int:
-    return sum(slot is not None for slot in slots)

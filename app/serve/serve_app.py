@@ -169,7 +169,7 @@ class ServeApp(App[None]):
             self.head.data = activity.head(service, self._ending())
             self.graph.data = activity.throughput()
             self.slots.data = activity.slots(service)
-            self.requests.data = activity.requests()
+            self.requests.data = tuple(activity.requests)
             blocks = activity.blocks()
             self.blocks.set_class(not blocks, "-absent")
             self.blocks.data = blocks

@@ -5,17 +5,14 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from msgspec.structs import replace
 
-from app.chat.configuration import Configuration
 from app.chat.settings import Settings
 from app.cli import options
 from app.cli.model_file import model_path
 from engine.client import LocalEngine
 from engine.errors import UsageError
-from engine.events import EngineOptions
 from engine.invocation import pip_install
 from widgets.text import one_line
 
@@ -36,12 +33,43 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     standard output, a line each when it has ended, and all else to standard error."""
     args = _parse(arguments)
     _check_libraries()
-    key = options.key(args)
-    configuration = options.configuration(args, settings)
+    from app.serve.access import is_loopback
+    from app.serve.lines import Lines
+    from app.serve.routes import application
+    from app.serve.server import Server, listen
+    from app.serve.service import ModelFile, Service
+
+    key, configuration = options.key(args), options.configuration(args, settings)
     path = model_path(args.model, settings)
-    engine = replace(configuration.engine, model_path=str(path), parallel=args.parallel)
-    name = path.stem if not args.model or args.model.endswith(path.name) else args.model
-    return _serve(args, engine, configuration, name, key)
+    file = ModelFile.read(path)
+    with listen(args.host, args.port) as sock:
+        host, port = sock.getsockname()[:2]
+        if not key and not is_loopback(host):
+            raise UsageError(
+                f"Everyone who reaches {args.host} could use this server.",
+                "Put a key into an environment variable and name it: --api-key-env NAME.",
+            )
+        engine_options = replace(configuration.engine, model_path=str(path), parallel=args.parallel)
+        engine = LocalEngine(engine_options, keep_warm_s=configuration.keep_warm_s)
+        service = Service(
+            engine,
+            model=one_line(path.stem if not args.model or args.model.endswith(path.name) else args.model),
+            file=file,
+            sampling=configuration.sampling,
+            think=not args.no_think,
+            parallel=args.parallel,
+            max_waiting=args.queue,
+        )
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        http = application(service, key)
+        if not args.plain and _has_screen():
+            from app.serve.serve_app import serve_on_screen
+
+            return asyncio.run(serve_on_screen(service, engine, http, sock, address))
+        lines = Lines(address)
+        engine.on_event = service.observe
+        service.on_handled = lines.handled
+        return asyncio.run(Server(service, engine, http, sock, lines.show).run())
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -84,46 +112,6 @@ def _check_libraries() -> None:
             f"orin-chat serve needs the library {error.name}, which is not installed.",
             f"Install it: {pip_install('llguidance', 'starlette', 'uvicorn')}",
         ) from None
-
-
-def _serve(
-    args: Namespace, engine_options: EngineOptions, configuration: Configuration, name: str, key: str
-) -> int:
-    from app.serve.access import is_loopback
-    from app.serve.lines import Lines
-    from app.serve.routes import application
-    from app.serve.server import Server, listen
-    from app.serve.service import ModelFile, Service
-
-    file = ModelFile.read(Path(engine_options.model_path))
-    sock = listen(args.host, args.port)
-    with sock:
-        host, port = sock.getsockname()[:2]
-        if not key and not is_loopback(host):
-            raise UsageError(
-                f"Everyone who reaches {args.host} could use this server.",
-                "Put a key into an environment variable and name it: --api-key-env NAME.",
-            )
-        engine = LocalEngine(engine_options, keep_warm_s=configuration.keep_warm_s)
-        service = Service(
-            engine,
-            model=one_line(name),
-            file=file,
-            sampling=configuration.sampling,
-            think=not args.no_think,
-            parallel=args.parallel,
-            max_waiting=args.queue,
-        )
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        http = application(service, key)
-        if not args.plain and _has_screen():
-            from app.serve.serve_app import serve_on_screen
-
-            return asyncio.run(serve_on_screen(service, engine, http, sock, address))
-        lines = Lines(address)
-        engine.on_event = service.observe
-        service.on_handled = lines.handled
-        return asyncio.run(Server(service, engine, http, sock, lines.show).run())
 
 
 def _has_screen() -> bool:

@@ -235,7 +235,7 @@ def test_the_summary_adds_up_to_the_wall_time():
     of = profile()
     shares = summary(of)
     assert [share.name for share in shares] == [*GROUPS, GAPS]
-    assert sum(share.us for share in shares) == pytest.approx(of.wall_us)
+    assert sum(share.total_us for share in shares) == pytest.approx(of.wall_us)
     assert sum(share.share for share in shares) == pytest.approx(1)
 
 
@@ -251,7 +251,7 @@ def test_no_figure_of_the_steps_is_cut(width, is_paused):
 def test_kernels_that_take_longer_alone_than_together():
     of = replace(profile(), wall_us=7500.0)
     assert sum(share.share for share in summary(of)) == pytest.approx(1)
-    assert summary(of)[-1].us == 0
+    assert summary(of)[-1].total_us == 0
     for width, says in (
         (36, "not known"),
         (53, "not known: 9% longer one by one"),
@@ -276,7 +276,7 @@ def test_a_brief_header_leaves_out_groups_that_hardly_count():
     of = replace(profile(), wall_us=8290.0)  # gaps of 1.2 %, which make 2 % with the norms and the sampling
     assert names(head(of)) == ["dequantize + matmul", "attention", "other"]
     assert " 190   2%" in head(of)[-2]
-    assert sum(group.us for group in kernel_lines.without_small(summary(of))) == pytest.approx(8290)
+    assert sum(group.total_us for group in kernel_lines.without_small(summary(of))) == pytest.approx(8290)
 
 
 async def test_a_low_table_has_a_brief_header():

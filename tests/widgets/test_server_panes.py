@@ -6,12 +6,12 @@ from engine.events import BlockCounts, Slot, Slots
 from tests.app.fake_engine import reply
 from widgets import request_list
 from widgets.block_bar import BlockBar
-from widgets.client_graph import Bin, ClientGraph, ClientThroughput, client_name
+from widgets.client_graph import ClientGraph, ClientThroughput, client_name
 from widgets.request_list import Handled, RequestList
 from widgets.server_head import ServerHead, ServerState
 from widgets.slot_table import SlotState, SlotTable
 
-BINS = tuple(Bin(number, (("10.0.0.1", 30), ("10.0.0.2", 10))) for number in range(100, 110))
+BINS = {number: {"10.0.0.1": 30, "10.0.0.2": 10} for number in range(100, 110)}
 TWO = ClientThroughput(BINS, last=109, prefill=1200.0)
 PREFILL = Slot(
     request_id=1, client="10.0.0.1", phase="prefill", prompt_done=50, prompt_n=200, predicted_n=0, rate=0
@@ -36,8 +36,8 @@ def test_throughput_is_stacked_by_client():
 
 
 def test_more_clients_than_patterns_are_others():
-    tokens = tuple((f"10.0.0.{i}", 2) for i in range(9))
-    *_, legend = texts(ClientGraph().draw(ClientThroughput((Bin(9, tokens),), last=9), 200, 12))
+    tokens = {f"10.0.0.{i}": 2 for i in range(9)}
+    *_, legend = texts(ClientGraph().draw(ClientThroughput({9: tokens}, last=9), 200, 12))
     assert "╳ others 4.0 tok/s" in legend and "10.0.0.4 1.0" in legend and "10.0.0.5" not in legend
 
 
