@@ -27,10 +27,14 @@ CHECKS = {
 }
 """The functions to run, and their modules."""
 
-LONG = {  # which take a minute each: other checks run the same kernels, in fewer steps of fewer models
+LONG = {  # other checks run the same kernels, in fewer steps of fewer models, or in fewer shapes
     "check_chunks_leave_the_same_state",
+    "check_few_columns_divided",
     "check_head_sizes",
+    "check_norms_over_all_heads",
+    "check_profile_of_a_prompt",
     "check_profile_of_experts",
+    "check_rows_of_what_is_stored",
     "check_rows_side_by_side",
     "check_rows_with_delta_nets_and_gated_attention",
     "check_rows_with_embeddings_and_shared_caches",
