@@ -1,7 +1,5 @@
 """Chooses tinygrad's device and prepares tinygrad for it: variables that it reads at import, and fixes to its code."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

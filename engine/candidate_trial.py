@@ -6,8 +6,6 @@ candidate that kills the process at once is also known. It may start MAX_STARTS 
 killed for another reason.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Names and passwords for web addresses, from netrc: the addresses that users give are stored and shown without any."""
 
-from __future__ import annotations
-
 import netrc
 import os
 from urllib.parse import urlsplit

@@ -7,8 +7,6 @@ full or read-only, the cache stays empty. The folder holds at most LIMIT_BYTES; 
 deleted first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

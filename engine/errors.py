@@ -1,7 +1,5 @@
 """Failures that a user can act on. Each carries one sentence on what is wrong and one on what to do."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 FailureKind = Literal["usage", "model", "backend", "context", "internal"]

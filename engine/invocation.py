@@ -1,7 +1,5 @@
 """How this program is called on this machine, and what it lacks installed, for sentences that name a command."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import shutil

@@ -8,8 +8,6 @@ socket; `STOP` gets an empty answer. After either, after so many seconds, or whe
 ends. An engine whose socket nobody holds ends by itself. It imports little, since it stays for minutes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

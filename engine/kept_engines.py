@@ -5,8 +5,6 @@ can open. The socket's name is a digest of all that the engine follows from: its
 files, the program's source, and the environment. So a client finds only an engine that it would have started itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

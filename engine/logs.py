@@ -1,7 +1,5 @@
 """The log files of child processes: where they are, and how large they may grow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Frames on the socket between client and worker: a length of 4 bytes, little-endian, then that many bytes of
 MessagePack, which are one record of `engine.events`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from engine.events import Command, Event, encode

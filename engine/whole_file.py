@@ -1,7 +1,5 @@
 """Writes files whole or not at all: a full disk or a crash leaves what was there before."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

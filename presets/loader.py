@@ -18,8 +18,6 @@ beside this file. The user's presets lie in the configuration folder and replace
     effort = "low"            # how much a model thinks that reads it (gpt-oss): low, medium, high
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

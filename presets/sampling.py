@@ -1,7 +1,5 @@
 """The sampling options that a preset may set, and the values that any source of them may give."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

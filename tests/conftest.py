@@ -36,24 +36,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 # Files that take longest, in the order in which they start: then all processes end at about the same time.
 LONGEST = (
     "kernels/gpu/test_numbers.py",
-    "kernels/gpu/test_rendered.py",
     "model/lower/test_graph.py",
+    "driver/test_decode.py",
+    "model/test_cpu_batch_runner.py",
     "model/test_llama_cpp.py",
     "kernels/cpu/test_attention.py",
-    "model/lower/test_cpu.py",
-    "driver/test_decode.py",
     "kernels/cpu/test_product.py",
+    "kernels/test_quantized_matrix.py",
+    "kernels/gpu/test_rendered.py",
+    "model/lower/test_cpu.py",
     "model/test_prefixes.py",
     "model/test_cpu_runner.py",
-    "kernels/test_quantized_matrix.py",
+    "tools/test_guide.py",
     "app/screens/test_dashboard.py",
-    "app/screens/test_comparing.py",
-    "measure/test_profile.py",
-    "app/cli/test_cli_engine.py",
-    "app/bench/test_board.py",
+    "app/test_main.py",
     "app/screens/test_snapshots.py",
-    "kernels/cpu/test_arm.py",
-    "driver/test_device.py",
+    "fixes/test_platform_fixes.py",
+    "model/test_states.py",
+    "app/cli/test_cli_engine.py",
+    "app/screens/test_chat_app.py",
+    "doctor/test_doctor.py",
+    "app/bench/test_board.py",
+    "test_generated_model.py",
 )
 
 
@@ -75,7 +79,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _survivors() -> None:
-    """Collections of garbage leave out all that earlier tests have left."""
+    """Collections of garbage leave out all that earlier tests have left and that is none."""
+    gc.collect()
     gc.freeze()
 
 

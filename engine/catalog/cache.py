@@ -6,8 +6,6 @@ hashes; `snapshots/<commit>` holds links to them under their names; `refs` says 
 https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

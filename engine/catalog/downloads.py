@@ -6,8 +6,6 @@ library finds them and nothing is stored twice. A file gets its name only when i
 until then it is `<hash>.incomplete`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The models in a repository, by the names of its GGUF files: their quantizations, their parts, the one to take."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ All requests go through the library huggingface_hub, which handles HF_ENDPOINT, 
 proxies. It takes a quarter of a second to import, so it is imported when it is needed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Whether a model fits into the memory of the device that would run it."""
 
-from __future__ import annotations
-
 import os
 
 from engine.devices import cuda_driver

@@ -1,7 +1,5 @@
 """The names that users give models, and what they mean: a path, a repository on the Hugging Face hub, or a URL."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os

@@ -1,7 +1,5 @@
 """The progress of a download, and its rate."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

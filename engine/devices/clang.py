@@ -1,7 +1,5 @@
 """A clang for the CPU backend: tinygrad compiles its CPU kernels with the program that the variable CC names."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The CPUs that this process may use, and how much of their time it gets."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

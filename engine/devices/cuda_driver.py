@@ -3,8 +3,6 @@
 Names of functions and structures are those of cuda.h (CUDA driver API). Nothing here allocates memory on a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 _LIBRARY = "libcuda.so.1"

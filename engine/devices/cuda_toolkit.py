@@ -6,8 +6,6 @@ folder with its version (/usr/local/cuda-12.6), in Python packages (nvidia-cuda-
 store.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

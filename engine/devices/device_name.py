@@ -1,7 +1,5 @@
 """The name of the device that the engine computes on."""
 
-from __future__ import annotations
-
 import platform
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The NVIDIA GPUs of a machine, and which of them tinygrad's NV backend may drive."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files in which Linux describes a machine: below /proc, /sys and /etc."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

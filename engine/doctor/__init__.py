@@ -4,8 +4,6 @@
 `backend_checks` opens devices, in child processes that run `checks`.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Runs backends in child processes: a driver may hang, or take the process down with it."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

@@ -11,8 +11,6 @@ driver: asks a Jetson's drivers about its GPU, through the interface for which t
 neither an address space nor a channel.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What every machine has: an operating system, Python, memory, a compiler."""
 
-from __future__ import annotations
-
 import platform
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What a Jetson has: its L4T release, the device nodes of its GPU drivers and who may use them, power mode, clocks."""
 
-from __future__ import annotations
-
 import ctypes.util
 import grp
 import os

@@ -1,7 +1,5 @@
 """What the CUDA and NV backends need on any machine: a driver, a GPU, the runtime compiler (NVRTC) and CUDA headers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ also name a recipient (`to=functions.search`), which makes the message a tool ca
 `<|return|>`, or a tool call with `<|call|>`. Source: docs/format.md of https://github.com/openai/harmony.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Chat templates for model files that have none, or one that does not work."""
 
-from __future__ import annotations
-
 from engine.formats.tokenizer import Tokenizer
 
 _LLAMA_3 = (

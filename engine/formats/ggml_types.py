@@ -4,8 +4,6 @@ From enum ggml_type in ggml/include/ggml.h and type_traits in ggml/src/ggml.c of
 38 are repacked forms that current files no longer have.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

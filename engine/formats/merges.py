@@ -1,8 +1,6 @@
 """Words to tokens, with the merges of a model file: byte-level BPE, SentencePiece, or Gemma 4's BPE. The library
 `tokenizers` merges. To build its object takes most of the time that a tokenizer takes to be made."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

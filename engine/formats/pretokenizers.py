@@ -4,8 +4,6 @@ The patterns are those of the models' tokenizer.json files, as src/llama-vocab.c
 splits every piece that the one before left, into its matches and the text between them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """The token ids of a prompt in any of its forms: a chat, raw text, or token ids."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

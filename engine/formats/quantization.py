@@ -13,8 +13,6 @@ llama.cpp, with the codebooks kvalues_iq4nl and kvalues_mxfp4. Meaning of the bi
 ggml/src/ggml-quants.c.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

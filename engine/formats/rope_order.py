@@ -6,8 +6,6 @@ engine rotates element i of a head with element i + head_dim / 2; pairs that are
 and keys are put in the same order, which leaves their products as they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 

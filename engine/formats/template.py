@@ -4,8 +4,6 @@ The template runs in a process of its own (`template_renderer`). Special tokens 
 message that spells one is ordinary text (`ChatTemplate._disguise`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

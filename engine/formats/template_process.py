@@ -9,8 +9,6 @@ the template reads. Each of these is answered by one line: {"text"} or {"reads"}
 raise_exception), {"limit"} or {"broken"} with the reason.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Renders a chat template in a process of its own, and kills the process if that takes too long."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Separates the thinking in a streamed reply from the answer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass

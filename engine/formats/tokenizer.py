@@ -4,8 +4,6 @@ Everything around the merges follows llama.cpp (src/llama-vocab.cpp), so that bo
 difference: names of special tokens in a text are ordinary text unless the caller says otherwise.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property

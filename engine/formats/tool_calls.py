@@ -4,8 +4,6 @@ A client describes tools in OpenAI's form: a JSON array of {"type": "function", 
 "parameters"}}, in which the parameters are a JSON schema. The chat template shows them to the model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

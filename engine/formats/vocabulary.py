@@ -1,7 +1,5 @@
 """The tokens of a model file: their bytes, which are special, and which end a reply. No library is needed for this."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Mapping

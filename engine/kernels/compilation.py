@@ -20,8 +20,8 @@ from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
 
-Kernel = Callable[..., UOp]
-"""A function that takes placeholders of buffers and returns a kernel's graph."""
+KernelFunction = Callable[..., UOp]
+"""A function that takes placeholders of buffers and returns a kernel's graph: a kernel of a CPU."""
 
 _programs: dict[UOp, UOp] = {}  # the programs of the graphs that this process has compiled
 _cache_keys: dict[UOp, str] = {}  # graphs to compile, and the keys of their programs in the disk cache

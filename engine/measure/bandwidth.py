@@ -4,8 +4,6 @@ On a GPU it is that of a copy: bytes read plus bytes written. On a CPU it is tha
 else; a CPU's copies are slower, because the cache also reads the lines that it writes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

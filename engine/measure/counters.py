@@ -5,8 +5,6 @@ a Jetson, NVML on other NVIDIA GPUs, and /proc and sysfs for the CPU. They read 
 the files of another machine. Reading all takes a few milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Counters of the CPU and the memory, from /proc and sysfs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

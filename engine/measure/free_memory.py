@@ -1,7 +1,5 @@
 """The memory that is free for a model, on a machine and on its GPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path, PurePosixPath
 

@@ -1,7 +1,5 @@
 """Counters of a Jetson, from the files of NVIDIA's kernel for Tegra (nvgpu, bpmp, actmon, ina3221)."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ kernel that works on no such buffer, as one that finds the largest attention sco
 around it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

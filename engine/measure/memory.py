@@ -1,7 +1,5 @@
 """The memory that a process and the GPUs use, read from outside the process, so that all engines are measured alike."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import dataclass

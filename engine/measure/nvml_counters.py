@@ -1,7 +1,5 @@
 """Counters of the first NVIDIA GPU, from NVML by its Python module (the package nvidia-ml-py)."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The CPU time of a process and of all its descendants (proc_pid_stat(5)), in clock ticks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Profiles a captured step kernel by kernel: the role of each kernel (`kernel_roles`), its time, and the bytes that it
 must move."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence

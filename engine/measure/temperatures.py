@@ -1,7 +1,5 @@
 """Temperatures from Linux' thermal zones and hardware monitors."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a process does while it starts: named spans of time, which may overlap."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

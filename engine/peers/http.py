@@ -1,7 +1,5 @@
 """HTTP with a model server: JSON objects, streams of server-sent events, and errors in sentences."""
 
-from __future__ import annotations
-
 import http
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager

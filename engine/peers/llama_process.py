@@ -1,7 +1,5 @@
 """llama.cpp's llama-server as a child process: finding the program, starting it on a socket, explaining its end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

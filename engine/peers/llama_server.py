@@ -4,8 +4,6 @@ It gets token ids from our tokenizer and chat template, so that only the computa
 its raw counts and times by the same formulas as ours (`engine.events`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -4,8 +4,6 @@ The protocol: https://platform.openai.com/docs/api-reference/chat. Servers add t
 the reasoning field, and more sampling options for the servers in EXTRA_OPTIONS.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncGenerator
 from typing import Any

@@ -5,8 +5,6 @@ Each section below names its header. All fields have fixed widths, so the layout
 compare it with a table that a C compiler made from these headers.
 """
 
-from __future__ import annotations
-
 import ctypes
 from ctypes import Structure, sizeof
 from ctypes import c_int16 as s16

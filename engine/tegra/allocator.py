@@ -1,7 +1,5 @@
 """tinygrad's allocator on shared memory: every buffer has an address for the CPU too, and copies are memmove."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -5,8 +5,6 @@ subclass does not imitate a desktop driver's resource manager. What NVDevice ask
 calls here; queues, programs and launch descriptors, which need no driver, are tinygrad's.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import time

@@ -1,7 +1,5 @@
 """The drivers' errors, in sentences that say what to do."""
 
-from __future__ import annotations
-
 import errno
 import os
 

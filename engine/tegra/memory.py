@@ -14,8 +14,6 @@ The width of the windows on this chip is not documented. 4 GiB is the width of H
 largest that fits between the two. No board has shown yet that nvgpu accepts this range together with these windows.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Why the GPU stopped, by its driver: the channel's error notifier and the states of the multiprocessors."""
 
-from __future__ import annotations
-
 from engine.tegra import abi, driver
 from engine.tegra.driver import Channel, Nvmap, Tsg
 from engine.tegra.errors import DriverError

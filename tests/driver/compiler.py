@@ -8,8 +8,10 @@ that tinygrad's loader looks at; the code stands where a GPU's would, and is fet
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
+import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -21,6 +23,7 @@ from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 from tinygrad.runtime.support.elf import elf_loader, jit_loader
 
 from engine.devices.clang import find_clang, zig_clang
+from tests.paths import ROOT
 
 PARAMETERS = 0x160  # where they begin in the constant bank, on compute capability 8
 RESERVED_SHARED = 1024  # bytes of shared memory that belong to the system there
@@ -142,6 +145,20 @@ def compiler() -> str | None:
             if version and int(version[1]) >= 15:
                 return found
     return None
+
+
+def keeping_kernels(**variables: str) -> dict[str, str]:
+    """The environment of a process with these `variables`, in which compiled kernels stay for the next run. The name of
+    their folder follows from what compiles, loads and proves them; `engine.disk_cache` tells kernels, and versions of
+    tinygrad, apart. It tells the compiler of CPUs apart by its path too, which is another one in each run."""
+    digest = hashlib.sha256(subprocess.run([compiler() or "true", "--version"], capture_output=True).stdout)
+    for file in [*sorted(_PRELUDE.parent.glob("*.[ph]*")), ROOT / "tests/kernels/gpu/alignment.py"]:
+        digest.update(file.read_bytes())
+    folder = ROOT / "build/test-kernels" / digest.hexdigest()
+    for other in set(folder.parent.glob("*")) - {folder}:
+        shutil.rmtree(other, ignore_errors=True)
+    inherited = {name: value for name, value in os.environ.items() if name != "CC"}
+    return inherited | {"XDG_CACHE_HOME": str(folder), **variables}
 
 
 def _cubin(name: str, code: tuple[bytes, int], constant_end: int, shared_bytes: int) -> bytes:

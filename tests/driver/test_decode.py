@@ -10,6 +10,7 @@ import pytest
 
 from engine.tegra import abi
 from tests import generated_model
+from tests.driver.compiler import keeping_kernels
 from tests.paths import ROOT
 from tests.reference import Reference
 from tests.thorough import thorough
@@ -39,7 +40,7 @@ def wanted(model):
 @pytest.mark.parametrize("kernels", ["fused", pytest.param("graph", marks=thorough)])
 def test_the_same_tokens_as_in_float32(model, wanted, kernels):
     command = [sys.executable, "-m", "tests.driver.decode", "NV", kernels, model, N_TOKENS, *PROMPT]
-    environment = os.environ | {"DEV": "NV", "PYTHONPATH": str(ROOT)}
+    environment = keeping_kernels(DEV="NV", PYTHONPATH=str(ROOT))
     run = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])

@@ -1,7 +1,5 @@
 """The guide's tokenizer: byte-level BPE that splits words as Qwen2's does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import tokenizers

@@ -1,7 +1,5 @@
 """Draws random conversations with the guide: questions, follow-up questions, small talk, questions it declines."""
 
-from __future__ import annotations
-
 import random
 import string
 from collections.abc import Collection, Mapping, Sequence

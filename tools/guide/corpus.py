@@ -8,8 +8,6 @@ to ask, write a smaller refresher. Training on it takes less than an hour on a C
     python -m tools.guide.corpus build/refresher --conversations 5000 --singles 40000 --tokenizer tokenizer.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -5,8 +5,6 @@ python -m tools.guide.evaluate [--model FILE] [--questions development] [--backe
 report.md holds what this prints for the built-in model.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

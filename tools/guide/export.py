@@ -5,8 +5,6 @@ python -m tools.guide.export unpack presets/orin-guide.gguf out    GGUF file -> 
 python -m tools.guide.export convert presets/orin-guide.gguf guide-q4_k.gguf --quant Q4_K
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 They come from the TOML files in knowledge/ and from the program's own tables (`sources`).
 """
 
-from __future__ import annotations
-
 import random
 import re
 import tomllib

@@ -5,8 +5,6 @@ taken. The layouts are block_q4_K and block_q6_K in ggml/src/ggml-common.h of ll
 dequantize_row_q4_K and dequantize_row_q6_K in ggml/src/ggml-quants.c.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -8,8 +8,6 @@ nobody looks at the first. A line is
 under a [topic]. The answer to the last question is judged: it must contain each fact, in one of its forms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

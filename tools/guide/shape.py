@@ -1,7 +1,5 @@
 """The size of orin-guide."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

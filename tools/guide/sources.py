@@ -4,8 +4,6 @@ They are read from the tables that make the help, so the guide says the same as 
 was trained to say (`snapshot`), and a test compares this with the current tables.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping

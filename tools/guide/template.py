@@ -1,7 +1,5 @@
 """Turns a conversation into one text: the chat template in the guide's file, and the same in Python."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Writes a question in many ways: expands patterns at random, and adds the noise of real typing."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Collection, Mapping, Sequence

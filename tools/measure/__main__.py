@@ -3,8 +3,6 @@
 `python -m tools.measure NAME --help` says what a measurement does. docs/measuring.md lists them.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib import import_module

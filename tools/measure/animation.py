@@ -3,8 +3,6 @@
 A row that stays as it is for several frames is drawn once, and shown for as long as that is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape

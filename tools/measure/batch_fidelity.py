@@ -9,8 +9,6 @@ the control: the same runner, whose prompt came in smaller chunks. Experts are c
 choose another one, in the control too.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A chat with the real engine that is driven by keys, for pictures of it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -7,8 +7,6 @@ Kullback-Leibler divergence of the next token's probabilities, in nats: the mean
 same for the control, the float16 cache whose prompt came in smaller chunks.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path

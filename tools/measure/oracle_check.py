@@ -6,8 +6,6 @@ A BACKEND is `reference` (numpy), `cpu`, `graph` or `fused`. DEV chooses the dev
 runs on the CPU and fused on CUDA.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

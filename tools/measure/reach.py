@@ -8,8 +8,6 @@ process that draws, the rate that the screen shows of the one asked for, millise
 from Esc to the reply's end. Then how long chats open and scroll.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import itertools

@@ -7,8 +7,6 @@ What the dashboard says at each stage is printed too. Settings, history and what
 FOLDER/home, so that a run starts as on a new machine; kernels in the caches are used.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import time

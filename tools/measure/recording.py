@@ -7,8 +7,6 @@ F10 has llama.cpp answer beside. The engine, its speed and every figure are this
 changes are cut to a second.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile

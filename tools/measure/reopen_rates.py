@@ -5,8 +5,6 @@
 The time is from the request to its first token; loading the model comes before. XDG_CACHE_HOME says where the disk is.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

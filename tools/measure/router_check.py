@@ -12,8 +12,6 @@ For each prompt it prints how many choices there are, and
 - given: the same if the engine is given the reference's choices (CPU only).
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ The screen is the real one; what the engine says comes from a script, so that th
 and figures on every machine. With --model the real engine answers on this machine, and every figure is its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import tempfile

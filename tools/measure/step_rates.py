@@ -8,8 +8,6 @@ both KV caches. `--starts N` also times a one-shot as a whole process, first wit
 kept. What is printed is Markdown.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

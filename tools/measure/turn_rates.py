@@ -7,8 +7,6 @@ checkpoint before that place, so it may compute more: it belongs beside a model 
 size. The time includes the chat template and the tokenizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

@@ -16,7 +16,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, add, even_share
 from engine.kernels.cpu.step_state import TILES, n_tokens
 from engine.kernels.cpu.weight_layout import PAIRS, UNIT, WeightLayout
@@ -122,7 +122,7 @@ class Quantization:
 
 
 @functools.cache
-def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> Kernel:
+def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> KernelFunction:
     """Buffers: the outputs in their order; the number of units in a row, int32 (1,); the state if tile is more than 1
     or with `rows`; the number of the row of each token, int32 (tokens,), if gathered; the rows, float32 (tokens, cols);
     the other rows if gated, or the norm's weight, float32 (cols,), if normed."""
@@ -167,7 +167,7 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
 
 
 @functools.cache
-def add_normed(eps: float, lanes: int, tile: int, added: bool = True, scaled: bool = False) -> Kernel:
+def add_normed(eps: float, lanes: int, tile: int, added: bool = True, scaled: bool = False) -> KernelFunction:
     """out += RMS-normed rows * weight; if it is not `added`, = instead of +=. If it is `scaled`, out is multiplied by a
     number at last. The threads share the tokens. Buffers: out, float32 (tokens, cols); the number of units in a row,
     int32 (1,); the state if tile is more than 1; the rows, float32 (tokens, cols); the weight, float32 (cols,); the
@@ -195,7 +195,7 @@ def add_normed(eps: float, lanes: int, tile: int, added: bool = True, scaled: bo
 
 
 @functools.cache
-def cap(limit: float, lanes: int) -> Kernel:
+def cap(limit: float, lanes: int) -> KernelFunction:
     """x = limit * tanh(x / limit). Buffers: x, float32 (vectors * lanes,); the number of vectors, int32 (1,)."""
 
     def kernel(part: UOp, parts: UOp, x: UOp, count: UOp) -> UOp:

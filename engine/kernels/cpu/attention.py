@@ -19,7 +19,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
 from engine.formats.kv_format import QUANT_BLOCK
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu.kernel_builder import F32, Index, KernelBuilder
 from engine.kernels.cpu.rope import Heads
 from engine.kernels.cpu.step_state import n_tokens, position_of, sequence_of
@@ -70,7 +70,7 @@ def mask(lanes: int) -> NDArray[np.float32]:
 
 
 @functools.cache
-def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> Kernel:
+def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> KernelFunction:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the layer's cache
     (`Heads.cached`); the tables of the sequences, int32 (sequences, heads.table); the state, unless there are `rows`;
     the tokens' places; the queries of `engine.kernels.cpu.rope.rotate`; `mask`; the sinks, float32 (query,), if there

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu.activations import sigmoid, sum_of_squares
 from engine.kernels.cpu.kernel_builder import F32, Index, KernelBuilder, add, even_share
 from engine.kernels.cpu.step_state import TOKENS, sequence_of
@@ -69,7 +69,7 @@ class DeltaNet:
 
 
 @functools.cache
-def convolve(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
+def convolve(net: DeltaNet, tile: int, rows: bool = False) -> KernelFunction:
     """The convolution, SiLU, and the norms of queries and keys; queries are multiplied by size ** -0.5. beta becomes
     sigmoid(beta), and alpha exp(decay * softplus(alpha + bias)). Buffers: queries, keys and values, float32 (tokens,
     channels), and beta and alpha, float32 (tokens, 2, gates), both changed in place; the layer's inputs; the state if
@@ -130,7 +130,7 @@ def convolve(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
 
 
 @functools.cache
-def delta_net(net: DeltaNet, tile: int, rows: bool = False) -> Kernel:
+def delta_net(net: DeltaNet, tile: int, rows: bool = False) -> KernelFunction:
     """For each token S *= decay; S += k (beta * (v - S^T k))^T; out = norm(S^T q) * weight, of each value head.
     Buffers: out, float32 (tokens, values * size); the layer's states; the state if tile is more than 1; the tokens'
     places; what `convolve` has made of queries, keys and values, and of beta and alpha; the weight of the norm, float32

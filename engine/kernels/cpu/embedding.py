@@ -7,7 +7,7 @@ import functools
 from tinygrad import UOp, dtypes
 
 from engine.formats.quantization import QUANTIZED, Format
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu.file_block import FileBlock
 from engine.kernels.cpu.kernel_builder import (
     F16,
@@ -26,7 +26,7 @@ from engine.kernels.cpu.weight_layout import UNIT, WeightLayout, as_float, bent_
 
 
 @functools.cache
-def embed(layout: WeightLayout, tile: int, scale: float = 1.0) -> Kernel:
+def embed(layout: WeightLayout, tile: int, scale: float = 1.0) -> KernelFunction:
     """The rows times `scale`. Buffers: out, float32 (tokens, cols); the matrix's rows and its blocks in a row, int32
     (2,); the state if tile is more than 1; the tokens, int32; the matrix's stream. Tokens outside the vocabulary are
     clamped."""
@@ -49,7 +49,7 @@ def embed(layout: WeightLayout, tile: int, scale: float = 1.0) -> Kernel:
 
 
 @functools.cache
-def embed_from_file(ggml_type: int, lanes: int, tile: int, scale: float = 1.0) -> Kernel:
+def embed_from_file(ggml_type: int, lanes: int, tile: int, scale: float = 1.0) -> KernelFunction:
     """As `embed`, of a matrix as the file holds it: its last buffer is the file's bytes, or its floats."""
     format = QUANTIZED.get(ggml_type)
     columns = format.block if format else 1

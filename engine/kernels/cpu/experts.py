@@ -15,7 +15,7 @@ import functools
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu.activations import Activations, buffer_names, sigmoid
 from engine.kernels.cpu.kernel_builder import F32, I32, Index, KernelBuilder, add, even_share
 from engine.kernels.cpu.product import (
@@ -50,7 +50,7 @@ def max_tiles(tokens: int, used: int, experts: int, tile: int) -> int:
 @functools.cache
 def choose_experts(
     experts: int, used: int, least: float | None, lanes: int, tile: int, scaled: bool = False
-) -> Kernel:
+) -> KernelFunction:
     """The `used` experts of the largest logits, of equal ones the first, and their probabilities, a softmax of all
     logits. With `least` these are divided by their sum, or by `least` if that is larger. Buffers: the experts, int32
     (tokens, used); their probabilities, float32 (tokens, used); the state if tile is more than 1, else how often each
@@ -103,7 +103,7 @@ def choose_experts(
 
 
 @functools.cache
-def group_experts(experts: int, used: int, tile: int) -> Kernel:
+def group_experts(experts: int, used: int, tile: int) -> KernelFunction:
     """Orders the pairs of a token and an expert that it takes by expert, in one part: an expert's pairs are
     neighbouring places, from a multiple of `tile` on. Buffers, n being `max_tiles`: the expert of each tile, int32
     (n,); the token at each place, int32 (n * tile,), 0 where there is none; the place of each pair, int32 (tokens,
@@ -142,7 +142,7 @@ def group_experts(experts: int, used: int, tile: int) -> Kernel:
 
 
 @functools.cache
-def expert_product(layout: WeightLayout, tile: int, span: int = 1, shared: bool = False) -> Kernel:
+def expert_product(layout: WeightLayout, tile: int, span: int = 1, shared: bool = False) -> KernelFunction:
     """out = activations of each tile @ the matrix of its expert.T + the expert's bias. Buffers: out, float32 (tiles,
     tile, rows); the sizes (`expert_shape`); a state with the number of tiles; the expert of each tile, int32 (tiles,);
     the activations (`buffer_names`), of the first tile alone if all `shared` them; the biases, float32 (experts, rows),
@@ -190,7 +190,7 @@ def expert_product(layout: WeightLayout, tile: int, span: int = 1, shared: bool 
 
 
 @functools.cache
-def add_experts(used: int, added: bool, lanes: int, tile: int, shared: bool = False) -> Kernel:
+def add_experts(used: int, added: bool, lanes: int, tile: int, shared: bool = False) -> KernelFunction:
     """out = the sum of the results of a token's experts, each times its probability. With `added` it is added to what
     out holds. Buffers: out, float32 (tokens, cols); the number of units in a row, int32 (1,); if tile is more than 1
     the state of the step and the place of each result, int32 (tokens, used); the probabilities, float32 (tokens, used);

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tinygrad import Tensor, UOp
 from tinygrad.engine.realize import get_runtime
 
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.thread_pool import KernelTypes, ThreadPool
 
@@ -19,9 +19,9 @@ class KernelSequence:
 
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
-        self._added: list[tuple[Kernel, tuple[Tensor, ...], int, bool]] = []
+        self._added: list[tuple[KernelFunction, tuple[Tensor, ...], int, bool]] = []
 
-    def add(self, kernel: Kernel, *buffers: Tensor, parts: int = 0, concurrent: bool = False) -> None:
+    def add(self, kernel: KernelFunction, *buffers: Tensor, parts: int = 0, concurrent: bool = False) -> None:
         """`kernel` is called with the number of the part to compute, the number of parts, and a placeholder for each
         buffer, which may be of any size; the same function always means the same kernel. The buffers come from
         `memory`, and the kernel uses every one of them. `parts` may run in any order; the default is one for each

@@ -7,14 +7,14 @@ from math import gcd
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu.activations import gated, sum_of_squares
 from engine.kernels.cpu.kernel_builder import KernelBuilder, even_share
 from engine.kernels.cpu.step_state import n_tokens
 
 
 @functools.cache
-def gate_embeddings(size: int, layers: int, dim: int, eps: float, lanes: int, tile: int) -> Kernel:
+def gate_embeddings(size: int, layers: int, dim: int, eps: float, lanes: int, tile: int) -> KernelFunction:
     """gelu(gate) * the embedding of a layer, of `size` elements. The threads share the tokens. Buffers: out, float32
     (tokens, size); the layer's number, int32 (1,); the state if tile is more than 1; the gates, float32 (tokens, size);
     the projection of the tokens' embeddings of `dim` elements, float32 (tokens, layers * size); the norm's weight,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tinygrad import UOp
 
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu.activations import Activations, buffer_names
 from engine.kernels.cpu.kernel_builder import F32, I16, I32, Index, KernelBuilder, add, even_share
 from engine.kernels.cpu.step_state import TILES
@@ -45,7 +45,7 @@ def span_of(cols: int) -> int:
 
 
 @functools.cache
-def product(layout: WeightLayout, tile: int, span: int = 1, biased: bool = False) -> Kernel:
+def product(layout: WeightLayout, tile: int, span: int = 1, biased: bool = False) -> KernelFunction:
     """out = activations @ matrix.T + added, where `added` is a residual stream, a bias or zeros. Buffers: out, float32
     (tokens, out_rows); the sizes (`shape_of`); the state if tile is more than 1; the activations (`buffer_names`); what
     is added, float32 (tokens or 1, out_rows); a bias that is added too if `biased`, float32 (out_rows,); the matrix's

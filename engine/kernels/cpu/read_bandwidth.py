@@ -8,7 +8,7 @@ import time
 from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import KernelBuilder, add, even_share, register_lanes
 from engine.kernels.cpu.kernel_sequence import KernelSequence
@@ -42,7 +42,7 @@ def read_gbps(n_bytes: int, rounds: int) -> float:
 
 
 @functools.cache
-def _sum(lanes: int) -> Kernel:
+def _sum(lanes: int) -> KernelFunction:
     """Buffers: sums, float32 (parts,); the section's start and size in steps of `_STREAMS` vectors, int32 (2,); the
     numbers, float32."""
 

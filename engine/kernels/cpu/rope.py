@@ -13,7 +13,7 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
 from engine.formats.kv_format import QUANT_BLOCK
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu.activations import sum_of_squares
 from engine.kernels.cpu.kernel_builder import F16, F32, I8, I32, Index, KernelBuilder, even_share
 from engine.kernels.cpu.step_state import n_tokens, position_of, sequence_of
@@ -93,7 +93,7 @@ class Heads:
 
 
 @functools.cache
-def rotate(heads: Heads, tile: int) -> Kernel:
+def rotate(heads: Heads, tile: int) -> KernelFunction:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
     (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`) and the tables of the sequences,
     int32 (sequences, heads.table), if it stores something; the state if tile is more than 1; the tokens' places; the

@@ -24,7 +24,7 @@ from tinygrad.uop.ops import KernelInfo, Ops
 
 from engine.devices.cpus import worker_cpus
 from engine.fixes import cpu_vectors
-from engine.kernels.compilation import Kernel, compile_calls, program_or_graph
+from engine.kernels.compilation import KernelFunction, compile_calls, program_or_graph
 from engine.kernels.cpu.thread_program import (
     BUFFERS,
     CALL_WORDS,
@@ -40,7 +40,7 @@ from engine.kernels.cpu.thread_program import (
     thread_program,
 )
 
-KernelTypes = tuple[Kernel, tuple[DType, ...]]
+KernelTypes = tuple[KernelFunction, tuple[DType, ...]]
 """A kernel's function, and the types of its buffers."""
 
 MAX_PARTS = 1 << 15
@@ -156,7 +156,7 @@ def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _graph(kernel: Kernel, types: tuple[DType, ...]) -> UOp:
+def _graph(kernel: KernelFunction, types: tuple[DType, ...]) -> UOp:
     buffers = (UOp.placeholder((_ANY_SIZE,), dtype, slot=i + 2) for i, dtype in enumerate(types))
     return kernel(*part_arguments(), *buffers)
 

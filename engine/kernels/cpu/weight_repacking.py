@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.formats.quantization import Format, Planes
-from engine.kernels.compilation import Kernel
+from engine.kernels.compilation import KernelFunction
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.file_block import FileBlock
 from engine.kernels.cpu.kernel_builder import U16, Index, KernelBuilder, even_share, shift_left, shift_right
@@ -46,7 +46,7 @@ def repack(
 
 
 @functools.cache
-def _kernel(layout: WeightLayout) -> Kernel:
+def _kernel(layout: WeightLayout) -> KernelFunction:
     """Buffers: the stream; the file's bytes, uint8 (values of the file's type for floats); the source of each row,
     int32; the blocks in a row and the groups of rows, int32 (2,)."""
     lanes, format = layout.lanes, layout.format

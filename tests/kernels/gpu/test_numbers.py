@@ -5,18 +5,15 @@ the others as barriers allow; every load and store is checked. Where there is no
 runs them. `alignment` proves of each kernel that its vector loads and stores are aligned.
 """
 
-import hashlib
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.driver.compiler import compiler
+from tests.driver.compiler import compiler, keeping_kernels
 from tests.paths import ROOT
 from tests.thorough import THOROUGH, thorough
 
@@ -27,10 +24,14 @@ CHECKS = {
 }
 """The functions to run, and their modules."""
 
-LONG = {  # which take a minute each: other checks run the same kernels, in fewer steps of fewer models
+LONG = {  # other checks run the same kernels, in fewer steps of fewer models, or in fewer shapes
     "check_chunks_leave_the_same_state",
+    "check_few_columns_divided",
     "check_head_sizes",
+    "check_norms_over_all_heads",
+    "check_profile_of_a_prompt",
     "check_profile_of_experts",
+    "check_rows_of_what_is_stored",
     "check_rows_side_by_side",
     "check_rows_with_delta_nets_and_gated_attention",
     "check_rows_with_embeddings_and_shared_caches",
@@ -38,19 +39,6 @@ LONG = {  # which take a minute each: other checks run the same kernels, in fewe
     "check_rows_with_windows_and_norms_after",
 }
 SELECTED = [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]
-
-
-def kept_kernels() -> Path:
-    """The folder in which compiled kernels stay for the next run. Its name follows from what compiles, loads and proves
-    them; `engine.disk_cache` tells kernels, and versions of tinygrad, apart."""
-    version = subprocess.run([compiler() or "true", "--version"], capture_output=True).stdout
-    digest = hashlib.sha256(version)
-    for file in [*sorted(ROOT.glob("tests/driver/*.[ph]*")), Path(__file__).with_name("alignment.py")]:
-        digest.update(file.read_bytes())
-    folder = ROOT / "build/test-kernels" / digest.hexdigest()
-    for other in set(folder.parent.glob("*")) - {folder}:
-        shutil.rmtree(other, ignore_errors=True)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +49,7 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     device = "TEGRA+NV" if compiler() else "PYTHON::sm_90"
     checks = [f"{CHECKS[name]}.{name}" for name in selected if THOROUGH or name not in LONG]
     command = [sys.executable, "-m", "tests.kernels.gpu.run_checks", *checks]
-    env = os.environ | {"DEV": device, "PARALLEL": "0", "XDG_CACHE_HOME": str(kept_kernels())}
+    env = keeping_kernels(DEV=device, PARALLEL="0")
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr[-3000:]
