@@ -38,7 +38,6 @@ LONGEST = (
     "kernels/gpu/test_numbers.py",
     "model/lower/test_graph.py",
     "driver/test_decode.py",
-    "model/test_cpu_batch_runner.py",
     "model/test_llama_cpp.py",
     "kernels/cpu/test_attention.py",
     "kernels/cpu/test_product.py",
