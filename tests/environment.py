@@ -48,8 +48,3 @@ def leave() -> None:
     """Deletes the folder, if this process has made it. Others, such as pytest run by a test, only inherit it."""
     if os.environ[_OWNER] == str(os.getpid()):
         shutil.rmtree(os.environ[_FOLDER], ignore_errors=True)
-
-
-def kernel_cache() -> Path:
-    """The compiled kernels of this run of tests: `engine.disk_cache` keeps them here unless a test says otherwise."""
-    return Path(os.environ[_FOLDER], ".cache/orin-chat/kernels")

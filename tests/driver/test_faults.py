@@ -74,15 +74,6 @@ def failing(index, number):
     return name, outcome
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_collect():
-    """What is there already (all of tinygrad) is not looked through after each life."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # an unmapping fails in a finalizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import os
 import random
@@ -14,16 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests import synthetic
 from tests.paths import ROOT
 from tests.soak.counts import Counts
+from tests.soak.tides import ANSWERS, TEXT, TOKENS, until, whole
 
-TOKENS = 60
-TEXT = "The water rises twice a day, as {prompt} says, and falls as often. "
-LIMIT_S = 30.0
 SIZE = "24m"
 
 
@@ -56,10 +52,10 @@ def _chat(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     ) as program:  # fmt: skip
         disk = Path(f"/proc/{program.pid}/root{folder}")
         try:
-            _until(lambda: (disk / "disk").exists() or program.poll() is not None, "no disk of its own")
+            until(lambda: (disk / "disk").exists() or program.poll() is not None, "no disk of its own")
             assert program.stdin
             program.stdin.write("Hello\n")
-            _until(lambda: _is_saved(disk, "Hello"), "no chat")
+            until(lambda: _is_saved(disk, "Hello"), "no chat")
             yield program, disk
         finally:
             program.kill()
@@ -83,36 +79,20 @@ def _suffer(program: subprocess.Popen[str], disk: Path, prompt: str, choose: ran
     started = time.monotonic()
     program.stdin.write(f"{prompts[2]}\n")  # the line mode does nothing while it waits for a prompt
     for each in prompts:
-        _until(functools.partial(_is_saved, disk, each), f"not in the history: {each.removeprefix(prompt)}")
+        until(functools.partial(_is_saved, disk, each), f"not in the history: {each.removeprefix(prompt)}")
     return (time.monotonic() - started) * 1e3
 
 
 def _is_saved(disk: Path, prompt: str) -> bool:
-    return _whole(prompt) in _answers(disk, prompt)
-
-
-def _whole(prompt: str) -> str:
-    pieces = synthetic._pieces(TEXT.replace("{prompt}", prompt))
-    return "".join(itertools.islice(itertools.cycle(pieces), TOKENS)).strip()
+    return whole(prompt).strip() in _answers(disk, prompt)
 
 
 def _answers(disk: Path, prompt: str) -> list[str]:
-    answer = """SELECT reply.content FROM messages AS prompt JOIN messages AS reply ON reply.id =
-        (SELECT min(id) FROM messages WHERE chat_id = prompt.chat_id AND id > prompt.id)
-        WHERE prompt.content = ? AND reply.role = 'assistant'"""
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, sqlite3.DatabaseError):
         for path in disk.rglob(
             "history.sqlite3*"
         ):  # SQLite opens no file in the namespace of another process
             shutil.copy(path, folder)
         with contextlib.closing(sqlite3.connect(Path(folder, "history.sqlite3"))) as database:
-            return [str(content).strip() for (content,) in database.execute(answer, [prompt])]
+            return [str(content).strip() for (content,) in database.execute(ANSWERS, [prompt])]
     return []  # the files are not there, or being changed
-
-
-def _until(holds: Callable[[], bool], problem: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise RuntimeError(problem)
-        time.sleep(0.02)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import signal
@@ -21,13 +20,17 @@ from app.serve.service import ModelFile, Service
 from engine.client import LocalEngine
 from tests import generated_model, synthetic
 from tests.paths import ROOT
+from tests.soak import engine_faults
 from tests.soak.counts import Counts
+from tests.soak.tides import ANSWERS, TEXT, TOKENS, whole
 
-TOKENS = 60
-TEXT = "The water rises twice a day, as {prompt} says, and falls as often. "
 PATIENCE_S, DEAF_S, START_S, LIMIT_S = 3.0, 0.3, 20.0, 120.0
-OF_ENGINE = {"killed": signal.SIGKILL, "crashed": signal.SIGSEGV, "frozen": signal.SIGSTOP}
-FAULTS = [*(f"engine {fault}" for fault in OF_ENGINE), "one program killed", "one reply stopped", "none"]
+FAULTS = [
+    *(f"engine {fault}" for fault in engine_faults.FAULTS),
+    "one program killed",
+    "one reply stopped",
+    "none",
+]
 
 
 def run(tries: int, number: int = 0) -> Counts:
@@ -76,7 +79,7 @@ async def _suffer(
     of, _, how = fault.partition(" ")
     if of == "engine" and engine.pid:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(engine.pid, OF_ENGINE[how])
+            os.kill(engine.pid, engine_faults.FAULTS[how])
     elif fault == "one program killed":
         await victim.end()
     elif fault == "one reply stopped":
@@ -88,12 +91,10 @@ async def _suffer(
 
 async def _answered(program: _Program, prompt: str) -> None:
     """Waits for the whole answer; a user who has waited long stops the reply and asks again."""
-    pieces = synthetic._pieces(TEXT.replace("{prompt}", prompt))
-    whole = "".join(itertools.islice(itertools.cycle(pieces), TOKENS)).strip()
     for _ in range(5):
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and program.is_alive:
-            if program.answer_to(prompt) == whole:
+            if program.answer_to(prompt) == whole(prompt).strip():
                 return
             await asyncio.sleep(0.01)
         await program.stop()
@@ -147,10 +148,7 @@ class _Program:
 
     def answer_to(self, prompt: str) -> str:
         """The last one in the history, whole or not, of the chats in which the prompt was sent last."""
-        answer = """SELECT reply.content FROM messages AS prompt JOIN messages AS reply ON reply.id =
-            (SELECT min(id) FROM messages WHERE chat_id = prompt.chat_id AND id > prompt.id)
-            WHERE prompt.content = ? AND reply.role = 'assistant' ORDER BY reply.id DESC LIMIT 1"""
-        rows = self._rows(answer, prompt)
+        rows = self._rows(ANSWERS, prompt)
         return str(rows[0][0]).strip() if rows else ""
 
     def _times_sent(self, prompt: str) -> int:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import signal
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from tests import synthetic
 from tests.soak.counts import Counts
+from tests.soak.tides import LIMIT_S, TEXT, TOKENS, until, whole
 from tools.measure.reach import Terminal
 
-TOKENS = 60
-TEXT = "The water rises twice a day, as {prompt} says, and falls as often. "
-LIMIT_S = 30.0
 FAULTS = {
     "program suspended": (signal.SIGTSTP, False),
     "program stopped": (signal.SIGSTOP, False),
@@ -68,21 +63,19 @@ def _suffer(
     program = terminal.process.pid
     [engine, *_] = _children(program)
     terminal.type(f"{prompt}\r")
-    _until(lambda: prompt in _messages(terminal.home), "the prompt is not sent")
+    until(lambda: prompt in _messages(terminal.home), "the prompt is not sent")
     time.sleep(choose.uniform(0, 0.2))
     process, terminal.seen = engine if is_engine else program, ""
     os.kill(process, fault)
     if fault != signal.SIGCONT:
-        _until(lambda: _state(process) == "T", "it is not suspended")
+        until(lambda: _state(process) == "T", "it is not suspended")
         time.sleep(choose.uniform(0, 0.1))
         os.kill(process, signal.SIGCONT)
     continued = time.monotonic()
     if not is_engine:
-        _until(lambda: "\x1b[?1049h" in terminal.seen, "the screen is not drawn anew")
-        _until(lambda: not terminal.translates_enter(), "the terminal is not set up again")
-    pieces = synthetic._pieces(TEXT.replace("{prompt}", prompt))
-    whole = "".join(itertools.islice(itertools.cycle(pieces), TOKENS))
-    _until(lambda: _messages(terminal.home)[-1] == whole, "the reply is not complete")
+        until(lambda: "\x1b[?1049h" in terminal.seen, "the screen is not drawn anew")
+        until(lambda: not terminal.translates_enter(), "the terminal is not set up again")
+    until(lambda: _messages(terminal.home)[-1] == whole(prompt), "the reply is not complete")
     return (time.monotonic() - continued) * 1e3
 
 
@@ -100,11 +93,3 @@ def _messages(home: Path) -> list[str]:
     last = "SELECT content FROM messages WHERE finished ORDER BY id DESC LIMIT 2"
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         return [str(content) for (content,) in database.execute(last)][::-1]
-
-
-def _until(holds: Callable[[], bool], problem: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError(problem)
-        time.sleep(0.005)
