@@ -91,7 +91,6 @@ class FusedRunner:
         ]
         self.kv_groups = tuple(KVGroup(w or None, a.heads.pool) for w, a in by_window.items())
         self._copied = device_zeros(2, dtypes.int32)
-        self._copies = [self._copy_sequence(window) for window in by_window]
         self._states = states = DeviceStates(model.deltas, parallel)
         self.state_slots, self.state_bytes = states.state_slots, states.state_bytes
         self.state_position, self.save_state = states.state_position, states.save_state
@@ -123,7 +122,7 @@ class FusedRunner:
         sequences += [steps.kernels(n, steps.limits(n)[0], "penalized") for n in self.row_counts]
         if not self._is_early:
             sequences += [self._prefill.step(size) for size in self.chunk_sizes]
-        sequences += [*self._copies, *self._states.kernels()]
+        sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
         return [*map(repacking_kernels, self._model.piece_specs), *(s.linear for s in sequences)]
 
     def _capture_while(self, filling: Future[None]) -> None:
@@ -164,7 +163,7 @@ class FusedRunner:
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         overwrite(self._copied, np.asarray([source, target], np.int32))
-        self._launch(("copy", group, 0), lambda: self._copies[group])
+        self._launch(("copy", group, 0), lambda: self._copy_sequence(self._windows[group]))
 
     def _copy_sequence(self, window: int) -> KernelSequence:
         """Copies a block in all layers of a window."""
