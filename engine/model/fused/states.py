@@ -13,7 +13,7 @@ from engine.kernels.gpu.delta_net import copy_state
 from engine.kernels.gpu.device_memory import device_zeros, overwrite, read_rows
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.model.checkpoints import checkpoint_slots
-from engine.model.lower.gpu_layers import DeltaNet
+from engine.model.lower.gpu.delta_net import DeltaNet
 
 
 class DeviceStates:

@@ -8,7 +8,6 @@ from tinygrad import Tensor
 
 from engine.measure.kernel_roles import BufferUse
 from engine.model.buffer_uses import BufferUses
-from engine.model.lower.gpu_layers import Attention, DeltaNet, Embedded, FeedForward, Mix, Mixture, SideBySide
 from engine.model.lower.gpu_weights import GPUModel
 from engine.model.lower.prescales import Prescales
 
@@ -28,41 +27,9 @@ def uses_of(
     uses.add(BufferUse("attention", "token", context), *tables, model.temperature)
     uses.add(BufferUse("attention"), *attention_parts)
     uses.add(BufferUse("norm"), *prescales.norms.values())
-    if tables_of_layers := model.layer_tables:
-        table = BufferUse("embedding", "token", model.spec.vocab)
-        uses.add(table, *tables_of_layers.table.planes)
-        uses.add(BufferUse("embedding"), *tables_of_layers.projection.planes)
+    if model.layer_tables:
+        model.layer_tables.roles(uses)
     for layer in model.layers:
         uses.add(BufferUse("norm"), layer.post_norm, layer.scale)
-        _add(uses, layer.mix)
+        layer.handler.roles(uses)
     return uses
-
-
-def _add(uses: BufferUses, mix: Mix) -> None:
-    """Adds those of a layer."""
-    match mix:
-        case Attention() as a:
-            uses.add(BufferUse("QKV projection"), a.bias, *a.qkv.planes)
-            cache = BufferUse("attention", "context", a.heads.slots, a.heads.window)
-            uses.add(cache, *a.cache)
-            uses.add(BufferUse("attention"), a.tables)
-            uses.add(BufferUse("attention output"), *a.o.planes)
-        case DeltaNet() as d:
-            uses.add(BufferUse("QKV projection"), *d.inputs.planes)
-            uses.add(BufferUse("delta net"), d.memory, *d.vectors.values())
-            uses.add(BufferUse("attention output"), *d.out.planes)
-        case FeedForward() as f:
-            uses.add(BufferUse("FFN gate+up"), *f.gate_up.planes)
-            uses.add(BufferUse("FFN down"), *f.down.planes)
-        case Mixture() as m:
-            router = m.router_rows, m.router_bias, m.choices, m.scales, *m.router.planes
-            uses.add(BufferUse("router"), *router)
-            gate_up, down = [m.gate_up_bias, *m.gate_up.planes], [m.down_bias, *m.down.planes]
-            uses.add_experts(m.part, m.part.used, gate_up, down)
-        case SideBySide() as both:
-            uses.add(BufferUse("norm"), both.dense_post_norm, both.experts_post_norm)
-            _add(uses, both.dense)
-            _add(uses, both.experts)
-        case Embedded() as e:
-            uses.add(BufferUse("FFN gate+up"), *e.gate.planes)
-            uses.add(BufferUse("FFN down"), *e.proj.planes)

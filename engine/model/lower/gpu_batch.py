@@ -1,9 +1,6 @@
 """The kernels of a decode step of several sequences at once on a GPU:
 
-    embed . for attention: norm . qkv . attention . o
-            for a delta net: norm . inputs . delta net . out
-            for a feed-forward layer: norm . gate+up . down
-            for experts: as in prefill     . norm . head . next tokens
+    embed . those of the sublayers' handlers . norm . head . next tokens
 
 Its rows are the tokens of different sequences, a small prompt whose products are bound by memory as in decode
 (`engine.kernels.gpu.few_columns`). Attention is decode's, of each row over the blocks of its own sequence. What lies
@@ -17,23 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from engine.kernels.gpu.decode_block import combine
-from engine.kernels.gpu.delta_decode import delta_decode
-from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.device_memory import device_zeros, overwrite
-from engine.kernels.gpu.few_columns import (
-    as_logits,
-    n_blocks,
-    stored,
-)
-from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, rows_split
+from engine.kernels.gpu.few_columns import as_logits, n_blocks
 from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.kv_cache import Heads
 from engine.kernels.gpu.sampling import StepRows, next_tokens
 from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.lower.gpu_layers import Attention, DeltaNet
-from engine.model.lower.gpu_matrices import Product
-from engine.model.lower.gpu_prefill import PrefillKernels, PromptStep
+from engine.model.lower.gpu.prompt_step import Pending, RowsStep
+from engine.model.lower.gpu_prefill import PrefillKernels
 from engine.model.lower.gpu_weights import GPUModel
 from engine.model.lower.prescales import Prescales
 
@@ -64,8 +51,26 @@ class BatchKernels(PrefillKernels):
         """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
         the next tokens to `next_ids` (`StepRows.letter`): the most probable ones, or of rows that are sampled those
         that `sampler` draws. `penalizes`: whether any of these has a repetition penalty."""
-        step = _RowsStep(self, self._model, self._prescales, rows, limit, next_ids)
-        return step.kernels(sampler, penalizes)
+        model, state = self._model, self.state(rows)
+        step = RowsStep(self, state, rows, limit)
+        self._embed(step, state, model.layers)
+        for layer in model.layers:
+            sums = layer.handler.rows(step, layer.norm)
+            step.pending = Pending(sums, layer.post_norm, layer.scale)
+        step.norm(model.output_norm)
+        part, logits = model.head.single_matrix, self.logits[rows]
+        tiles = step.tiles(part)
+        blocks = n_blocks(part.rows, tiles)
+        best = {
+            name: self.buffer(name, blocks * rows, dtype)
+            for name, dtype in (("largest", dtypes.float32), ("largest_rows", dtypes.int32))
+        }
+        step.multiply(part, tiles, as_logits(model.spec.softcap), "head", logits=logits, **best)
+        if sampler:
+            sampler.add_to(step.sequence, logits, state, next_ids, penalizes, rows)
+        else:
+            step.add(next_tokens(blocks, rows), state=state, tokens=next_ids, **best)
+        return step.sequence
 
     def state(self, rows: int) -> Tensor:
         """What a step of `rows` rows reads."""
@@ -84,95 +89,5 @@ class BatchKernels(PrefillKernels):
         kinds = [StepRows.SAMPLED if draws else StepRows.USED for draws in sampled]
         state[:, : len(tokens)] = tokens, positions, sequences, kinds
         overwrite(self._states[rows], state.reshape(-1))
-        if self._model.mixtures:
+        if self.spec.experts:
             overwrite(self.prompt, np.asarray([0, len(tokens), 0], np.int32))
-
-
-class _RowsStep(PromptStep):
-    """Builds the kernels of one step."""
-
-    _owner: BatchKernels
-
-    def __init__(
-        self,
-        owner: BatchKernels,
-        model: GPUModel,
-        prescales: Prescales,
-        rows: int,
-        limit: int,
-        next_ids: Tensor,
-    ) -> None:
-        super().__init__(owner, model, prescales, rows)
-        self._state, self._limit, self._next_ids = owner.state(rows), limit, next_ids
-
-    def kernels(self, sampler: DeviceSampler | None = None, penalizes: bool = False) -> KernelSequence:
-        model = self._model
-        self._embed(self._state, model.layers)
-        for layer in model.layers:
-            self._add(layer)
-        self._norm(model.output_norm, "columns")
-        part = model.head.single_matrix
-        tiles = self._tiles(part)
-        blocks = n_blocks(part.rows, tiles)
-        best = {
-            name: self._owner.buffer(name, blocks * self._tokens, dtype)
-            for name, dtype in (("largest", dtypes.float32), ("largest_rows", dtypes.int32))
-        }
-        logits = self._owner.logits[self._tokens]
-        self._multiply(part, self._x, tiles, as_logits(model.spec.softcap), "head", logits=logits, **best)
-        if sampler:
-            sampler.add_to(self._sequence, logits, self._state, self._next_ids, penalizes, self._tokens)
-        else:
-            kernel = next_tokens(blocks, self._tokens)
-            self._sequence.add(kernel, state=self._state, tokens=self._next_ids, **best)
-        return self._sequence
-
-    def _attend(self, a: Attention) -> tuple[Tensor, int]:
-        heads, tokens = a.heads, self._tokens
-        rows = self._rows(a.qkv, "qkv", a.bias)
-        attended = self._activations("attended", a.o.stack.cols, "columns")
-        split = self._split(heads)
-        parts = {
-            name: self._owner.buffer(name, split.splits * tokens * n)
-            for name, n in (("sums", heads.query * heads.dim), ("tops", heads.query * 2))
-            if split.splits > 1
-        }
-        cos, sin = self._model.ropes[a.rope]
-        self._sequence.add(
-            flash_attention(heads, split, a.sinks is not None, a.wide, tokens),
-            **(parts or {"out": attended, "sinks": a.sinks}),
-            cache=a.cache,
-            rows=rows,
-            cos=cos,
-            sin=sin,
-            tables=a.tables,
-            state=self._state,
-            norms=a.norms,
-            temperature=self._model.temperature,
-        )
-        if parts:
-            kernel = combine(heads, split.splits, a.sinks is not None, tokens)
-            gates = rows if heads.gated else None
-            self._sequence.add(kernel, out=attended, **parts, sinks=a.sinks, rows=gates)
-        return self._product(a.o.single_matrix, attended, "o")
-
-    def _remember(self, d: DeltaNet) -> tuple[Tensor, int]:
-        rows = self._rows(d.inputs, "delta", None)
-        remembered = self._activations("remembered", d.heads.width, "columns")
-        kernel = delta_decode(d.heads, self._tokens)
-        self._sequence.add(kernel, out=remembered, memory=d.memory, rows=rows, **d.vectors, state=self._state)
-        return self._product(d.out.single_matrix, remembered, "delta_out")
-
-    def _rows(self, product: Product, name: str, bias: Tensor | None) -> Tensor:
-        """Adds a product of the normed stream; returns its rows, of all tokens one after the other."""
-        first, total = 0, product.stack.rows
-        rows = self._owner.buffer(name, self._tokens * total)
-        for i, part in enumerate(product.matrices):
-            epilogue = stored(total, first, bias is not None)
-            self._multiply(part, self._x, self._tiles(part), epilogue, f"{name}{i}", out=rows, bias=bias)
-            first += part.rows
-        return rows
-
-    def _split(self, heads: Heads) -> FlashSplit:
-        """How attention is split into thread blocks."""
-        return rows_split(heads, self._limit, self._tokens, multiprocessors())

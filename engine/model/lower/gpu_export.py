@@ -13,7 +13,7 @@ from engine.kernels.gpu.device_memory import device_zeros, overwrite
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.kv_export import export_sizes, export_tokens, import_tokens
 from engine.model.kv_blocks import BLOCK
-from engine.model.lower.gpu_layers import Attention
+from engine.model.lower.gpu.attention import Attention
 from engine.model.prefix_store import CHUNK
 
 

@@ -13,6 +13,7 @@ from engine.formats.gguf import GGUF
 from engine.model.architectures import read_spec
 from engine.model.fused.runner import FusedRunner
 from engine.model.kv_blocks import KVBlocks
+from engine.model.lower.gpu.experts import chosen_experts
 from engine.model.memory_need import memory_need
 from engine.model.mixes import Beside, Experts
 from engine.model.weights import Weights
@@ -86,7 +87,7 @@ def hold(**shape: Any) -> None:
     assert need.states_bytes == sum(t.nbytes() for t in states)
     KVBlocks(runner).reserve(0, len(TOKENS))
     runner._send_tables()
-    stream = runner._one._h
+    stream = runner._one.h
     calls = runner._steps.kernels(1, runner._steps.limits(1)[0]).compile().src
     ends = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]
     assert len(ends) == len(wanted)
@@ -100,7 +101,7 @@ def hold(**shape: Any) -> None:
             mix = reference.spec.sublayers[sublayer - 1].mix if sublayer else None
             mix = mix.experts if isinstance(mix, Beside) else mix
             if isinstance(mix, Experts):
-                choices.append(runner._one._chosen(mix.used)["experts"].numpy().copy())
+                choices.append(chosen_experts(runner._one, mix.used)["experts"].numpy().copy())
             worst = np.abs(streams[-1] - want).max() / np.sqrt((want * want).mean())
             assert worst < 4e-3, f"at {position}, after sublayer {sublayer}: {worst}"
         for router, chosen in zip(reference.routers([s[None] for s in streams[:-1]]), choices, strict=True):
