@@ -68,7 +68,7 @@ class CPURunner:
         layers = ((heads.kv, heads.dim, heads.window) for heads, _ in self._cache.layers)
         self.export_layout = export_layout(layers, states.layout)
         self._state, self._tokens = memory.view(model.state), memory.view(model.tokens)
-        self._places = memory.view(model.places).reshape(-1, 2)
+        self._positions, self._sequences = memory.view(model.places).reshape(-1, 2).T
         tiles = [1 << i for i in range(model.tile_of(parallel).bit_length())]
         rows = {tile: tile for tile in tiles} | {tiles[-1]: model.max_rows(parallel)}
         self.row_counts = tuple(rows.values())
@@ -124,14 +124,19 @@ class CPURunner:
         """Makes the next step, in tiles of `tile` tokens, one of these slots."""
         done = 0
         for slot in slots:
-            n = len(slot.inputs)
-            end = slot.position + n
-            self._tokens[done : done + n] = slot.inputs
-            self._places[done : done + n, 0] = range(slot.position, end) if n > 1 else slot.position
-            self._places[done : done + n, 1] = slot.sequence
-            self._model.states.begin(slot.position, n, slot.sequence)
+            position, n = slot.position, len(slot.inputs)
+            if n == 1:  # numbers are faster than slices, and the step of a small model is short
+                self._tokens[done], self._positions[done] = slot.inputs[0], position
+                self._sequences[done] = slot.sequence
+            else:
+                piece = slice(done, done + n)
+                self._tokens[piece], self._positions[piece] = slot.inputs, range(position, position + n)
+                self._sequences[piece] = slot.sequence
+            self._model.states.begin(position, n, slot.sequence)
             done += n
         tiles = ceil(done / tile)
         self._state[TILES], self._state[TOKENS] = tiles, done
-        self._tokens[done : tiles * tile] = 0
-        self._places[done : tiles * tile] = 0, self.parallel  # of no sequence
+        if done < tiles * tile:
+            filled = slice(done, tiles * tile)
+            self._tokens[filled] = self._positions[filled] = 0
+            self._sequences[filled] = self.parallel  # of none
