@@ -19,8 +19,8 @@ from engine.kernels.cpu.step_state import TILES, TOKENS
 from engine.kernels.cpu.thread_pool import default_pool
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
-from engine.model.lower.cpu import CPUModel
-from engine.model.lower.cpu_step import step_kernels
+from engine.model.lower.cpu.model import CPUModel
+from engine.model.lower.cpu.step import step_kernels
 from engine.model.model_runner import SearchReport, Slot, varied_tokens
 from engine.model.prefix_store import export_layout
 from engine.model.sampling import Logits

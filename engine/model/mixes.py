@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, TypeVar
 
+from engine.events import KernelRole
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.rope_order import HeadOrder
 
+T = TypeVar("T")
 Activation = Literal["silu", "gelu", "swiglu_oai"]
 """Of a gate g and u: silu(g) * u, gelu(g) * u in the form with tanh, or gpt-oss's:
 g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7."""
@@ -64,8 +66,39 @@ class Vector:
     factor: float = 1.0
 
 
+Roles = dict[KernelRole, tuple[Weight | None, ...]]
+
+
 @dataclass(frozen=True)
-class Attend:
+class Mix:
+    """What a sublayer computes. All that it needs of the file is among its fields, or among those of its parts."""
+
+    @property
+    def roles(self) -> Roles:
+        """Its matrices, by the role of the kernels that multiply by them."""
+        return {}
+
+    @property
+    def parts(self) -> tuple[Mix, ...]:
+        """The layers that it consists of."""
+        return self._fields(Mix)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        own = (weight for weights in self.roles.values() for weight in weights if weight)
+        return *own, *(weight for part in self.parts for weight in part.weights)
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        return *self._fields(Vector), *(vector for part in self.parts for vector in part.vectors)
+
+    def _fields(self, kind: type[T]) -> tuple[T, ...]:
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple(value for value in values if isinstance(value, kind))
+
+
+@dataclass(frozen=True)
+class Attend(Mix):
     """Attention. `heads` query heads share `kv_heads` heads of keys and values, of `head_dim` elements each. The norms
     of queries and keys are over a head (head_dim weights), or over all heads together. `rope` is an index in
     `ModelSpec.ropes`. Scores are multiplied by `scale`. With a `window`, a query at position p attends to the keys at
@@ -118,19 +151,12 @@ class Attend:
         return any(norm and norm.size != self.head_dim for norm in (self.q_norm, self.k_norm))
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
-        all_weights = self.q, self.gate, self.k, self.v, self.o
-        return tuple(weight for weight in all_weights if weight)
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        biases = self.q_bias, self.k_bias, self.v_bias, self.o_bias
-        all_vectors = *biases, self.q_norm, self.k_norm, self.sinks
-        return tuple(vector for vector in all_vectors if vector)
+    def roles(self) -> Roles:
+        return {"QKV projection": (self.q, self.gate, self.k, self.v), "attention output": (self.o,)}
 
 
 @dataclass(frozen=True)
-class Delta:
+class Delta(Mix):
     """A gated delta net. `qkv` x is, for each token: `key_heads` queries and as many keys, then `value_heads` values,
     of `size` elements each. Each of these channels passes a causal convolution over the last `taps` tokens, the last
     tap for the token itself, and then SiLU. Queries and keys are divided by their length, sqrt(sum of squares + eps);
@@ -184,16 +210,13 @@ class Delta:
         return 4 * (self.state_elements + self.conv_elements)
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
-        return self.qkv, self.gate, self.beta, self.alpha, self.out
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        return self.conv, self.decay, self.decay_bias, self.norm
+    def roles(self) -> Roles:
+        inputs = self.qkv, self.gate, self.beta, self.alpha
+        return {"QKV projection": inputs, "attention output": (self.out,)}
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Mix):
     """A feed-forward layer: down(activation(gate x) * up x)."""
 
     gate: Weight
@@ -206,16 +229,12 @@ class Dense:
         return self.up.rows
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
-        return self.gate, self.up, self.down
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        return ()
+    def roles(self) -> Roles:
+        return {"FFN gate+up": (self.gate, self.up), "FFN down": (self.down,)}
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Mix):
     """A mixture of experts, which are feed-forward layers. The router gives each expert a probability, a softmax of
     `router` x. The `used` most probable ones are computed, and their results are added, each times its probability; if
     they are `renormalised`, divided by the sum of these. The biases of all experts are one after the other. `scales`: a
@@ -247,15 +266,12 @@ class Experts:
         return MIN_PROBABILITY if self.renormalised else None
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
-        of_shared = self.shared.weights if self.shared else ()
-        all_weights = self.router, self.gate, self.up, self.down, *of_shared, self.shared_gate
-        return tuple(weight for weight in all_weights if weight)
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        biases = self.router_bias, self.gate_bias, self.up_bias, self.down_bias
-        return tuple(vector for vector in (*biases, self.scales) if vector)
+    def roles(self) -> Roles:
+        return {
+            "router": (self.router, self.shared_gate),
+            "experts gate+up": (self.gate, self.up),
+            "experts down": (self.down,),
+        }
 
 
 MIN_PROBABILITY = 6.1e-5
@@ -263,7 +279,7 @@ MIN_PROBABILITY = 6.1e-5
 
 
 @dataclass(frozen=True)
-class Beside:
+class Beside(Mix):
     """A feed-forward layer and a mixture of experts side by side. Its sublayer has no norm, because each has its own:
     dense_post_norm(dense(dense_norm(x))) + experts_post_norm(experts(experts_norm(x))). The router reads another norm
     of x, whose weights are `router_scale`."""
@@ -276,19 +292,9 @@ class Beside:
     experts_post_norm: Vector
     router_scale: Vector
 
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        return *self.dense.weights, *self.experts.weights
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        of_dense = self.dense_norm, self.dense_post_norm, *self.dense.vectors
-        of_experts = self.experts_norm, self.experts_post_norm, self.router_scale, *self.experts.vectors
-        return *of_dense, *of_experts
-
 
 @dataclass(frozen=True)
-class LayerEmbedding:
+class LayerEmbedding(Mix):
     """proj(gelu(gate x) * e[layer]): what `ModelSpec.layer_embeddings` give a layer. Its sublayer has no norm."""
 
     gate: Weight
@@ -296,12 +302,5 @@ class LayerEmbedding:
     layer: int
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
-        return self.gate, self.proj
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        return ()
-
-
-Mix = Attend | Delta | Dense | Experts | Beside | LayerEmbedding
+    def roles(self) -> Roles:
+        return {"FFN gate+up": (self.gate,), "FFN down": (self.proj,)}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
-from engine.model.mixes import Attend, Beside, Delta, Dense, Experts, Mix, Vector, Weight
+from engine.model.mixes import Attend, Delta, Dense, Experts, Mix, Vector, Weight
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,10 @@ class ModelSpec:
 
     def mixes(self) -> Iterator[Mix]:
         """What all sublayers compute, and also the layers that some consist of."""
-        for sublayer in self.sublayers:
-            mix = sublayer.mix
-            yield mix
-            if isinstance(mix, Beside):
-                yield mix.dense
-                yield mix.experts
-            elif isinstance(mix, Experts) and mix.shared:
-                yield mix.shared
+        waiting = [sublayer.mix for sublayer in reversed(self.sublayers)]
+        while waiting:
+            yield (mix := waiting.pop())
+            waiting += reversed(mix.parts)
 
     @property
     def attention(self) -> list[Attend]:

@@ -12,8 +12,8 @@ from engine.model.cpu_runner import CPURunner
 from engine.model.generate import TextModel
 from engine.model.graph_runner import GraphRunner
 from engine.model.kv_blocks import BLOCK, KVBlocks
-from engine.model.lower.cpu import CPUModel
-from engine.model.lower.cpu_step import step_kernels
+from engine.model.lower.cpu.model import CPUModel
+from engine.model.lower.cpu.step import step_kernels
 from engine.model.model_runner import Slot
 from engine.model.prefix_store import CHUNK
 from tests import generated_model

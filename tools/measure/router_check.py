@@ -71,7 +71,7 @@ def _line(backend: str, path: Path, prompt: oracles.Prompt) -> str:
 def _cpu(path: Path, context: int) -> Steps:
     from engine.kernels.cpu.kernel_builder import register_lanes
     from engine.kernels.cpu.thread_pool import default_pool
-    from engine.model.lower.cpu import CPUModel
+    from engine.model.lower.cpu.model import CPUModel
 
     lanes = register_lanes()
     model = CPUModel(opened(path), context, default_pool(), lanes, keep_packed=False)

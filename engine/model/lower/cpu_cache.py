@@ -36,7 +36,9 @@ class CPUCache:
             KVGroup(window or None, _n_blocks(spec, window, blocks, parallel, kv))
             for window, blocks in one.items()
         )
+        self.dtype = dtypes.int8 if kv.is_quantized else dtypes.float32 if spec.is_float32 else dtypes.float16
         self.layers: list[CachedLayer] = []
+        self._caches: list[list[Tensor]] = []  # of each attention the one that it reads
         self._tables = [memory.zeros((parallel + 1) * self._entries, dtypes.int32) for _ in self.groups]
         self._rows = [memory.view(table).reshape(parallel + 1, self._entries) for table in self._tables]
         for group, rows in zip(self.groups, self._rows, strict=True):
@@ -49,11 +51,14 @@ class CPUCache:
         window = self._window(window)
         return (self.groups[self._windows.index(window)].blocks + 1) * BLOCK, window, self._entries
 
-    def add(self, heads: Heads) -> list[Tensor]:
-        """The cache of one more layer (`Heads.cached`)."""
-        cached = [memory.zeros(n, dtype, sparse=True) for n, dtype in heads.cached]
-        self.layers.append((heads, [memory.view(t) for t in cached]))
-        return cached
+    def add(self, heads: Heads, cache_of: int | None) -> list[Tensor]:
+        """The cache that one more attention reads (`Heads.cached`): its own, or that of the attention `cache_of`."""
+        if cache_of is None:
+            self._caches.append([memory.zeros(n, dtype, sparse=True) for n, dtype in heads.cached])
+            self.layers.append((heads, [memory.view(t) for t in self._caches[-1]]))
+        else:
+            self._caches.append(self._caches[cache_of])
+        return self._caches[-1]
 
     def tables(self, heads: Heads) -> Tensor:
         """The tables that a layer's kernels read, int32 (sequences + 1, entries)."""

@@ -5,8 +5,9 @@ There is one sequence, so activations are float32 (tokens, features).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -15,7 +16,7 @@ from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.kernels.gpu.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.kernel_roles import BufferUse
-from engine.model.buffer_uses import BufferUses, role_of
+from engine.model.buffer_uses import BufferUses
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower.delta_graph import DeltaState, convolved, delta_rule, heads
 from engine.model.lower.graph_inputs import Step
@@ -28,6 +29,7 @@ from engine.model.mixes import (
     Dense,
     Experts,
     LayerEmbedding,
+    Mix,
     Vector,
     Weight,
 )
@@ -43,6 +45,21 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
             return gate.gelu() * up  # tinygrad's is the form with tanh
     gate, up = gate.minimum(7), up.clamp(-7, 7)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
+@dataclass
+class _Run:
+    """What the sublayers of a step share. `masks`: by window. `of_layers`: what the tokens give each layer. `caches`
+    and `states` are those of the sublayers to come, and `read` is the cache that each attention so far has read.
+    `stored`: the cache that was stored to last."""
+
+    step: Step
+    masks: dict[int, Tensor | None]
+    of_layers: list[Tensor]
+    caches: Iterator[Tensor]
+    states: Iterator[DeltaState]
+    stored: Tensor
+    read: list[Tensor] = field(default_factory=list)
 
 
 class Transformer:
@@ -114,10 +131,13 @@ class Transformer:
     def uses(self) -> BufferUses:
         """The uses of the weights and of the cache."""
         uses, spec = BufferUses(), self.spec
-        for weight, matrix in self._matrices.items():
-            uses.add(BufferUse(role_of(spec, weight)), *matrix.planes.values())
-        embedding = self._matrices[spec.embedding].planes.values()
-        uses.add(BufferUse("embedding", "token", spec.vocab), *embedding)
+        uses.add(BufferUse("output head"), *self._planes(spec.head))
+        uses.add(BufferUse("embedding", "token", spec.vocab), *self._planes(spec.embedding))
+        if spec.layer_embeddings:
+            uses.add(BufferUse("embedding"), *self._planes(spec.layer_embeddings.projection))
+        for mix in spec.mixes():
+            for role, weights in mix.roles.items():
+                uses.add(BufferUse(role), *(plane for w in weights if w for plane in self._planes(w)))
         uses.add(BufferUse("norm"), *self._vectors.values())
         for a in spec.attention:
             biases = (self._vectors[bias] for bias in (a.q_bias, a.k_bias, a.v_bias) if bias)
@@ -133,10 +153,13 @@ class Transformer:
         uses.add(BufferUse("delta net", "token"), *(t for state in self.states for t in state.tensors))
         return uses
 
+    def _planes(self, weight: Weight) -> Iterable[Tensor]:
+        return self._matrices[weight].planes.values()
+
     def _of_experts(self, *pairs: tuple[Weight, Vector | None]) -> Iterator[Tensor]:
         """The buffers of matrices and their biases."""
         for weight, bias in pairs:
-            yield from self._matrices[weight].planes.values()
+            yield from self._planes(weight)
             if bias:
                 yield self._vectors[bias]
 
@@ -147,35 +170,24 @@ class Transformer:
         x, n = self._matrices[spec.embedding].take(step.tokens).contiguous(), cast(int, step.tokens.shape[0])
         if spec.embedding_scale != 1:
             x = x * spec.embedding_scale
-        masks = {window: _mask(n, step.position, window) for window in {a.window for a in spec.attention}}
-        caches, states, stored = iter(self._caches), iter(self.states), self._caches[-1]
-        all_caches: list[Tensor] = []  # of each attention the one that it reads
-        of_layers = self._layer_embeddings(x, step.rows) if spec.layer_embeddings else []
+        run = _Run(
+            step,
+            {window: _mask(n, step.position, window) for window in {a.window for a in spec.attention}},
+            self._layer_embeddings(x, step.rows) if spec.layer_embeddings else [],
+            iter(self._caches),
+            iter(self.states),
+            self._caches[-1],
+        )
         for sublayer in spec.sublayers:
             h, mix = x if sublayer.norm is None else self._stream_norm(x, sublayer.norm), sublayer.mix
-            match mix:
-                case Attend():
-                    all_caches.append(next(caches) if mix.cache_of is None else all_caches[mix.cache_of])
-                    y, cache = self._attention(mix, h, all_caches[-1], step, masks[mix.window])
-                    stored = stored if cache is None else cache
-                case Delta():
-                    y = self._delta(mix, h, next(states), step)
-                case Experts():
-                    y = self._experts(mix, h, h)
-                case Beside():
-                    y = self._beside(mix, h)
-                case LayerEmbedding():
-                    gate = self._product(mix.gate, h).gelu()
-                    y = self._product(mix.proj, gate * of_layers[mix.layer])
-                case Dense():
-                    y = self._dense(mix, h)
+            y = _SUBLAYERS[type(mix)](self, mix, h, run)
             x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
             if sublayer.scale:
                 x = x * self._vectors[sublayer.scale]
             if not isinstance(mix, Attend):
                 x = x.contiguous()
                 x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
-            yield x, stored
+            yield x, run.stored
 
     def _layer_embeddings(self, x: Tensor, rows: Tensor) -> list[Tensor]:
         """What the tokens of the embeddings x (n, dim) give each layer, (n, size) each."""
@@ -188,11 +200,15 @@ class Transformer:
         e = e.contiguous().realize()
         return [e[:, i] for i in range(of.layers)]
 
-    def _beside(self, mix: Beside, x: Tensor) -> Tensor:
+    def _layer_embedding(self, mix: LayerEmbedding, x: Tensor, run: _Run) -> Tensor:
+        gate = self._product(mix.gate, x).gelu()
+        return self._product(mix.proj, gate * run.of_layers[mix.layer])
+
+    def _beside(self, mix: Beside, x: Tensor, run: _Run) -> Tensor:
         """x (n, dim), which is not normed -> (n, dim)."""
-        dense = self._dense(mix.dense, self._stream_norm(x, mix.dense_norm))
+        dense = self._dense(mix.dense, self._stream_norm(x, mix.dense_norm), run)
         h, of_router = self._stream_norm(x, mix.experts_norm), self._stream_norm(x, mix.router_scale)
-        experts = self._experts(mix.experts, h, of_router)
+        experts = self._experts(mix.experts, h, run, of_router)
         return self._norm(dense, mix.dense_post_norm) + self._norm(experts, mix.experts_post_norm)
 
     def _choose(self, mix: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -208,9 +224,10 @@ class Transformer:
             left = (numbers == best.unsqueeze(-1)).where(-1.0, left).contiguous()
         return chosen, probabilities
 
-    def _experts(self, mix: Experts, x: Tensor, of_router: Tensor) -> Tensor:
-        """x (n, dim), which is normed, as is what the router reads -> (n, dim). One expert for each token at a time."""
-        chosen, probabilities = self._choose(mix, of_router)
+    def _experts(self, mix: Experts, x: Tensor, run: _Run, of_router: Tensor | None = None) -> Tensor:
+        """x (n, dim), which is normed, as is what the router reads if that differs -> (n, dim). One expert for each
+        token at a time."""
+        chosen, probabilities = self._choose(mix, x if of_router is None else of_router)
         total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
         y: Tensor | None = None
         for experts, probability in zip(chosen, probabilities, strict=True):
@@ -228,16 +245,16 @@ class Transformer:
             y = part if y is None else y + part
         assert y is not None
         if mix.shared and mix.shared_gate:
-            y = y + self._product(mix.shared_gate, x).sigmoid() * self._dense(mix.shared, x)
+            y = y + self._product(mix.shared_gate, x).sigmoid() * self._dense(mix.shared, x, run)
         return y
 
-    def _dense(self, mix: Dense, x: Tensor) -> Tensor:
+    def _dense(self, mix: Dense, x: Tensor, run: _Run) -> Tensor:
         hidden = gated(self._product(mix.gate, x), self._product(mix.up, x), mix.activation)
         return self._product(mix.down, hidden)
 
-    def _delta(self, mix: Delta, x: Tensor, states: DeltaState, step: Step) -> Tensor:
+    def _delta(self, mix: Delta, x: Tensor, run: _Run) -> Tensor:
         """x (n, dim), which is normed -> (n, dim). The state of the sequence becomes that after the step."""
-        n, v = cast(int, x.shape[0]), self._vectors
+        n, v, step, states = cast(int, x.shape[0]), self._vectors, run.step, next(run.states)
         before, used = states.of(step.sequence), step.used
         channels, inputs = convolved(mix, self._product(mix.qkv, x), v[mix.conv], before.inputs, used)
         beta = self._product(mix.beta, x).sigmoid()
@@ -277,16 +294,15 @@ class Transformer:
         a, b = x.chunk(2, dim=-1)
         return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
-    def _attention(
-        self, part: Attend, x: Tensor, kv: Tensor, step: Step, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output projection of attention over x (n, dim), which is normed, and the layer's cache with the new keys
-        and values stored, None if there are none. The mask, if any, is added to the scores: (n, position + n)."""
-        a, n, position = part, cast(int, x.shape[0]), step.position
+    def _attention(self, a: Attend, x: Tensor, run: _Run) -> Tensor:
+        """The output projection of attention over x (n, dim), which is normed. New keys and values are stored in the
+        layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
+        run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
+        kv, mask, step = run.read[-1], run.masks[a.window], run.step
+        n, position = cast(int, x.shape[0]), step.position
         q = self._rotated(self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm), a.rope, position)
         if self._temperatures is not None:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)
-        stored = None
         if a.k:
             projected = self._product(a.k, x, a.k_bias)
             k = self._rotated(self._heads(projected, a.kv_heads, a.k_norm), a.rope, position)
@@ -295,8 +311,8 @@ class Transformer:
                 v = _normed(v, self.spec.eps)
             new = Tensor.stack(k, v)
             new = _quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)
-            stored = _stored(kv, new, step)
-        cached = (kv if stored is None else stored)[:, :, step.places[0 : position + n]]
+            kv = run.stored = _stored(kv, new, step)
+        cached = kv[:, :, step.places[0 : position + n]]
         if self._kv_type == dtypes.int8:
             cached = _dequantized(cached, a.head_dim)
         keys, values = cached.cast(dtypes.float32)
@@ -318,7 +334,18 @@ class Transformer:
         out = out.reshape(a.heads, n, a.head_dim).transpose(0, 1).reshape(n, -1)
         if a.gate:
             out = out * self._product(a.gate, x).sigmoid()
-        return self._product(a.o, out, a.o_bias), stored
+        return self._product(a.o, out, a.o_bias)
+
+
+_SUBLAYERS: dict[type[Mix], Callable[[Transformer, Any, Tensor, _Run], Tensor]] = {
+    Attend: Transformer._attention,
+    Delta: Transformer._delta,
+    Dense: Transformer._dense,
+    Experts: Transformer._experts,
+    Beside: Transformer._beside,
+    LayerEmbedding: Transformer._layer_embedding,
+}
+"""What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

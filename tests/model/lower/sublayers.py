@@ -9,8 +9,8 @@ from tinygrad import Tensor, TinyJit
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.step_state import TILES, TOKENS
 from engine.model.kv_blocks import BLOCK
-from engine.model.lower.cpu import CPUModel
-from engine.model.lower.cpu_step import step_kernels
+from engine.model.lower.cpu.model import CPUModel
+from engine.model.lower.cpu.step import step_kernels
 from engine.model.lower.graph import Transformer
 from engine.model.lower.graph_inputs import Step as GraphStep
 from engine.model.lower.graph_inputs import StepInputs

@@ -6,7 +6,7 @@ from engine.kernels.cpu.thread_pool import default_pool
 from engine.model import kv_blocks
 from engine.model.kv_blocks import BLOCK
 from engine.model.lower import REWIND, coverage
-from engine.model.lower.cpu import CPUModel
+from engine.model.lower.cpu.model import CPUModel
 from tests.model.lower.layers import CONTEXT, MODELS, hold, opened, written
 from tests.model.lower.sublayers import cpu_step
 
