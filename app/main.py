@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from app.chat.configuration import Configuration
     from app.chat.settings import Settings
-    from engine.client import Engine, LocalEngine
+    from engine.protocol.client import Engine, LocalEngine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def _discard(stream: TextIO) -> None:
 def _print_error(error: OrinError, *, as_json: bool = False) -> int:
     """Prints the error, as JSON on stdout or as text on stderr, and returns the exit code. Raises OSError for JSON."""
     from app.cli.oneshot import TextOutput, show_as_json
-    from engine.events import Failed
+    from engine.protocol.events import Failed
 
     failed = Failed.from_error(error)
     if as_json:
@@ -159,7 +159,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
 
     from app.cli.model_file import greet
     from app.cli.oneshot import TextOutput, run, show_as_json
-    from engine.events import Generate
+    from engine.protocol.events import Generate
 
     greet(args.model, configuration.engine.model_path, is_chat=False)
     request = Generate(

@@ -10,8 +10,8 @@ from engine.devices.clang import find_clang
 from engine.devices.cpus import allowed_cpus
 from engine.devices.nvidia import gpus, why_not_nv
 from engine.errors import BackendError, UsageError, one_line
-from engine.events import EngineOptions
 from engine.invocation import pip_install
+from engine.protocol.events import EngineOptions
 from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")

@@ -28,8 +28,8 @@ import platformdirs
 from msgspec import Meta
 
 from engine.errors import UsageError
-from engine.events import KernelPath, Matvec
 from engine.formats.kv_format import KVFormat
+from engine.protocol.events import KernelPath, Matvec
 from engine.whole_file import write_whole
 from presets.sampling import PresetSampling, out_of_range
 

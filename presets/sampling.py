@@ -4,7 +4,7 @@ import math
 
 import msgspec
 
-from engine.events import Effort
+from engine.protocol.events import Effort
 
 _INT_MAX = 2**31 - 1
 RANGES: dict[str, tuple[float, float]] = {  # both ends are allowed, but no infinity

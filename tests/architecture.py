@@ -14,13 +14,13 @@ _NAME = re.compile(r"`([\w/]+)`")
 
 
 def table(text: str) -> dict[str, set[str]]:
-    """Each room in ARCHITECTURE.md, a folder or a file as `engine/events`, and the rooms that it may import."""
+    """Each room in ARCHITECTURE.md, a folder or a file as `engine/protocol/events`, and those that it may import."""
     rows = [(_NAME.findall(row["rooms"]), _NAME.findall(row["knows"])) for row in _ROW.finditer(text)]
     return {room: {*rooms, *knows} for rooms, knows in rows for room in rooms}
 
 
 def modules(root: Path) -> dict[str, ast.Module]:
-    """The syntax trees of all modules of the project, by name as `engine/events`."""
+    """The syntax trees of all modules of the project, by name as `engine/protocol/events`."""
     files = [file for top in TOP for file in (root / top).rglob("*.py")]
     return {_module(file.relative_to(root)): ast.parse(file.read_text("utf-8")) for file in files}
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from engine.backends import prepare
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 from tests import environment as tests_environment
 from tests.fork_server import fork_server, forked_engines
 from tests.paths import ROOT, SHARED

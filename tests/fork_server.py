@@ -1,8 +1,8 @@
 """Starts synthetic engines quickly: a process that has imported all they need forks one for each.
 
 A start takes milliseconds, instead of the tenth of a second in which Python imports the worker. What differs from a
-process of its own: its parent is the fork server, and nothing was executed anew. `tests/engine/test_process.py` starts
-its engines as the application does.
+process of its own: its parent is the fork server, and nothing was executed anew. `tests/protocol/test_process.py`
+starts its engines as the application does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO
 
 import pytest
 
-from engine import process
+from engine.protocol import process
 from tests import synthetic
 from tests.paths import ROOT
 

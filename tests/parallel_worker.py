@@ -9,12 +9,12 @@ import socket
 import sys
 from typing import Any
 
-from engine import worker
-from engine.events import EngineOptions, Measure, Measured, ModelInfo, Ready
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.model.answer import Answers
 from engine.model.scheduler import Scheduler
+from engine.protocol import worker
+from engine.protocol.events import EngineOptions, Measure, Measured, ModelInfo, Ready
 from tests.model.fake_batch_runner import FakeBatchRunner
 
 CONTEXT = 500

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.events import Event, Finished, Generate
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.model.answer import Answers
+from engine.protocol.events import Event, Finished, Generate
 from tests.reference import Reference
 
 SEEN = 16  # tokens; the reference has no cache
@@ -27,7 +27,7 @@ class ReferenceModel:
     def generate(
         self, request: Generate, report: Callable[[Event], None], cancelled: Callable[[], bool]
     ) -> Finished:
-        """As `engine.worker.Model.generate`."""
+        """As `engine.protocol.worker.Model.generate`."""
         answer = self._answers.begin(request, report)
         answer.report_prefill(0)
         while answer.reason is None:

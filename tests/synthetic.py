@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine import errors, worker
-from engine.client import LocalEngine
-from engine.events import (
+from engine import errors
+from engine.protocol import worker
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import (
     Chat,
     EngineOptions,
     Finished,
@@ -44,7 +45,7 @@ from engine.events import (
     TopToken,
     Warming,
 )
-from engine.worker import Report
+from engine.protocol.worker import Report
 from tests.paths import ROOT
 
 THOUGHT = (

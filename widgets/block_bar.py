@@ -1,6 +1,6 @@
 """The pane of a KV cache in blocks: how many of them are held, kept and free."""
 
-from engine.events import BlockCounts, Slots
+from engine.protocol.events import BlockCounts, Slots
 from widgets.pane import FittedPane, Line
 from widgets.text import longest_fitting
 

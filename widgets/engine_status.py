@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.events import ModelInfo, Ready
+from engine.protocol.events import ModelInfo, Ready
 
 NOT_READY = Ready(
     model=ModelInfo(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from engine.events import KernelProfile, KernelRole, KernelTime
+from engine.protocol.events import KernelProfile, KernelRole, KernelTime
 from widgets.pane import Line
 from widgets.plot import bar
 from widgets.text import counted, longest_fitting, one_line

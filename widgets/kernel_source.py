@@ -5,7 +5,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from engine.events import KernelTime
+from engine.protocol.events import KernelTime
 from widgets.kernel_lines import gbps
 from widgets.page import Frame, Page
 from widgets.text import clean, counted, one_line

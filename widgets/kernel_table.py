@@ -6,7 +6,7 @@ from textual.binding import Binding
 from textual.message import Message
 from textual.reactive import reactive
 
-from engine.events import KernelProfile, KernelTime, Step
+from engine.protocol.events import KernelProfile, KernelTime, Step
 from widgets.kernel_lines import GROUPS, SORTS, KernelProfiles, Sort, header, ordered, row
 from widgets.kernel_source import KernelScreen
 from widgets.pane import Line, Pane

@@ -4,7 +4,7 @@ import textwrap
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from engine.events import Counter
+from engine.protocol.events import Counter
 from widgets.pane import FittedPane, Line
 from widgets.plot import bar
 from widgets.text import longest_fitting, one_line

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.events import Finished, decode_rate
+from engine.protocol.events import Finished, decode_rate
 from widgets.client_graph import client_name
 from widgets.pane import Line, Pane
 from widgets.plot import short_number

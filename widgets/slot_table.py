@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.events import Slot
+from engine.protocol.events import Slot
 from widgets.client_graph import client_name
 from widgets.pane import FittedPane, Line
 from widgets.plot import bar, short_number
@@ -13,7 +13,7 @@ _NUMBER, _BAR, _CLIENT = 3, 10, 15  # cells
 
 @dataclass(frozen=True)
 class SlotState:
-    """`slots` as in `engine.events.Slots`. `waiting` requests wait for one, and `refused` were refused so far."""
+    """`slots` as in `engine.protocol.events.Slots`. `waiting` requests wait for one, `refused` were refused so far."""
 
     slots: tuple[Slot | None, ...] = ()
     waiting: int = 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.events import Message
+from engine.protocol.events import Message
 
 WARNING = "⚠"
 """The first character of a note about something that went wrong."""

@@ -24,10 +24,10 @@ from app.cli.model_file import model_path
 from app.cli.progress import say
 from app.cli.signals import run_until_signal
 from engine.errors import UsageError
-from engine.events import MIN_TOKENS, EngineOptions, Failed
 from engine.formats.gguf import GGUF, StringArray
 from engine.peers.llama_process import find_llama_server
 from engine.peers.llama_server import LlamaServer
+from engine.protocol.events import MIN_TOKENS, EngineOptions, Failed
 from presets.loader import find_preset
 from widgets.text import one_line
 

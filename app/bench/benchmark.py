@@ -16,9 +16,12 @@ from msgspec.structs import replace
 from app.bench.results import OURS, PEER, Result, sample_fields
 from app.bench.samples import AnswerFailedError, Ids, Repetition, TimedAnswer, interrupted, together
 from app.cli.progress import describe
-from engine.client import LocalEngine, Measurable
 from engine.devices.device_name import device_name
-from engine.events import (
+from engine.invocation import own_version
+from engine.measure.memory import gpu_used_bytes, resident_memory
+from engine.peers.llama_server import LlamaServer
+from engine.protocol.client import LocalEngine, Measurable
+from engine.protocol.events import (
     EngineOptions,
     Event,
     Failed,
@@ -32,9 +35,6 @@ from engine.events import (
     decode_rate,
     prefill_rate,
 )
-from engine.invocation import own_version
-from engine.measure.memory import gpu_used_bytes, resident_memory
-from engine.peers.llama_server import LlamaServer
 
 GREEDY = Sampling(temperature=0)
 

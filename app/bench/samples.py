@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Protocol
 
-from engine.events import Failed, Finished, decode_rate
+from engine.protocol.events import Failed, Finished, decode_rate
 
 Ids = tuple[int, ...]
 

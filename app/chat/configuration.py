@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 from msgspec.structs import asdict, replace
 
 from app.chat.settings import Settings, check_sampling
-from engine.events import EngineOptions, Matvec, Ready, Sampling
+from engine.protocol.events import EngineOptions, Matvec, Ready, Sampling
 from presets.loader import Preset
 
 

@@ -7,8 +7,8 @@ from app.chat.history import UNTITLED, History
 from app.chat.history_database import HistoryError
 from app.chat.summary import Summarized, newest
 from engine.errors import UsageError
-from engine.events import Message
 from engine.invocation import call
+from engine.protocol.events import Message
 from widgets.text import counted
 from widgets.turn import Turn
 

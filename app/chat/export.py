@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from engine.errors import OrinError
-from engine.events import Message
+from engine.protocol.events import Message
 from widgets.text import clean, one_line
 
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.client import Engine, Measurable
-from engine.events import Event, Failed, Finished, Ready, Step
+from engine.protocol.client import Engine, Measurable
+from engine.protocol.events import Event, Failed, Finished, Ready, Step
 
 IDLE_S = 0.7
 """How long the engine must be idle before it measures itself."""

@@ -16,8 +16,8 @@ from app.chat.saver import Saver
 from app.chat.status import StatusObserver
 from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
 from app.chat.view import View
-from engine.client import Engine, leave
-from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
+from engine.protocol.client import Engine, leave
+from engine.protocol.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import counted, one_line
 from widgets.turn import WARNING, Turn
 

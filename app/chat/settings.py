@@ -7,8 +7,8 @@ import msgspec
 import platformdirs
 
 from engine.errors import UsageError
-from engine.events import ContextLength, Sampling
 from engine.formats.kv_format import KVFormat
+from engine.protocol.events import ContextLength, Sampling
 from engine.whole_file import write_whole
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range

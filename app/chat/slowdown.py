@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from engine.events import Counter
+from engine.protocol.events import Counter
 
 TOLERANCE = 0.85
 """A speed above this share of the expected one needs no explanation."""

@@ -15,11 +15,11 @@ import msgspec
 import platformdirs
 from msgspec.structs import replace
 
-from engine.events import MIN_TOKENS, EngineOptions, Event, Finished, Ready, decode_rate
+from engine.protocol.events import MIN_TOKENS, EngineOptions, Event, Finished, Ready, decode_rate
 from engine.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from engine.client import LocalEngine
+    from engine.protocol.client import LocalEngine
 
 MAX_RUNS = 8
 
@@ -98,7 +98,7 @@ def recording_engine(
 ) -> LocalEngine:
     """An engine that records each use of its model, and calls `is_ready` whenever it has started. `keep_warm_s`: see
     `LocalEngine`."""
-    from engine.client import LocalEngine
+    from engine.protocol.client import LocalEngine
 
     engine, model, backend = LocalEngine(options, keep_warm_s=keep_warm_s), Path(options.model_path), ""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from engine.events import (
+from engine.protocol.events import (
     Event,
     Failed,
     Finished,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from engine.events import Message
+from engine.protocol.events import Message
 from widgets.text import counted, one_line
 from widgets.turn import Turn
 

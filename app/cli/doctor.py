@@ -91,7 +91,7 @@ def _show_start(model: str, settings: Settings, out: Console) -> None:
     from app.chat.configuration import configure
     from app.cli.model_file import model_path
     from app.cli.start_lines import show_start
-    from engine.client import LocalEngine
+    from engine.protocol.client import LocalEngine
 
     path = model_path(model or None, settings)
     engine = LocalEngine(configure(str(path), settings).engine)

@@ -17,7 +17,6 @@ from app.cli import options
 from app.cli.download import fetch, write_json
 from engine.catalog import cache
 from engine.errors import ModelFileError, OrinError, UsageError
-from engine.events import EngineOptions
 from engine.formats.gguf import GGUF, StringArray
 from engine.formats.kv_format import KVFormat
 from engine.invocation import call
@@ -26,6 +25,7 @@ from engine.model.architectures import read_spec
 from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
 from engine.model.memory_need import largest_context, memory_need
 from engine.model.spec import ModelSpec
+from engine.protocol.events import EngineOptions
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, counted, one_line
 

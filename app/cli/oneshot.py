@@ -11,8 +11,8 @@ from app.chat.configuration import without_effect
 from app.cli.progress import ProgressLine, describe, figures, say
 from app.cli.signals import run_until_signal
 from app.cli.start_lines import start_lines
-from engine.client import Engine, leave
-from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
+from engine.protocol.client import Engine, leave
+from engine.protocol.events import Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import clean
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from app.chat.configuration import Configuration
     from app.chat.settings import Settings
-    from engine.events import Chat, RawText, TokenIds
+    from engine.protocol.events import Chat, RawText, TokenIds
 
 BACKENDS = ("auto", "CPU", "CUDA", "NV")
 EFFORTS = ("low", "medium", "high")
@@ -168,7 +168,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 
 def prompt(args: argparse.Namespace) -> Chat | RawText | TokenIds:
     """The prompt of a single answer: PROMPT, then standard input. Raises UsageError if it is empty or too long."""
-    from engine.events import Chat, Message, RawText, TokenIds
+    from engine.protocol.events import Chat, Message, RawText, TokenIds
 
     if args.prompt_ids is not None:
         return TokenIds(ids=args.prompt_ids)

@@ -4,7 +4,7 @@ import shutil
 import textwrap
 from typing import TextIO
 
-from engine.events import (
+from engine.protocol.events import (
     Event,
     Finished,
     Loading,

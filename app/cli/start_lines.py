@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from engine.client import Engine
-from engine.events import Failed, Ready, Span
 from engine.measure.timeline import timeline
+from engine.protocol.client import Engine
+from engine.protocol.events import Failed, Ready, Span
 from widgets.text import one_line
 
 _BAR_CHARS = 30

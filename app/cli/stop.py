@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from app.chat.settings import Settings
 from app.cli import options
-from engine import kept_engines
+from engine.protocol import kept_engines
 from widgets.text import counted
 
 

@@ -17,8 +17,8 @@ from app.cli.model_file import model_path
 from app.cli.oneshot import follow
 from app.cli.progress import describe
 from app.cli.signals import run_until_signal
-from engine.client import Engine, LocalEngine
-from engine.events import EngineOptions, Event, Failed, Ready, Search, Warming
+from engine.protocol.client import Engine, LocalEngine
+from engine.protocol.events import EngineOptions, Event, Failed, Ready, Search, Warming
 from widgets.text import one_line
 
 WIDTH = 16  # of a search that leaves no candidate out

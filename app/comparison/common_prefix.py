@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.events import Token
+from engine.protocol.events import Token
 
 
 class CommonPrefix:

@@ -23,10 +23,13 @@ from msgspec.structs import replace
 from app.chat.slowdown import other_programs
 from app.comparison.common_prefix import CommonPrefix
 from app.comparison.side import Side
-from engine.client import Engine, LocalEngine
 from engine.errors import OrinError
-from engine.event_stream import AnswerStats
-from engine.events import (
+from engine.formats.thinking import split_thinking
+from engine.measure.cpu_counters import CpuCounters
+from engine.measure.memory import gpu_used_bytes
+from engine.protocol.client import Engine, LocalEngine
+from engine.protocol.event_stream import AnswerStats
+from engine.protocol.events import (
     Chat,
     Counter,
     Effort,
@@ -43,9 +46,6 @@ from engine.events import (
     Token,
     TokenIds,
 )
-from engine.formats.thinking import split_thinking
-from engine.measure.cpu_counters import CpuCounters
-from engine.measure.memory import gpu_used_bytes
 from widgets.comparison_data import ComparisonData, Difference
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from app.cli.progress import describe
-from engine.events import (
+from engine.measure.memory import resident_memory
+from engine.protocol.events import (
     Event,
     Failed,
     Finished,
@@ -16,7 +17,6 @@ from engine.events import (
     decode_rate,
     shown_prefill_rate,
 )
-from engine.measure.memory import resident_memory
 from widgets.comparison_data import EngineAnswer
 from widgets.text import counted
 

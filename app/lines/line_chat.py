@@ -28,10 +28,10 @@ from app.cli.signals import run_until_signal
 from app.lines.line_input import FileLines, TerminalLines
 from app.lines.other_models import OtherModels
 from app.lines.word_wrap import WordWrap
-from engine.client import Engine
 from engine.errors import OrinError, UsageError
-from engine.events import ContextLength, EngineOptions, Event, Failed, Finished, Ready, Sampling
 from engine.formats.kv_format import KVFormat
+from engine.protocol.client import Engine
+from engine.protocol.events import ContextLength, EngineOptions, Event, Failed, Finished, Ready, Sampling
 from presets import GUIDE
 from widgets.text import clean, one_line
 

@@ -9,9 +9,9 @@ from app.chat.configuration import with_other_model
 from app.chat.settings import Settings
 from app.chat.speed_history import recording_engine
 from app.cli.model_file import model_path, remember_last_model
-from engine.client import Engine
 from engine.errors import ModelFileError
-from engine.events import EngineOptions
+from engine.protocol.client import Engine
+from engine.protocol.events import EngineOptions
 
 
 class OtherModels:

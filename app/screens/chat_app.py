@@ -32,9 +32,9 @@ from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
 from app.screens.palette import Palette
 from app.screens.system_prompt import Instructions, SystemScreen
-from engine.client import Engine
 from engine.errors import OrinError
-from engine.events import Counter
+from engine.protocol.client import Engine
+from engine.protocol.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
 from widgets.markdown.parser import code_blocks

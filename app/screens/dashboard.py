@@ -15,8 +15,16 @@ from app.chat.slowdown import is_quiet
 from app.comparison.comparison_engine import answered_together
 from app.screens.engine_setup import EngineSetup
 from app.screens.performance import PerformanceObserver
-from engine.events import MIN_TOKENS, Counter, Event, Finished, Ready, decode_rate, shown_prefill_rate
 from engine.measure.counters import Counters
+from engine.protocol.events import (
+    MIN_TOKENS,
+    Counter,
+    Event,
+    Finished,
+    Ready,
+    decode_rate,
+    shown_prefill_rate,
+)
 from widgets.expert_strip import ExpertStrip
 from widgets.kernel_table import KernelTable
 from widgets.machine_panel import MachinePanel, MachineState

@@ -6,9 +6,9 @@ from typing import TextIO
 
 from app.cli.progress import ProgressLine, describe, figures, say
 from app.screens.performance import PerformanceObserver
-from engine.client import Engine, Measurable
-from engine.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
 from engine.measure.counters import Counters
+from engine.protocol.client import Engine, Measurable
+from engine.protocol.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
 from widgets import expert_strip, kernel_lines, machine_panel, throughput_lines
 from widgets.machine_panel import MachineState
 from widgets.pane import Line

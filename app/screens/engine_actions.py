@@ -19,9 +19,9 @@ from app.screens.chat_column import ChatColumn
 from app.screens.dashboard import Dashboard
 from app.screens.engine_setup import EngineSetup
 from app.screens.presets import PresetsScreen
-from engine.client import Engine
 from engine.errors import OrinError, UsageError
-from engine.events import Chat, Effort
+from engine.protocol.client import Engine
+from engine.protocol.events import Chat, Effort
 from widgets.text import one_line
 
 if TYPE_CHECKING:

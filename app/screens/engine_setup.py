@@ -11,9 +11,9 @@ from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds, record_run, recording_engine
 from app.comparison.comparison_engine import ComparisonEngine, compare_with_llama_server
 from engine.backends import BACKENDS, unusable_because
-from engine.client import Engine, LocalEngine
 from engine.errors import UsageError
-from engine.events import EngineOptions, Sampling
+from engine.protocol.client import Engine, LocalEngine
+from engine.protocol.events import EngineOptions, Sampling
 from presets.loader import Preset, find_preset, preset_files
 from widgets.preset_bar import BarOption, PresetBarData
 

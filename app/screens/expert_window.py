@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from engine.events import ExpertChoices
+from engine.protocol.events import ExpertChoices
 from widgets.expert_strip import ExpertUse
 
 WINDOW_S = 60.0

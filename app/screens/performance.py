@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from app.chat.slowdown import explain_slowdown
 from app.screens.expert_window import ExpertWindow
-from engine.events import (
+from engine.protocol.events import (
     MIN_TOKENS,
     Counter,
     Event,

@@ -7,7 +7,7 @@ from textual.content import Content
 from textual.widgets import Select, TextArea
 
 from app.screens.edit_page import EditPage
-from engine.events import Effort
+from engine.protocol.events import Effort
 from widgets.ordered_input import OrderedTextArea
 from widgets.page import Frame
 

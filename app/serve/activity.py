@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from app.cli.progress import describe
 from app.serve.answer import Events
 from app.serve.service import Service
-from engine.events import (
+from engine.protocol.events import (
     Event,
     Failed,
     Generate,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from app.serve.errors import of_failure, unavailable
 from app.serve.stop_texts import StopTexts
-from engine.event_stream import AnswerStats
-from engine.events import Event, Failed, Finished, Generate, Prefilling, Thinking, Token, ToolCall
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
+from engine.protocol.event_stream import AnswerStats
+from engine.protocol.events import Event, Failed, Finished, Generate, Prefilling, Thinking, Token, ToolCall
 
 _ID = string.ascii_letters + string.digits
 

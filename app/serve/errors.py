@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.events import Failed
+from engine.protocol.events import Failed
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from app.serve.errors import wrong
-from engine.events import Message, ToolCall
+from engine.protocol.events import Message, ToolCall
 
 
 class Part(msgspec.Struct):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from app.serve.answer import AnswerDelta, AnswerEnd
-from engine.events import Finished, Ready, Token, ToolCall, decode_rate, prefill_rate
 from engine.formats.tokenizer import Tokenizer
+from engine.protocol.events import Finished, Ready, Token, ToolCall, decode_rate, prefill_rate
 
 OWNER = "orin-chat"
 Json = dict[str, Any]
@@ -142,7 +142,7 @@ def usage(ends: Sequence[AnswerEnd]) -> Json:
 
 def timings(end: Finished) -> Json:
     """As llama-server gives them. `prompt_n` counts the tokens that were computed; the rates are those of
-    `engine.events`."""
+    `engine.protocol.events`."""
     prompt_n = end.prompt_n - end.cached_n
     return {
         "cache_n": end.cached_n,

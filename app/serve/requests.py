@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from app.serve.errors import ApiError, wrong
 from app.serve.messages import ChatMessage, conversation
-from engine.events import Chat, Generate, Grammar, RawText, Sampling, TokenIds
 from engine.formats.tool_calls import ToolForm, demand
+from engine.protocol.events import Chat, Generate, Grammar, RawText, Sampling, TokenIds
 from presets.sampling import out_of_range
 
 MAX_LOGPROBS = 20

@@ -42,9 +42,9 @@ from app.serve.requests import (
 )
 from app.serve.service import CLIENT_GONE, Exchange, Service
 from app.serve.stop_texts import StopTexts
-from engine.events import Chat
 from engine.formats.tool_calls import ToolCallParser
 from engine.measure.memory import gpu_used_bytes, resident_memory
+from engine.protocol.events import Chat
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -24,9 +24,9 @@ from app.cli.progress import say
 from app.serve.activity import Activity
 from app.serve.server import DRAIN_S, Server
 from app.serve.service import Service
-from engine.client import Engine, LocalEngine
-from engine.events import Counter, Event
 from engine.measure.counters import Counters
+from engine.protocol.client import Engine, LocalEngine
+from engine.protocol.events import Counter, Event
 from widgets.block_bar import BlockBar
 from widgets.client_graph import ClientGraph
 from widgets.kernel_table import KernelTable

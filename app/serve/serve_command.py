@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from app.chat.settings import Settings
 from app.cli import options
 from app.cli.model_file import model_path
-from engine.client import LocalEngine
 from engine.errors import UsageError
 from engine.invocation import pip_install
+from engine.protocol.client import LocalEngine
 from widgets.text import one_line
 
 MAX_WAITING = 32

@@ -16,9 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from app.cli.signals import run_until_signal
 from app.serve.service import Service
-from engine.client import Engine, leave
 from engine.errors import UsageError
-from engine.events import Event, Failed, Ready
+from engine.protocol.client import Engine, leave
+from engine.protocol.events import Event, Failed, Ready
 
 DRAIN_S = 5.0  # for answers in progress, after the first signal
 _BACKLOG = 2048

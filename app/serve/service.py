@@ -16,11 +16,11 @@ from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd, Events, Part, 
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
-from engine.client import LocalEngine
-from engine.events import Event, Failed, Finished, Generate, Ready, Sampling, Slots
 from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import ToolForm, tool_form
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import Event, Failed, Finished, Generate, Ready, Sampling, Slots
 from widgets.request_list import Handled
 
 CLIENT_GONE = 499  # nginx's status of a request whose client did not wait

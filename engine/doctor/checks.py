@@ -21,7 +21,7 @@ import msgspec
 from engine.backends import install, prepare
 from engine.devices.system_files import meminfo
 from engine.errors import OrinError, one_line
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 
 _SIZE, _LAUNCHES, _ROUNDS = (
     256,

@@ -11,8 +11,8 @@ from engine.devices.nvidia import is_jetson
 from engine.devices.system_files import read_text
 from engine.doctor import Finding, bad, fair, good, note
 from engine.doctor.host import as_text
-from engine.events import Counter
 from engine.measure.jetson_counters import JetsonCounters
+from engine.protocol.events import Counter
 from engine.tegra.abi import CTRL, L4T, NVMAP
 
 _RELEASE = re.compile(r"#\s*R(\d+)\s*\(release\),\s*REVISION:\s*([\d.]+)")

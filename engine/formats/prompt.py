@@ -4,12 +4,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import TemplateError, UsageError
-from engine.events import Chat, Effort, Message, RawText, TokenIds
 from engine.formats.channels import ChannelSplitter
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.thinking import ReplySplitter, ThinkSplitter
 from engine.formats.tokenizer import Merge, Tokenizer
+from engine.protocol.events import Chat, Effort, Message, RawText, TokenIds
 
 
 def tokens_in(prompt: Chat | RawText | TokenIds, model: Path) -> int:

@@ -16,13 +16,13 @@ from typing import Any, Self
 import msgspec
 
 from engine.errors import TemplateError
-from engine.events import Effort, Message, ToolCall
 from engine.formats.channels import channel_marks
 from engine.formats.fallback_templates import CHATML, fallback_template
 from engine.formats.gguf import GGUF, printable
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
+from engine.protocol.events import Effort, Message, ToolCall
 
 
 @dataclass(frozen=True)

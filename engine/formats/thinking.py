@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec.structs import asdict, replace
 
-from engine.events import Event, Finished, Thinking, Token
+from engine.protocol.events import Event, Finished, Thinking, Token
 
 
 @dataclass(frozen=True)

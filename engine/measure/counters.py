@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.devices.nvidia import is_jetson
-from engine.events import Counter
 from engine.measure.cpu_counters import CpuCounters
 from engine.measure.jetson_counters import JetsonCounters
 from engine.measure.nvml_counters import NvmlCounters
+from engine.protocol.events import Counter
 
 
 class Source(Protocol):

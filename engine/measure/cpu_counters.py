@@ -6,9 +6,9 @@ from pathlib import Path
 
 from engine.devices.nvidia import is_jetson
 from engine.devices.system_files import meminfo, read_text
-from engine.events import Counter
 from engine.measure.process_times import family_times, ticks_between
 from engine.measure.temperatures import hardware_monitors, hottest, thermal_zones
+from engine.protocol.events import Counter
 
 
 class CpuCounters:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.devices.system_files import read_text
-from engine.events import Counter
 from engine.measure.temperatures import hottest, thermal_zones
+from engine.protocol.events import Counter
 
 _GPU_NODES = ("gpu", "ga10b", "gv11b", "gp10b", "gm20b")  # device tree names of Tegra's GPUs
 _EMC = "sys/kernel/debug/bpmp/debug/clk/emc"  # the external memory controller

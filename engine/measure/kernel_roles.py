@@ -14,7 +14,7 @@ from tinygrad import UOp
 from tinygrad.engine.realize import get_call_arg_uops, get_call_outs_ins
 from tinygrad.uop.ops import Ops
 
-from engine.events import KernelRole
+from engine.protocol.events import KernelRole
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from engine.events import Counter
+from engine.protocol.events import Counter
 
 # The reasons in nvmlClocksEventReasons (nvml.h) that slow a GPU down, without idleness and the user's own limits.
 _THROTTLE_REASONS = {

@@ -15,8 +15,8 @@ from tinygrad.helpers import GlobalCounters
 from tinygrad.uop.ops import Ops, sym_infer
 
 from engine.errors import PreemptedError
-from engine.events import KernelProfile, KernelRole, KernelTime, Profile
 from engine.measure.kernel_roles import BufferUse, buffers_of, roles_of
+from engine.protocol.events import KernelProfile, KernelRole, KernelTime, Profile
 
 ROUNDS_S = 0.4  # the time for the rounds, but at least MIN_ROUNDS
 MIN_ROUNDS, MAX_ROUNDS = 3, 25

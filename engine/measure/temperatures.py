@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.devices.system_files import read_text
-from engine.events import Counter
+from engine.protocol.events import Counter
 
 _UNPOWERED_C = -200  # a sensor without power reports -256 °C
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.events import Span
+from engine.protocol.events import Span
 
 
 class Timeline:

@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import SHORTEN, ContextFullError
-from engine.events import (
+from engine.formats.prompt import PromptEncoder, think_splitter
+from engine.formats.template import Prompt
+from engine.formats.vocabulary import StreamDecoder
+from engine.model.grammar import Constraint, Grammars
+from engine.model.sampling import Logits, Sampler, biased, has_additive_penalty, log_probabilities
+from engine.protocol.events import (
     Chat,
     Event,
     Finished,
@@ -21,11 +26,6 @@ from engine.events import (
     TopToken,
     decode_rate,
 )
-from engine.formats.prompt import PromptEncoder, think_splitter
-from engine.formats.template import Prompt
-from engine.formats.vocabulary import StreamDecoder
-from engine.model.grammar import Constraint, Grammars
-from engine.model.sampling import Logits, Sampler, biased, has_additive_penalty, log_probabilities
 
 
 class Answers:
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def rate(self) -> float:
-        """Tokens of the reply a second (see `engine.events.decode_rate`)."""
+        """Tokens of the reply a second (see `engine.protocol.events.decode_rate`)."""
         return decode_rate(len(self.tokens) - self.prompt_n, (self._last_token - self._first_token) * 1e3)
 
     @property

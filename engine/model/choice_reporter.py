@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.events import ExpertChoices
+from engine.protocol.events import ExpertChoices
 
 INTERVAL_S = 1.0
 """The device counts as it computes. To read its counts, the host waits for the step that runs, so it does so seldom."""

@@ -11,7 +11,6 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.events import Sampling, Step
 from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu import memory
 from engine.kernels.cpu.kernel_builder import register_lanes
@@ -25,6 +24,7 @@ from engine.model.model_runner import SearchReport, Slot, varied_tokens
 from engine.model.prefix_store import export_layout
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
+from engine.protocol.events import Sampling, Step
 
 
 class CPURunner:

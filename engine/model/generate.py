@@ -13,22 +13,6 @@ from tinygrad import Device
 from tinygrad.helpers import GlobalCounters
 
 from engine.devices.device_name import device_name
-from engine.events import (
-    EngineOptions,
-    Event,
-    Finished,
-    Generate,
-    KernelProfile,
-    Loading,
-    Measure,
-    Measured,
-    ModelInfo,
-    Profile,
-    Ready,
-    Sampling,
-    Slots,
-    Warming,
-)
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
@@ -52,6 +36,22 @@ from engine.model.prefix_store import PrefixStore
 from engine.model.scheduler import Scheduler
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
+from engine.protocol.events import (
+    EngineOptions,
+    Event,
+    Finished,
+    Generate,
+    KernelProfile,
+    Loading,
+    Measure,
+    Measured,
+    ModelInfo,
+    Profile,
+    Ready,
+    Sampling,
+    Slots,
+    Warming,
+)
 
 Report = Callable[[Event], None]
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.errors import UsageError, one_line
-from engine.events import Grammar
 from engine.formats.thinking import ReplySplitter
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import WHITE_SPACE
 from engine.invocation import pip_install
 from engine.model.sampling import Logits
+from engine.protocol.events import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

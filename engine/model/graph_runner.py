@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
-from engine.events import Sampling
-from engine.events import Step as StepKind
 from engine.fixes import fused_gathers, matvec_heuristic, search_trials
 from engine.formats.kv_format import KVFormat
 from engine.measure.free_memory import free_bytes
@@ -25,6 +23,8 @@ from engine.model.model_runner import SearchReport, Slot, varied_tokens
 from engine.model.sampling import Logits
 from engine.model.spec import ModelSpec
 from engine.model.weights import Weights
+from engine.protocol.events import Sampling
+from engine.protocol.events import Step as StepKind
 
 
 class GraphRunner:

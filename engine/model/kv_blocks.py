@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.events import BlockCounts
 from engine.model.lower import REWIND
+from engine.protocol.events import BlockCounts
 
 BLOCK = 32
 """Tokens of a block."""

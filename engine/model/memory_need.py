@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import ceil
 
 from engine.errors import BackendError, UsageError
-from engine.events import ContextLength, KernelPath
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 from engine.model.checkpoints import checkpoint_slots
@@ -19,6 +18,7 @@ from engine.model.kv_blocks import BLOCK, blocks_of_one
 from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
 from engine.model.mixes import Attend, Weight
 from engine.model.spec import ModelSpec
+from engine.protocol.events import ContextLength, KernelPath
 
 DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
 PIECE_BYTES = 64 << 20

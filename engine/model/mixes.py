@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, TypeVar
 
-from engine.events import KernelRole
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.rope_order import HeadOrder
+from engine.protocol.events import KernelRole
 
 T = TypeVar("T")
 Activation = Literal["silu", "gelu", "swiglu_oai"]

@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.events import Sampling, Search, Step
 from engine.measure.profile import Replay
 from engine.model.checkpoints import StateStore
 from engine.model.kv_blocks import BlockStore
 from engine.model.sampling import Logits
+from engine.protocol.events import Sampling, Search, Step
 
 SearchReport = Callable[[int, int, int, Search], None]
 """Called as (shapes done, shapes in all, shapes known from earlier searches, the shape at hand)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tinygrad import Device
 
 from engine.errors import UsageError
-from engine.events import KernelPath
 from engine.fixes import cuda_binaries
 from engine.formats.kv_format import KVFormat
 from engine.model.graph_runner import GraphRunner
@@ -13,6 +12,7 @@ from engine.model.lower.coverage import lacks_format_because, runs_as_graph_beca
 from engine.model.memory_need import runs_as_graph
 from engine.model.model_runner import ModelRunner
 from engine.model.weights import Weights
+from engine.protocol.events import KernelPath
 
 
 def open_runner(

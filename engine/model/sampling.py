@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.events import Sampling, TopToken
+from engine.protocol.events import Sampling, TopToken
 
 Logits = NDArray[np.float32]
 _BLOCK = 128  # logits

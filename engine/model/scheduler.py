@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine import events
 from engine.errors import ContextFullError
-from engine.events import Finished, Slots
 from engine.model.answer import Answer
 from engine.model.checkpoints import Checkpoints
 from engine.model.kv_blocks import BLOCK, KVBlocks, PoolFullError
@@ -32,6 +30,8 @@ from engine.model.pace import Pace
 from engine.model.prefix_keeper import PrefixKeeper, Restore
 from engine.model.prefix_store import PrefixStore
 from engine.model.sampling import Logits
+from engine.protocol import events
+from engine.protocol.events import Finished, Slots
 
 REPORT_S = 0.25
 

@@ -16,8 +16,8 @@ from typing import Self
 
 from engine.child_process import how_it_ended, signal_group
 from engine.errors import BackendError, ModelFileError, OrinError, one_line
-from engine.events import EngineOptions
 from engine.logs import open_log
+from engine.protocol.events import EngineOptions
 
 INSTALL_HINT = (
     "Install llama.cpp (https://github.com/ggml-org/llama.cpp), or say where it is: --llama-server PATH, "

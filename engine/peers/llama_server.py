@@ -1,7 +1,7 @@
 """llama.cpp's llama-server as an engine, for comparisons with ours.
 
 It gets token ids from our tokenizer and chat template, so that only the computation differs. Its figures follow from
-its raw counts and times by the same formulas as ours (`engine.events`).
+its raw counts and times by the same formulas as ours (`engine.protocol.events`).
 """
 
 import asyncio
@@ -16,8 +16,17 @@ import httpx
 import msgspec
 
 from engine.errors import BackendError, ModelFileError, OrinError, one_line
-from engine.event_stream import AnswerStats
-from engine.events import (
+from engine.formats.gguf import GGUF, StringArray
+from engine.formats.prompt import PromptEncoder, think_splitter
+from engine.formats.template import Prompt
+from engine.formats.thinking import split_thinking
+from engine.logs import log_path
+from engine.measure.memory import resident_memory
+from engine.peers import http
+from engine.peers.llama_process import LlamaProcess, find_llama_server
+from engine.peers.server_engine import ServerEngine, chosen_seed
+from engine.protocol.event_stream import AnswerStats
+from engine.protocol.events import (
     Chat,
     Effort,
     EngineOptions,
@@ -32,15 +41,6 @@ from engine.events import (
     TokenIds,
     TopToken,
 )
-from engine.formats.gguf import GGUF, StringArray
-from engine.formats.prompt import PromptEncoder, think_splitter
-from engine.formats.template import Prompt
-from engine.formats.thinking import split_thinking
-from engine.logs import log_path
-from engine.measure.memory import resident_memory
-from engine.peers import http
-from engine.peers.llama_process import LlamaProcess, find_llama_server
-from engine.peers.server_engine import ServerEngine, chosen_seed
 
 START_TIMEOUT_S = 600.0  # a large model from a slow disk may take minutes
 POLL_S = 0.05

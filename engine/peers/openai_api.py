@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from engine.errors import BackendError, UsageError, one_line
-from engine.event_stream import AnswerStats
-from engine.events import Chat, Event, Generate, ModelInfo, RawText, Ready, Thinking, Token, TokenIds
 from engine.formats.thinking import ThinkSplitter, split_thinking
 from engine.peers import http
 from engine.peers.server_engine import ServerEngine, chosen_seed
+from engine.protocol.event_stream import AnswerStats
+from engine.protocol.events import Chat, Event, Generate, ModelInfo, RawText, Ready, Thinking, Token, TokenIds
 
 MAX_TEXT = 100_000  # characters of an event: a screen that lays out more at once stands still
 # By `owned_by`, which /models lists with a model.

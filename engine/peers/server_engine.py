@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 
 from engine.errors import BackendError, OrinError, UsageError
-from engine.event_stream import AnswerStats, EventStream
-from engine.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Token
+from engine.protocol.event_stream import AnswerStats, EventStream
+from engine.protocol.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Token
 
 MOST_CHARS_A_TOKEN = 32  # on average over a reply; a token of usual text has 4
 MOST_TOKENS = 1 << 17  # of a reply, where neither the user nor the server gives a number

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from engine.events import (
+from engine.protocol.events import (
     Chat,
     Event,
     ExpertChoices,

@@ -19,8 +19,9 @@ from app.comparison.comparison_engine import ComparisonEngine
 from app.screens import frame_pacer
 from app.screens.chat_app import WIDE_WIDTH, ChatApp
 from app.screens.engine_setup import EngineSetup
-from engine.client import Engine
-from engine.events import (
+from engine.formats.template import Prompt
+from engine.protocol.client import Engine
+from engine.protocol.events import (
     Counter,
     EngineOptions,
     Event,
@@ -33,7 +34,6 @@ from engine.events import (
     Token,
     TopToken,
 )
-from engine.formats.template import Prompt
 from tests.app.fake_engine import (
     CHOICES,
     DIED,

@@ -6,11 +6,11 @@ python -m tests.app.synthetic_cli '{"rate": 20, "tokens": 30}' ARGUMENTS...
 import json
 import sys
 
-import engine.client
+import engine.protocol.client
 from app.main import main
 from tests import synthetic
 
 if __name__ == "__main__":
     behaviour = json.loads(sys.argv[1])
-    engine.client.LocalEngine = lambda options, **_: synthetic.engine(**behaviour)  # type: ignore[assignment, misc]
+    engine.protocol.client.LocalEngine = lambda options, **_: synthetic.engine(**behaviour)  # type: ignore[assignment, misc]
     sys.exit(main(sys.argv[2:]))

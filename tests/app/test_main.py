@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-import engine.client
+import engine.protocol.client
 from app.chat.settings import last_model
 from app.cli.options import Parser
 from app.main import main
-from engine.events import Sampling
+from engine.protocol.events import Sampling
 from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.generated_model import write
@@ -62,7 +62,7 @@ def run(model, stdin, monkeypatch, capfd):
             started.append(options)
             return synthetic.engine(**(INSTANT | {"text": "You said: {prompt}\n", "tokens": 4} | behaviour))
 
-        monkeypatch.setattr(engine.client, "LocalEngine", make)
+        monkeypatch.setattr(engine.protocol.client, "LocalEngine", make)
         code = main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
         return code, out, err, started[0] if started else None

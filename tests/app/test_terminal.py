@@ -15,7 +15,7 @@ from prompt_toolkit.output import ColorDepth
 from prompt_toolkit.output.vt100 import Vt100_Output
 from rich.console import Console
 
-import engine.client
+import engine.protocol.client
 from app.bench.results import Result
 from app.bench.tables import to_markdown, to_tables
 from app.chat.history import History
@@ -29,7 +29,7 @@ from app.main import main
 from app.serve.lines import Lines
 from engine.doctor import Section, bad
 from engine.doctor.checks import CheckResult
-from engine.events import Failed, Loading, Message
+from engine.protocol.events import Failed, Loading, Message
 from tests import synthetic
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.hostile_text import ATTACK, HOSTILE_READY, NAME, SEQUENCES, TYPED
@@ -181,7 +181,9 @@ def tables(home, capfd):
 )
 def test_a_terminal_shows_what_is_printed_and_does_nothing_else(surface, home, capfd, monkeypatch):
     behaviour = {"rate": 0, "load_s": 0, "prefill_s": 0, "text": TYPED, "name": TYPED}
-    monkeypatch.setattr(engine.client, "LocalEngine", lambda options, **_: synthetic.engine(**behaviour))
+    monkeypatch.setattr(
+        engine.protocol.client, "LocalEngine", lambda options, **_: synthetic.engine(**behaviour)
+    )
     monkeypatch.setattr("app.cli.models._bandwidth", lambda backend: ("", None, ATTACK))
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     text = surface(home, capfd)

@@ -5,7 +5,7 @@ import pytest
 from engine import backends
 from engine.devices import nvidia
 from engine.errors import BackendError
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 
 
 def machine(root, *names):

@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from engine.backends import prepare
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 
 prepare(EngineOptions(model_path="", backend="NV"))
 

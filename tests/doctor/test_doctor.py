@@ -298,7 +298,7 @@ def test_drivers_that_speak_another(monkeypatch, capsys):
 
 def test_clocks_of_a_desktop_gpu(monkeypatch):
     from engine.doctor import nvidia
-    from engine.events import Counter
+    from engine.protocol.events import Counter
 
     class Nvml:
         def __init__(self, module):

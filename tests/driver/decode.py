@@ -11,8 +11,8 @@ import sys
 import time
 
 from engine.backends import prepare
-from engine.events import EngineOptions, Generate, Sampling, Token, TokenIds
-from engine.worker import _load_text_model
+from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
+from engine.protocol.worker import _load_text_model
 
 
 def main(backend: str, kernels: str, model: str, n: str, *prompt: str) -> None:

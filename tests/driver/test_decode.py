@@ -62,7 +62,7 @@ import os, sys
 dev, nodes = sys.argv[1], tuple(sys.argv[2:])
 os.environ["DEV"] = dev
 from engine.backends import prepare
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 from engine.backends import install
 from tests.driver.kernel import SimulatedKernel
 from tests.driver.simulate import simulated

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from engine import backends
-from engine.client import LocalEngine
-from engine.events import EngineOptions, Failed
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import EngineOptions, Failed
 from engine.tegra import abi
 from tests import generated_model
-from tests.engine.conftest import running
 from tests.paths import ROOT
+from tests.protocol.conftest import running
 
 
 @pytest.fixture(scope="module")

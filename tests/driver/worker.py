@@ -12,7 +12,7 @@ import socket
 import sys
 
 from engine.backends import prepare
-from engine.worker import Model, Report, _load_text_model, serve
+from engine.protocol.worker import Model, Report, _load_text_model, serve
 
 
 def main(kind: str, which: str, fd: str) -> None:

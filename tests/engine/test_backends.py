@@ -8,7 +8,7 @@ import pytest
 from engine import backends
 from engine.devices import clang
 from engine.errors import BackendError, UsageError
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 
 
 def prepare(backend="CPU"):
@@ -36,7 +36,7 @@ def program(path: Path, text: str) -> str:
 def test_a_kernel_compiles_and_runs_without_a_clang_on_path(bare, tmp_path):
     pytest.importorskip("ziglang", reason="the extra `cpu` is not installed")
     code = (
-        "from engine.backends import prepare; from engine.events import EngineOptions\n"
+        "from engine.backends import prepare; from engine.protocol.events import EngineOptions\n"
         "assert prepare(EngineOptions(model_path='none')) == 'CPU'\n"
         "from tinygrad import Tensor, Device\n"
         "print(Device.DEFAULT, (Tensor([1.0, 2.0, 3.0]) * 7).sum().item())"

@@ -7,12 +7,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engine.events import Chat, Message
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import think_splitter
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.vocabulary import StreamDecoder
+from engine.protocol.events import Chat, Message
 from tests.formats.vocabularies import (
     CONTROL,
     NORMAL,

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from engine.errors import ContextFullError
-from engine.events import Chat, Message, RawText
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
+from engine.protocol.events import Chat, Message, RawText
 from tests.generated_model import write
 
 

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import TemplateError
-from engine.events import Message, ToolCall
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
+from engine.protocol.events import Message, ToolCall
 from tests.formats.vocabularies import CONTROL, USER_DEFINED, byte_level, decode, sentencepiece, spelled_out
 from tests.paths import SHARED
 

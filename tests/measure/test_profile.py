@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import PreemptedError
-from engine.events import EngineOptions, Generate, Profile, Sampling, TokenIds
 from engine.measure import profile as measure
 from engine.model.generate import TextModel
 from engine.model.graph_runner import _kernels
+from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, TokenIds
 from tests import generated_model
 
 LAYERS, DIM, FFN, HEAD_DIM, CONTEXT = 2, 64, 128, 16, 64

@@ -3,8 +3,8 @@
 import time
 
 from app.cli.start_lines import start_lines
-from engine.events import Span
 from engine.measure.timeline import Timeline
+from engine.protocol.events import Span
 
 
 def test_spans_count_from_the_start_of_the_process_and_come_in_order():

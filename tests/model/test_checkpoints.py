@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from engine.model import checkpoints
 from engine.model.checkpoints import EVERY
 from engine.model.generate import TextModel
 from engine.model.scheduler import Scheduler
+from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from tests import generated_model
 from tests.model.fake_state_runner import FakeStateRunner, next_token
 

@@ -3,11 +3,20 @@
 import numpy as np
 import pytest
 
-from engine.events import EngineOptions, ExpertChoices, Generate, Profile, Sampling, Slot, Slots, TokenIds
 from engine.measure import profile
 from engine.model import choice_reporter, scheduler
 from engine.model.generate import TextModel
 from engine.model.kv_blocks import KVBlocks
+from engine.protocol.events import (
+    EngineOptions,
+    ExpertChoices,
+    Generate,
+    Profile,
+    Sampling,
+    Slot,
+    Slots,
+    TokenIds,
+)
 from tests import generated_model
 
 PROMPT, LAYERS, DIM = tuple(range(30, 50)), 2, 64

@@ -4,7 +4,6 @@ architecture."""
 import numpy as np
 import pytest
 
-from engine.events import EngineOptions, Generate, Profile, Sampling, Token, TokenIds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.cpu.rope import rotate
 from engine.kernels.cpu.thread_pool import default_pool
@@ -16,6 +15,7 @@ from engine.model.lower.cpu.model import CPUModel
 from engine.model.lower.cpu.step import step_kernels
 from engine.model.model_runner import Slot
 from engine.model.prefix_store import CHUNK
+from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, Token, TokenIds
 from tests import generated_model
 from tests.model.lone_sequence import LoneSequence
 from tests.model.lower.layers import opened, written

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from engine.errors import ContextFullError, UsageError
-from engine.events import (
+from engine.model.generate import TextModel
+from engine.model.kv_blocks import KVBlocks
+from engine.model.sampling import Sampler
+from engine.protocol.events import (
     Chat,
     EngineOptions,
     Finished,
@@ -20,9 +23,6 @@ from engine.events import (
     Token,
     TokenIds,
 )
-from engine.model.generate import TextModel
-from engine.model.kv_blocks import KVBlocks
-from engine.model.sampling import Sampler
 from tests import generated_model
 from tests.reference import Reference, log_softmax
 

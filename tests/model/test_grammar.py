@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from engine.errors import UsageError
-from engine.events import (
+from engine.formats.thinking import THINK, ThinkSplitter
+from engine.model.grammar import Grammars
+from engine.protocol.events import (
     Chat,
     Generate,
     Grammar,
@@ -18,8 +20,6 @@ from engine.events import (
     Thinking,
     Token,
 )
-from engine.formats.thinking import THINK, ThinkSplitter
-from engine.model.grammar import Grammars
 from tests import generated_model
 from tests.reference_model import ReferenceModel
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.events import EngineOptions, Generate, Measure, Sampling, TokenIds
 from engine.model import generate
 from engine.model.generate import TextModel
+from engine.protocol.events import EngineOptions, Generate, Measure, Sampling, TokenIds
 from tests import generated_model
 
 CONTEXT, LAYERS = 16, 2

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import BackendError, UsageError
-from engine.events import EngineOptions
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
@@ -31,6 +30,7 @@ from engine.model.memory_need import (
 )
 from engine.model.mixes import Delta, Vector, Weight
 from engine.model.spec import Sublayer
+from engine.protocol.events import EngineOptions
 from tests import generated_model
 
 GB = 10**9

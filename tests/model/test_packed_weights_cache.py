@@ -6,7 +6,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from engine.events import EngineOptions
 from engine.formats.gguf import GGUF
 from engine.model import packed_weights_cache as cache
 from engine.model.architectures import read_spec
@@ -15,6 +14,7 @@ from engine.model.generate import TextModel
 from engine.model.lower import cpu_weights
 from engine.model.packed_weights_cache import PackedReader
 from engine.model.weights import Weights
+from engine.protocol.events import EngineOptions
 from tests import generated_model
 from tests.model.lone_sequence import LoneSequence
 

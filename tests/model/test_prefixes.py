@@ -7,12 +7,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from engine.events import EngineOptions, Finished, Generate, Prefilling, Sampling, TokenIds
 from engine.formats.gguf import GGUF
 from engine.model import prefix_folder, prefix_keeper
 from engine.model.generate import TextModel
 from engine.model.lower.cpu_export import quantized
 from engine.model.prefix_store import CHUNK, PrefixStore
+from engine.protocol.events import EngineOptions, Finished, Generate, Prefilling, Sampling, TokenIds
 from tests import generated_model
 
 PROMPT = tuple(i * 7 % 200 for i in range(2 * 2048))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine.events import EngineOptions, Generate, Profile, Sampling, Token, TokenIds
 from engine.model import checkpoints, cpu_runner
 from engine.model.generate import TextModel
+from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, Token, TokenIds
 from tests import generated_model
 
 CONTEXT = 400

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.events import Sampling
 from engine.model.sampling import Sampler, log_probabilities
+from engine.protocol.events import Sampling
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

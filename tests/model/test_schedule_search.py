@@ -10,7 +10,6 @@ import tinygrad.engine.realize
 
 from engine import candidate_trial
 from engine.disk_cache import DiskCache
-from engine.events import EngineOptions, Warming
 from engine.kernels.gpu import schedules
 from engine.kernels.gpu.chosen_experts import ChosenExperts
 from engine.kernels.gpu.matvec import Schedule, StackedMatrices
@@ -19,6 +18,7 @@ from engine.kernels.gpu.weight_layout import WeightLayout, units_of
 from engine.measure.compiling import kernels_reported
 from engine.model.fused import schedule_search
 from engine.model.generate import SEARCH_S_PER_WIDTH, TextModel
+from engine.protocol.events import EngineOptions, Warming
 
 FASTEST = Schedule(32, 4, 4)
 RIGHT = np.linspace(-3, 5, 50, dtype=np.float32)

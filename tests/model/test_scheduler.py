@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from engine.errors import ContextFullError
-from engine.events import Generate, Prefilling, Sampling, Token, TokenIds
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.model import checkpoints
 from engine.model.answer import Answers
 from engine.model.kv_blocks import KVGroup
 from engine.model.scheduler import Scheduler
+from engine.protocol.events import Generate, Prefilling, Sampling, Token, TokenIds
 from tests import generated_model
 from tests.model.fake_batch_runner import (
     VOCAB,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from engine.events import EngineOptions, Generate, Profile, Sampling, TokenIds
 from engine.model.generate import TextModel
 from engine.model.lower import REWIND
 from engine.model.memory_need import memory_need
+from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, TokenIds
 from tests import generated_model
 
 LONG = REWIND + 300

@@ -1,7 +1,7 @@
 import pytest
 
-from engine.events import EngineOptions
 from engine.peers.llama_server import LlamaServer
+from engine.protocol.events import EngineOptions
 from tests import generated_model
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.events import Failed, Generate, Loading, RawText, Sampling, TokenIds
 from engine.peers.llama_process import find_llama_server
+from engine.protocol.events import Failed, Generate, Loading, RawText, Sampling, TokenIds
 from tests.peers.conftest import collect
 from tests.peers.fake_server import CLOSE, WAIT, fake_server, sse
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.events import (
+from engine.formats.gguf import GGUF
+from engine.formats.prompt import PromptEncoder
+from engine.model.generate import TextModel
+from engine.protocol.events import (
     Chat,
     EngineOptions,
     Failed,
@@ -23,12 +26,9 @@ from engine.events import (
     TokenIds,
     decode_rate,
 )
-from engine.formats.gguf import GGUF
-from engine.formats.prompt import PromptEncoder
-from engine.model.generate import TextModel
-from tests.engine.conftest import running
 from tests.paths import ROOT
 from tests.peers.conftest import collect
+from tests.protocol.conftest import running
 
 GREEDY = Sampling(temperature=0)
 HELLO = Chat(messages=(Message(role="user", content="How do things find their way?"),))
@@ -199,7 +199,7 @@ async def test_it_ends_with_us(peers, llama_server):
 async def test_it_ends_even_when_we_are_killed(llama_server, model, tmp_path):
     script = f"""if True:
         import asyncio
-        from engine.events import EngineOptions
+        from engine.protocol.events import EngineOptions
         from engine.peers.llama_server import LlamaServer
 
         async def main():

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from engine.events import (
+from engine.peers.openai_api import OpenAIEngine
+from engine.protocol.events import (
     Chat,
     Failed,
     Finished,
@@ -20,7 +21,6 @@ from engine.events import (
     TokenIds,
     decode_rate,
 )
-from engine.peers.openai_api import OpenAIEngine
 from tests.peers.conftest import collect
 from tests.peers.fake_server import CLOSE, WAIT, fake_server, sse
 

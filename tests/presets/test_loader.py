@@ -5,7 +5,7 @@ from app.chat.configuration import configure
 from app.chat.settings import SamplingSettings, Settings
 from engine import backends
 from engine.errors import UsageError
-from engine.events import EngineOptions, Matvec, Sampling
+from engine.protocol.events import EngineOptions, Matvec, Sampling
 from presets import loader
 
 CONTEXT = Settings(context=4096)

@@ -10,8 +10,8 @@ import signal
 import time
 from unittest import mock
 
-from engine.client import LocalEngine
-from engine.events import Failed, Finished, Generate, RawText
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import Failed, Finished, Generate, RawText
 from tests import synthetic
 from tests.soak.counts import Counts
 
@@ -26,7 +26,7 @@ def run(tries: int, number: int = 0) -> Counts:
     """After each fault a user stops the reply, if it has not ended, and sends another prompt, which must be answered
     in full. If nothing comes for some seconds, the user stops that one too and asks again."""
     counts = Counts("the engine is killed, crashes or freezes")
-    with mock.patch("engine.client.DEAF_S", DEAF_S):
+    with mock.patch("engine.protocol.client.DEAF_S", DEAF_S):
         asyncio.run(_all(tries, random.Random(number), counts))
     return counts
 

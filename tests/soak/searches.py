@@ -11,8 +11,18 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from engine.client import LocalEngine
-from engine.events import EngineOptions, Failed, Finished, Generate, RawText, Ready, Sampling, Token, Warming
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import (
+    EngineOptions,
+    Failed,
+    Finished,
+    Generate,
+    RawText,
+    Ready,
+    Sampling,
+    Token,
+    Warming,
+)
 from tests import generated_model
 from tests.soak.counts import Counts
 from tests.soak.engine_faults import FAULTS

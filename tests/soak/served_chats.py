@@ -17,7 +17,7 @@ from unittest import mock
 from app.serve.routes import application
 from app.serve.server import Server, listen
 from app.serve.service import ModelFile, Service
-from engine.client import LocalEngine
+from engine.protocol.client import LocalEngine
 from tests import generated_model, synthetic
 from tests.paths import ROOT
 from tests.soak import engine_faults
@@ -37,7 +37,7 @@ def run(tries: int, number: int = 0) -> Counts:
     """Both programs ask at once. After the fault each must get its whole answer and have it in the history: at once, or
     when the user asks again. Another chat's messages must never be in a chat."""
     counts = Counts("two programs, one history, one served engine: deaths and freezes")
-    with tempfile.TemporaryDirectory() as folder, mock.patch("engine.client.DEAF_S", DEAF_S):
+    with tempfile.TemporaryDirectory() as folder, mock.patch("engine.protocol.client.DEAF_S", DEAF_S):
         asyncio.run(_all(tries, random.Random(number), counts, Path(folder)))
     return counts
 

@@ -11,8 +11,8 @@ from unittest import mock
 
 from app.chat.history import History
 from app.chat.session import Session
-from engine.client import LocalEngine
-from engine.events import Sampling
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import Sampling
 from tests import synthetic
 from tests.soak.counts import Counts
 from tests.soak.engine_faults import DEAF_S, FAULTS, PATIENCE_S, TOKENS
@@ -25,7 +25,7 @@ def run(tries: int, number: int = 0) -> Counts:
     them must answer in full. A user whose reply does not come stops it and asks again, and gives up a switch that
     hangs."""
     counts = Counts("an engine is killed or freezes during a change of model, preset or backend")
-    with mock.patch("engine.client.DEAF_S", DEAF_S):
+    with mock.patch("engine.protocol.client.DEAF_S", DEAF_S):
         asyncio.run(_all(tries, random.Random(number), counts))
     return counts
 

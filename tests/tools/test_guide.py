@@ -6,7 +6,7 @@ import warnings
 import gguf
 import pytest
 
-from engine.events import Chat, Event, Finished, Generate, Message, Sampling, Token
+from engine.protocol.events import Chat, Event, Finished, Generate, Message, Sampling, Token
 from presets import GUIDE, guide_path
 from tests.thorough import thorough
 from tools.guide import export, facts

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from textual.app import App
 from textual.color import Color
 
-from engine.events import Counter
+from engine.protocol.events import Counter
 from tests.app.fake_engine import profile
 from widgets import expert_strip, kernel_lines, machine_panel, throughput_lines
 from widgets.expert_strip import ExpertUse

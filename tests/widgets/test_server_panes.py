@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.events import BlockCounts, Slot, Slots
+from engine.protocol.events import BlockCounts, Slot, Slots
 from tests.app.fake_engine import reply
 from widgets import request_list
 from widgets.block_bar import BlockBar

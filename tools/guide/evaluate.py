@@ -15,7 +15,7 @@ from typing import Any
 
 import presets
 from engine import backends
-from engine.events import (
+from engine.protocol.events import (
     Chat,
     EngineOptions,
     Event,

@@ -32,8 +32,8 @@ def rates(
     open_runner, _ = runners(path, backend)
     from msgspec.structs import replace
 
-    from engine.events import Sampling
     from engine.model.sampling import Sampler
+    from engine.protocol.events import Sampling
 
     draw, parallel, context = random.Random(0), max(2, *rows), max(depths) + PROMPT + 4 * STEPS
     prompts = [[draw.randrange(1000) for _ in range(max(depths) + PROMPT)] for _ in range(parallel)]

@@ -13,8 +13,8 @@ from app.chat.history import History
 from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
-from engine.client import Engine
-from engine.events import EngineOptions, Sampling
+from engine.protocol.client import Engine
+from engine.protocol.events import EngineOptions, Sampling
 from presets.loader import find_preset
 
 

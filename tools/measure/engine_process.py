@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.events import Chat, EngineOptions, Event, Finished, Generate, Sampling, Token, TokenIds
+from engine.protocol.events import Chat, EngineOptions, Event, Finished, Generate, Sampling, Token, TokenIds
 
 if TYPE_CHECKING:
     from engine.model.generate import TextModel

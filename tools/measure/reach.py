@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.chat.history import History
-from engine.events import Message
+from engine.protocol.events import Message
 from tests.paths import ROOT
 
 COLUMNS, ROWS = 160, 48

@@ -17,7 +17,7 @@ from textual._compositor import Compositor
 from textual.theme import Theme
 
 from app.chat.history import History
-from engine.client import LocalEngine
+from engine.protocol.client import LocalEngine
 from presets import guide_path
 from tools.measure.animation import Frame, animated_svg, without_waits
 from tools.measure.driven_chat import DrivenChat, chat_with, keep_apart

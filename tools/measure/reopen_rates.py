@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 
-from engine.events import TokenIds
+from engine.protocol.events import TokenIds
 from tools.measure.engine_process import add_models, alone, first_token, warm_model
 
 

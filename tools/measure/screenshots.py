@@ -17,7 +17,7 @@ from app.chat.history import History
 from app.chat.speed_history import recording_engine
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
-from engine.events import EngineOptions, Sampling
+from engine.protocol.events import EngineOptions, Sampling
 from presets import guide_path
 from tests.app.scenes import SCENES
 from tools.measure.driven_chat import DrivenChat, keep_apart

@@ -40,7 +40,7 @@ class Rates:
 
 def ours(path: str, backend: str, depths: list[int], prompts: list[int], repetitions: int, kv: str) -> Rates:
     """To be called in a process of its own."""
-    from engine.events import Measure
+    from engine.protocol.events import Measure
 
     model = warm_model(path, backend, max(depths) + max(*prompts, REPLY) + 1, kv=kv)
     from tinygrad import Device

@@ -12,7 +12,7 @@ import random
 import statistics
 from pathlib import Path
 
-from engine.events import Chat, Message
+from engine.protocol.events import Chat, Message
 from tests.generated_model import PASSAGE
 from tools.measure.engine_process import add_models, alone, first_token, warm_model
 

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
-from engine.events import Sampling
 from engine.kernels.gpu.epilogues import LOWEST_LOGIT, argmax
 from engine.kernels.gpu.uops import (
     F32,
@@ -47,6 +46,7 @@ from engine.kernels.gpu.uops import (
     tree,
 )
 from engine.kernels.kernel import Kernel
+from engine.protocol.events import Sampling
 
 MAX_REPEAT_LAST_N = 1024
 SETTINGS = 8  # numbers of `settings_of`

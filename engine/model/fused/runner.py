@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, UOp, dtypes
 
-from engine.events import Sampling, Step
 from engine.fixes import compiler_processes, launch_bounds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_once, was_compiled
@@ -43,6 +42,7 @@ from engine.model.model_runner import SearchReport, Slot, varied_tokens
 from engine.model.prefix_store import export_layout
 from engine.model.sampling import Logits
 from engine.model.weights import Weights
+from engine.protocol.events import Sampling, Step
 
 _CHUNK_SIZES = (32, 64, 512)
 _BETWEEN_STEPS = (128, 256)

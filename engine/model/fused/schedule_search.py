@@ -17,7 +17,6 @@ from tinygrad import Device
 
 from engine.candidate_trial import CandidateFailedError, device_works, has_failed, trial
 from engine.disk_cache import disk_cache
-from engine.events import Search
 from engine.kernels.compilation import compile_all
 from engine.kernels.gpu.device import launches_early
 from engine.kernels.gpu.kernel_sequence import KernelSequence
@@ -26,6 +25,7 @@ from engine.kernels.gpu.schedules import candidates, save_search_result, search_
 from engine.model.lower.gpu_matrices import Product
 from engine.model.model_runner import SearchReport
 from engine.model.sampling import Logits
+from engine.protocol.events import Search
 
 _CANDIDATES_PER_WIDTH = 12  # for each shape
 _TRIAL_S = 20.0  # a candidate that takes longer than this to run and to time hangs

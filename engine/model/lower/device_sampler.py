@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
-from engine.events import Sampling
 from engine.kernels.gpu.device_memory import device_zeros, overwrite, to_device
 from engine.kernels.gpu.kernel_sequence import KernelSequence
 from engine.kernels.gpu.sampling import (
@@ -21,6 +20,7 @@ from engine.kernels.gpu.sampling import (
     ranked,
     settings_of,
 )
+from engine.protocol.events import Sampling
 
 _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 

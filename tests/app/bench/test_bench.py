@@ -21,9 +21,9 @@ from app.bench.benchmark import Benchmark, Case, TimedAnswer
 from app.bench.results import OURS, PEER, Result
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds
-from engine.client import LocalEngine
 from engine.errors import ModelFileError, UsageError
-from engine.events import EngineOptions, Finished
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import EngineOptions, Finished
 from tests import generated_model, synthetic
 from tests.paths import ROOT
 

@@ -12,7 +12,7 @@ from app.bench.results import OURS, PEER
 from app.bench.samples import TimedAnswer, _shared_intervals, shared_decode
 from app.chat.settings import Settings
 from engine.errors import UsageError
-from engine.events import Failed, Finished, ModelInfo, Ready, Token
+from engine.protocol.events import Failed, Finished, ModelInfo, Ready, Token
 from tests import generated_model
 
 MODEL = ModelInfo(

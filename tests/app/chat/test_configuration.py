@@ -5,8 +5,8 @@ import pytest
 from app.chat.configuration import configure
 from app.chat.settings import SamplingSettings, Settings
 from engine.errors import UsageError
-from engine.events import EngineOptions, Sampling
 from engine.formats.kv_format import KVFormat
+from engine.protocol.events import EngineOptions, Sampling
 from presets.loader import parse
 
 SETTINGS = Settings(

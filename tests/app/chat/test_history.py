@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.chat.history import History
 from app.chat.history_database import MIGRATIONS, HistoryError
-from engine.events import Message
+from engine.protocol.events import Message
 
 
 def user(text: str) -> Message:
@@ -192,7 +192,7 @@ def test_a_lax_mode_is_mended(tmp_path):
 CRASH = """
     import os, signal, sys
     from app.chat.history import History
-    from engine.events import Message
+    from engine.protocol.events import Message
     history = History(sys.argv[1])
     chat_id = history.new_chat("m")
     history.append(chat_id, Message(role="user", content="Why?"))

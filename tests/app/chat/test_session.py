@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from app.chat import saver
 from app.chat.history import History
 from app.chat.session import Session
-from engine.events import Failed, Ready, Sampling, Search, Warming
+from engine.protocol.events import Failed, Ready, Sampling, Search, Warming
 from tests.app.fake_engine import READY, STARTED, TOO_LONG, FakeEngine, reply, tokens
 from tests.waiting import until
 

@@ -14,7 +14,7 @@ from app.chat.settings import (
     remembered,
 )
 from engine.errors import UsageError
-from engine.events import EngineOptions, Generate, RawText, Sampling, command_decoder, encode
+from engine.protocol.events import EngineOptions, Generate, RawText, Sampling, command_decoder, encode
 
 
 def test_no_file_gives_the_defaults(home):

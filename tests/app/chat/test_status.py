@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from app.chat.status import StatusObserver
 from app.cli.progress import describe
-from engine.events import Loading, Prefilling, Search, Warming
+from engine.protocol.events import Loading, Prefilling, Search, Warming
 from tests.app.fake_engine import READY
 from widgets.activity_line import status_text
 

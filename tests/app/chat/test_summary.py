@@ -3,7 +3,7 @@
 import pytest
 
 from app.chat.summary import Summarized, newest, summary_tokens
-from engine.events import Message
+from engine.protocol.events import Message
 
 
 def chat(*sizes):

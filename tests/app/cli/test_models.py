@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import engine.client
+import engine.protocol.client
 from app.chat import speed_history
 from app.chat.download import Download, progress_text
 from app.chat.model_list import not_here, on_this_machine
@@ -385,7 +385,7 @@ def answered(run, monkeypatch):
             started.append(Path(options.model_path))
             return synthetic.engine(rate=0, load_s=0, prefill_s=0, tokens=40, text="word ")
 
-        monkeypatch.setattr(engine.client, "LocalEngine", make)
+        monkeypatch.setattr(engine.protocol.client, "LocalEngine", make)
         return *run(*arguments), started[0] if started else None
 
     return answered

@@ -9,7 +9,7 @@ import pytest
 from app.chat.settings import Settings
 from app.cli import tune
 from engine.errors import UsageError
-from engine.events import Failed, Search, Warming
+from engine.protocol.events import Failed, Search, Warming
 from tests.app.fake_engine import READY
 
 

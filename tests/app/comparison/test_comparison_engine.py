@@ -10,7 +10,9 @@ from app.comparison.common_prefix import CommonPrefix
 from app.comparison.comparison_engine import ComparisonEngine, answered_together, compare_with_llama_server
 from app.comparison.report import report
 from engine.errors import TemplateError
-from engine.events import (
+from engine.formats.template import Prompt
+from engine.measure import counters, jetson_counters
+from engine.protocol.events import (
     Chat,
     Counter,
     EngineOptions,
@@ -26,8 +28,6 @@ from engine.events import (
     Token,
     TokenIds,
 )
-from engine.formats.template import Prompt
-from engine.measure import counters, jetson_counters
 from tests import generated_model, synthetic
 from tests.synthetic import _pieces
 
@@ -365,7 +365,7 @@ def test_the_common_prefix_grows_with_the_answers():
 
 @pytest.fixture
 async def real(llama_server, tmp_path, home, monkeypatch):
-    from engine.client import LocalEngine
+    from engine.protocol.client import LocalEngine
 
     path = str(generated_model.write(tmp_path / "noise.gguf", architecture="qwen3"))
     comparison = compare_with_llama_server(
@@ -395,7 +395,7 @@ async def test_a_real_pair(real):
 
 
 async def test_no_llama_server(monkeypatch, tmp_path, home):
-    from engine.client import LocalEngine
+    from engine.protocol.client import LocalEngine
 
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("LLAMA_SERVER", raising=False)

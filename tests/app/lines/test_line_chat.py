@@ -21,8 +21,8 @@ from app.lines.line_chat import LineChat, commands, completions
 from app.lines.line_input import CommandCompleter, FileLines, TerminalLines
 from app.lines.other_models import OtherModels
 from engine.errors import UsageError
-from engine.events import EngineOptions, Failed
 from engine.invocation import call
+from engine.protocol.events import EngineOptions, Failed
 from presets import GUIDE
 from tests import synthetic
 from tests.app.fake_engine import DIED, TOO_LONG, FakeEngine, reply
@@ -304,7 +304,7 @@ def models(history, home, monkeypatch):
         made.append((options, FakeEngine(reply("Other."))))
         return made[-1][1]
 
-    monkeypatch.setattr("engine.client.LocalEngine", make)
+    monkeypatch.setattr("engine.protocol.client.LocalEngine", make)
 
     async def chat(*lines, engine, is_terminal=True, options=None):
         options = options or EngineOptions(model_path="first.gguf", context_length=2048)

@@ -12,7 +12,7 @@ from app.chat.history import History
 from app.screens.chat_app import ChatApp
 from app.screens.chats import PAGE, ChatsScreen
 from app.screens.help import HelpScreen
-from engine.events import Loading, Message, Prefilling, Sampling
+from engine.protocol.events import Loading, Message, Prefilling, Sampling
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, MODEL, READY, STARTED, FakeEngine, reply, tokens
 from widgets.entry_list import EntryList

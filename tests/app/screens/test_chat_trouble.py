@@ -8,7 +8,7 @@ import re
 import pytest
 
 from app.chat.history import History
-from engine.events import Failed, Message, Prefilling, Token
+from engine.protocol.events import Failed, Message, Prefilling, Token
 from tests import synthetic
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, READY, STARTED, TOO_LONG, FakeEngine, reply, tokens

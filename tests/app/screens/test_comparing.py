@@ -10,8 +10,8 @@ from app.chat.history import History
 from app.comparison.comparison_engine import ComparisonEngine
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
-from engine.client import LocalEngine
-from engine.events import EngineOptions, Failed, Loading
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import EngineOptions, Failed, Loading
 from tests import generated_model, synthetic
 from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
 from tests.app.scenes import beside, sees

@@ -15,7 +15,7 @@ from app.chat.history import History
 from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
-from engine.events import Counter, EngineOptions, Failed, Measured, Search, Warming
+from engine.protocol.events import Counter, EngineOptions, Failed, Measured, Search, Warming
 from tests.app.fake_engine import STARTED, WITH_EXPERTS, FakeEngine, MeasuredEngine, profile, reply, tokens
 from tests.app.scenes import COUNTERS, sees, settled
 from tests.waiting import until

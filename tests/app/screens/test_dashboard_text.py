@@ -5,7 +5,7 @@ import io
 import pytest
 
 from app.screens.dashboard_text import run
-from engine.events import Failed
+from engine.protocol.events import Failed
 from tests.app.fake_engine import CHOICES, WITH_EXPERTS, FakeEngine, MeasuredEngine, reply
 
 

@@ -12,7 +12,7 @@ from app.screens.models import ModelsScreen
 from app.serve.activity import Activity
 from app.serve.serve_app import ServeApp
 from app.serve.service import Service
-from engine.events import Counter, Failed, Message, Slot, Slots
+from engine.protocol.events import Counter, Failed, Message, Slot, Slots
 from tests.app.driver import Driver, chat
 from tests.app.fake_engine import STARTED, FakeEngine, reply
 from tests.app.hostile_text import ATTACK, HOSTILE_READY, NAME, acting

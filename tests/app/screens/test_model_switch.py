@@ -10,8 +10,8 @@ from app.screens.engine_setup import EngineSetup
 from app.screens.models import ModelsScreen
 from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
-from engine.events import Chat, EngineOptions, Failed, Message
 from engine.formats.prompt import tokens_in
+from engine.protocol.events import Chat, EngineOptions, Failed, Message
 from presets import GUIDE
 from tests.app.driver import chat
 from tests.app.fake_engine import READY, STARTED, FakeEngine, reply

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from app.chat import speed_history
 from app.chat.slowdown import explain_slowdown
 from app.screens.performance import PerformanceObserver
-from engine.events import Counter, Measured, Prefilling, Token
+from engine.protocol.events import Counter, Measured, Prefilling, Token
 from tests.app.fake_engine import CHOICES, READY, WITH_EXPERTS, profile, reply
 from widgets.expert_strip import ExpertUse
 

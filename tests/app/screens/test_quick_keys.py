@@ -8,7 +8,7 @@ import pytest
 from textual.events import Key
 
 from app.screens.engine_setup import EngineSetup
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine
 from tests.thorough import THOROUGH

@@ -7,7 +7,7 @@ import pytest
 from app.chat.history import History
 from app.screens.chats import ChatsScreen
 from app.screens.engine_setup import EngineSetup
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply
 from widgets.page import Frame

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from pathlib import Path
 
-from engine.events import Failed, Finished, Generate
+from engine.protocol.events import Failed, Finished, Generate
 from tests.app.fake_engine import READY
 from tests.reference_model import ReferenceModel
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.serve import bodies
 from app.serve.requests import ChatBody, TextBody
 from app.serve.routes import application
-from engine.events import BlockCounts, Failed, RawText, Sampling, Slots, Token, TokenIds, TopToken
+from engine.protocol.events import BlockCounts, Failed, RawText, Sampling, Slots, Token, TokenIds, TopToken
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER, error, events
 

@@ -13,7 +13,7 @@ from app.serve.activity import Activity
 from app.serve.routes import application
 from app.serve.serve_app import ServeApp, run_beside
 from app.serve.service import Service
-from engine.events import BlockCounts, Ready, Slot, Slots
+from engine.protocol.events import BlockCounts, Ready, Slot, Slots
 from tests.app.fake_engine import READY, MeasuredEngine, reply
 from tests.app.scenes import COUNTERS, drawn, settled
 from tests.app.serve.conftest import HELLO

@@ -18,8 +18,8 @@ from app.serve.routes import application
 from app.serve.server import Server, listen
 from app.serve.service import Service
 from engine.errors import UsageError
-from engine.events import Chat, Failed, Finished, Generate, Message, Ready, Token
 from engine.peers.openai_api import OpenAIEngine
+from engine.protocol.events import Chat, Failed, Finished, Generate, Message, Ready, Token
 from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER
 from tests.app.serve.model_engine import ModelEngine

@@ -120,7 +120,7 @@ def test_one_of_several_concurrent_kernels_ends_when_it_runs_alone() -> None:
     script = """
 import ctypes
 from engine.backends import prepare
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 prepare(EngineOptions(model_path="", backend="CPU"))
 from engine.kernels.cpu.thread_pool import ThreadPool
 pool = ThreadPool(2)
@@ -138,7 +138,7 @@ def test_every_sleeping_thread_is_woken() -> None:
     """Threads that sleep whenever they have to wait, more of them than CPUs: none is forgotten."""
     script = """
 from engine.backends import prepare
-from engine.events import EngineOptions
+from engine.protocol.events import EngineOptions
 prepare(EngineOptions(model_path="", backend="CPU"))
 from engine.kernels.cpu import memory
 from engine.kernels.cpu import thread_program

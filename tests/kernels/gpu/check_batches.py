@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.events import Sampling
 from engine.formats.gguf import GGUF
 from engine.measure.kernel_roles import roles_of
 from engine.model.architectures import read_spec
@@ -15,6 +14,7 @@ from engine.model.kv_blocks import BLOCK, KVBlocks
 from engine.model.model_runner import Slot
 from engine.model.sampling import Sampler
 from engine.model.weights import Weights
+from engine.protocol.events import Sampling
 from tests import generated_model
 from tests.reference import Reference, divergence
 

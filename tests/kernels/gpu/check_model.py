@@ -6,7 +6,6 @@ from unittest import mock
 
 import numpy as np
 
-from engine.events import Sampling
 from engine.formats.gguf import GGUF
 from engine.kernels.gpu.device import multiprocessors
 from engine.kernels.gpu.few_columns import columns_size
@@ -23,6 +22,7 @@ from engine.model.lower.device_sampler import DeviceSampler
 from engine.model.lower.gpu_weights import GPUModel
 from engine.model.model_runner import Slot
 from engine.model.weights import Weights
+from engine.protocol.events import Sampling
 from tests import generated_model
 from tests.reference import Reference, divergence
 

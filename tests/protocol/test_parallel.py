@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from engine.client import LocalEngine
-from engine.events import (
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import (
     EngineOptions,
     Failed,
     Finished,

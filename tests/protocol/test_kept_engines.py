@@ -11,12 +11,12 @@ import pytest
 
 from app.chat.settings import Settings
 from app.cli import stop
-from engine import kept_engines
-from engine.client import LocalEngine, leave
-from engine.events import Finished, Loading, Ready
+from engine.protocol import kept_engines
+from engine.protocol.client import LocalEngine, leave
+from engine.protocol.events import Finished, Loading, Ready
 from tests import synthetic
-from tests.engine.conftest import running
-from tests.engine.test_client import ask, collect, token_ids
+from tests.protocol.conftest import running
+from tests.protocol.test_client import ask, collect, token_ids
 from tests.waiting import until as soon
 
 

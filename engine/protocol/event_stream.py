@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from engine.events import Event, Finished, Generate, StopReason
+from engine.protocol.events import Event, Finished, Generate, StopReason
 
 
 class EventStream:

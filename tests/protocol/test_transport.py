@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import transport
-from engine.events import Failed, Token, event_decoder
-from engine.transport import MAX_FRAME_BYTES, Deframer, FrameError, pack
+from engine.protocol import transport
+from engine.protocol.events import Failed, Token, event_decoder
+from engine.protocol.transport import MAX_FRAME_BYTES, Deframer, FrameError, pack
 
 
 @given(st.lists(st.text(), max_size=8), st.lists(st.integers(1, 40)))

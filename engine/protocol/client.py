@@ -14,8 +14,9 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.child_process import module_command
-from engine.event_stream import AnswerStats, EventStream
-from engine.events import (
+from engine.logs import log_path, trim_log
+from engine.protocol.event_stream import AnswerStats, EventStream
+from engine.protocol.events import (
     Cancel,
     EngineOptions,
     Event,
@@ -35,9 +36,8 @@ from engine.events import (
     Token,
     command_decoder,
 )
-from engine.logs import log_path, trim_log
-from engine.process import EngineProcess
-from engine.transport import FrameError, pack
+from engine.protocol.process import EngineProcess
+from engine.protocol.transport import FrameError, pack
 
 CANCEL_GRACE_S = 0.07  # the time in which the worker may end an answer itself; `Engine.stop` promises 100 ms
 DEAF_S = 10.0  # a worker that neither ends a cancelled request nor sends anything for so long hangs, and is replaced
@@ -97,7 +97,7 @@ class LocalEngine:
         options: EngineOptions,
         *,
         environment: Mapping[str, str] = {},
-        command: Sequence[str] = module_command("engine.worker"),
+        command: Sequence[str] = module_command("engine.protocol.worker"),
         keep_warm_s: float | None = None,
     ) -> None:
         """`environment` is added to this process's for the child. `command` gets the file descriptor of its socket
@@ -175,7 +175,7 @@ class LocalEngine:
             for stream in self._streams.values():
                 self._cancel(stream)
                 stream.cut_short()
-            from engine import kept_engines
+            from engine.protocol import kept_engines
 
             pid, name = process.pid, kept_engines.name_of(self.options, self._environment)
             if not (released := process.release()):
@@ -247,7 +247,7 @@ class LocalEngine:
 
     async def _take(self) -> EngineProcess | None:
         """An engine that an earlier run kept warm. Others are ended: they would take the memory."""
-        from engine import kept_engines
+        from engine.protocol import kept_engines
 
         if not kept_engines.are_any():
             return None

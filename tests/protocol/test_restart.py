@@ -6,16 +6,16 @@ import sys
 import pytest
 
 from engine import candidate_trial
-from engine.client import LocalEngine
 from engine.disk_cache import DiskCache
-from engine.events import EngineOptions, Failed, Ready, Warming
-from tests.engine.test_client import ask, collect, token_ids, until
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import EngineOptions, Failed, Ready, Warming
 from tests.paths import ROOT
+from tests.protocol.test_client import ask, collect, token_ids, until
 
 WORKER = """
 import os, socket, subprocess, sys, threading, time
-from engine import worker
-from engine.events import Warming
+from engine.protocol import worker
+from engine.protocol.events import Warming
 from tests.synthetic import Behaviour, SyntheticModel
 worker.MAX_RESTARTS = 2
 marks, how, most = sys.argv[1:4]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.events import Failed, Finished, Generate, KernelProfile, Measured, RawText, Token
+from engine.protocol.events import Failed, Finished, Generate, KernelProfile, Measured, RawText, Token
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")

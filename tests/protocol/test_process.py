@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.client import LocalEngine
-from engine.events import EngineOptions, Failed, Finished, Load, ModelInfo, Ready, Token
 from engine.logs import LIMIT_BYTES
-from engine.process import EngineProcess
-from engine.transport import pack
-from tests.engine.conftest import running
-from tests.engine.test_client import ask, collect, token_ids, until
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import EngineOptions, Failed, Finished, Load, ModelInfo, Ready, Token
+from engine.protocol.process import EngineProcess
+from engine.protocol.transport import pack
 from tests.paths import ROOT
+from tests.protocol.conftest import running
+from tests.protocol.test_client import ask, collect, token_ids, until
 from tests.waiting import until as soon
 from tests.waiting import wait_until
 
@@ -122,7 +122,7 @@ while b"hello" not in said:
 
 @pytest.mark.parametrize("how", ["hangs", "stopped"])
 async def test_a_process_that_does_not_end_a_cancelled_answer_is_replaced(engines, monkeypatch, how):
-    monkeypatch.setattr("engine.client.DEAF_S", 0.1)
+    monkeypatch.setattr("engine.protocol.client.DEAF_S", 0.1)
     engine = engines(rate=500, hang_at=5 if how == "hangs" else -1, deaf=how == "hangs")
     await collect(engine.start())
     pid = engine.pid
@@ -221,7 +221,7 @@ async def test_a_silent_worker_can_be_ended(engines, how, monkeypatch):
 
 
 async def test_children_of_the_worker_end_with_it(engines, monkeypatch):
-    monkeypatch.setattr("engine.process.SHUTDOWN_GRACE_S", 0.1)
+    monkeypatch.setattr("engine.protocol.process.SHUTDOWN_GRACE_S", 0.1)
     spawn = (
         "child = subprocess.Popen(['sleep', '60'], pass_fds=[sock.fileno()]); print(child.pid, flush=True)\n"
     )
@@ -268,7 +268,7 @@ async def test_the_log_stays_small(engines):
 PARENT = """
 import asyncio
 from tests import synthetic
-from tests.engine.test_client import ask
+from tests.protocol.test_client import ask
 async def main():
     engine = synthetic.engine(rate=0, load_s=0.0, tokens=10**9, context_length=10**9, **{behaviour})
     async for event in engine.start():

@@ -1,8 +1,9 @@
 """Engines that stay warm after their client has ended, for the next one: how they are kept, found and ended.
 
-Each is held by a process of its own (`engine.keeper`), which listens on a Unix socket in a folder that only the user
-can open. The socket's name is a digest of all that the engine follows from: its options, the state of the model's
-files, the program's source, and the environment. So a client finds only an engine that it would have started itself.
+Each is held by a process of its own (`engine.protocol.keeper`), which listens on a Unix socket in a folder that only
+the user can open. The socket's name is a digest of all that the engine follows from: its options, the state of the
+model's files, the program's source, and the environment. So a client finds only an engine that it would have started
+itself.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ import msgspec
 import platformdirs
 
 from engine.child_process import module_command, module_environment
-from engine.events import EngineOptions, Ready
-from engine.keeper import LENGTH_BYTES, STOP, TAKE, has_ended
+from engine.protocol.events import EngineOptions, Ready
+from engine.protocol.keeper import LENGTH_BYTES, STOP, TAKE, has_ended
 
 _ANSWER_S = 2.0
 _MAX_CONTENT_BYTES = 64 << 20
@@ -46,7 +47,7 @@ def name_of(options: EngineOptions, environment: Mapping[str, str]) -> str:
     variables = {name: os.environ.get(name) for name in _VARIABLES} | dict(environment)
     digest = hashlib.sha256(msgspec.json.encode([options, sorted(variables.items())]))
     try:
-        sources = sorted(Path(__file__).parent.rglob("*.py"))  # of the engine
+        sources = sorted(Path(__file__).parents[1].rglob("*.py"))  # of the engine
         for path in [Path(options.model_path).resolve(), *sources]:
             state = path.stat()
             digest.update(f"{path} {state.st_size} {state.st_mtime_ns} {state.st_ino}\n".encode())
@@ -104,7 +105,7 @@ def keep(name: str, sock: socket.socket, kept: Kept, seconds: float) -> bool:
         content.seek(0)
         fds = sock.fileno(), listening.fileno()
         subprocess.Popen(
-            module_command("engine.keeper", *map(str, fds), str(seconds)),
+            module_command("engine.protocol.keeper", *map(str, fds), str(seconds)),
             pass_fds=fds,
             stdin=content,
             stdout=subprocess.DEVNULL,

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Never, Protocol
 from msgspec.structs import replace
 
 from engine.errors import PreemptedError
-from engine.events import (
+from engine.measure.timeline import timeline
+from engine.protocol.events import (
     Cancel,
     EngineOptions,
     Event,
@@ -50,8 +51,7 @@ from engine.events import (
     Token,
     command_decoder,
 )
-from engine.measure.timeline import timeline
-from engine.transport import Deframer, frame, pack
+from engine.protocol.transport import Deframer, frame, pack
 
 if TYPE_CHECKING:
     from engine.formats.tokenizer import Merge
@@ -466,7 +466,7 @@ def _begin_encoder(model_path: str, merge: Merge | None) -> PendingEncoder:
 
 
 def main() -> None:
-    """`python -m engine.worker FD`: FD is the descriptor of this process's end of the socket pair."""
+    """`python -m engine.protocol.worker FD`: FD is the descriptor of this process's end of the socket pair."""
     serve(socket.socket(fileno=int(sys.argv[-1])), _load_text_model)
 
 

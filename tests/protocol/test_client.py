@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine import candidate_trial
-from engine.client import LocalEngine
 from engine.errors import ModelFileError
-from engine.events import (
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import (
     Chat,
     EngineOptions,
     Failed,
@@ -27,7 +27,7 @@ from engine.events import (
     TokenIds,
     Warming,
 )
-from engine.worker import _load_text_model
+from engine.protocol.worker import _load_text_model
 from tests.formats.vocabularies import NORMAL, write
 from tests.waiting import wait_until
 
@@ -331,7 +331,6 @@ async def test_a_log_on_a_full_disk_ends_nothing(engines, failure):
 
 
 def test_import_stays_light():
-    code = (
-        "import sys, engine.client; print([m for m in ('numpy', 'tinygrad', 'textual') if m in sys.modules])"
-    )
+    heavy = "[m for m in ('numpy', 'tinygrad', 'textual') if m in sys.modules]"
+    code = f"import sys, engine.protocol.client; print({heavy})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -17,9 +17,9 @@ from typing import IO
 import msgspec
 
 from engine.child_process import how_it_ended, signal_group
-from engine.events import Event, Failed, Shutdown, event_decoder
 from engine.logs import open_log, trim_log
-from engine.transport import Deframer, FrameError, pack
+from engine.protocol.events import Event, Failed, Shutdown, event_decoder
+from engine.protocol.transport import Deframer, FrameError, pack
 
 SHUTDOWN_GRACE_S = 1.0
 TERMINATE_GRACE_S = 0.3

@@ -1,6 +1,6 @@
 """The process that keeps an engine warm between two of its clients: it holds the engine's socket, and no more.
 
-    python -m engine.keeper ENGINE LISTENING SECONDS
+    python -m engine.protocol.keeper ENGINE LISTENING SECONDS
 
 ENGINE and LISTENING are file descriptors: the client's end of the engine's socket pair, and a listening Unix socket.
 Standard input holds what the next client is to know. A client that connects sends a word: `TAKE` gets this, with the

@@ -1,9 +1,9 @@
 """Frames on the socket between client and worker: a length of 4 bytes, little-endian, then that many bytes of
-MessagePack, which are one record of `engine.events`."""
+MessagePack, which are one record of `engine.protocol.events`."""
 
 from collections.abc import Iterator
 
-from engine.events import Command, Event, encode
+from engine.protocol.events import Command, Event, encode
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH_BYTES = 4
