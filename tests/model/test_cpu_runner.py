@@ -52,7 +52,7 @@ def test_a_prompt_runs_what_later_tokens_need(tmp_path):
     model = CPUModel(weights, 64, default_pool(), 8, keep_packed=False)
     prefill, whole = (step_kernels(model, 8, whole=whole).kernels for whole in (False, True))
     assert prefill == whole[: len(prefill)] and prefill[-1][0] is rotate(
-        model.layers[weights.spec.last_keeping].mix.heads, 8
+        model.layers[weights.spec.last_keeping].handler.heads, 8
     )
 
 

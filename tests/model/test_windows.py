@@ -46,7 +46,7 @@ def test_a_conversation_that_is_cut_back_is_answered_as_a_new_one(model, shared,
 
 def test_the_caches_are_as_large_as_was_foretold(model):
     runner = model._runner._model
-    taken = sum(t.nbytes() for layer in runner.layers[::2] for t in layer.mix.cached)
+    taken = sum(t.nbytes() for layer in runner.layers[::2] for t in layer.handler.cached)
     spec = runner.spec
     need = memory_need(spec, model.context_length).cache_bytes
     a_token = spec.kv_bytes_per_token(windowed=False) + spec.kv_bytes_per_token(windowed=True)
