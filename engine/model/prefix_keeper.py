@@ -97,12 +97,12 @@ class PrefixKeeper:
             if interrupted():
                 return False
             blocks = path[number * _BLOCKS :][:_BLOCKS]
+            if not self._is_whole(blocks):
+                return True
             lacking = [i for i, of_groups in enumerate(blocks, 1) if min(of_groups) < 0]
             window_from = number * CHUNK + BLOCK * max(lacking, default=0)
             export = self.runner.export_blocks(self._tables(blocks))
-            if not self._is_whole(blocks) or not self.store.write(
-                tokens[: (number + 1) * CHUNK], window_from, export
-            ):
+            if not self.store.write(tokens[: (number + 1) * CHUNK], window_from, export):
                 return True
         if slot >= 0 and held == len(tokens) and not interrupted():
             known = max((state.length for state in self.store.states(tokens)), default=0)
